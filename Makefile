@@ -1,0 +1,42 @@
+# Two commands do everything on a fresh machine with Python 3.11 or newer and pip: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# A GPU machine takes the CUDA build and the FlashAttention-4 extra; everything else runs on the CPU.
+GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
+comma := ,
+EXTRAS := $(if $(GPU),gpu$(comma)test,test)
+PIP_FLAGS := --quiet --disable-pip-version-check
+
+.PHONY: demo test lint types clean install
+
+install: $(STAMP)
+
+# torch goes first and alone: pip then keeps this version and build whatever else asks for torch.
+# Debian's python3 can lack ensurepip (package python3-venv); its pip then fills the environment from outside.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "found Python %d.%d, expected 3.11 or newer: run make PYTHON=/path/to/python3.11" % v[:2])'
+	@echo "Installing into $(VENV), which takes a minute or two"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $$($(PYTHON) -c 'import ensurepip' 2>/dev/null || echo --without-pip) $(VENV)
+	@test -x $(BIN)/pip || $(PYTHON) -m pip --python $(BIN)/python install $(PIP_FLAGS) pip
+	$(BIN)/python -m pip install $(PIP_FLAGS) torch==2.13.0
+	$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[$(EXTRAS)]'
+	@touch $@
+
+demo: install
+	$(BIN)/burst run experiments/quickstart.yaml $(if $(GPU),--scale gpu --set sweep.kernel=[auto],) $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+test: lint types
+	$(BIN)/pytest $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

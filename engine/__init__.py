@@ -1,0 +1,29 @@
+"""BurstEngine (arXiv:2509.19836): distributed training of transformers on extremely long sequences.
+
+What it offers is loaded on first use, so that planning a sweep never imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.attention.context import ContextParallel
+    from engine.attention.op import burst_attention
+    from engine.burst import choose_layout
+
+__all__ = ["ContextParallel", "burst_attention", "choose_layout"]
+
+_HOMES = {
+    "ContextParallel": "engine.attention.context",
+    "burst_attention": "engine.attention.op",
+    "choose_layout": "engine.burst",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

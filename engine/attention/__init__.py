@@ -1,0 +1,1 @@
+"""Distributed attention composed from small values: layout, mask, ring, exchange, kernel and backward route."""

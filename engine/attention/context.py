@@ -1,0 +1,221 @@
+"""Context parallelism as one value: which ranks share a sequence, which positions each holds, how they talk."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.attention.copy_engine import CopyEngine, copy_engine_missing
+from engine.attention.exchange import HELD_GRADIENTS, Direct, Pattern, Relay
+from engine.attention.head_exchange import HeadExchange
+from engine.attention.layout import Gathered, Layout, Segment, layout_named, split_refusal
+from engine.attention.ring import Ring
+from engine.attention.transport import Nowhere, PointToPoint, Traffic, Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Ways between the ranks for one ring: inside a lap, and between laps to the same slot of other nodes.
+
+    Shards and gradients have a communicator each: sharing one would put the returning gradients behind the shards that
+    travel out, and a group that spans nodes never reaches NVLink speed inside one.
+    """
+
+    inside: Pattern
+    across: Transport | None = None
+    gradients_across: Transport | None = None
+
+
+class ContextParallel:
+    """The ranks that hold one sequence between them.
+
+    Args:
+        group: process group of the context-parallel ranks; None means all ranks, or a group of one when
+            torch.distributed is not initialised.
+        node_size: consecutive CP ranks that share a node; found from host names when None (NCCL_HOSTID, which emulates
+            nodes for NCCL, is honoured).
+        layout: contiguous, zigzag or striped.
+
+    Creating one is collective over `group`, and so is the first attention call with a new schedule or exchange.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, node_size: int | None = None, layout: str = "zigzag"
+    ) -> None:
+        if group is None and dist.is_initialized():
+            group = dist.group.WORLD
+        self._set_up(group, node_size, layout)
+
+    @classmethod
+    def single(cls, layout: str = "zigzag") -> ContextParallel:
+        """A group of one, also where torch.distributed is initialised: the whole sequence on this rank."""
+        alone = cls.__new__(cls)
+        alone._set_up(None, None, layout)
+        return alone
+
+    def _set_up(
+        self,
+        group: dist.ProcessGroup | None,
+        node_size: int | None,
+        layout: str | Layout,
+        traffic: Traffic | None = None,
+    ) -> None:
+        self.layout: Layout = layout_named(layout) if isinstance(layout, str) else layout
+        self.traffic = traffic or Traffic()
+        self.group = group
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        if node_size is not None and (node_size < 1 or self.size % node_size):
+            raise ValueError(f"node_size {node_size} does not divide cp_size {self.size}; give ranks per node that do")
+        self._routes: dict[tuple[Ring, str], Routes] = {}
+        self._trades: dict[str, tuple[HeadExchange, tuple[int, ...], ContextParallel]] = {}
+        self.node_size = node_size or self._find_node_size()
+
+    def _find_node_size(self) -> int:
+        """Consecutive ranks per host when every host has equally many, else one node."""
+        if self.size == 1:
+            return 1
+        hosts: list[str] = [""] * self.size
+        dist.all_gather_object(hosts, os.environ.get("NCCL_HOSTID") or socket.gethostname(), group=self.group)
+        node_size = hosts.count(hosts[0])
+        regular = (
+            self.size % node_size == 0
+            and all(hosts[rank] == hosts[rank // node_size * node_size] for rank in range(self.size))
+            and len(set(hosts)) == self.size // node_size
+        )
+        return node_size if regular else self.size
+
+    def ring(self, schedule: str) -> Ring:
+        """The order of meetings: one circle of all ranks (`ring`), or circles inside nodes joined by one across them.
+
+        Raises ValueError when the schedule is unknown.
+        """
+        if schedule not in ("ring", "double_ring"):
+            raise ValueError(f"schedule {schedule!r} is unknown; choose auto, ring or double_ring")
+        return Ring(cp_size=self.size, node_size=self.size if schedule == "ring" else self.node_size)
+
+    def choose_exchange(self, exchange: str, ring: Ring, device: torch.device) -> str:
+        """What `exchange: auto` becomes: the fastest way the links inside a lap of `ring` allow.
+
+        Raises ValueError when the named one cannot run here.
+        """
+        spans_nodes = ring.node_size > self.node_size
+        missing = copy_engine_missing(device) or (
+            f"exchange copy_engine copies inside a node and this ring laps {ring.node_size} ranks over nodes of "
+            f"{self.node_size}; choose schedule double_ring or exchange relay"
+            if spans_nodes
+            else None
+        )
+        if exchange == "auto":
+            return "relay" if spans_nodes else "direct" if missing else "copy_engine"
+        if exchange not in ("relay", "direct", "copy_engine"):
+            raise ValueError(f"exchange {exchange!r} is unknown; choose auto, relay, direct or copy_engine")
+        if exchange == "copy_engine" and missing and self.size > 1:
+            raise ValueError(missing)
+        return exchange
+
+    def trade_heads(self, schedule: str) -> tuple[HeadExchange, tuple[int, ...], ContextParallel]:
+        """For a schedule that trades heads: the exchange, the CP ranks in it, and who shares the sequence after it.
+
+        Collective at first use, then kept.
+        """
+        if schedule not in self._trades:
+            self._trades[schedule] = self._make_trade(schedule)
+        return self._trades[schedule]
+
+    def _make_trade(self, schedule: str) -> tuple[HeadExchange, tuple[int, ...], ContextParallel]:
+        node, slot = divmod(self.rank, self.node_size)
+        nodes = [tuple(range(first, first + self.node_size)) for first in range(0, self.size, self.node_size)]
+        columns = [tuple(range(first, self.size, self.node_size)) for first in range(self.node_size)]
+        everyone = [tuple(range(self.size))]
+        groups, mine, others = {
+            "head_exchange": (everyone, 0, (self.rank,)),
+            "heads_inside": (nodes, node, columns[slot]),
+            "heads_across": (columns, slot, nodes[node]),
+        }[schedule]
+        exchange = HeadExchange(self._subgroup(groups[mine], "heads"), self.traffic)
+        inner = ContextParallel.__new__(ContextParallel)
+        inside = len(others) if schedule == "heads_across" else 1
+        inner._set_up(self._subgroup(others, "after_heads"), inside, Gathered(self.layout, tuple(groups)), self.traffic)
+        return exchange, groups[mine], inner
+
+    def _subgroup(self, cp_ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
+        """A communicator of some CP ranks of their own, None for a rank alone."""
+        if len(cp_ranks) == 1 or self.group is None:
+            return None
+        world = dist.get_process_group_ranks(self.group)
+        return dist.new_group(
+            [world[rank] for rank in cp_ranks], use_local_synchronization=True, group_desc=f"attention_{purpose}"
+        )
+
+    def routes(self, ring: Ring, exchange: str) -> Routes:
+        """The ways between ranks for `ring`, made at first use (collective) and kept: communicators are dear."""
+        key = (ring, exchange)
+        if key not in self._routes:
+            self._routes[key] = self._make_routes(ring, exchange)
+        return self._routes[key]
+
+    def _make_routes(self, ring: Ring, exchange: str) -> Routes:
+        node, slot = divmod(self.rank, ring.node_size)
+        lap = range(node * ring.node_size, (node + 1) * ring.node_size)
+        pattern = Relay if exchange == "relay" else Direct
+        shards: Transport = self._transport(lap, "shards", exchange)
+        gradients = self._transport(lap, "gradients", exchange)
+        inside = pattern(slot=slot, size=ring.node_size, shards=shards, gradients=gradients)
+        if ring.nodes == 1:
+            return Routes(inside)
+        column = range(slot, self.size, ring.node_size)
+        return Routes(inside, self._transport(column, "across"), self._transport(column, "gradients_across"))
+
+    def _transport(self, cp_ranks: range, purpose: str, exchange: str = "direct") -> Transport:
+        """Transfers among some CP ranks, on a communicator of their own."""
+        group = self._subgroup(cp_ranks, purpose)
+        if group is None:
+            return Nowhere()
+        if exchange == "copy_engine":
+            slots = {"shards": 2, "gradients": HELD_GRADIENTS + 1}[purpose]
+            return CopyEngine(group, self.traffic, slots)
+        return PointToPoint(group, self.traffic)
+
+    def segments(self, seq_len: int) -> tuple[Segment, ...]:
+        """Runs of global positions this rank holds. Raises ValueError, naming the nearest lengths, when it cannot."""
+        refusal = split_refusal(self.layout.name, seq_len, self.size)
+        if refusal:
+            raise ValueError(refusal)
+        return self.layout.segments(seq_len, self.size, self.rank)
+
+    def positions(self, seq_len: int, device: torch.device | None = None) -> Tensor:
+        """Global position of each local token, int64 of length seq_len / size. For RoPE and labels."""
+        return self._positions_of(self.rank, seq_len).to(device)
+
+    def _positions_of(self, cp_rank: int, seq_len: int) -> Tensor:
+        segments = self.layout.segments(seq_len, self.size, cp_rank)
+        return torch.cat([torch.arange(s.start, s.start + s.count * s.step, s.step) for s in segments])
+
+    def shard(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of a whole-sequence tensor (the same on every rank), in local order."""
+        segments = self.segments(tensor.shape[dim])
+        if self.size == 1:
+            return tensor
+        parts = []
+        for segment in segments:
+            run = tensor.narrow(dim, segment.start, (segment.count - 1) * segment.step + 1)
+            parts.append(run[(slice(None),) * (dim % tensor.ndim) + (slice(None, None, segment.step),)])
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
+
+    def unshard(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """The whole-sequence tensor from every rank's tokens: `shard` undone. Collective; not differentiable."""
+        if self.size == 1:
+            return tensor
+        shards = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(shards, tensor.detach().contiguous(), group=self.group)
+        seq_len = tensor.shape[dim] * self.size
+        order = torch.cat([self._positions_of(rank, seq_len) for rank in range(self.size)]).to(tensor.device)
+        gathered = torch.cat(shards, dim)
+        return torch.empty_like(gathered).index_copy_(dim, order, gathered)

@@ -1,0 +1,270 @@
+"""How shards and their gradients travel among the ranks of a node or around a flat ring.
+
+Two patterns share one interface. In the *relay* every rank talks to its two neighbours only: shards are handed on, and
+gradients follow them, summed on the way (RingAttention, arXiv:2310.01889). In the *direct* pattern the owner sends each
+rank its shard itself, and each rank sends the gradient straight home. The order of meetings is the same; direct needs
+links between all ranks (NVLink has them), sends only the tokens the receiver's mask can see, and lets a gradient that
+a kernel wrote in bf16 cross as it is, because nothing is added to it on the way.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.attention.gradients import GradientSum
+from engine.attention.itinerary import Needs
+from engine.attention.like import Like, likes
+from engine.attention.ring import Ring
+from engine.attention.transport import Transfer, Transport
+
+# Gradients that may wait in a transport's receive slots, to be summed together, while the next is waited for.
+HELD_GRADIENTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A shard, or the part of it that is needed here: `tensors` hold local tokens [start, ...) of their owner."""
+
+    tensors: tuple[Tensor, ...]
+    start: int = 0
+
+
+def _after(calls: int, action: Callable[[], None]) -> Callable[[], None]:
+    """A function whose `calls`-th call runs `action`."""
+    left = itertools.count(calls - 1, -1)
+
+    def call() -> None:
+        if next(left) == 0:
+            action()
+
+    return call
+
+
+class Homecoming(Protocol):
+    """Gradients of travelling shards on their way to the slot that owns the shard."""
+
+    def add(self, step: int, parts: tuple[GradientSum, ...]) -> None:
+        """Hand in the gradient parts computed at `step` of the lap: for the shard of slot i - step."""
+        ...
+
+    def finish(self) -> tuple[GradientSum, ...]:
+        """Gradients of this slot's shard, summed over the lap."""
+        ...
+
+
+class Pattern(Protocol):
+    """How shards and gradients travel among the slots of one lap."""
+
+    def lap(self, shard: tuple[Tensor, ...], token_dims: tuple[int, ...], needs: Needs) -> Iterator[Visit]:
+        """Visits of the shards of slots i, i - 1, ..., own first; the next travels while this one is used."""
+        ...
+
+    def homecoming(self, wire: torch.dtype | None, needs: Needs) -> Homecoming:
+        """A fresh way home. Sums cross in dtype `wire`, or as they are when None."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """Neighbours hand whole shards on around the circle of `size` slots; gradients follow one hop behind.
+
+    A rank keeps its own part of its own shard's gradient at home and adds the traveller when it arrives, so each
+    gradient crosses size - 1 links.
+    """
+
+    slot: int
+    size: int
+    shards: Transport
+    gradients: Transport
+
+    @property
+    def peers(self) -> tuple[int, int]:
+        """(slot to send to, slot to receive from)."""
+        return (self.slot + 1) % self.size, (self.slot - 1) % self.size
+
+    def lap(self, shard: tuple[Tensor, ...], token_dims: tuple[int, ...], needs: Needs) -> Iterator[Visit]:
+        to, source = self.peers
+        for step in range(self.size):
+            last = step + 1 == self.size
+            transfer = None if last else self.shards.start(shard, to, likes(shard), source)
+            yield Visit(shard)
+            if transfer is not None:
+                shard = transfer.wait()
+
+    def homecoming(self, wire: torch.dtype | None, needs: Needs) -> Homecoming:
+        return _RelayHome(self, wire)
+
+
+class _RelayHome:
+    """Sums follow the shards: received from behind, added to, sent on."""
+
+    def __init__(self, relay: Relay, wire: torch.dtype | None) -> None:
+        self._relay, self._wire = relay, wire
+        self._own: tuple[GradientSum, ...] = ()
+        self._transfer: Transfer | None = None
+
+    def add(self, step: int, parts: tuple[GradientSum, ...]) -> None:
+        if step == 0:
+            self._own = parts
+            return
+        sums = tuple(part.total() for part in parts)
+        if self._transfer is not None:
+            for total, received in zip(sums, self._transfer.wait(), strict=True):
+                total += received
+        to, source = self._relay.peers
+        outgoing = sums if self._wire is None else tuple(total.to(self._wire) for total in sums)
+        self._transfer = self._relay.gradients.start(outgoing, to, likes(outgoing), source)
+
+    def finish(self) -> tuple[GradientSum, ...]:
+        if self._transfer is not None:
+            for own, received in zip(self._own, self._transfer.wait(), strict=True):
+                own.add(slice(0, received.shape[1]), received)
+        return self._own
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Owners send to every slot themselves, each only the tokens it needs; gradients go straight home."""
+
+    slot: int
+    size: int
+    shards: Transport
+    gradients: Transport
+
+    def lap(self, shard: tuple[Tensor, ...], token_dims: tuple[int, ...], needs: Needs) -> Iterator[Visit]:
+        def cut(tokens: tuple[int, int]) -> tuple[Tensor, ...]:
+            start, stop = tokens
+            if start == stop:
+                return ()
+            return tuple(t.narrow(dim, start, stop - start) for t, dim in zip(shard, token_dims, strict=True))
+
+        def start(step: int) -> Transfer:
+            to, source = (self.slot + step) % self.size, (self.slot - step) % self.size
+            first, last = needs.visit(source, self.slot)
+            expected = tuple(
+                Like((*t.shape[:dim], last - first, *t.shape[dim + 1 :]), t.dtype)
+                for t, dim in zip(shard, token_dims, strict=True)
+                if last > first
+            )
+            return self.shards.start(cut(needs.visit(self.slot, to)), to, expected, source)
+
+        longest = needs.longest
+        self.shards.reserve(
+            tuple(
+                Like((*t.shape[:dim], longest, *t.shape[dim + 1 :]), t.dtype)
+                for t, dim in zip(shard, token_dims, strict=True)
+            )
+        )
+        pending = start(1) if self.size > 1 else None
+        yield Visit(shard)
+        for step in range(1, self.size):
+            assert pending is not None
+            current = pending
+            received = current.wait()
+            pending = start(step + 1) if step + 1 < self.size else None
+            yield Visit(received, needs.visit((self.slot - step) % self.size, self.slot)[0])
+            current.release()
+
+    def homecoming(self, wire: torch.dtype | None, needs: Needs) -> Homecoming:
+        return _DirectHome(self, wire, needs)
+
+
+class _DirectHome:
+    """Each part goes to its owner, which adds it to its own."""
+
+    def __init__(self, direct: Direct, wire: torch.dtype | None, needs: Needs) -> None:
+        self._direct, self._wire, self._needs = direct, wire, needs
+        self._own: tuple[GradientSum, ...] = ()
+        self._pending: tuple[Transfer, slice] | None = None
+        self._held = 0  # received gradients that wait in their slots to be summed
+
+    def add(self, step: int, parts: tuple[GradientSum, ...]) -> None:
+        direct, needs = self._direct, self._needs
+        if step == 0:
+            self._own = parts
+            longest = slice(0, needs.longest)
+            one_part = needs.all_one_part
+            direct.gradients.reserve(tuple(part.like(longest, self._wire, one_part) for part in parts))
+            return
+        owner, host = (direct.slot - step) % direct.size, (direct.slot + step) % direct.size
+        tokens = slice(*needs.visit(direct.slot, host))
+        outgoing: tuple[Tensor, ...] = ()
+        expected: tuple[Like, ...] = ()
+        if needs.visit(owner, direct.slot) != (0, 0):
+            outgoing = tuple(part.over(slice(*needs.visit(owner, direct.slot)), self._wire) for part in parts)
+        if tokens.stop > tokens.start:
+            whole = needs.one_part[direct.slot, host]
+            expected = tuple(part.like(tokens, self._wire, whole) for part in self._own)
+        transfer = direct.gradients.start(outgoing, owner, expected, host)
+        self._collect()
+        self._pending = (transfer, tokens)
+
+    def _collect(self) -> None:
+        if self._pending is None:
+            return
+        transfer, tokens = self._pending
+        self._pending = None
+        if self._held > HELD_GRADIENTS:
+            self._let_go()  # the sender of this one may be waiting for a slot
+        received = transfer.wait()
+        if not received:
+            self._let_go()  # messages are released in their order
+            transfer.release()
+            return
+        release = _after(len(received), transfer.release)
+        for own, gradient in zip(self._own, received, strict=True):
+            own.add(tokens, gradient, release)
+        self._held += 1
+
+    def _let_go(self) -> None:
+        """Sum what waits in receive slots, which releases them."""
+        for own in self._own:
+            own.total()
+        self._held = 0
+
+    def finish(self) -> tuple[GradientSum, ...]:
+        self._collect()
+        return self._own
+
+
+class NodesHome:
+    """Gradients summed inside each node, on their way to the owners' node: each crosses between nodes once."""
+
+    def __init__(self, ring: Ring, cp_rank: int, across: Transport | None, wire: torch.dtype | None) -> None:
+        self._ring, self._node = ring, cp_rank // ring.node_size
+        self._across, self._wire = across, wire
+        self._own: tuple[GradientSum, ...] = ()
+        self._pending: list[Transfer] = []
+
+    def add(self, cycle: int, sums: tuple[GradientSum, ...]) -> None:
+        """Hand in this node's sums for the shard of node - cycle, same slot."""
+        if cycle == 0:
+            self._own = sums
+            if self._ring.nodes > 1:
+                for own in sums:
+                    own.total()  # what waits in receive slots is released before the next lap needs them
+            return
+        assert self._across is not None
+        nodes = self._ring.nodes
+        outgoing = tuple(s.total() if self._wire is None else s.total().to(self._wire) for s in sums)
+        to, source = (self._node - cycle) % nodes, (self._node + cycle) % nodes
+        self._collect()
+        self._pending.append(self._across.start(outgoing, to, likes(outgoing), source))
+
+    def _collect(self) -> None:
+        for transfer in self._pending:
+            for own, received in zip(self._own, transfer.wait(), strict=True):
+                own.add(slice(0, received.shape[1]), received)
+            transfer.release()
+        self._pending = []
+
+    def finish(self) -> tuple[GradientSum, ...]:
+        """Gradients of this rank's own shard, from all nodes."""
+        self._collect()
+        return self._own

@@ -1,0 +1,121 @@
+"""Attention kernels behind one interface: the forward and backward of one tile on one device.
+
+A kernel sees a rectangle of queries and keys with a band of visible pairs (`engine.attention.tiles.Band`), returns the
+partial output with its log-sum-exp, and computes gradients from the *final* log-sum-exp and delta = rowsum(dO * O) of
+the whole row. O itself is never an input: that is what lets the backward ring leave O at home. Kernels whose backward
+insists on O get the stand-in of `engine.attention.kernels.stand_in`.
+
+Shape letters: B batch, L query tokens, M key tokens, N query heads, K KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from engine.attention.tiles import Band
+
+# In order of preference for `auto`.
+KERNELS = ("fa4", "cudnn", "fa2", "flex", "cpu", "reference")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What a kernel must know to say whether it can run: nothing here is data."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bands: frozenset[str] = frozenset({"full"})  # kinds of band it will meet: full, causal, band
+    deterministic: bool = False
+
+
+class Kernel(Protocol):
+    """One implementation of tile attention."""
+
+    name: str
+    writes_input_dtype: bool  # gradients come in the inputs' dtype; else in fp32 or wider
+
+    def missing(self) -> str | None:
+        """One sentence why this machine cannot run the kernel at all, with the next step; None when it can."""
+        ...
+
+    def refuse(self, problem: Problem) -> str | None:
+        """One sentence why the kernel cannot run this problem, or None."""
+        ...
+
+    def forward(
+        self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Partial (out_BLND, lse_BNL) over these keys; lse: natural-log sum-exp of scaled scores, fp32 or wider."""
+        ...
+
+    def backward(
+        self,
+        dout_BLND: Tensor,
+        q_BLND: Tensor,
+        k_BMKD: Tensor,
+        v_BMKD: Tensor,
+        lse_BNL: Tensor,
+        delta_BNL: Tensor,
+        band: Band,
+        scale: float,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Partial (dq_BLND, dk_BMKD, dv_BMKD). `lse` and `delta` belong to the whole rows, not to these keys alone."""
+        ...
+
+
+class Availability(NamedTuple):
+    """One line of `burst doctor`."""
+
+    name: str
+    ok: bool
+    sentence: str
+
+
+def kernel_named(name: str) -> Kernel:
+    """The kernel object of that name. Raises ValueError naming the known ones."""
+    if name not in KERNELS:
+        raise ValueError(f"kernel {name!r} is unknown; choose auto or one of {', '.join(KERNELS)}")
+    kernel: Kernel = importlib.import_module(f"engine.attention.kernels.{name}").KERNEL
+    return kernel
+
+
+def refusal(kernel: Kernel, problem: Problem) -> str | None:
+    """Why `kernel` cannot run `problem` on this machine, or None."""
+    return kernel.missing() or kernel.refuse(problem)
+
+
+def choose_kernel(name: str, problem: Problem) -> Kernel:
+    """The named kernel, or for `auto` the first of `KERNELS` that can run the problem.
+
+    Raises ValueError with the kernel's own sentence when it cannot: there is no silent fallback.
+    """
+    if name != "auto":
+        kernel = kernel_named(name)
+        reason = refusal(kernel, problem)
+        if reason:
+            raise ValueError(reason)
+        return kernel
+    candidates = [kernel_named(candidate) for candidate in KERNELS]
+    for kernel in candidates:
+        if refusal(kernel, problem) is None:
+            return kernel
+    raise ValueError("; ".join(f"{kernel.name}: {refusal(kernel, problem)}" for kernel in candidates))
+
+
+def available() -> list[Availability]:
+    """Every kernel, whether this machine can run it, and why not."""
+    lines = []
+    for name in KERNELS:
+        reason = kernel_named(name).missing()
+        lines.append(Availability(name, reason is None, reason or "ready"))
+    return lines

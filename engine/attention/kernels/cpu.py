@@ -1,0 +1,94 @@
+"""Kernel `cpu`: torch's own flash attention for CPUs, whose backward takes an external LSE.
+
+The op aligns its causal mask top-left; other bands go in as an additive mask of one tile.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.attention.kernels import Problem
+from engine.attention.kernels.heads import repeat_heads, sum_heads
+from engine.attention.kernels.stand_in import output_stand_in
+from engine.attention.tiles import Band
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _additive(band: Band, rows: int, columns: int, dtype: torch.dtype) -> Tensor | None:
+    """The band as an additive mask, or None when the op's own causal flag says it all."""
+    if band.kind != "band":
+        return None
+    offset = torch.arange(columns) - torch.arange(rows)[:, None]
+    hidden = torch.zeros_like(offset, dtype=torch.bool)
+    if band.lo is not None:
+        hidden |= offset < band.lo
+    if band.hi is not None:
+        hidden |= offset > band.hi
+    return torch.zeros(rows, columns, dtype=dtype).masked_fill_(hidden, -torch.inf)
+
+
+class CpuKernel:
+    """aten::_scaled_dot_product_flash_attention_for_cpu, forward and backward."""
+
+    name = "cpu"
+    writes_input_dtype = False
+
+    def missing(self) -> str | None:
+        return None
+
+    def refuse(self, problem: Problem) -> str | None:
+        if problem.device.type != "cpu":
+            return f"kernel cpu runs on CPU tensors, found {problem.device.type}; choose kernel auto"
+        return None
+
+    def forward(
+        self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        heads = q_BLND.shape[2]
+        out_BNLD, lse_BNL = _forward(
+            q_BLND.transpose(1, 2),
+            repeat_heads(k_BMKD, heads).transpose(1, 2),
+            repeat_heads(v_BMKD, heads).transpose(1, 2),
+            0.0,
+            band.kind == "causal",
+            attn_mask=_additive(band, q_BLND.shape[1], k_BMKD.shape[1], q_BLND.dtype),
+            scale=scale,
+        )
+        return out_BNLD.transpose(1, 2), lse_BNL
+
+    def backward(
+        self,
+        dout_BLND: Tensor,
+        q_BLND: Tensor,
+        k_BMKD: Tensor,
+        v_BMKD: Tensor,
+        lse_BNL: Tensor,
+        delta_BNL: Tensor,
+        band: Band,
+        scale: float,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads, kv_heads = q_BLND.shape[2], k_BMKD.shape[2]
+        dq_BNLD, dk_BNMD, dv_BNMD = _backward(
+            dout_BLND.transpose(1, 2),
+            q_BLND.transpose(1, 2),
+            repeat_heads(k_BMKD, heads).transpose(1, 2),
+            repeat_heads(v_BMKD, heads).transpose(1, 2),
+            output_stand_in(dout_BLND, delta_BNL).transpose(1, 2),
+            lse_BNL.contiguous(),
+            0.0,
+            band.kind == "causal",
+            attn_mask=_additive(band, q_BLND.shape[1], k_BMKD.shape[1], q_BLND.dtype),
+            scale=scale,
+        )
+        return (
+            dq_BNLD.transpose(1, 2),
+            sum_heads(dk_BNMD.transpose(1, 2), kv_heads),
+            sum_heads(dv_BNMD.transpose(1, 2), kv_heads),
+        )
+
+
+KERNEL = CpuKernel()

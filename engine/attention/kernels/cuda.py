@@ -1,0 +1,41 @@
+"""What the GPU kernels share: is there a GPU of the right generation, and are dtype and band ones they know."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.attention.kernels import Problem
+
+
+def gpu_missing(kernel: str, capability: tuple[int, int]) -> str | None:
+    """Why this machine has no GPU for `kernel`, or None. `capability` is the oldest compute capability that will do."""
+    if not torch.cuda.is_available():
+        return f"kernel {kernel} needs a CUDA GPU and torch sees none; choose kernel auto or cpu"
+    found = torch.cuda.get_device_capability()
+    if found < capability:
+        return (
+            f"kernel {kernel} needs compute capability {capability[0]}.{capability[1]} or newer, found "
+            f"{found[0]}.{found[1]}; choose kernel auto"
+        )
+    return None
+
+
+def half_precision_refusal(kernel: str, problem: Problem, max_head_dim: int) -> str | None:
+    """Why a half-precision CUDA kernel cannot run the problem, or None."""
+    if problem.device.type != "cuda":
+        return f"kernel {kernel} runs on CUDA tensors, found {problem.device.type}; choose kernel auto"
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"kernel {kernel} takes bf16 or fp16, found {problem.dtype}; choose kernel reference for {problem.dtype}"
+    if problem.head_dim > max_head_dim or problem.head_dim % 8:
+        return (
+            f"kernel {kernel} takes head dims up to {max_head_dim} in multiples of 8, found {problem.head_dim}; "
+            "choose kernel reference"
+        )
+    return None
+
+
+def band_refusal(kernel: str, problem: Problem) -> str | None:
+    """Why a kernel that knows only full and causal tiles cannot run the problem, or None."""
+    if "band" in problem.bands:
+        return f"kernel {kernel} knows full and causal tiles only and this mask needs windows; choose fa4 or reference"
+    return None

@@ -1,0 +1,83 @@
+"""Kernel `cudnn`: cuDNN's fused attention through torch's own op. Needs nothing beyond torch on Ampere and newer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.attention.kernels import Problem
+from engine.attention.kernels.cuda import band_refusal, gpu_missing, half_precision_refusal
+from engine.attention.kernels.stand_in import output_stand_in
+from engine.attention.tiles import Band
+
+_forward = torch.ops.aten._scaled_dot_product_cudnn_attention
+_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+
+
+class CudnnKernel:
+    """aten::_scaled_dot_product_cudnn_attention, forward and backward. Its LSE carries a trailing axis of size 1."""
+
+    name = "cudnn"
+    writes_input_dtype = True
+
+    def missing(self) -> str | None:
+        missing = gpu_missing(self.name, (8, 0))
+        if missing is None and not torch.backends.cudnn.is_available():
+            return "kernel cudnn needs a torch built with cuDNN and this one is not; choose kernel auto"
+        return missing
+
+    def refuse(self, problem: Problem) -> str | None:
+        if problem.deterministic:
+            return "kernel cudnn through torch offers no deterministic backward; choose fa4 or reference"
+        return half_precision_refusal(self.name, problem, max_head_dim=128) or band_refusal(self.name, problem)
+
+    def forward(
+        self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out_BNLD, lse, *_ = _forward(
+            q_BLND.transpose(1, 2),
+            k_BMKD.transpose(1, 2),
+            v_BMKD.transpose(1, 2),
+            None,
+            True,
+            0.0,
+            band.kind == "causal",
+            scale=scale,
+        )
+        return out_BNLD.transpose(1, 2), lse.view(lse.shape[:3])
+
+    def backward(
+        self,
+        dout_BLND: Tensor,
+        q_BLND: Tensor,
+        k_BMKD: Tensor,
+        v_BMKD: Tensor,
+        lse_BNL: Tensor,
+        delta_BNL: Tensor,
+        band: Band,
+        scale: float,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        unused = torch.empty((), dtype=torch.int64, device=q_BLND.device)  # dropout's random state; there is none
+        dq_BNLD, dk_BKMD, dv_BKMD = _backward(
+            dout_BLND.transpose(1, 2),
+            q_BLND.transpose(1, 2),
+            k_BMKD.transpose(1, 2),
+            v_BMKD.transpose(1, 2),
+            output_stand_in(dout_BLND, delta_BNL).transpose(1, 2),
+            lse_BNL.contiguous().unsqueeze(-1),
+            unused,
+            unused,
+            None,
+            None,
+            None,
+            q_BLND.shape[1],
+            k_BMKD.shape[1],
+            0.0,
+            band.kind == "causal",
+            scale=scale,
+        )
+        return dq_BNLD.transpose(1, 2), dk_BKMD.transpose(1, 2), dv_BKMD.transpose(1, 2)
+
+
+KERNEL = CudnnKernel()

@@ -1,0 +1,77 @@
+"""Kernel `fa2`: torch's own FlashAttention-2 op (arXiv:2307.08691), for Ampere GPUs such as A100 and A800."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.attention.kernels import Problem
+from engine.attention.kernels.cuda import band_refusal, gpu_missing, half_precision_refusal
+from engine.attention.kernels.stand_in import output_stand_in
+from engine.attention.tiles import Band
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+
+class FlashAttention2Kernel:
+    """aten::_scaled_dot_product_flash_attention, forward and backward."""
+
+    name = "fa2"
+    writes_input_dtype = True
+
+    def missing(self) -> str | None:
+        return gpu_missing(self.name, (8, 0))
+
+    def refuse(self, problem: Problem) -> str | None:
+        if problem.deterministic:
+            return "kernel fa2 adds dQ with atomics in an order that varies; choose fa4 or reference for deterministic"
+        return half_precision_refusal(self.name, problem, max_head_dim=256) or band_refusal(self.name, problem)
+
+    def forward(
+        self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out_BNLD, lse_BNL, *_ = _forward(
+            q_BLND.transpose(1, 2),
+            k_BMKD.transpose(1, 2),
+            v_BMKD.transpose(1, 2),
+            0.0,
+            band.kind == "causal",
+            scale=scale,
+        )
+        return out_BNLD.transpose(1, 2), lse_BNL
+
+    def backward(
+        self,
+        dout_BLND: Tensor,
+        q_BLND: Tensor,
+        k_BMKD: Tensor,
+        v_BMKD: Tensor,
+        lse_BNL: Tensor,
+        delta_BNL: Tensor,
+        band: Band,
+        scale: float,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        unused = torch.empty(0, dtype=torch.uint64, device=q_BLND.device)  # dropout's random state; there is none
+        dq_BNLD, dk_BKMD, dv_BKMD = _backward(
+            dout_BLND.transpose(1, 2),
+            q_BLND.transpose(1, 2),
+            k_BMKD.transpose(1, 2),
+            v_BMKD.transpose(1, 2),
+            output_stand_in(dout_BLND, delta_BNL).transpose(1, 2),
+            lse_BNL.contiguous(),
+            None,
+            None,
+            q_BLND.shape[1],
+            k_BMKD.shape[1],
+            0.0,
+            band.kind == "causal",
+            unused,
+            unused,
+            scale=scale,
+        )
+        return dq_BNLD.transpose(1, 2), dk_BKMD.transpose(1, 2), dv_BKMD.transpose(1, 2)
+
+
+KERNEL = FlashAttention2Kernel()

@@ -1,0 +1,110 @@
+"""Kernel `fa4`: FlashAttention-4 (flash-attn-4 on PyPI, CuTe DSL), for Hopper and newer. The fastest kernel we know.
+
+Its backward forms dpsum = rowsum(dO * O) - dlse. Given O = 0 and dlse = -delta, dpsum is exactly delta, so O need not
+exist on the rank that runs the backward.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attention.kernels import Problem
+from engine.attention.kernels.cuda import gpu_missing, half_precision_refusal
+from engine.attention.tiles import Band
+
+
+@lru_cache(maxsize=1)
+def _interface() -> Any:
+    from flash_attn.cute import interface
+
+    return interface
+
+
+# One zero output per shape, shared by all calls: reading it costs bandwidth, making it anew would cost more.
+_zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+
+def _zero_output(like_BLND: Tensor) -> Tensor:
+    key = (like_BLND.device, like_BLND.dtype)
+    if key not in _zeros or _zeros[key].numel() < like_BLND.numel():
+        _zeros[key] = torch.zeros(like_BLND.numel(), device=like_BLND.device, dtype=like_BLND.dtype)
+    return _zeros[key][: like_BLND.numel()].view(like_BLND.shape)
+
+
+def _window(band: Band, rows: int, columns: int) -> dict[str, Any]:
+    """The band in the kernel's terms, which aligns query and key *ends*: row i is at column i + columns - rows."""
+    if band.kind == "full":
+        return {}
+    shift = columns - rows
+    right = None if band.hi is None else band.hi - shift
+    left = None if band.lo is None else shift - band.lo
+    if left is None and right == 0:
+        return {"causal": True}
+    # The kernel has no word for "unlimited on one side" but a side longer than the tile.
+    return {
+        "window_size_left": rows + columns if left is None else left,
+        "window_size_right": rows + columns if right is None else right,
+    }
+
+
+class FlashAttention4Kernel:
+    """flash_attn.cute, forward and backward on one tile."""
+
+    name = "fa4"
+    writes_input_dtype = True
+
+    def missing(self) -> str | None:
+        missing = gpu_missing(self.name, (9, 0))
+        if missing is None and importlib.util.find_spec("flash_attn") is None:
+            return "kernel fa4 needs FlashAttention-4, which is not installed; pip install 'burst-harness[gpu]'"
+        return missing
+
+    def refuse(self, problem: Problem) -> str | None:
+        return half_precision_refusal(self.name, problem, max_head_dim=256)
+
+    def forward(
+        self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out_BLND, lse_BNL, *_ = _interface()._flash_attn_fwd(
+            q_BLND,
+            k_BMKD,
+            v_BMKD,
+            softmax_scale=scale,
+            return_lse=True,
+            **_window(band, q_BLND.shape[1], k_BMKD.shape[1]),
+        )
+        return out_BLND, lse_BNL
+
+    def backward(
+        self,
+        dout_BLND: Tensor,
+        q_BLND: Tensor,
+        k_BMKD: Tensor,
+        v_BMKD: Tensor,
+        lse_BNL: Tensor,
+        delta_BNL: Tensor,
+        band: Band,
+        scale: float,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq_BLND, dk_BMKD, dv_BMKD = _interface()._flash_attn_bwd(
+            q_BLND,
+            k_BMKD,
+            v_BMKD,
+            _zero_output(q_BLND),
+            dout_BLND,
+            lse_BNL.contiguous(),
+            softmax_scale=scale,
+            deterministic=deterministic,
+            dlse=-delta_BNL,
+            **_window(band, q_BLND.shape[1], k_BMKD.shape[1]),
+        )
+        return dq_BLND, dk_BMKD, dv_BMKD
+
+
+KERNEL = FlashAttention4Kernel()

@@ -1,0 +1,83 @@
+"""Kernel `reference`: tile attention in plain torch, any device, band and float dtype. The judge of all others.
+
+Scores are formed whole (B x N x L x M), in fp32 or, for float64 inputs, in float64: for small problems only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.attention.kernels import Problem
+from engine.attention.kernels.heads import repeat_heads, sum_heads
+from engine.attention.tiles import Band
+
+
+def visible_pairs(band: Band, rows: int, columns: int, device: torch.device) -> Tensor:
+    """Boolean rows x columns: which keys of the tile each query sees."""
+    offset = torch.arange(columns, device=device) - torch.arange(rows, device=device)[:, None]
+    visible = torch.ones_like(offset, dtype=torch.bool)
+    if band.lo is not None:
+        visible &= offset >= band.lo
+    if band.hi is not None:
+        visible &= offset <= band.hi
+    return visible
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """[B, tokens, heads, D] as [B, heads, tokens, D] in the accumulation dtype."""
+    return tensor.transpose(1, 2).to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+
+
+def _scores(q_BNLD: Tensor, k_BNMD: Tensor, band: Band, scale: float) -> Tensor:
+    scores_BNLM = q_BNLD @ k_BNMD.transpose(-1, -2) * scale
+    return scores_BNLM.masked_fill(~visible_pairs(band, q_BNLD.shape[2], k_BNMD.shape[2], q_BNLD.device), -torch.inf)
+
+
+class ReferenceKernel:
+    """Dense attention of one tile, written as the formula reads."""
+
+    name = "reference"
+    writes_input_dtype = False
+
+    def missing(self) -> str | None:
+        return None
+
+    def refuse(self, problem: Problem) -> str | None:
+        return None
+
+    def forward(
+        self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        heads = q_BLND.shape[2]
+        k_BNMD, v_BNMD = _wide(repeat_heads(k_BMKD, heads)), _wide(repeat_heads(v_BMKD, heads))
+        scores_BNLM = _scores(_wide(q_BLND), k_BNMD, band, scale)
+        lse_BNL = scores_BNLM.logsumexp(dim=-1)
+        out_BNLD = (scores_BNLM - lse_BNL.unsqueeze(-1)).exp() @ v_BNMD
+        return out_BNLD.transpose(1, 2), lse_BNL
+
+    def backward(
+        self,
+        dout_BLND: Tensor,
+        q_BLND: Tensor,
+        k_BMKD: Tensor,
+        v_BMKD: Tensor,
+        lse_BNL: Tensor,
+        delta_BNL: Tensor,
+        band: Band,
+        scale: float,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads, kv_heads = q_BLND.shape[2], k_BMKD.shape[2]
+        q_BNLD, dout_BNLD = _wide(q_BLND), _wide(dout_BLND)
+        k_BNMD, v_BNMD = _wide(repeat_heads(k_BMKD, heads)), _wide(repeat_heads(v_BMKD, heads))
+        p_BNLM = (_scores(q_BNLD, k_BNMD, band, scale) - lse_BNL.unsqueeze(-1)).exp()
+        dp_BNLM = dout_BNLD @ v_BNMD.transpose(-1, -2)
+        ds_BNLM = p_BNLM * (dp_BNLM - delta_BNL.unsqueeze(-1)) * scale
+        dq_BNLD = ds_BNLM @ k_BNMD
+        dk_BMND = (ds_BNLM.transpose(-1, -2) @ q_BNLD).transpose(1, 2)
+        dv_BMND = (p_BNLM.transpose(-1, -2) @ dout_BNLD).transpose(1, 2)
+        return dq_BNLD.transpose(1, 2), sum_heads(dk_BMND, kv_heads), sum_heads(dv_BMND, kv_heads)
+
+
+KERNEL = ReferenceKernel()

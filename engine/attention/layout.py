@@ -1,0 +1,135 @@
+"""Which global positions each context-parallel rank holds. Pure integer code.
+
+A layout cuts the sequence into equal shards, each a few arithmetic runs of positions (`Segment`). Causal attention over
+contiguous shards leaves rank 0 almost idle; zigzag (chunks r and 2P-1-r of 2P) and striped (every P-th token) give all
+ranks equal work. Sources: zigzag, Llama 3 (arXiv:2407.21783, section 3.3.2); striped, arXiv:2311.09431.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Positions start, start + step, ..., `count` of them."""
+
+    start: int
+    count: int
+    step: int = 1
+
+    def positions(self) -> range:
+        """The global positions, ascending."""
+        return range(self.start, self.start + self.count * self.step, self.step)
+
+
+class Layout(Protocol):
+    """How a sequence is dealt to `cp_size` ranks. Shards are equal, disjoint, and ascending in position."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __hash__(self) -> int: ...
+
+    def chunks(self, cp_size: int) -> int:
+        """Equal chunks the sequence is cut into: lengths that split are its multiples."""
+        ...
+
+    def segments(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Segment, ...]:
+        """Positions `cp_rank` holds, in the order of its local tokens. `seq_len` is a multiple of `chunks(cp_size)`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Contiguous:
+    """Rank r holds the r-th of P consecutive parts."""
+
+    name: str = "contiguous"
+
+    def chunks(self, cp_size: int) -> int:
+        return cp_size
+
+    def segments(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Segment, ...]:
+        shard = seq_len // cp_size
+        return (Segment(cp_rank * shard, shard),)
+
+
+@dataclass(frozen=True, slots=True)
+class Zigzag:
+    """Rank r holds chunks r and 2P-1-r of 2P, one from each end: equal causal work for every rank."""
+
+    name: str = "zigzag"
+
+    def chunks(self, cp_size: int) -> int:
+        return 2 * cp_size
+
+    def segments(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Segment, ...]:
+        chunk = seq_len // (2 * cp_size)
+        if cp_size == 1:
+            return (Segment(0, seq_len),)
+        if cp_rank == cp_size - 1:  # its two chunks touch
+            return (Segment(cp_rank * chunk, 2 * chunk),)
+        return (Segment(cp_rank * chunk, chunk), Segment((2 * cp_size - 1 - cp_rank) * chunk, chunk))
+
+
+@dataclass(frozen=True, slots=True)
+class Striped:
+    """Rank r holds tokens r, r + P, r + 2P, ...: nearly equal causal work, off by one diagonal."""
+
+    name: str = "striped"
+
+    def chunks(self, cp_size: int) -> int:
+        return cp_size
+
+    def segments(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Segment, ...]:
+        return (Segment(cp_rank, seq_len // cp_size, cp_size),)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Shards of another layout put together: rank i holds the tokens of `members[i]`, in order of position."""
+
+    base: Layout
+    members: tuple[tuple[int, ...], ...]  # ranks of the base layout
+
+    @property
+    def name(self) -> str:
+        return self.base.name
+
+    def chunks(self, cp_size: int) -> int:
+        return self.base.chunks(sum(map(len, self.members)))
+
+    def segments(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Segment, ...]:
+        base_size = sum(map(len, self.members))
+        parts = [part for rank in self.members[cp_rank] for part in self.base.segments(seq_len, base_size, rank)]
+        runs: list[Segment] = []
+        for part in sorted(parts, key=lambda segment: segment.start):
+            if runs and part.step == 1 and runs[-1].start + runs[-1].count == part.start:
+                runs[-1] = Segment(runs[-1].start, runs[-1].count + part.count)
+            else:
+                runs.append(part)
+        return tuple(runs)
+
+
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Zigzag(), Striped())}
+
+
+def layout_named(name: str) -> Layout:
+    """Look a layout up by name. Raises ValueError naming the known ones."""
+    if name not in LAYOUTS:
+        raise ValueError(f"layout {name!r} is unknown; choose one of {', '.join(LAYOUTS)}")
+    return LAYOUTS[name]
+
+
+def split_refusal(layout: str, seq_len: int, cp_size: int) -> str | None:
+    """Why `seq_len` tokens cannot be dealt to `cp_size` ranks, with the nearest lengths that can, or None."""
+    if cp_size == 1:
+        return None
+    chunks = layout_named(layout).chunks(cp_size)
+    if seq_len % chunks == 0:
+        return None
+    below, above = seq_len // chunks * chunks, (seq_len // chunks + 1) * chunks
+    nearest = f"{below} and {above}" if below else f"{above}"
+    size = f"2 x cp_size = {chunks}" if chunks == 2 * cp_size else f"cp_size = {chunks}"
+    return f"seq_len {seq_len} does not split into {size} equal {layout} chunks; the nearest lengths that do: {nearest}"

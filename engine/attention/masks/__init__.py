@@ -1,0 +1,31 @@
+"""Who sees whom, in global token positions: the same mask means the same thing under every layout and CP size."""
+
+from __future__ import annotations
+
+from engine.attention.masks.balance import band_kinds, imbalance, meeting, rank_areas
+from engine.attention.masks.bands import Causal, Full, SlidingWindow
+from engine.attention.masks.block_sparse import BlockSparse
+from engine.attention.masks.blocks import TooManyTiles
+from engine.attention.masks.documents import Documents
+from engine.attention.masks.mask import Mask
+from engine.attention.masks.patterns import Grid, LocalGlobal, Pattern, Strided
+from engine.attention.masks.setting import parse_mask
+
+__all__ = [
+    "BlockSparse",
+    "Causal",
+    "Documents",
+    "Full",
+    "Grid",
+    "LocalGlobal",
+    "Mask",
+    "Pattern",
+    "SlidingWindow",
+    "Strided",
+    "TooManyTiles",
+    "band_kinds",
+    "imbalance",
+    "meeting",
+    "parse_mask",
+    "rank_areas",
+]

@@ -1,0 +1,50 @@
+"""What a mask makes of a layout: the tiles of two ranks' meeting, and how evenly the work falls on the ranks."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from engine.attention.layout import Layout
+from engine.attention.masks.mask import Mask
+from engine.attention.tiles import Tile
+
+
+@lru_cache(maxsize=1024)
+def meeting(mask: Mask, layout: Layout, seq_len: int, cp_size: int, q_rank: int, k_rank: int) -> tuple[Tile, ...]:
+    """Tiles of the queries of `q_rank` against the keys of `k_rank`. Raises ValueError with the mask's refusal."""
+    refusal = mask.refusal(seq_len)
+    if refusal:
+        raise ValueError(refusal)
+    return mask.tiles(layout.segments(seq_len, cp_size, q_rank), layout.segments(seq_len, cp_size, k_rank))
+
+
+@lru_cache(maxsize=256)
+def band_kinds(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> frozenset[str]:
+    """Kinds of band the ranks will meet between them: every rank must choose the same kernel."""
+    return frozenset(
+        tile.band.kind
+        for q_rank in range(cp_size)
+        for k_rank in range(cp_size)
+        for tile in meeting(mask, layout, seq_len, cp_size, q_rank, k_rank)
+    )
+
+
+def rank_areas(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> list[int]:
+    """Visible pairs each rank computes over a whole forward: its queries against all keys.
+
+    Raises ValueError with the mask's refusal.
+    """
+    refusal = mask.refusal(seq_len)
+    if refusal:
+        raise ValueError(refusal)
+    return [
+        sum(mask.row_area(segment, seq_len) for segment in layout.segments(seq_len, cp_size, rank))
+        for rank in range(cp_size)
+    ]
+
+
+@lru_cache(maxsize=256)
+def imbalance(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> float:
+    """Largest share of work over the mean: 1.0 is perfect balance. Raises ValueError with the mask's refusal."""
+    areas = rank_areas(mask, layout, seq_len, cp_size)
+    return max(areas) * cp_size / sum(areas) if sum(areas) else 1.0

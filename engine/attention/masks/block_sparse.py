@@ -1,0 +1,62 @@
+"""Block-sparse attention: a grid says which blocks of keys each block of queries sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.attention.masks.blocks import BlockMask, Run
+from engine.attention.masks.patterns import Grid, LocalGlobal, Pattern, Strided
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSparse(BlockMask):
+    """Queries of block a see keys of block b where `blocks[a][b]` is true, with `causal` none that comes later.
+
+    Args:
+        blocks: square boolean grid, query blocks x key blocks (nested sequences or a tensor), or a pattern of
+            `engine.attention.masks.patterns`, which fits sequences of any length. Kept as a pattern.
+        block_size: tokens per block. The last block of a sequence may be shorter.
+        causal: hide keys that come after the query, inside blocks too.
+    """
+
+    blocks: Pattern | Tensor | tuple[tuple[bool, ...], ...] | list[list[bool]]
+    block_size: int
+    causal: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"block_size is {self.block_size}; give a number of tokens of at least 1")
+        if not isinstance(self.blocks, Grid | LocalGlobal | Strided):
+            object.__setattr__(self, "blocks", Grid.of(self.blocks))
+
+    @property
+    def pattern(self) -> Pattern:
+        """`blocks`, in the one form it is kept in."""
+        pattern: Any = self.blocks
+        return pattern
+
+    def refusal(self, seq_len: int) -> str | None:
+        blocks, needed = self.pattern.blocks(), -(-seq_len // self.block_size)
+        if blocks is None or blocks == needed:
+            return None
+        return (
+            f"the block grid has {blocks} blocks of {self.block_size} tokens per side and {seq_len} tokens are "
+            f"{needed} of them; give a grid of that size or another block_size"
+        )
+
+    def block_at(self, position: int) -> int:
+        return position // self.block_size
+
+    def first_position(self, block: int) -> int:
+        return block * self.block_size
+
+    def visible(self, block: int, first: int, last: int) -> Iterator[Run]:
+        return self.pattern.visible(block, first, last)
+
+    def __str__(self) -> str:
+        return f"block_sparse:{self.block_size}:{self.pattern}" + (":causal" if self.causal else "")

@@ -1,0 +1,232 @@
+"""Tiles of masks that are decided block by block: few, large, disjoint rectangles between any two shards.
+
+Local tokens are in the order of their positions under every layout, so a block of positions is one run of local indices
+whatever the layout, and a run of visible key blocks is one run of local keys. A meeting is then a picture of rectangles
+with at most one diagonal through it: a sweep over the rows keeps a rectangle growing while the same run of keys stays
+visible. Under a causal diagonal, what lies in the future is nobody's concern and is painted as suits the rectangles.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from engine.attention.layout import Segment
+from engine.attention.tiles import Tile, band_area, join, trim, without_upper_bands
+
+# A kernel call per tile: beyond this many between two shards, launching them would take longer than a dense sequence.
+MOST_TILES = 4096
+_FEW_RECTANGLES = 256  # so many are also tried column by column
+
+Run = tuple[int, int]  # [start, stop)
+
+
+class TooManyTiles(ValueError):
+    """The mask is in too many pieces between two shards to be run under this layout."""
+
+
+class BlockRun(NamedTuple):
+    """Local tokens [start, stop) of one shard lie in `block`."""
+
+    block: int
+    start: int
+    stop: int
+
+
+class Rectangle(NamedTuple):
+    """Rows [top, bottom) x columns [left, right)."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+
+class BlockMask:
+    """A mask that shows whole blocks of keys to whole blocks of queries, with `causal` only those not in the future.
+
+    Blocks are consecutive runs of positions, numbered from 0, of any lengths.
+    """
+
+    causal: bool
+
+    def refusal(self, seq_len: int) -> str | None:
+        raise NotImplementedError
+
+    def block_at(self, position: int) -> int:
+        """Block that holds this position."""
+        raise NotImplementedError
+
+    def first_position(self, block: int) -> int:
+        """Position at which a block starts."""
+        raise NotImplementedError
+
+    def visible(self, block: int, first: int, last: int) -> Iterator[Run]:
+        """Runs of key blocks, ascending and within [first, last), that the queries of `block` see."""
+        raise NotImplementedError
+
+    def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
+        """Work of the shard `q` against the shard `k`. Raises TooManyTiles when it is in too many pieces to run."""
+        tiles = join([tile for facing in _facings(q, k, self.causal) for tile in _facing_tiles(self, facing)])
+        if len(tiles) > MOST_TILES:
+            raise TooManyTiles(
+                f"the mask leaves {len(tiles)} rectangles between two shards and {MOST_TILES} is the most that is "
+                "sensible; take larger blocks, or layout contiguous"
+            )
+        return tuple(tiles)
+
+    def row_area(self, queries: Segment, seq_len: int) -> int:
+        """Keys of the whole sequence that these queries see, summed over the queries."""
+        keys = _keys_seen(self, seq_len)
+        area = 0
+        for block, start, stop in self.local_blocks((queries,)):
+            whole, own = keys[block]
+            area += (stop - start) * whole
+            if own:  # the keys of the queries' own block, under the diagonal
+                position = queries.start + start * queries.step - self.first_position(block)
+                area += band_area(stop - start, own, None, position, queries.step)
+        return area
+
+    def area(self, seq_len: int) -> int:
+        """Visible (query, key) pairs of a whole sequence, exactly. Raises ValueError with the mask's refusal."""
+        refusal = self.refusal(seq_len)
+        if refusal:
+            raise ValueError(refusal)
+        return self.row_area(Segment(0, seq_len), seq_len)
+
+    def local_blocks(self, segments: tuple[Segment, ...]) -> list[BlockRun]:
+        """The local tokens of some segments, by block."""
+        runs: list[BlockRun] = []
+        offset = 0
+        for segment in segments:
+            index = 0
+            while index < segment.count:
+                block = self.block_at(segment.start + index * segment.step)
+                end = self.first_position(block + 1)
+                stop = min(segment.count, -((segment.start - end) // segment.step))  # tokens before the block's end
+                if runs and runs[-1].block == block:
+                    runs[-1] = runs[-1]._replace(stop=offset + stop)
+                else:
+                    runs.append(BlockRun(block, offset + index, offset + stop))
+                index = stop
+            offset += segment.count
+        return runs
+
+
+@lru_cache(maxsize=64)
+def _keys_seen(mask: BlockMask, seq_len: int) -> tuple[tuple[int, int], ...]:
+    """For each query block: keys that all its queries see, and keys of its own that a causal mask shows in part."""
+    blocks = mask.block_at(seq_len - 1) + 1
+    starts = [*(mask.first_position(block) for block in range(blocks)), seq_len]
+    seen = []
+    for block in range(blocks):
+        limit = block if mask.causal else blocks
+        whole = sum(starts[last] - starts[first] for first, last in mask.visible(block, 0, limit))
+        own = mask.causal and any(mask.visible(block, block, block + 1))
+        seen.append((whole, starts[block + 1] - starts[block] if own else 0))
+    return tuple(seen)
+
+
+@dataclass(frozen=True, slots=True)
+class _Facing:
+    """Segments of a query shard that face segments of a key shard with one causal limit for all of them."""
+
+    q: tuple[Segment, ...]
+    k: tuple[Segment, ...]
+    q_offset: int  # of the segments in their shards, local tokens
+    k_offset: int
+    hi: int | None  # key j is no later than query i when j - i <= hi, both counted in the segments; None: always
+
+
+def _facings(q: tuple[Segment, ...], k: tuple[Segment, ...], causal: bool) -> Iterator[_Facing]:
+    if not causal:
+        yield _Facing(q, k, 0, 0, None)
+        return
+    if q == k:  # local order is position order
+        yield _Facing(q, k, 0, 0, 0)
+        return
+    q_offsets = itertools.accumulate((segment.count for segment in q), initial=0)
+    for q_segment, q_offset in zip(q, q_offsets, strict=False):
+        k_offsets = itertools.accumulate((segment.count for segment in k), initial=0)
+        for k_segment, k_offset in zip(k, k_offsets, strict=False):
+            assert q_segment.step == k_segment.step, "layouts deal segments of one step"
+            hi: int | None = (q_segment.start - k_segment.start) // q_segment.step
+            assert hi is not None
+            if hi + q_segment.count <= 0:
+                continue  # every key is in the future
+            if hi >= k_segment.count - 1:
+                hi = None  # every key is in the past
+            yield _Facing((q_segment,), (k_segment,), q_offset, k_offset, hi)
+
+
+def _facing_tiles(mask: BlockMask, facing: _Facing) -> Iterator[Tile]:
+    hi = facing.hi
+    for top, bottom, left, right in rectangles(_visible_rows(mask, facing)):
+        tile = trim(bottom - top, right - left, None, None if hi is None else hi + top - left)
+        if tile is not None:
+            yield from without_upper_bands(tile.shifted(facing.q_offset + top, facing.k_offset + left))
+
+
+def _visible_rows(mask: BlockMask, facing: _Facing) -> list[tuple[int, int, list[Run]]]:
+    """(first query, last query, runs of visible keys), in the facing's own indices."""
+    keys = mask.local_blocks(facing.k)
+    if not keys:
+        return []
+    blocks, columns = [run.block for run in keys], keys[-1].stop
+    rows = []
+    for queries in mask.local_blocks(facing.q):
+        runs: list[Run] = []
+        for first, last in mask.visible(queries.block, blocks[0], blocks[-1] + 1):
+            start, stop = bisect_left(blocks, first), bisect_left(blocks, last)
+            if start == stop:
+                continue  # none of these blocks has a token in this shard
+            run = keys[start].start, keys[stop - 1].stop
+            if facing.hi is not None:
+                future = queries.stop + facing.hi  # first key that no query of this row sees
+                if run[0] >= future:
+                    break
+                run = (run[0], columns) if run[1] >= future else run
+            if runs and runs[-1][1] == run[0]:
+                run = (runs.pop()[0], run[1])
+            runs.append(run)
+        rows.append((queries.start, queries.stop, runs))
+    return rows
+
+
+def rectangles(rows: Sequence[tuple[int, int, list[Run]]]) -> list[Rectangle]:
+    """Few disjoint rectangles that cover exactly the given runs of each row; rows are ascending and touch."""
+    by_rows = _sweep(rows)
+    if len(by_rows) > _FEW_RECTANGLES:
+        return by_rows
+    by_columns = [Rectangle(r.left, r.right, r.top, r.bottom) for r in _sweep(_transposed(by_rows))]
+    return min(by_rows, by_columns, key=len)
+
+
+def _sweep(rows: Sequence[tuple[int, int, list[Run]]]) -> list[Rectangle]:
+    """Rectangles that grow downwards while the same run goes on."""
+    done: list[Rectangle] = []
+    growing: dict[Run, int] = {}  # run -> its top row
+    for top, _, runs in rows:
+        ended = growing.keys() - runs
+        done.extend(Rectangle(growing.pop(run), top, *run) for run in sorted(ended))
+        for run in runs:
+            growing.setdefault(run, top)
+    done.extend(Rectangle(top, rows[-1][1], *run) for run, top in growing.items())
+    return sorted(done)
+
+
+def _transposed(found: list[Rectangle]) -> list[tuple[int, int, list[Run]]]:
+    """The same area, column by column."""
+    cuts = sorted({cut for r in found for cut in (r.left, r.right)})
+    columns = []
+    for left, right in itertools.pairwise(cuts):
+        runs: list[Run] = []
+        for r in found:  # ascending in `top`
+            if r.left <= left and right <= r.right:
+                runs.append((runs.pop()[0], r.bottom) if runs and runs[-1][1] == r.top else (r.top, r.bottom))
+        columns.append((left, right, runs))
+    return columns

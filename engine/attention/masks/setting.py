@@ -1,0 +1,49 @@
+"""Masks as experiment files write them."""
+
+from __future__ import annotations
+
+import re
+
+from engine.attention.masks.bands import Causal, Full, SlidingWindow
+from engine.attention.masks.block_sparse import BlockSparse
+from engine.attention.masks.documents import Documents
+from engine.attention.masks.mask import Mask
+from engine.attention.masks.patterns import parse_pattern
+
+_TOKENS = r"[0-9]+[kM]?"
+_UNITS = {"k": 1 << 10, "M": 1 << 20}
+
+
+def _tokens(text: str) -> int:
+    """4096 or 4k."""
+    return int(text[:-1]) * _UNITS[text[-1]] if text[-1] in _UNITS else int(text)
+
+
+def parse_mask(setting: str) -> Mask:
+    """Read a mask as experiment files write it. Token counts are plain, or in k (1024) or M (1048576).
+
+    - `full`, `causal`
+    - `sliding_window:LEFT`, `sliding_window:LEFT:RIGHT`
+    - `documents:LENGTH,LENGTH,...`: lengths that sum to the sequence, or, ending in a literal `...`, repeat until it is
+      full; `:full` behind them lets a document's tokens see later ones
+    - `block_sparse:BLOCK_SIZE:PATTERN`, `:causal` behind it to hide later keys; the pattern is `strided-STRIDE`,
+      `local_global-REACH-EVERYWHERE` (in blocks) or a grid such as `10/11`, one row per block of queries
+
+    Raises ValueError for anything else.
+    """
+    name, *arguments = setting.split(":")
+    joined = ":".join(arguments)
+    if setting in ("full", "causal"):
+        return Full() if setting == "full" else Causal()
+    if name == "sliding_window" and re.fullmatch(rf"{_TOKENS}(:{_TOKENS})?", joined):
+        return SlidingWindow(*map(_tokens, arguments))
+    if name == "documents" and re.fullmatch(rf"{_TOKENS}(,{_TOKENS})*(,\.\.\.)?(:full)?", joined):
+        repeat = arguments[0].endswith(",...")
+        lengths = arguments[0].removesuffix(",...").split(",")
+        return Documents(tuple(map(_tokens, lengths)), causal=len(arguments) == 1, repeat=repeat)
+    if name == "block_sparse" and re.fullmatch(rf"{_TOKENS}:[^:]+(:causal)?", joined):
+        return BlockSparse(parse_pattern(arguments[1]), _tokens(arguments[0]), causal=len(arguments) == 3)
+    raise ValueError(
+        f"mask {setting!r} is unknown; write full, causal or sliding_window:LEFT[:RIGHT], documents:LENGTH,...[:full] "
+        "or block_sparse:BLOCK_SIZE:PATTERN[:causal] (tokens)"
+    )

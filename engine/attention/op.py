@@ -1,0 +1,234 @@
+"""BurstAttention: attention over a sequence that lives on many ranks. The autograd function is written once.
+
+`plan_attention` resolves every choice into a plan; a plan knows how to compute (out, lse) and the gradients from this
+rank's shards. There are two: a pass around a ring (`engine.attention.ring_pass`), and an exchange of heads for tokens
+around such a pass (`engine.attention.head_pass`).
+
+Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attention.context import ContextParallel
+from engine.attention.head_exchange import pieces_in_order
+from engine.attention.head_pass import HeadPlan
+from engine.attention.kernels import Problem, choose_kernel
+from engine.attention.masks import Causal, Mask, band_kinds
+from engine.attention.merge import row_dot
+from engine.attention.ring_pass import RingPlan
+from engine.attention.schedule import (
+    BACKWARD_ROUTES,
+    HEAD_SCHEDULES,
+    Share,
+    cheaper_backward,
+    choose_schedule,
+    schedule_refusal,
+)
+
+AttentionPlan = RingPlan | HeadPlan
+
+
+class _BurstAttention(torch.autograd.Function):
+    """Tensors and one plan in, (out, lse) out; both are differentiable."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BLND: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        plan: AttentionPlan,
+        stored: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        out_BLND, lse_BNL = stored if stored is not None else plan.forward(q_BLND, k_BLKD, v_BLKD)
+        ctx.plan = plan
+        ctx.save_for_backward(q_BLND, k_BLKD, v_BLKD, out_BLND, lse_BNL)
+        # Autograd wants fresh outputs, not its own inputs back; a view costs nothing.
+        return (out_BLND.view_as(out_BLND), lse_BNL.view_as(lse_BNL)) if stored is not None else (out_BLND, lse_BNL)
+
+    @staticmethod
+    def backward(ctx: Any, dout_BLND: Tensor, dlse_BNL: Tensor | None) -> tuple[Tensor | None, ...]:
+        q_BLND, k_BLKD, v_BLKD, out_BLND, lse_BNL = ctx.saved_tensors
+        plan: AttentionPlan = ctx.plan
+        dout_BLND = dout_BLND.contiguous()
+        # d lse / d score is the probability itself, so a gradient of LSE enters exactly where delta leaves.
+        delta_BNL = row_dot(dout_BLND, out_BLND)
+        if dlse_BNL is not None:
+            delta_BNL -= dlse_BNL
+        gradients = plan.backward(q_BLND, k_BLKD, v_BLKD, dout_BLND, lse_BNL, delta_BNL)
+        return *gradients, None, None
+
+
+def _check_shapes(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> None:
+    if q_BLND.ndim != 4 or k_BLKD.ndim != 4 or k_BLKD.shape != v_BLKD.shape:
+        raise ValueError(
+            f"q {tuple(q_BLND.shape)}, k {tuple(k_BLKD.shape)}, v {tuple(v_BLKD.shape)} are not [batch, tokens, heads, "
+            "head_dim] with equal k and v; reshape them"
+        )
+    batch, tokens, heads, head_dim = q_BLND.shape
+    if (batch, tokens, head_dim) != (k_BLKD.shape[0], k_BLKD.shape[1], k_BLKD.shape[3]):
+        raise ValueError(
+            f"q {tuple(q_BLND.shape)} and k {tuple(k_BLKD.shape)} differ in batch, tokens or head_dim; pass shards of "
+            "the same positions"
+        )
+    if heads % k_BLKD.shape[2]:
+        raise ValueError(f"{heads} query heads are not divisible by {k_BLKD.shape[2]} KV heads; choose heads that are")
+    if not q_BLND.dtype == k_BLKD.dtype == v_BLKD.dtype:
+        raise ValueError(f"q, k, v are {q_BLND.dtype}, {k_BLKD.dtype}, {v_BLKD.dtype}; pass one dtype")
+
+
+def plan_attention(
+    q_BLND: Tensor,
+    k_BLKD: Tensor,
+    *,
+    mask: Mask,
+    cp: ContextParallel,
+    scale: float | None = None,
+    kernel: str = "auto",
+    schedule: str = "auto",
+    backward: str = "auto",
+    exchange: str = "auto",
+    deterministic: bool = False,
+    gradient_wire: str = "fp32",
+) -> AttentionPlan:
+    """Resolve every `auto` for shards of this shape, dtype and device. Raises ValueError when nothing fits."""
+    batch, tokens, heads, head_dim = q_BLND.shape
+    kv_heads, seq_len = k_BLKD.shape[2], tokens * cp.size
+    cp.segments(seq_len)  # refuses lengths the layout cannot split
+    if backward not in ("auto", *BACKWARD_ROUTES):
+        raise ValueError(f"backward {backward!r} is unknown; choose auto, query or key_value")
+    if gradient_wire not in ("fp32", "input"):
+        raise ValueError(f"gradient_wire {gradient_wire!r} is unknown; choose fp32 or input")
+    gradient_bytes = q_BLND.itemsize if gradient_wire == "input" else max(4, q_BLND.itemsize)
+    share = Share(
+        cp_size=cp.size,
+        node_size=cp.node_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        query_bytes=q_BLND.numel() * q_BLND.itemsize,
+        gradient_factor=gradient_bytes / q_BLND.itemsize,
+        forward_flops=4.0 * batch * heads * head_dim * mask.area(seq_len) / cp.size,
+    )
+    estimate = None
+    if schedule == "auto":
+        # The speeds behind the estimate are a GPU's; elsewhere, and where a ring's own switches are set, it is a ring.
+        if q_BLND.is_cuda and backward == exchange == "auto":
+            estimate = choose_schedule(share, cp.layout.name)
+        schedule = estimate.best if estimate else "ring" if cp.node_size == cp.size else "double_ring"
+    refusal = schedule_refusal(schedule, share, cp.layout.name)
+    if refusal:
+        raise ValueError(refusal)
+
+    inner, traded = cp, 1
+    if schedule in HEAD_SCHEDULES:
+        trade, members, inner = cp.trade_heads(schedule)
+        traded = len(members)
+        ring = inner.ring("double_ring" if inner.node_size < inner.size else "ring")
+    else:
+        ring = cp.ring(schedule)
+    problem = Problem(
+        device=q_BLND.device,
+        dtype=q_BLND.dtype,
+        heads=heads // traded,
+        kv_heads=kv_heads // traded,
+        head_dim=head_dim,
+        bands=band_kinds(mask, inner.layout, seq_len, inner.size),
+        deterministic=deterministic,
+    )
+    if backward == "auto":
+        backward = cheaper_backward(heads, kv_heads, head_dim, q_BLND.itemsize, gradient_bytes)
+    around = RingPlan(
+        cp=inner,
+        mask=mask,
+        ring=ring,
+        exchange=inner.choose_exchange(exchange, ring, q_BLND.device),
+        kernel=choose_kernel(kernel, problem),
+        travels=backward,
+        seq_len=seq_len,
+        scale=head_dim**-0.5 if scale is None else scale,
+        deterministic=deterministic,
+        gradient_wire=gradient_wire,
+        estimate=estimate,
+    )
+    if schedule not in HEAD_SCHEDULES:
+        return around
+    pieces = pieces_in_order(tuple(cp.layout.segments(seq_len, cp.size, rank) for rank in members))
+    return HeadPlan(schedule=schedule, heads=trade, pieces=pieces, inner=around)
+
+
+def burst_attention(
+    q_BLND: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    *,
+    mask: Mask | None = None,
+    cp: ContextParallel | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    schedule: str = "auto",
+    backward: str = "auto",
+    exchange: str = "auto",
+    deterministic: bool = False,
+    gradient_wire: str = "fp32",
+    stored: tuple[Tensor, Tensor] | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of this rank's queries over the whole sequence. Collective over `cp`.
+
+    Args:
+        q_BLND: this rank's queries, [batch, local tokens, query heads, head_dim], positions as `cp.layout` deals them.
+        k_BLKD, v_BLKD: this rank's keys and values; the number of KV heads divides the number of query heads.
+        mask: who sees whom in global positions; causal when None.
+        cp: the ranks that share the sequence; a group of one when None.
+        scale: factor of the scores; head_dim ** -0.5 when None.
+        kernel: auto, reference, cpu, fa2, cudnn, fa4 or flex.
+        schedule: ring, double_ring, head_exchange, heads_inside, heads_across (see `engine.attention.schedule`), or
+            auto: on GPUs the one a cost model finds cheapest, elsewhere a ring.
+        exchange: how they travel inside a lap: relay, direct, copy_engine, or auto for the fastest the links allow.
+        backward: side that travels in backward: query, key_value, or auto for the one that sends fewer bytes.
+        deterministic: repeat bit for bit; refused by kernels that cannot.
+        gradient_wire: fp32: sums of gradients cross links in fp32 and a single kernel result as the kernel wrote it;
+            input: all cross in the inputs' dtype.
+        stored: (out, lse) of an earlier call with the same inputs: the forward is not computed again.
+        return_lse: also return lse_BNL, the natural-log sum-exp of scaled scores; it is differentiable.
+
+    Returns:
+        out_BLND in the inputs' dtype, or (out_BLND, lse_BNL). A query that sees no key gives 0, lse -inf, no gradient.
+
+    Raises:
+        ValueError: shapes that do not fit, a length the layout cannot split, or a choice this machine cannot run.
+    """
+    _check_shapes(q_BLND, k_BLKD, v_BLKD)
+    plan = plan_attention(
+        q_BLND,
+        k_BLKD,
+        mask=mask or Causal(),
+        cp=cp or ContextParallel.single(),
+        scale=scale,
+        kernel=kernel,
+        schedule=schedule,
+        backward=backward,
+        exchange=exchange,
+        deterministic=deterministic,
+        gradient_wire=gradient_wire,
+    )
+    return run_attention(plan, q_BLND, k_BLKD, v_BLKD, stored=stored, return_lse=return_lse)
+
+
+def run_attention(
+    plan: AttentionPlan,
+    q_BLND: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    *,
+    stored: tuple[Tensor, Tensor] | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """`burst_attention` with its choices already made."""
+    out_BLND, lse_BNL = _BurstAttention.apply(q_BLND, k_BLKD, v_BLKD, plan, stored)
+    return (out_BLND, lse_BNL) if return_lse else out_BLND

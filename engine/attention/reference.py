@@ -1,0 +1,39 @@
+"""Dense attention of a whole sequence on one device, through autograd: what every combination must equal."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.attention.kernels.reference import visible_pairs
+from engine.attention.layout import Segment
+from engine.attention.masks import Mask
+
+
+def visibility(mask: Mask, seq_len: int, device: torch.device | None = None) -> Tensor:
+    """Boolean S x S: which keys each query sees."""
+    whole = (Segment(0, seq_len),)
+    visible = torch.zeros(seq_len, seq_len, dtype=torch.bool, device=device)
+    for tile in mask.tiles(whole, whole):
+        visible[tile.q, tile.k] |= visible_pairs(tile.band, tile.rows, tile.columns, visible.device)
+    return visible
+
+
+def dense_attention(
+    q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Mask, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out_BSND, lse_BNS) of the whole problem, differentiable in q, k, v by plain autograd.
+
+    Scores are held whole (B x N x S x S) in the inputs' dtype: pass float64 for a reference. Rows that see no key give
+    out 0 and lse -inf.
+    """
+    groups = q_BSND.shape[2] // k_BSKD.shape[2]
+    scale = q_BSND.shape[-1] ** -0.5 if scale is None else scale
+    k_BSND, v_BSND = (t.repeat_interleave(groups, dim=2) for t in (k_BSKD, v_BSKD))
+    scores_BNSS = torch.einsum("bqnd,bknd->bnqk", q_BSND, k_BSND) * scale
+    visible_SS = visibility(mask, q_BSND.shape[1], q_BSND.device)
+    blind_S = ~visible_SS.any(dim=1)
+    scores_BNSS = scores_BNSS.masked_fill(~visible_SS, -torch.inf).masked_fill(blind_S[:, None], 0.0)
+    p_BNSS = scores_BNSS.softmax(dim=-1).masked_fill(blind_S[:, None], 0.0)
+    lse_BNS = scores_BNSS.logsumexp(dim=-1).masked_fill(blind_S, -torch.inf)
+    return torch.einsum("bnqk,bknd->bqnd", p_BNSS, v_BSND), lse_BNS

@@ -1,0 +1,178 @@
+"""One pass around a ring, forward and backward: what BurstAttention and RingAttention do once every choice is made.
+
+Forward, keys and values travel the ring and every rank folds what it sees into its own queries' output. Backward,
+either side can travel:
+
+- `query` (BurstAttention, arXiv:2403.09347): Q, dO, delta and LSE travel, dQ follows them, dK and dV accumulate at
+  home. O stays at home: delta = rowsum(dO * O) says all the backward needs of it.
+- `key_value` (RingAttention, arXiv:2310.01889): K and V travel, dK and dV follow them, dQ accumulates at home.
+
+Across nodes a double ring (arXiv:2403.09347, section 3.3) moves shards: a transfer to the next node starts with a lap
+inside the node and has all of it to finish. Gradients are summed inside the node that computed them and cross once.
+
+This file only composes ring order, layout, mask, kernel and exchange; each is a value of its own.
+Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.attention.context import ContextParallel
+from engine.attention.exchange import NodesHome, Visit
+from engine.attention.gradients import GradientSum
+from engine.attention.itinerary import Itinerary, itinerary
+from engine.attention.kernels import Kernel
+from engine.attention.like import likes
+from engine.attention.masks import Mask, imbalance
+from engine.attention.merge import RunningOutput, accumulation_dtype
+from engine.attention.ring import Ring
+from engine.attention.schedule import Estimate
+
+KEY_SIDE_DIMS = (1, 1)  # token dimension of K_BLKD, V_BLKD
+QUERY_SIDE_DIMS = (1, 1, 2, 2)  # of Q_BLND, dO_BLND, LSE_BNL, delta_BNL
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """One stop of the ring: whose shard is here, as much of it as is needed, at which step of which lap."""
+
+    owner: int
+    cycle: int
+    step: int
+    visit: Visit
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingPlan:
+    """Everything about one pass around a ring but its tensors."""
+
+    cp: ContextParallel
+    mask: Mask
+    ring: Ring
+    exchange: str  # relay, direct or copy_engine
+    kernel: Kernel
+    travels: str  # side that travels in backward: query or key_value
+    seq_len: int
+    scale: float
+    deterministic: bool
+    gradient_wire: str  # fp32, or `input`: sums of gradients cross links in the inputs' dtype
+    estimate: Estimate | None = None  # what led to the schedule, when a cost model chose it
+
+    def itinerary(self, queries_travel: bool) -> Itinerary:
+        """What this rank does when the query side travels, or the key side."""
+        return itinerary(self.mask, self.cp.layout, self.ring, self.seq_len, self.cp.rank, queries_travel)
+
+    def circulate(
+        self, shard: tuple[Tensor, ...], token_dims: tuple[int, ...], queries_travel: bool
+    ) -> Iterator[Meeting]:
+        """Meet every rank's shard, own first; what comes next travels while this one is used."""
+        ring, cp = self.ring, self.cp
+        routes = cp.routes(ring, self.exchange)
+        node, laps = cp.rank // ring.node_size, self.itinerary(queries_travel).laps
+        for cycle in range(ring.nodes):
+            crossing = None
+            if cycle + 1 < ring.nodes:
+                assert routes.across is not None
+                to, source = (node + 1) % ring.nodes, (node - 1) % ring.nodes
+                crossing = routes.across.start(shard, to, likes(shard), source)
+            lap = routes.inside.lap(shard, token_dims, laps[cycle])
+            for step, visit in enumerate(lap):
+                yield Meeting(ring.owner(cp.rank, cycle * ring.node_size + step), cycle, step, visit)
+            if crossing is not None:
+                shard = crossing.wait()
+
+    def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
+        """(out_BLND, lse_BNL) of this rank's queries over the whole sequence."""
+        return _ring_forward(self, q_BLND, k_BLKD, v_BLKD)
+
+    def backward(
+        self,
+        q_BLND: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        dout_BLND: Tensor,
+        lse_BNL: Tensor,
+        delta_BNL: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
+        return _ring_backward(self, q_BLND, k_BLKD, v_BLKD, dout_BLND, lse_BNL, delta_BNL)
+
+    def chosen(self) -> dict[str, str]:
+        """What was decided, for the record."""
+        estimated = {"estimate": str(self.estimate)} if self.estimate else {}
+        return estimated | {
+            "kernel": self.kernel.name,
+            "layout": self.cp.layout.name,
+            "schedule": "ring" if self.ring.nodes == 1 else "double_ring",
+            "backward": self.travels,
+            "exchange": self.exchange if self.cp.size > 1 else "none",
+            "mask": str(self.mask),
+            "imbalance": f"{imbalance(self.mask, self.cp.layout, self.seq_len, self.cp.size):.4f}",
+        }
+
+
+def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
+    running, work = RunningOutput(q_BLND), plan.itinerary(queries_travel=False)
+    for stop in plan.circulate((k_BLKD, v_BLKD), KEY_SIDE_DIMS, queries_travel=False):
+        for tile in work.tiles[stop.owner]:
+            k_hop, v_hop = stop.visit.tensors
+            keys = tile.shifted(0, -stop.visit.start).k
+            part_BLND, part_lse_BNL = plan.kernel.forward(
+                q_BLND[:, tile.q], k_hop[:, keys], v_hop[:, keys], tile.band, plan.scale
+            )
+            running.fold(tile.q, part_BLND, part_lse_BNL)
+    return running.result()
+
+
+def _ring_backward(
+    plan: RingPlan,
+    q_BLND: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    dout_BLND: Tensor,
+    lse_BNL: Tensor,
+    delta_BNL: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
+    queries_travel = plan.travels == "query"
+    query_side, key_side = (q_BLND, dout_BLND, lse_BNL, delta_BNL), (k_BLKD, v_BLKD)
+    part_dtype = q_BLND.dtype if plan.kernel.writes_input_dtype else accumulation_dtype(q_BLND.dtype)
+    wire = q_BLND.dtype if plan.gradient_wire == "input" else None
+    routes, work = plan.cp.routes(plan.ring, plan.exchange), plan.itinerary(queries_travel)
+    at_home = tuple(GradientSum(t, part_dtype) for t in (key_side if queries_travel else (q_BLND,)))
+    home = NodesHome(plan.ring, plan.cp.rank, routes.gradients_across, wire)
+
+    travelling, dims = (query_side, QUERY_SIDE_DIMS) if queries_travel else (key_side, KEY_SIDE_DIMS)
+    for stop in plan.circulate(travelling, dims, queries_travel):
+        visiting = tuple(GradientSum(t, part_dtype) for t in ((q_BLND,) if queries_travel else key_side))
+        dq, (dk, dv) = (visiting[0], at_home) if queries_travel else (at_home[0], visiting)
+        for tile in work.tiles[stop.owner]:
+            q_hop, dout_hop, lse_hop, delta_hop = stop.visit.tensors if queries_travel else query_side
+            k_hop, v_hop = key_side if queries_travel else stop.visit.tensors
+            local = tile.shifted(*((-stop.visit.start, 0) if queries_travel else (0, -stop.visit.start)))
+            dq_part, dk_part, dv_part = plan.kernel.backward(
+                dout_hop[:, local.q],
+                q_hop[:, local.q],
+                k_hop[:, local.k],
+                v_hop[:, local.k],
+                lse_hop[:, :, local.q],
+                delta_hop[:, :, local.q],
+                tile.band,
+                plan.scale,
+                plan.deterministic,
+            )
+            dq.add(tile.q, dq_part)
+            dk.add(tile.k, dk_part)
+            dv.add(tile.k, dv_part)
+        if stop.step == 0:
+            inside = routes.inside.homecoming(wire, work.laps[stop.cycle])
+        inside.add(stop.step, visiting)
+        if stop.step + 1 == plan.ring.node_size:
+            home.add(stop.cycle, inside.finish())
+    sums = (*home.finish(), *at_home) if queries_travel else (*at_home, *home.finish())
+    dq_BLND, dk_BLKD, dv_BLKD = (gradient.final(q_BLND.dtype) for gradient in sums)
+    return dq_BLND, dk_BLKD, dv_BLKD

@@ -1,0 +1,154 @@
+"""Which way of sharing one attention is cheapest: a cost model over bytes, compute and launches. No torch here.
+
+Schedules:
+    ring            shards travel around one circle of all ranks
+    double_ring     circles inside the nodes, joined by one across them; transfers between nodes overlap whole laps
+    head_exchange   every rank trades tokens for heads with all others and attends alone (Ulysses, arXiv:2309.14509)
+    heads_inside    heads are traded inside a node, shards travel between nodes (as USP, arXiv:2405.07719)
+    heads_across    heads are traded between nodes, shards travel inside
+
+A ring overlaps its transfers with compute and pays a launch and a merge per hop; an exchange of heads pays its
+transfers in full and launches once. Between nodes a ring moves 2 (M - 1) K/N chunks of Q's size in forward, an exchange
+(2 + 2 K/N) (M - 1) / M: with grouped heads the ring moves less on few nodes, with equal heads the exchange does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BACKWARD_ROUTES = ("query", "key_value")
+RING_SCHEDULES = ("ring", "double_ring")
+HEAD_SCHEDULES = ("head_exchange", "heads_inside", "heads_across")
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """What a rank's kernels and links do. The defaults were measured on 4 x H200 (docs/attention-performance.md)."""
+
+    forward_tflops: float = 660.0
+    backward_tflops: float = 625.0
+    inside_gib: float = 315.0  # per second and rank, to the ranks of its node
+    across_gib: float = 2.9  # to other nodes
+    hop_seconds: float = 1.2e-3  # host time of one more hop, forward and backward: launches, messages, merges
+    memory_gib: float = 3300.0  # per second, read and written
+    hop_share: float = 0.01  # what a hop's smaller tiles and sums add to the compute
+    exchange_seconds: float = 1.0e-3  # host time of an exchange of heads, forward and backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One rank's part of the problem, in the terms the model needs."""
+
+    cp_size: int
+    node_size: int
+    heads: int
+    kv_heads: int
+    query_bytes: int  # of Q on one rank; K and V have kv_heads / heads of it each
+    gradient_factor: float  # bytes of a gradient on the wire over those of its tensor
+    forward_flops: float  # of one rank
+
+    @property
+    def nodes(self) -> int:
+        return self.cp_size // self.node_size
+
+    @property
+    def key_bytes(self) -> float:
+        return self.query_bytes * self.kv_heads / self.heads
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds of forward and backward by schedule, cheapest first."""
+
+    seconds: tuple[tuple[str, float], ...]
+
+    @property
+    def best(self) -> str:
+        return self.seconds[0][0]
+
+    def __str__(self) -> str:
+        """As recorded: milliseconds by schedule."""
+        return ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in self.seconds)
+
+
+def schedule_refusal(schedule: str, share: Share, layout: str) -> str | None:
+    """Why a schedule cannot share this problem, or None."""
+    if schedule not in RING_SCHEDULES + HEAD_SCHEDULES:
+        known = ", ".join(("auto", *RING_SCHEDULES, *HEAD_SCHEDULES))
+        return f"schedule {schedule!r} is unknown; choose one of {known}"
+    if schedule in RING_SCHEDULES:
+        return None
+    ranks = {"head_exchange": share.cp_size, "heads_inside": share.node_size, "heads_across": share.nodes}[schedule]
+    for label, heads in (("query", share.heads), ("KV", share.kv_heads)):
+        if heads % ranks:
+            return (
+                f"schedule {schedule} shares {label} heads among {ranks} ranks and {heads} do not divide by that; "
+                "choose schedule ring or double_ring"
+            )
+    if layout == "striped" and ranks > 1:
+        return (
+            f"schedule {schedule} needs runs of consecutive tokens, found layout striped; choose zigzag or contiguous"
+        )
+    return None
+
+
+def estimate(schedule: str, share: Share, speeds: Speeds) -> float:
+    """Seconds of forward and backward under a schedule."""
+    forward = share.forward_flops / speeds.forward_tflops / 1e12
+    backward = 2.5 * share.forward_flops / speeds.backward_tflops / 1e12
+    inside, across = speeds.inside_gib * GIB, speeds.across_gib * GIB
+    query, key, nodes = share.query_bytes, share.key_bytes, share.nodes
+
+    def exchange(ranks: int, far: float) -> float:
+        """Seconds of trading q, k, v, out, dout, dq, dk, dv (q, k, v twice); `far` of the bytes leave the node."""
+        nbytes = 5 * query + 6 * key
+        copies = 4 * nbytes / (speeds.memory_gib * GIB)  # sorted by rank before, by token after: each reads and writes
+        return nbytes * ((ranks - 1) / ranks - far) / inside + nbytes * far / across + copies
+
+    def ring(hops: int, laps: int) -> float:
+        """Seconds of a ring of `hops` stops whose shards cross nodes `laps` - 1 times."""
+        shard_forward, far = 2 * key, (laps - 1) / across
+        travel = min(2 * query, 2 * key)
+        returning = share.gradient_factor * (query if 2 * query + query <= 4 * key else 2 * key)
+        near = (hops - laps) / inside
+        compute = 1 + speeds.hop_share * (hops - 1)
+        passes = max(forward * compute, shard_forward * max(near, far))
+        passes += max(backward * compute, (travel + returning) * near, travel * far) + returning * far
+        return max(passes, hops * speeds.hop_seconds) + returning / inside
+
+    if schedule in RING_SCHEDULES:
+        if nodes == 1:
+            return ring(share.cp_size, 1)
+        # On a flat circle every shard crosses every boundary: all of it through the slow link, one after the other.
+        return ring(share.cp_size, nodes if schedule == "double_ring" else share.cp_size)
+    if schedule == "head_exchange":
+        cost = exchange(share.cp_size, (nodes - 1) / nodes) + forward + backward
+        return max(cost, speeds.exchange_seconds + speeds.hop_seconds)
+    if schedule == "heads_inside":
+        return exchange(share.node_size, 0) + ring(nodes, nodes) + speeds.exchange_seconds
+    return exchange(nodes, (nodes - 1) / nodes) + ring(share.node_size, 1) + speeds.exchange_seconds
+
+
+def choose_schedule(share: Share, layout: str, speeds: Speeds | None = None) -> Estimate:
+    """Every schedule that can share the problem, cheapest first; on a tie the simpler one."""
+    names = ["ring", "head_exchange"] if share.nodes == 1 else [*RING_SCHEDULES, *HEAD_SCHEDULES]
+    if share.cp_size == 1:
+        names = ["ring"]
+    if share.nodes == share.cp_size:  # nodes of one rank: inside a node there is nothing to trade or to travel
+        names = [name for name in names if name not in ("heads_inside", "heads_across", "double_ring")]
+    able = [name for name in names if schedule_refusal(name, share, layout) is None]
+    costs = [(name, estimate(name, share, speeds or Speeds())) for name in able]
+    return Estimate(tuple(sorted(costs, key=lambda pair: pair[1])))
+
+
+def cheaper_backward(heads: int, kv_heads: int, head_dim: int, input_bytes: int, gradient_bytes: int) -> str:
+    """The backward route that sends fewer bytes per token and hop: `query` or `key_value`.
+
+    Query side: Q and dO, LSE and delta in fp32, dQ. Key side: K and V, dK and dV. With equal heads the query side sends
+    3 tensors and two small rows for the key side's 4; grouped heads turn it around from N / K of about 1.4 up.
+    """
+    row_bytes = 2 * max(4, input_bytes)  # LSE and delta: fp32, float64 for float64 inputs
+    query = heads * (head_dim * (2 * input_bytes + gradient_bytes) + row_bytes)
+    key_value = kv_heads * head_dim * 2 * (input_bytes + gradient_bytes)
+    return "query" if query <= key_value else "key_value"

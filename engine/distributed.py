@@ -1,0 +1,139 @@
+"""This process as one rank of a trial: its device, its threads, its process groups.
+
+Ranks are laid out data-parallel outermost: rank = replica x cp_size + cp_rank, so the context-parallel ranks, which
+talk the most, are neighbours on one node wherever they fit.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from engine.settings import TrialSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """All ranks of one trial, seen from this one."""
+
+    rank: int
+    size: int
+    replica: int  # data-parallel index
+    device: torch.device
+    fsdp_mesh: DeviceMesh  # one axis over all ranks
+    cp_group: dist.ProcessGroup  # the ranks that share this replica's sequences, on communicators of their own
+
+    def gather(self, value: object) -> list[object]:
+        """Every rank's value, in rank order. Collective."""
+        values: list[object] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def slowest(self, seconds: list[float]) -> list[float]:
+        """Entry by entry, the time of the slowest rank. Collective."""
+        times = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        return times.tolist()
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+
+def local_device() -> torch.device:
+    """The GPU of LOCAL_RANK, or the CPU where there is none. Raises ValueError when the host has too few GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {local_rank} needs a GPU of its own, but this host shows {torch.cuda.device_count()}; start "
+            "fewer ranks per host or make more GPUs visible"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def limit_threads() -> None:
+    """Share this host's cores between its ranks, because every rank's torch would otherwise take all of them.
+
+    Does nothing where OMP_NUM_THREADS is set: torch then takes that many.
+    """
+    if os.environ.get("OMP_NUM_THREADS"):
+        return
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def check_world_size(settings: TrialSettings) -> None:
+    """Raises ValueError when the launched ranks are not those of `settings`, or do not factor."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != settings.world_size:
+        raise ValueError(
+            f"the trial has world_size {settings.world_size}, but {launched} ranks were launched; launch as many"
+        )
+    if settings.tp_size != 1:
+        raise ValueError(f"tp_size is {settings.tp_size}, but the engine has no tensor parallelism; give tp_size 1")
+    if settings.world_size % settings.cp_size:
+        raise ValueError(
+            f"world_size {settings.world_size} is not a multiple of cp_size {settings.cp_size}; choose one that is"
+        )
+
+
+def join(settings: TrialSettings) -> World:
+    """Enter the trial's process groups as torchrun's environment variables say; without them, as a world of one.
+
+    NCCL on GPUs, gloo otherwise. Collective over all ranks.
+    """
+    device = local_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # No device_id: a group bound to a device splits communicators, which every rank of the parent must enter, and
+    # context-parallel groups are created by their own members.
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return arrange(settings, device)
+
+
+def arrange(settings: TrialSettings, device: torch.device) -> World:
+    """Group the ranks that are already there as `settings` wants them. Collective over all ranks."""
+    replica, size = dist.get_rank() // settings.cp_size, dist.get_world_size()
+    # Attention's traffic must not queue behind FSDP's, so its groups are never the world's own.
+    groups = [
+        dist.new_group(list(range(first, first + settings.cp_size)), group_desc="context_parallel")
+        for first in range(0, size, settings.cp_size)
+    ]
+    return World(
+        rank=dist.get_rank(),
+        size=size,
+        replica=replica,
+        device=device,
+        fsdp_mesh=init_device_mesh(device.type, (size,), mesh_dim_names=("fsdp",)),
+        cp_group=groups[replica],
+    )
+
+
+def leave(patience_seconds: float = 30.0) -> None:
+    """Close the process groups after a success; a shutdown that gets stuck does not undo it.
+
+    On GPUs the process ends here: taking NCCL's communicators down in order takes seconds per trial and frees nothing
+    that the end of the process does not.
+    """
+    if dist.get_backend() == "nccl":
+        dist.barrier(device_ids=[torch.cuda.current_device()])  # no rank is gone while another still talks to it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    guard = threading.Timer(patience_seconds, os._exit, args=(0,))
+    guard.daemon = True
+    guard.start()
+    dist.destroy_process_group()
+    guard.cancel()

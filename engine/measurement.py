@@ -1,0 +1,51 @@
+"""What a worker measured: raw numbers only, written aside and renamed. Every derived figure is computed on reading."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.atomic import write_atomic
+
+MEASUREMENT_FILE = "measurement.json"
+PROGRESS_FILE = "progress.jsonl"
+
+
+@dataclass(kw_only=True, slots=True)
+class Measurement:
+    """Raw figures of one trial, gathered on rank 0.
+
+    Times are wall seconds of the slowest rank, one entry per measured step, warm-up excluded. `loss` and `grad_norm`
+    hold every step in order, warm-up included: means over all target tokens of the whole sequence (task train).
+    """
+
+    step_seconds: list[float]
+    forward_seconds: list[float] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    grad_norm: list[float] = field(default_factory=list)
+    peak_allocated_bytes: list[int] = field(default_factory=list)  # one per rank; empty without a GPU
+    peak_reserved_bytes: list[int] = field(default_factory=list)
+    peak_rss_bytes: list[int] = field(default_factory=list)  # one per rank, host memory
+    sent_bytes: list[int] = field(default_factory=list)  # one per rank, posted by attention per step
+    chosen: dict[str, str] = field(default_factory=dict)  # what every `auto` became: kernel, layout, backward, ...
+    device: str = "cpu"  # cpu or the GPU's name
+    software: dict[str, str] = field(default_factory=dict)  # python, torch, cuda, nccl, cudnn, flash-attn-4
+    data: dict[str, Any] = field(default_factory=dict)  # source of the tokens: origin, sha256, tokenizer
+    extra: dict[str, Any] = field(default_factory=dict)  # task-specific raw values, such as errors against float64
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON beside `path`, then rename: a reader sees the old file or the whole new one."""
+    write_atomic(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def write_measurement(trial_dir: Path, measurement: Measurement) -> None:
+    """Leave the measurement where the launcher looks for it."""
+    write_json(trial_dir / MEASUREMENT_FILE, asdict(measurement))
+
+
+def read_measurement(trial_dir: Path) -> Measurement:
+    """Read what a worker left. Raises FileNotFoundError when it left nothing."""
+    return Measurement(**json.loads((trial_dir / MEASUREMENT_FILE).read_text(encoding="utf-8")))

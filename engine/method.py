@@ -1,0 +1,84 @@
+"""A method: one way to run a trial. The engine's own is `burst`; baselines provide the others through this protocol.
+
+A method answers three questions: can it run this trial (or a sentence why not), with which command, and what did it
+measure. A native method changes nothing but the parallel attention inside the engine's model and trainer.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from engine.measurement import Measurement, read_measurement
+
+if TYPE_CHECKING:  # methods are listed and planned without importing torch
+    from torch import Tensor
+
+    from engine.attention.context import ContextParallel
+    from engine.settings import TrialSettings
+
+
+class AttentionFn(Protocol):
+    """Attention over the whole sequence from one rank's shards; collective over the context-parallel ranks."""
+
+    def __call__(
+        self,
+        q_BLND: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        *,
+        stored: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(out_BLND, lse), differentiable in q, k and v.
+
+        `stored` is what an earlier call with the same inputs returned: the forward is then not computed again, which is
+        how checkpointing keeps attention through recomputation. `lse` is the method's own business: hand it back as is.
+        """
+        ...
+
+    def chosen(self) -> dict[str, str]:
+        """What every `auto` became (kernel, layout, backward, schedule, exchange); empty before the first call."""
+        ...
+
+
+class Method(Protocol):
+    """What the harness asks of every compared system, ours included."""
+
+    name: str  # as written in experiment files
+    system: str  # the system it stands for, as printed in tables
+    source: str  # paper or repository the idea comes from
+
+    def refuse(self, settings: TrialSettings) -> str | None:
+        """One sentence why this trial cannot run with this method, or None. Pure: looks at the settings alone."""
+        ...
+
+    def command(self, trial_dir: Path) -> list[str]:
+        """Program and arguments of one rank; `trial_dir` holds trial.json."""
+        ...
+
+    def read(self, trial_dir: Path) -> Measurement:
+        """What the finished trial measured. Raises FileNotFoundError when it left nothing."""
+        ...
+
+
+class NativeMethod(Method, Protocol):
+    """A method that runs inside the engine's worker and supplies only the attention."""
+
+    def layout(self, settings: TrialSettings) -> str:
+        """Layout the sequence is sharded in: contiguous, zigzag or striped."""
+        ...
+
+    def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
+        """This method's attention among the ranks of `cp`, which shards in the layout `layout` named."""
+        ...
+
+
+class EngineCommand:
+    """`command` and `read` shared by all native methods: the engine's own worker runs them."""
+
+    def command(self, trial_dir: Path) -> list[str]:
+        return [sys.executable, "-m", "engine.worker", str(trial_dir)]
+
+    def read(self, trial_dir: Path) -> Measurement:
+        return read_measurement(trial_dir)

@@ -1,0 +1,183 @@
+"""A Llama-style decoder, written for one device. Nothing here knows of ranks.
+
+Everything parallel is put in from outside (`engine.parallelize`) through three attributes, each a plain callable:
+`Block.attend` (attention over the whole sequence), `Block.activations` (what is kept for backward) and `Head.loss_sum`
+(LM head and loss). The defaults make the model complete on one device, and the oracle of the parallel one.
+
+Shape letters: B batch, L tokens held here, N query heads, K KV heads, D head dim, E embedding, F MLP width,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.attention.masks import Causal
+from engine.attention.reference import dense_attention
+from engine.lm_head import plain_loss_sum
+from engine.settings import ModelShape
+
+Attend = Callable[..., tuple[Tensor, Any]]  # (q_BLND, k_BLKD, v_BLKD, stored=None) -> (out_BLND, lse)
+Rotary = tuple[Tensor, Tensor]  # cos_LD, sin_LD over half of the head dim
+LayerFn = Callable[[Tensor, Rotary, Attend], Tensor]  # x_BLE -> x_BLE
+Activations = Callable[[LayerFn, Tensor, Rotary, Attend], Tensor]  # runs a layer, decides what backward will find
+LossSum = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden_TE, weight_VE, labels_T) -> sum of the losses
+
+
+def rotary_angles(positions_L: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> Rotary:
+    """Cosine and sine of every position's RoPE angles (arXiv:2104.09864), each [L, head_dim / 2] in `dtype`.
+
+    The angles are formed in float64: positions in the millions times a rounded frequency leave fp32 off by up to
+    0.06 rad at 1M tokens.
+    """
+    exponents_D = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions_L.device) / head_dim
+    angles_LD = torch.outer(positions_L.double(), base**-exponents_D)
+    return angles_LD.cos().to(dtype), angles_LD.sin().to(dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotate the pairs (x[i], x[i + D/2]). Its own function because autograd would keep fp32 copies of q and k."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BLND: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_LD, sin_LD)
+        return _rotated(x_BLND, cos_LD, sin_LD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BLND: Tensor) -> tuple[Tensor, None, None]:
+        cos_LD, sin_LD = ctx.saved_tensors
+        return _rotated(grad_BLND, cos_LD, -sin_LD), None, None
+
+
+def _rotated(x_BLND: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
+    first, second = x_BLND.chunk(2, dim=-1)
+    cos, sin = cos_LD[:, None], sin_LD[:, None]  # over heads; fp32, so each product below is formed in fp32
+    out_BLND = torch.empty_like(x_BLND)
+    out_first, out_second = out_BLND.chunk(2, dim=-1)
+    out_first.copy_((first * cos).sub_(second * sin))
+    out_second.copy_((second * cos).add_(first * sin))
+    return out_BLND
+
+
+def rotate(x_BLND: Tensor, rotary: Rotary) -> Tensor:
+    """Apply RoPE in the precision of `rotary`, return the dtype of x. Halves are paired as in Hugging Face's Llama."""
+    return _Rotate.apply(x_BLND, *rotary)
+
+
+class Attention(nn.Module):
+    """The projections around attention; attention itself is called by the block, between `project` and `output`."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.q = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=False)
+        self.k = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
+        self.v = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
+        self.output = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+
+    def project(self, x_BLE: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        """q_BLND, k_BLKD and v_BLKD of these tokens, q and k rotated to their positions."""
+        q_BLND = self.q(x_BLE).unflatten(-1, (self.heads, self.head_dim))
+        k_BLKD = self.k(x_BLE).unflatten(-1, (self.kv_heads, self.head_dim))
+        v_BLKD = self.v(x_BLE).unflatten(-1, (self.kv_heads, self.head_dim))
+        return rotate(q_BLND, rotary), rotate(k_BLKD, rotary), v_BLKD
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202) where the shape is gated, GELU where it is not."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False) if shape.gated else None
+        self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+
+    def forward(self, x_BLE: Tensor) -> Tensor:
+        up_BLF = self.up(x_BLE)
+        return self.down(F.gelu(up_BLF) if self.gate is None else F.silu(self.gate(x_BLE)) * up_BLF)
+
+
+def dense_causal(
+    q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, stored: tuple[Tensor, Any] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The default attention: dense, causal, one device. Plain autograd keeps its own intermediates, so a replay has no
+    use for `stored` and computes again."""
+    return dense_attention(q_BLND, k_BLKD, v_BLKD, Causal())
+
+
+def keep_all(layer: LayerFn, x_BLE: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+    """The default activations: backward finds everything."""
+    return layer(x_BLE, rotary, attend)
+
+
+class Block(nn.Module):
+    """One decoder layer."""
+
+    attend: Attend
+    activations: Activations
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
+        self.attention = Attention(shape)
+        self.mlp_norm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
+        self.mlp = MLP(shape)
+        self.attend = dense_causal
+        self.activations = keep_all
+
+    def forward(self, x_BLE: Tensor, rotary: Rotary) -> Tensor:
+        return self.activations(self.layer, x_BLE, rotary, self.attend)
+
+    def layer(self, x_BLE: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+        """The layer's mathematics. Pure but for `attend`, so it may be run again to recompute activations."""
+        out_BLND, _lse = attend(*self.attention.project(self.attention_norm(x_BLE), rotary))
+        x_BLE = x_BLE + self.attention.output(out_BLND.flatten(-2))
+        return x_BLE + self.mlp(self.mlp_norm(x_BLE))
+
+
+class Head(nn.Module):
+    """LM head, with the loss beside it so that the logits of a long sequence need never exist."""
+
+    loss_sum: LossSum
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape.vocab, shape.hidden))
+        self.loss_sum = plain_loss_sum
+
+    def forward(self, x_BLE: Tensor, labels_BL: Tensor | None) -> Tensor:
+        if labels_BL is None:
+            return F.linear(x_BLE, self.weight)
+        return self.loss_sum(x_BLE.flatten(0, 1), self.weight, labels_BL.flatten())
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, final norm, untied LM head."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.vocab, shape.hidden)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
+        self.head = Head(shape)
+
+    def forward(self, tokens_BL: Tensor, positions_L: Tensor, labels_BL: Tensor | None = None) -> Tensor:
+        """Sum of the tokens' losses in fp32 or wider; without labels, the logits [B, L, V].
+
+        Args:
+            tokens_BL: token ids held here.
+            positions_L: their positions in the whole sequence, for RoPE.
+            labels_BL: the token to predict after each; -100 where there is none.
+        """
+        x_BLE = self.embedding(tokens_BL)
+        wide = torch.promote_types(x_BLE.dtype, torch.float32)
+        rotary = rotary_angles(positions_L, self.shape.head_dim, self.shape.rope_base, wide)
+        for block in self.blocks:
+            x_BLE = block(x_BLE, rotary)
+        return self.head(self.norm(x_BLE), labels_BL)

@@ -1,0 +1,69 @@
+"""Everything that makes the one-device model parallel, in the one order that works."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from engine import checkpoint
+from engine.initialise import initialise
+from engine.lm_head import fused_loss_sum, plain_loss_sum
+from engine.model import Attend, Decoder
+from engine.settings import TrialSettings
+
+
+def build_model(settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> Decoder:
+    """The model of `settings` on this rank, ready to train: parameters sharded over `mesh`, fp32 (fp64 for fp64).
+
+    The model is born on the meta device and only shards are ever allocated, so its size is bounded by all ranks
+    together.
+
+    Args:
+        settings: one trial.
+        attend: the method's attention, already knowing its context-parallel ranks.
+        mesh: one axis over all ranks, data-parallel and context-parallel alike.
+    """
+    with torch.device("meta"):
+        model = Decoder(settings.model).to(torch.float64 if settings.dtype == "fp64" else torch.float32)
+    parallelize(model, settings, attend, mesh)
+    initialise(model, settings.seed, torch.device(mesh.device_type, _current_index(mesh)))
+    return model
+
+
+def parallelize(model: Decoder, settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> None:
+    """Context parallelism, activation checkpointing, loss fusion, then FSDP2 around all of them."""
+    for block in model.blocks:
+        block.attend = attend
+        block.activations = checkpoint.activations(settings.checkpoint)
+    model.head.loss_sum = fused_loss_sum if settings.lm_head_fusion else plain_loss_sum
+    shard_parameters(model, settings, mesh)
+
+
+def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) -> None:
+    """FSDP2, one unit per block: parameters, gradients and optimizer states sharded over all ranks of `mesh`.
+
+    Compute runs in bf16 where asked, from fp32 master weights, and gradients are reduced in fp32. A world of one rank
+    takes the same path, so that single-GPU figures include the same casts.
+    """
+    low_precision = settings.dtype == "bf16"
+    precision = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if low_precision else None,
+        reduce_dtype=torch.float32 if low_precision else None,
+        cast_forward_inputs=False,  # blocks are handed RoPE's fp32 tables, which must stay fp32
+    )
+    for unit in (model.embedding, *model.blocks):
+        fully_shard(unit, mesh=mesh, mp_policy=precision)
+    # The head's backward follows its forward at once: gathering the weight again would buy no memory.
+    fully_shard(model.head, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    # Each rank's loss is its share of one global mean, so the gradients of the ranks are summed. FSDP2 divides by the
+    # number of ranks unless told; plain SUM because gloo has no pre-multiplied reduction.
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _current_index(mesh: DeviceMesh) -> int | None:
+    return torch.cuda.current_device() if mesh.device_type == "cuda" else None

@@ -1,0 +1,181 @@
+"""What one trial is, in the engine's own terms: model shape, parallel sizes, and every switch that changes the work.
+
+These values are pure data (no torch here), travel to the workers as JSON, and become one results column each, so
+two rows with different settings never look alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Task = Literal["train", "attention"]
+Dtype = Literal["fp64", "fp32", "bf16"]
+Layout = Literal["auto", "contiguous", "zigzag", "striped"]
+Schedule = Literal["auto", "ring", "double_ring", "head_exchange", "heads_inside", "heads_across"]
+Backward = Literal["auto", "query", "key_value"]
+Kernel = Literal["auto", "reference", "cpu", "fa2", "cudnn", "fa4", "flex"]
+ExchangeName = Literal["auto", "relay", "direct", "copy_engine"]
+GradientWire = Literal["fp32", "input"]
+
+# Beyond any machine; sizes past them would overflow in the middle of a trial instead of being told at its start.
+MOST_TOKENS = 1 << 40
+LARGEST_DIMENSION = 1 << 28
+
+BYTE_VOCAB = 256  # token ids of byte-level text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """Shape of a Llama-style decoder. Source of the published shapes: thunlp/BurstEngine, apps/llama/config."""
+
+    name: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int  # query heads
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    gated: bool = True  # SwiGLU (three matrices) rather than GELU (two)
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+    note: str = field(default="", compare=False)  # where sources disagree; words, no part of what is computed
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab"):
+            if not 1 <= getattr(self, name) <= LARGEST_DIMENSION:
+                raise ValueError(
+                    f"model {self.name}: {name} is {getattr(self, name)}; give a number from 1 to {LARGEST_DIMENSION}"
+                )
+        for name in ("rope_base", "norm_eps"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"model {self.name}: {name} is {getattr(self, name):g}; give a number above 0")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model {self.name}: {self.heads} query heads are not divisible by {self.kv_heads} KV heads; "
+                "choose kv_heads that divides heads"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"model {self.name}: head_dim {self.head_dim} is odd; RoPE needs an even head_dim")
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one decoder layer: attention projections, MLP, two norms."""
+        attention = 2 * self.hidden * self.heads * self.head_dim + 2 * self.hidden * self.kv_heads * self.head_dim
+        mlp = (3 if self.gated else 2) * self.hidden * self.ffn
+        return attention + mlp + 2 * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All trainable parameters; embedding and LM head are untied."""
+        return self.layers * self.layer_parameters + 2 * self.vocab * self.hidden + self.hidden
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """Activation checkpointing. `every: 0` keeps all activations; `every: 1` recomputes each layer in backward.
+
+    `tail` is the fraction of the global sequence, counted from its end, whose attention outputs are kept through
+    recomputation (1: attention is never computed twice, 0: always).
+    """
+
+    every: int = 1
+    tail: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.every not in (0, 1):
+            raise ValueError(f"checkpoint.every is {self.every}; expected 0 (keep all activations) or 1 (every layer)")
+        if self.tail not in (0.0, 1.0):
+            raise ValueError(
+                f"checkpoint.tail is {self.tail}; expected 0 (recompute attention) or 1 (keep attention outputs)"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steps:
+    """How many optimizer steps (task train) or calls (task attention) are run, and how many of them are timed."""
+
+    warmup: int = 1
+    measured: int = 3
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0:
+            raise ValueError(f"steps.warmup is {self.warmup}; expected 0 or more")
+        if self.measured < 1:
+            raise ValueError(f"steps.measured is {self.measured}; expected 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialSettings:
+    """Everything that decides what one trial computes. Equal settings mean the same trial."""
+
+    task: Task
+    method: str
+    model: ModelShape
+    seq_len: int  # tokens of one whole sequence
+    cp_size: int = 1
+    tp_size: int = 1
+    world_size: int = 0  # ranks; 0 means cp_size x tp_size
+    batch_size: int = 1  # sequences per data-parallel replica
+    dtype: Dtype = "bf16"
+    mask: str = "causal"  # full, causal, sliding_window:LEFT[:RIGHT]
+    layout: Layout = "auto"
+    schedule: Schedule = "auto"
+    backward: Backward = "auto"
+    kernel: Kernel = "auto"
+    exchange: ExchangeName = "auto"
+    gradient_wire: GradientWire = "fp32"  # dtype of partial gradients between ranks
+    deterministic: bool = False
+    lm_head_fusion: bool = True
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    learning_rate: float = 3e-4
+    data: str = "python_docs"  # or the path of a UTF-8 text file
+    emulate_nodes: int = 1  # logical nodes one host is split into
+    steps: Steps = field(default_factory=Steps)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.world_size == 0:
+            object.__setattr__(self, "world_size", self.cp_size * self.tp_size)
+        for name in ("seq_len", "cp_size", "tp_size", "world_size", "batch_size", "emulate_nodes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give a number of at least 1")
+        if self.seq_len * self.batch_size > MOST_TOKENS:
+            raise ValueError(
+                f"seq_len {self.seq_len} x batch_size {self.batch_size} is more than {MOST_TOKENS} tokens; give fewer"
+            )
+        if self.learning_rate <= 0:
+            raise ValueError(f"learning_rate is {self.learning_rate}; give a number above 0")
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel replicas: world_size / (cp_size x tp_size); the plan refuses sizes that do not divide."""
+        return max(1, self.world_size // (self.cp_size * self.tp_size))
+
+
+def vocabulary_refusal(settings: TrialSettings) -> str | None:
+    """Why the model's vocabulary cannot hold the byte tokens it would be trained on, or None."""
+    if settings.task != "train" or settings.model.vocab >= BYTE_VOCAB:
+        return None
+    return (
+        f"model {settings.model.name} has a vocabulary of {settings.model.vocab}, but byte tokens need {BYTE_VOCAB}; "
+        "choose a model with at least that many"
+    )
+
+
+def to_json(value: Any) -> Any:
+    """Settings as plain JSON values; the inverse of `from_json`."""
+    return dataclasses.asdict(value)
+
+
+def from_json(cls: type[Any], data: dict[str, Any]) -> Any:
+    """Rebuild a settings dataclass from `to_json` output. Raises TypeError on a key the class does not have."""
+    hints = typing.get_type_hints(cls)
+    values = {
+        key: from_json(hints[key], value) if dataclasses.is_dataclass(hints.get(key)) else value
+        for key, value in data.items()
+    }
+    return cls(**values)

@@ -1,0 +1,82 @@
+"""What the two tasks share: attention bound to its ranks, progress, and the measurement that ends a trial."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+
+from engine.attention.context import ContextParallel
+from engine.distributed import World
+from engine.measurement import PROGRESS_FILE, Measurement
+from engine.method import AttentionFn, NativeMethod
+from engine.resources import Usage, device_name, software, usage
+from engine.settings import TrialSettings
+
+OnProgress = Callable[[dict[str, Any]], None]
+
+
+class Refused(ValueError):
+    """The trial cannot run with these settings on this machine: a result, not a failure of the program."""
+
+
+class Task(Protocol):
+    """One trial's work on this rank. Constructing it is the set-up: a ValueError there refuses the trial."""
+
+    def run(self, on_progress: OnProgress) -> Measurement:
+        """Do the work, calling `on_progress` after every step. Collective; every rank returns the same figures."""
+        ...
+
+
+def context_parallel(settings: TrialSettings, method: NativeMethod, world: World) -> ContextParallel:
+    """The ranks of this replica, dealt the sequence as the method wants it. Collective over them."""
+    cp = ContextParallel(group=world.cp_group, layout=method.layout(settings))
+    cp.segments(settings.seq_len)  # refuses lengths that do not split
+    return cp
+
+
+class RefusingAttention:
+    """A method's attention whose ValueErrors refuse the trial: it learns shapes and dtype at its first call only."""
+
+    def __init__(self, attend: AttentionFn) -> None:
+        self._attend = attend
+
+    def __call__(
+        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, stored: tuple[Tensor, Any] | None = None
+    ) -> tuple[Tensor, Any]:
+        try:
+            return self._attend(q_BLND, k_BLKD, v_BLKD, stored=stored)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+
+    def chosen(self) -> dict[str, str]:
+        """What every `auto` became; empty before the first call."""
+        return self._attend.chosen()
+
+
+def progress_to(trial_dir: Path) -> OnProgress:
+    """Append each step as one JSON line to the trial's progress file."""
+
+    def append(step: dict[str, Any]) -> None:
+        with open(trial_dir / PROGRESS_FILE, "a", encoding="utf-8") as file:
+            file.write(json.dumps(step, allow_nan=False) + "\n")
+
+    return append
+
+
+def measured(world: World, cp: ContextParallel, **figures: Any) -> Measurement:
+    """The trial's measurement: `figures`, and what each rank used, `cp`'s traffic since its last reset. Collective."""
+    traffic = cp.traffic
+    ranks = cast(list[Usage], world.gather(usage(world.device, traffic.sent_bytes, traffic.window_bytes)))
+    return Measurement(
+        peak_allocated_bytes=[rank.allocated_bytes for rank in ranks if rank.allocated_bytes is not None],
+        peak_reserved_bytes=[rank.reserved_bytes for rank in ranks if rank.reserved_bytes is not None],
+        peak_rss_bytes=[rank.rss_bytes for rank in ranks],
+        sent_bytes=[rank.sent_bytes for rank in ranks],
+        device=device_name(world.device),
+        software=software(),
+        **figures,
+    )

@@ -1,0 +1,133 @@
+"""One rank of one trial: `python -m engine.worker TRIAL_DIR`, started torchrun-style.
+
+Reads TRIAL_DIR/trial.json. Rank 0 appends progress.jsonl and leaves measurement.json; a rank that fails leaves
+errors/rank<r>.json and exits with 1. Importing this module starts nothing: no process group, no CUDA, no thread, so
+that a fork server may load it once for many ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch._dynamo  # every optimizer loads it when constructed; here a fork server does so once for all ranks
+
+from engine.attention_task import AttentionTask
+from engine.distributed import check_world_size, join, leave, limit_threads
+from engine.measurement import write_json, write_measurement
+from engine.method import NativeMethod
+from engine.settings import TrialSettings, from_json
+from engine.task import Refused, Task, progress_to
+from engine.train import TrainTask
+
+REASON_CHARACTERS = 200  # of an error's reason; the traceback has all of it
+
+TASKS: dict[str, type[TrainTask] | type[AttentionTask]] = {"train": TrainTask, "attention": AttentionTask}
+
+
+def main(arguments: list[str]) -> int:
+    """Run the trial of the given directory; returns the exit code of a success."""
+    if len(arguments) != 1:
+        print("usage: python -m engine.worker TRIAL_DIR", file=sys.stderr)
+        return 2
+    trial_dir = Path(arguments[0])
+    rank = int(os.environ.get("RANK", "0"))
+    with _exit_on_error(trial_dir, rank):
+        task = _set_up(trial_dir)
+        measurement = task.run(progress_to(trial_dir) if rank == 0 else _silent)
+        if rank == 0:
+            write_measurement(trial_dir, measurement)
+        leave()
+    return 0
+
+
+def _set_up(trial_dir: Path) -> Task:
+    """Everything that can find the settings impossible, before anything is measured. Raises Refused."""
+    try:
+        settings, method = read_trial(trial_dir)
+        refusal = method.refuse(settings)
+        if refusal:
+            raise ValueError(refusal)
+        check_world_size(settings)
+        limit_threads()
+        if settings.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a fixed one
+            torch.use_deterministic_algorithms(True)
+        return TASKS[settings.task](settings, method, join(settings))
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+
+def read_trial(trial_dir: Path) -> tuple[TrialSettings, NativeMethod]:
+    """Settings and method of TRIAL_DIR/trial.json."""
+    trial = json.loads((trial_dir / "trial.json").read_text(encoding="utf-8"))
+    method = importlib.import_module(trial["method"]).METHOD
+    return cast(TrialSettings, from_json(TrialSettings, trial["settings"])), cast(NativeMethod, method)
+
+
+def _silent(step: dict[str, object]) -> None:
+    """Ranks other than 0 keep their progress to themselves."""
+
+
+@contextlib.contextmanager
+def _exit_on_error(trial_dir: Path, rank: int) -> Iterator[None]:
+    """Report an exception and end the process at once.
+
+    Not by returning: interpreter shutdown would wait for communicators whose peers may be stuck in a collective.
+    """
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        error = sys.exc_info()[1]
+        if failed and isinstance(error, Exception):
+            write_error(trial_dir, rank, error)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def write_error(trial_dir: Path, rank: int, error: Exception) -> None:
+    """Leave errors/rank<r>.json and the traceback in the log."""
+    text = "".join(traceback.format_exception(error))
+    print(text, file=sys.stderr)
+    directory = trial_dir / "errors"
+    directory.mkdir(exist_ok=True)
+    write_json(
+        directory / f"rank{rank}.json",
+        {"kind": error_kind(error), "reason": _one_sentence(error), "traceback": text},
+    )
+
+
+def error_kind(error: Exception) -> str:
+    """oom, refused or failed. Below torch, exhausted memory is a RuntimeError with a library's own words."""
+    if isinstance(error, Refused):
+        return "refused"
+    words = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+    exhausted = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return "oom" if exhausted or isinstance(error, (torch.OutOfMemoryError, MemoryError)) else "failed"
+
+
+def _one_sentence(error: Exception) -> str:
+    """A refusal as it is: it speaks for itself. Of other messages, the sentences that fit one readable line."""
+    if isinstance(error, Refused):
+        return str(error)
+    lines = str(error).strip().splitlines() or ["no message"]
+    reason = f"{type(error).__name__}: {lines[0]}"
+    if len(reason) <= REASON_CHARACTERS:
+        return reason
+    end = reason.rfind(". ", 0, REASON_CHARACTERS)
+    return reason[: end + 1] if end > 0 else reason[: REASON_CHARACTERS - 3] + "..."
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
