@@ -1,0 +1,54 @@
+"""What the ring baselines share: a fixed layout, and keys and values that circulate in forward and backward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.attention.layout import split_refusal
+from engine.method import EngineCommand
+
+if TYPE_CHECKING:
+    from engine.attention.context import ContextParallel
+    from engine.method import AttentionFn
+    from engine.settings import TrialSettings
+
+
+def fixed_settings_refusal(settings: TrialSettings, fixed: dict[str, str | None]) -> str | None:
+    """Why the method cannot honour a setting it fixes, or has no use for (None), or None. `auto` always fits."""
+    for name, value in fixed.items():
+        asked = getattr(settings, name)
+        if value is None and asked != "auto":
+            return f"{settings.method} has no choice of {name}, found {asked}; set {name} to auto"
+        if asked not in ("auto", value):
+            return f"{settings.method} always uses {name} {value}, found {asked}; set {name} to auto or {value}"
+    return None
+
+
+class KeyValueRing(EngineCommand):
+    """A flat ring in which K and V travel in forward, K, V and their gradients in backward."""
+
+    name: str
+    system: str
+    source: str
+    sharding: str  # layout
+
+    def refuse(self, settings: TrialSettings) -> str | None:
+        if settings.tp_size > 1:
+            return f"{self.name} runs without tensor parallelism, found tp_size {settings.tp_size}; set tp_size to 1"
+        fixed: dict[str, str | None] = {
+            "layout": self.sharding,
+            "schedule": "ring",
+            "backward": "key_value",
+            "exchange": "relay",
+        }
+        return fixed_settings_refusal(settings, fixed) or split_refusal(
+            self.sharding, settings.seq_len, settings.cp_size
+        )
+
+    def layout(self, settings: TrialSettings) -> str:
+        return self.sharding
+
+    def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
+        from engine.attention.bound import BoundAttention
+
+        return BoundAttention(cp, settings, schedule="ring", backward="key_value", exchange="relay")
