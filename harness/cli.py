@@ -1,0 +1,97 @@
+"""The program `burst`: finds its commands, and turns what goes wrong into one sentence and an exit code.
+
+0 all well; 1 a trial failed, timed out, was lost or interrupted; 2 the user has something to correct.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+from harness.commands import Command, all_commands
+from harness.errors import UsageError
+
+USAGE = 2
+INTERRUPTED = NO_ROOM = 1
+READER_LEFT = 128 + signal.SIGPIPE  # as the shell shows a program that the signal ended
+
+_NO_ROOM = frozenset({errno.EDQUOT, errno.EFBIG, errno.ENOSPC})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Raises SystemExit for --help, --version and an unknown argument."""
+    if sys.stdout is None:  # closed by the caller; the next file opened would take its place and be printed into
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - lives as long as the process
+    typed = list(sys.argv[1:] if argv is None else argv)
+    commands = all_commands()
+    try:
+        arguments = _parse(typed, commands)
+        # A closed terminal or a polite kill is to leave a resumable state, just as Ctrl-C does.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _as_interrupt)
+        code = commands[arguments.command].run(arguments)
+        sys.stdout.flush()  # here, where an error still has its sentence
+        return code
+    except UsageError as error:
+        return _say(str(error), USAGE)
+    except KeyboardInterrupt:
+        return _say("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        _discard_output()
+        return READER_LEFT
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        _discard_output()
+        place = f"{error.filename}: " if error.filename else ""
+        return _say(
+            f"{place}{error.strerror}; make room, then repeat the command (`burst run` with --resume)",
+            NO_ROOM,
+        )
+
+
+def _say(sentence: str, code: int) -> int:
+    print(f"burst: {sentence}", file=sys.stderr)
+    return code
+
+
+def _discard_output() -> None:
+    """What is still buffered cannot be written; Python would try once more at its end, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Version(argparse.Action):
+    """--version, looked up only when asked for."""
+
+    def __call__(self, *_: object) -> NoReturn:
+        from harness.provenance import commit, version
+
+        print(f"burst {version()}" + (f" ({found})" if (found := commit()) else ""))
+        raise SystemExit(0)
+
+
+def _parse(typed: list[str], commands: dict[str, Command]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="burst", description="Measure training on extremely long sequences: run, compare and report."
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print version and commit")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in commands.items():
+        subparser = subparsers.add_parser(
+            name, help=command.help, description=command.help, add_help=not command.forwards
+        )
+        command.configure(subparser)
+    if typed and typed[0] in commands and commands[typed[0]].forwards:
+        # argparse would claim options among the forwarded arguments, --help first of all.
+        return argparse.Namespace(command=typed[0], rest=typed[1:], typed=typed)
+    return parser.parse_args(typed, argparse.Namespace(typed=typed))
+
+
+def _as_interrupt(_: int, __: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt

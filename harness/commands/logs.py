@@ -1,0 +1,66 @@
+"""`burst logs`: what the ranks of one trial printed."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from harness.errors import UsageError, nearest
+
+
+class Logs:
+    help = "print the logs of one trial, rank by rank"
+    forwards = False
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("trial", metavar="TRIAL", help="a trial's directory, or its id (or the id's beginning)")
+        parser.add_argument("--rank", type=int, metavar="N", help="only this rank")
+        parser.add_argument(
+            "--runs", type=Path, default=Path("results", "runs"), metavar="DIR",
+            help="where ids are looked up (default: results/runs)",
+        )  # fmt: skip
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        trial_dir = find_trial(arguments.trial, arguments.runs)
+        logs = rank_logs(trial_dir)
+        if not logs:
+            raise UsageError(f"{trial_dir} holds no logs; the trial was refused or has not started, or it is no trial")
+        if arguments.rank is not None and arguments.rank not in logs:
+            raise UsageError(
+                f"{trial_dir} holds no log of rank {arguments.rank}; its ranks are {', '.join(map(str, logs))}"
+            )
+        for path in logs.values() if arguments.rank is None else [logs[arguments.rank]]:
+            print(f"==> {path} <==", flush=True)
+            with open(path, encoding="utf-8", errors="replace") as file:
+                shutil.copyfileobj(file, sys.stdout)
+        return 0
+
+
+def rank_logs(trial_dir: Path) -> dict[int, Path]:
+    """Log files of a trial by rank, in order; empty when it has none."""
+    named = ((re.fullmatch(r"rank(\d+)", path.stem), path) for path in (trial_dir / "logs").glob("rank*.log"))
+    return dict(sorted((int(match[1]), path) for match, path in named if match))
+
+
+def find_trial(name: str, runs: Path) -> Path:
+    """The directory of the trial that `name` means: a path, or the start of an id below `runs`. Raises UsageError."""
+    if name and (path := Path(name)).is_dir():
+        return path
+    directories = sorted(path for path in runs.glob("*/trials/*") if path.is_dir())
+    found = [path for path in directories if path.name == name] or [
+        path for path in directories if path.name.startswith(name)
+    ]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        listed = ", ".join(map(str, found[:5]))
+        raise UsageError(f"{name} means {len(found)} trials ({listed}{', ...' if found[5:] else ''}); give one's path")
+    if not directories:
+        raise UsageError(f"{name} is no directory and {runs} holds no trials; give a trial's path or --runs DIR")
+    raise UsageError(f"no trial below {runs} is called {name}; {nearest(name, (path.name for path in directories))}")
+
+
+COMMAND = Logs()

@@ -1,0 +1,74 @@
+"""`burst run`: plan, launch, record, report."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+
+from harness.commands import command_line
+from harness.experiment_arguments import add_experiment_arguments, chosen_experiment
+from harness.launch.choose import LAUNCHERS, default_launcher, make_launcher
+
+
+class Run:
+    help = "run all trials of an experiment, then report; Ctrl-C leaves a state that --resume goes on from"
+    forwards = False
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        add_experiment_arguments(parser)
+        parser.add_argument("--launcher", choices=LAUNCHERS, help="default: ray where it is installed, else local")
+        parser.add_argument(
+            "--out", type=Path, metavar="DIR", help="where everything goes (default: results/runs/<experiment>)"
+        )
+        parser.add_argument("--resume", action="store_true", help="keep finished trials of the run in DIR")
+        parser.add_argument(
+            "--retry-failed", action="store_true",
+            help="resume, and run again what failed, timed out, hung or lost its node",
+        )  # fmt: skip
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from rich.console import Console
+
+        from harness.machine import discover
+        from harness.plan import plan
+        from harness.progress import view_for
+        from harness.run import Host, Resume, run_experiment
+
+        experiment = chosen_experiment(arguments)
+        machine = discover()
+        trials = plan(experiment, machine)
+        run_dir = arguments.out or Path("results", "runs", experiment.name)
+        console = Console(stderr=True)
+
+        def say(message: str) -> None:
+            console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+        resume = Resume(retry_failed=arguments.retry_failed) if arguments.resume or arguments.retry_failed else None
+        with contextlib.closing(make_launcher(arguments.launcher or default_launcher())) as launcher:
+            code = run_experiment(
+                experiment.name,
+                trials,
+                Host(machine=machine, launcher=launcher),
+                run_dir,
+                view=view_for(console),
+                say=say,
+                resume=resume,
+                again=command_line(arguments),
+            )
+        _report(run_dir)
+        return code
+
+
+def _report(run_dir: Path) -> None:
+    """The table, then where to read on. stdout, because it is what the command was run for."""
+    from harness.report import terminal_table, write_report
+    from harness.run_directory import RunDirectory
+    from harness.terminal import stdout_console
+
+    out = stdout_console()
+    out.print(terminal_table(RunDirectory(run_dir).rows()))
+    out.print(f"Report: {write_report([run_dir], run_dir)}", markup=False, highlight=False, soft_wrap=True)
+
+
+COMMAND = Run()

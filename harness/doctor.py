@@ -1,0 +1,93 @@
+"""What this machine can run, and one sentence for everything: what was found, or what is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from dataclasses import dataclass
+from importlib import metadata
+
+from harness.machine import Machine, discover
+from harness.methods import all_methods
+from harness.provenance import commit, version
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One line of `burst doctor`."""
+
+    section: str
+    name: str
+    ok: bool
+    sentence: str
+
+
+def examine() -> list[Finding]:
+    """All findings, in sections. Imports torch, because only it knows which kernels it was built with."""
+    machine = discover()
+    return [*_software(), *_devices(machine), *_kernels(), *_launchers(), *_methods()]
+
+
+def _software() -> list[Finding]:
+    import torch
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    return [
+        Finding(section="software", name="burst", ok=True, sentence=f"{version()}, commit {commit() or 'unknown'}"),
+        Finding(section="software", name="python", ok=True, sentence=platform.python_version()),
+        Finding(section="software", name="torch", ok=True, sentence=f"{torch.__version__}, {build}"),
+    ]
+
+
+def _devices(machine: Machine) -> list[Finding]:
+    import torch
+
+    findings = [
+        Finding(
+            section="devices",
+            name="cpu",
+            ok=True,
+            sentence=f"{machine.cores} cores, {machine.memory_gib:g} GiB of memory, up to {machine.max_ranks} ranks"
+            if machine.device == "cpu"
+            else f"{machine.cores} cores, {machine.memory_gib:g} GiB of memory",
+        )
+    ]
+    if machine.gpu_problem:
+        findings.append(Finding(section="devices", name="gpu", ok=False, sentence=machine.gpu_problem))
+    elif not machine.gpu_count:
+        findings.append(
+            Finding(section="devices", name="gpu", ok=False, sentence="none; trials run on the CPU with Gloo")
+        )
+    elif not torch.cuda.is_available():
+        sentence = (
+            f"{machine.gpu_count} x {machine.gpu_name}, but this torch ({torch.__version__}) cannot use them; "
+            "install its CUDA build"
+        )
+        findings.append(Finding(section="devices", name="gpu", ok=False, sentence=sentence))
+    else:
+        sentence = f"{machine.gpu_count} x {machine.gpu_name}, {machine.gpu_memory_gib:g} GiB each"
+        findings.append(Finding(section="devices", name="gpu", ok=True, sentence=sentence))
+    return findings
+
+
+def _kernels() -> list[Finding]:
+    from engine.attention.kernels import available
+
+    return [Finding(section="kernels", name=name, ok=ok, sentence=sentence) for name, ok, sentence in available()]
+
+
+def _launchers() -> list[Finding]:
+    local = Finding(section="launchers", name="local", ok=True, sentence="processes on this machine, without Ray")
+    if importlib.util.find_spec("ray") is None:
+        missing = "Ray is not installed; pip install ray, or use --launcher local"
+        return [Finding(section="launchers", name="ray", ok=False, sentence=missing), local]
+    sentence = f"Ray {metadata.version('ray')}, started for the run and ended with it"
+    return [Finding(section="launchers", name="ray", ok=True, sentence=sentence), local]
+
+
+def _methods() -> list[Finding]:
+    """Every compared system in its native form, which needs nothing but the engine."""
+    return [
+        Finding(section="methods", name=name, ok=True, sentence=f"{method.system} ({method.source})")
+        for name, method in all_methods().items()
+    ]

@@ -1,0 +1,108 @@
+"""Floating-point operations of one trial: the only FLOP formula of the project; every throughput and MFU uses it.
+
+A multiply-add is two operations. Only matrix multiplications count: norms, softmax, RoPE and the embedding look-up are
+free. Attention counts the (query, key) pairs its mask really shows, so causal and windowed runs are not flattered by
+work they skip. The totals are those of a whole step over all ranks. Conventions of the field, spelled out in
+docs/metrics.md: PaLM (arXiv:2204.02311, appendix B) for model against hardware FLOPs, FlashAttention
+(arXiv:2205.14135) for the 2.5 of its backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.attention.masks import parse_mask
+from engine.settings import ModelShape, TrialSettings
+
+# Attention forward is two products (QK^T, PV). Its backward needs four (dV, dP, dQ, dK); kernels that never store the
+# scores run a fifth, QK^T again. Model FLOPs leave that fifth out, the kernel convention keeps it.
+ATTENTION_BACKWARD = 2.0
+ATTENTION_KERNEL_BACKWARD = 2.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """FLOPs of one step over all ranks, forward pass only, by what executes them; plus what is computed twice."""
+
+    layers: float  # projections and MLP of all layers
+    head: float  # hidden states to vocabulary
+    attention: float  # QK^T and PV over the visible pairs
+    recomputed_layers: float = 0.0  # forward work repeated in the backward pass by activation checkpointing
+    recomputed_attention: float = 0.0
+
+    @property
+    def forward(self) -> float:
+        """Model FLOPs of the forward pass."""
+        return self.layers + self.head + self.attention
+
+    @property
+    def model(self) -> float:
+        """Model FLOPs of forward and backward: three times the forward; nothing recomputed is counted."""
+        return 3 * self.forward
+
+    @property
+    def kernel(self) -> float:
+        """Model FLOPs plus QK^T once more, as attention kernels are usually quoted: 3.5 x forward for attention."""
+        return self.model + (ATTENTION_KERNEL_BACKWARD - ATTENTION_BACKWARD) * self.attention
+
+    @property
+    def hardware(self) -> float:
+        """What is executed: the kernels' own recomputation of QK^T and all activation checkpointing included."""
+        return self.kernel + self.recomputed_layers + self.recomputed_attention
+
+
+def layer_matmul_parameters(model: ModelShape) -> int:
+    """Weights of one layer that take part in a matrix multiplication: all but the two norms."""
+    return model.layer_parameters - 2 * model.hidden
+
+
+def visible_pairs(mask: str, seq_len: int) -> int:
+    """(query, key) pairs of one sequence that `mask` shows: S^2 when full, S(S+1)/2 when causal, exact for windows.
+
+    Raises ValueError for a mask that does not exist.
+    """
+    return parse_mask(mask).area(seq_len)
+
+
+def attention_forward(settings: TrialSettings) -> float:
+    """FLOPs of one attention forward over all replicas: 4 x N x D x visible pairs x sequences, whatever K is."""
+    sequences = settings.batch_size * settings.dp_size
+    pairs = visible_pairs(settings.mask, settings.seq_len)
+    return 4.0 * settings.model.heads * settings.model.head_dim * pairs * sequences
+
+
+def work_of(settings: TrialSettings) -> Work:
+    """FLOPs of one training step, or of one attention call for task `attention`.
+
+    Checkpointing every layer repeats its matrix multiplications once, and attention too unless its outputs are kept
+    (`checkpoint.tail` 1). The fused LM head forms its gradients in the forward pass and repeats nothing.
+    """
+    attention = attention_forward(settings)
+    if settings.task == "attention":
+        return Work(layers=0.0, head=0.0, attention=attention)
+    model, checkpoint = settings.model, settings.checkpoint
+    tokens = tokens_per_step(settings)
+    layers = 2.0 * tokens * model.layers * layer_matmul_parameters(model)
+    assert checkpoint.tail in (0.0, 1.0), "a fractional tail needs the visible pairs of the recomputed head"
+    return Work(
+        layers=layers,
+        head=2.0 * tokens * model.vocab * model.hidden,
+        attention=attention * model.layers,
+        recomputed_layers=layers if checkpoint.every else 0.0,
+        recomputed_attention=attention * model.layers if checkpoint.every and checkpoint.tail == 0.0 else 0.0,
+    )
+
+
+def tokens_per_step(settings: TrialSettings) -> int:
+    """Tokens of one step over all data-parallel replicas."""
+    return settings.seq_len * settings.batch_size * settings.dp_size
+
+
+def seconds_at_kernel_speed(work: Work, *, gemm: float, attention_forward: float, attention_backward: float) -> float:
+    """Seconds of one GPU doing all of `work` at the given TFLOP/s, nothing repeated and no transfer waited for.
+
+    `attention_backward` is in the kernel convention, so the recomputed QK^T inside the kernel costs its time here.
+    """
+    matmuls = 3 * (work.layers + work.head) / gemm
+    attention = work.attention / attention_forward + ATTENTION_KERNEL_BACKWARD * work.attention / attention_backward
+    return (matmuls + attention) / 1e12

@@ -1,0 +1,51 @@
+"""Launchers: start the ranks of one trial, watch them, end them, and say how it went.
+
+One interface serves one machine without Ray (`local`), embedded Ray (`ray`), and later a Ray cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from harness.record import Status
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One trial to execute: `ranks` processes of `command`, torchrun-style environment added per rank."""
+
+    trial_id: str
+    trial_dir: Path  # trial.json is there; the workers leave measurement.json, progress.jsonl, errors/, logs/
+    command: list[str]
+    ranks: int
+    environment: dict[str, str] = field(default_factory=dict)  # added to every rank's
+    deadline_seconds: float = 1200.0
+    emulate_nodes: int = 1  # logical nodes the host's ranks are split into
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a job ended. `status` is ok only when every rank exited with 0."""
+
+    status: Status
+    reason: str
+    wall_seconds: float
+    hosts: list[str]
+
+
+class Launcher(Protocol):
+    """Runs jobs one after another; every job gets fresh processes, a deadline and a port of its own."""
+
+    name: str
+
+    def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
+        """Execute the job to its end, calling `on_progress` with each line of progress.jsonl. Never raises for what
+        a worker did; KeyboardInterrupt ends the ranks first and is then re-raised."""
+        ...
+
+    def close(self) -> None:
+        """End everything this launcher started, and nothing else."""
+        ...

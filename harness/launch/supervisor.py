@@ -1,0 +1,166 @@
+"""Runs one job's ranks on this host and leaves none behind. Both launchers use it: `local` here, `ray` in an actor.
+
+The ranks are children of a fork server (`harness.launch.zygote`), which ends them when this process dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.measurement import PROGRESS_FILE
+from harness.launch import Job, Outcome
+from harness.launch.environment import rank_environment
+from harness.launch.forkserver import ForkServer, ServerLost
+from harness.launch.host_memory import oom_kills
+from harness.launch.ports import reserve_port
+from harness.launch.tail import ProgressTail
+from harness.launch.verdict import ERRORS_DIRECTORY, Exit, Watched, judge
+from harness.launch.zygote import is_module_command
+
+Progress = Callable[[dict[str, object]], None]
+
+# What every rank of the engine imports anyway. torch alone takes most of the time.
+ENGINE_PRELOAD = ("torch", "engine.worker")
+# A sweep over sizes alternates between a few environments (threads per rank); an idle server costs about 200 MB.
+MAX_SERVERS = 3
+
+_ServerKey = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """How long each stage of ending a job waits, in seconds."""
+
+    failure: float = 3.0  # from the first failure, for the other ranks to write what they saw
+    terminate: float = 5.0  # from SIGTERM to SIGKILL
+    poll: float = 0.1  # between looks at progress, errors and the clock
+
+
+class Supervisor:
+    """Executes jobs one after another on this host. `cancel` may be called from another thread."""
+
+    def __init__(
+        self,
+        environment: Mapping[str, str] | None = None,
+        preload: Sequence[str] = ENGINE_PRELOAD,
+        patience: Patience | None = None,
+    ) -> None:
+        """`environment` is the one jobs add theirs to; by default this process's own. `preload` names the modules a
+        fork server imports once for all `python -m` jobs with the same environment."""
+        self._environment = dict(os.environ if environment is None else environment)
+        self._preload = tuple(preload)
+        self._patience = patience or Patience()
+        self._cancel = threading.Event()
+        self._servers: dict[_ServerKey, ForkServer] = {}  # the one used last is last
+
+    def run(self, job: Job, on_progress: Progress | None = None) -> Outcome:
+        """Execute one job to its end; see `harness.launch.Launcher.run`."""
+        started = time.monotonic()
+        self._cancel.clear()
+        kills_before = oom_kills()
+        watched = Watched()
+        (job.trial_dir / "logs").mkdir(parents=True, exist_ok=True)
+        try:
+            with reserve_port() as port:
+                server = self._server_for(job)
+                try:
+                    self._start_ranks(server, job, port)
+                    self._watch(server, job, watched, started + job.deadline_seconds, on_progress)
+                finally:  # also at Ctrl-C, which then goes on
+                    watched.left = self._end(server, job, watched)
+        except ServerLost as loss:
+            watched.server_lost = str(loss)
+            self.close()
+        except BaseException:
+            self.close()
+            raise
+        watched.oom_killed = oom_kills() > kills_before
+        status, reason = judge(job, watched)
+        return Outcome(
+            status=status, reason=reason, wall_seconds=time.monotonic() - started, hosts=[socket.gethostname()]
+        )
+
+    def cancel(self) -> None:
+        """End the running job, if any; its outcome is then `interrupted`."""
+        self._cancel.set()
+
+    def close(self) -> None:
+        """End everything this supervisor started. Idempotent."""
+        while self._servers:
+            self._servers.popitem()[1].close()
+
+    def _server_for(self, job: Job) -> ForkServer:
+        """A running fork server that suits the job, else a new one in place of the one that was idle for longest."""
+        preload = self._preload if is_module_command(job.command) else ()
+        key = (preload, tuple(sorted(job.environment.items())))
+        server = self._servers.pop(key, None)
+        if server is None or server.closed:
+            while len(self._servers) >= MAX_SERVERS:
+                self._servers.pop(next(iter(self._servers))).close()
+            server = ForkServer({**self._environment, **job.environment}, preload)
+        self._servers[key] = server
+        return server
+
+    def _start_ranks(self, server: ForkServer, job: Job, port: int) -> None:
+        for rank in range(job.ranks):
+            server.start(
+                rank,
+                job.command,
+                rank_environment(rank, ranks=job.ranks, port=port, emulate_nodes=job.emulate_nodes),
+                (job.trial_dir / "logs" / f"rank{rank}.log").absolute(),
+            )
+
+    def _watch(
+        self, server: ForkServer, job: Job, watched: Watched, deadline: float, on_progress: Progress | None
+    ) -> None:
+        """Return when all ranks have ended, or when they should be ended: late, cancelled, or failed for a while."""
+        tail = ProgressTail(job.trial_dir / PROGRESS_FILE)
+        errors = job.trial_dir / ERRORS_DIRECTORY
+        give_up: float | None = None
+        while True:
+            watched.exits += _exits(server.events(self._patience.poll))
+            for line in tail.new():
+                watched.progress = line
+                if on_progress is not None:
+                    on_progress(line)
+            if len(watched.exits) == job.ranks:
+                return
+            if self._cancel.is_set():
+                watched.cancelled = True
+                return
+            now = time.monotonic()
+            # An error file counts as a failure at once: a rank can hang in tearing down its communicators.
+            if give_up is None and (any(end.returncode for end in watched.exits) or any(errors.glob("rank*.json"))):
+                give_up = now + self._patience.failure
+            if give_up is not None and now >= give_up:
+                return
+            if now >= deadline:
+                watched.timed_out = give_up is None
+                return
+
+    def _end(self, server: ForkServer, job: Job, watched: Watched) -> list[int]:
+        """SIGTERM, time to react, then SIGKILL for whatever is left, also of ranks that ended by themselves."""
+        if server.closed:
+            return []
+        ended = len(watched.exits)
+        with contextlib.suppress(ServerLost):  # `sweep` meets it too, and tells
+            if ended < job.ranks:
+                server.terminate()
+            kill_at = time.monotonic() + self._patience.terminate
+            while ended < job.ranks and time.monotonic() < kill_at:
+                ended += len(_exits(server.events(self._patience.poll)))
+        return server.sweep()
+
+
+def _exits(events: list[dict[str, object]]) -> list[Exit]:
+    return [
+        Exit(rank=event["rank"], returncode=event["returncode"], at=event["at"])  # type: ignore[arg-type]
+        for event in events
+        if event["event"] == "exited"
+    ]

@@ -1,0 +1,147 @@
+"""From what was seen of a job's ranks to one status and one sentence."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.launch import Job
+from harness.record import Status
+
+ERRORS_DIRECTORY = "errors"
+# A peer notices a dead rank within milliseconds, and file times are coarser than process times (one clock tick): an
+# error file this much older than an exit may still be its consequence. A busy machine notices exits later than that,
+# which matters where peers complain at once: at SIGKILL, which no failure of a peer ever sends.
+CLOCK_SLACK_SECONDS = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exit:
+    """One rank's end, before anything was sent to it."""
+
+    rank: int
+    returncode: int  # negative: the signal that killed it
+    at: float  # seconds since the epoch
+
+
+@dataclass(kw_only=True, slots=True)
+class Watched:
+    """What the supervisor saw of one job."""
+
+    exits: list[Exit] = field(default_factory=list)
+    timed_out: bool = False
+    cancelled: bool = False
+    server_lost: str = ""  # how the fork server ended, should it have
+    oom_killed: bool = False  # the kernel's count of out-of-memory kills rose meanwhile
+    progress: dict[str, object] = field(default_factory=dict)  # the last line of progress.jsonl
+    left: list[int] = field(default_factory=list)  # processes that SIGKILL did not end in time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerError:
+    """errors/rank<r>.json, as a worker left it."""
+
+    rank: int
+    kind: str  # oom, refused or failed
+    reason: str
+    at: float  # seconds since the epoch
+
+
+def judge(job: Job, watched: Watched) -> tuple[Status, str]:
+    """Status and reason of a job that has ended.
+
+    A cancelled job is interrupted whatever else went on. An out-of-memory or refusal is the cause wherever it appears,
+    because every other error then follows from it, and so is a rank that was killed. Otherwise the failure that came
+    first counts: one rank's end makes its peers fail too, with messages about lost connections that explain nothing.
+    """
+    status, reason = _judge(job, watched)
+    if watched.left:
+        reason += f" (processes {', '.join(map(str, watched.left))} did not end after SIGKILL; look for a stuck driver)"
+    return status, reason
+
+
+def _judge(job: Job, watched: Watched) -> tuple[Status, str]:
+    if watched.cancelled:
+        return "interrupted", f"interrupted{_after(watched.progress)}"
+    errors = read_errors(job.trial_dir)
+    for error in errors:
+        if error.kind == "oom":
+            return "oom", f"rank {error.rank}: {error.reason}"
+    for error in errors:
+        if error.kind == "refused":
+            return "refused", error.reason
+
+    explained = {error.rank for error in errors}
+    first_exit = min(
+        (end for end in watched.exits if end.returncode != 0 and end.rank not in explained),
+        key=lambda end: (not _killed(end), end.at),
+        default=None,
+    )
+    if first_exit and (not errors or _killed(first_exit) or first_exit.at - CLOCK_SLACK_SECONDS <= errors[0].at):
+        return _unexplained(job, watched, first_exit)
+    if errors:
+        first = errors[0]
+        return "failed", f"rank {first.rank}: {first.reason} (see {_log(first.rank)})"
+    if watched.server_lost:
+        return ("host_oom" if watched.oom_killed else "failed"), f"{watched.server_lost}, and the ranks ended with it"
+    if watched.timed_out:
+        return "timeout", (
+            f"not finished within its {job.deadline_seconds:g} s{_after(watched.progress)}; "
+            f"raise limits.trial_seconds, or see {_log(0)} for where it stopped"
+        )
+    assert len(watched.exits) == job.ranks, (watched, job)
+    return "ok", ""
+
+
+def _killed(end: Exit) -> bool:
+    return end.returncode == -signal.SIGKILL
+
+
+def _unexplained(job: Job, watched: Watched, end: Exit) -> tuple[Status, str]:
+    """A rank that died without leaving an error."""
+    if end.returncode < 0:
+        name = signal.Signals(-end.returncode).name
+        if _killed(end) and watched.oom_killed:
+            return "host_oom", f"rank {end.rank} was killed by the kernel because host memory ran out"
+        return "failed", f"rank {end.rank} was killed by {name}{_after(watched.progress)} (see {_log(end.rank)})"
+    last = last_line(job.trial_dir / _log(end.rank))
+    said = f", its last words: {last}" if last else ""
+    return "failed", f"rank {end.rank} exited with code {end.returncode}{said} (see {_log(end.rank)})"
+
+
+def read_errors(trial_dir: Path) -> list[WorkerError]:
+    """What the workers left in errors/, earliest first."""
+    found = []
+    for path in trial_dir.glob(f"{ERRORS_DIRECTORY}/rank*.json"):
+        rank = int(path.stem.removeprefix("rank"))
+        at = path.stat().st_mtime
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            error = WorkerError(rank=rank, kind=data["kind"], reason=data["reason"], at=at)
+        except (ValueError, KeyError, TypeError) as problem:
+            error = WorkerError(rank=rank, kind="failed", reason=f"left an unreadable error file ({problem})", at=at)
+        found.append(error)
+    return sorted(found, key=lambda error: (error.at, error.rank))
+
+
+def last_line(log: Path, limit: int = 200) -> str:
+    """The last line of a log that is not blank, cut to `limit` characters; empty when there is none."""
+    if not log.exists():
+        return ""
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - 8192))
+        lines = [line.strip() for line in file.read().decode("utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1][:limit] if lines else ""
+
+
+def _log(rank: int) -> str:
+    """Relative to the trial directory: reasons are published, and paths of a machine mean nothing elsewhere."""
+    return f"logs/rank{rank}.log"
+
+
+def _after(progress: dict[str, object]) -> str:
+    if "step" not in progress:
+        return " before its first step"
+    return f" after step {progress['step']} of {progress.get('of', '?')}"

@@ -1,0 +1,49 @@
+"""Model shapes by name, from `experiments/models/`, or written inline in an experiment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster.document import Node, read_yaml
+from engine.settings import ModelShape
+from harness.errors import UsageError, nearest
+from harness.schema import build, convert
+
+MODELS_DIR = Path(__file__).parents[1] / "experiments" / "models"
+
+
+def read_model(node: Node, experiment_dir: Path) -> ModelShape:
+    """The shape a `model:` value means: a name, a path relative to the experiment's folder, or an inline mapping.
+
+    Raises UsageError.
+    """
+    if isinstance(node.value, dict):
+        return build(ModelShape, node, "the inline model", name="inline")
+    name = convert(node, str, "model")
+    if name.endswith((".yaml", ".yml")):
+        return load_model(experiment_dir / name, node.place)
+    known = {path.stem: path for folder in (MODELS_DIR, experiment_dir / "models") for path in folder.glob("*.yaml")}
+    if name not in known:
+        raise UsageError(f"{node.place}: unknown model {name}; {nearest(name, sorted(known))}")
+    return load_model(known[name], node.place)
+
+
+def load_model(path: Path, place: str = "") -> ModelShape:
+    """Read one model file strictly; its stem is the model's name. `place` is where the model was asked for.
+
+    `parameters`, when given, is the published count: a shape that does not come to it raises UsageError.
+    """
+    if place and not path.exists():
+        raise UsageError(f"{place}: the model file {path} does not exist; give a path relative to the experiment file")
+    root = read_yaml(path, "model file")
+    entries = dict(root.mapping("the model file"))
+    published = entries.pop("parameters", None)
+    shape = build(ModelShape, Node(entries, root.place), "the model file", name=path.stem)
+    if published is not None:
+        count = convert(published, int, "parameters")
+        if count != shape.parameters:
+            raise UsageError(
+                f"{published.place}: parameters is {count:,}, but the shape has {shape.parameters:,}; "
+                "correct the shape or the count"
+            )
+    return shape

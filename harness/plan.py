@@ -1,0 +1,202 @@
+"""From an experiment to its trials: pure data, the same every time, torch never imported.
+
+Every combination that cannot run stays in the plan with its reason: in a sweep that is a result, not a failure.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from engine.attention.layout import split_refusal
+from engine.attention.masks import parse_mask
+from engine.settings import Checkpoint, ModelShape, Task, TrialSettings, to_json, vocabulary_refusal
+from harness.errors import UsageError
+from harness.flops import work_of
+from harness.machine import Machine
+from harness.methods import method_named
+from harness.spec import Experiment
+from harness.trial import Trial
+
+# Kernels that exist for one kind of device only; `auto` and `reference` run on both.
+_DEVICE_OF_KERNEL = {"cpu": "cpu", "fa2": "cuda", "cudnn": "cuda", "fa4": "cuda", "flex": "cuda"}
+
+
+def plan(experiment: Experiment, machine: Machine) -> tuple[Trial, ...]:
+    """All trials of an experiment on a machine: tasks, then the sweep with its last axis fastest, then seeds.
+
+    Combinations with equal settings become one trial. Raises UsageError when model settings contradict each other.
+    """
+    settings = dict.fromkeys(
+        settings for settings in _combinations(experiment) if not _excluded(settings, experiment.exclude)
+    )
+    return tuple(
+        Trial(
+            experiment=experiment.name,
+            title=experiment.title,
+            settings=each,
+            deadline_seconds=experiment.limits.trial_seconds,
+            refusal=refusal(each, machine),
+        )
+        for each in settings
+    )
+
+
+def refusal(settings: TrialSettings, machine: Machine) -> str | None:
+    """One sentence why this trial cannot run on this machine, or None.
+
+    What is wrong on any machine comes first: it is the reason that moving to a larger machine would not remove.
+    """
+    method = method_named(settings.method)
+    return (
+        _size_refusal(settings)
+        or parse_mask(settings.mask).refusal(settings.seq_len)
+        or vocabulary_refusal(settings)
+        or method.refuse(settings)
+        or _layout_refusal(settings)
+        or _device_refusal(settings, machine)
+    )
+
+
+def nothing_can_run(trials: Sequence[Trial]) -> str | None:
+    """One sentence when no trial of a plan can run, or None when at least one can."""
+    if not trials:
+        return "the plan is empty because exclude drops every combination; remove an entry of exclude"
+    reasons = Counter(trial.refusal for trial in trials)
+    if None in reasons:
+        return None
+    [(reason, count)] = reasons.most_common(1)
+    if len(trials) == 1:
+        return f"the plan's only trial cannot run: {reason}"
+    if count == len(trials):
+        return f"none of the {len(trials)} trials can run: {reason}"
+    return f"none of the {len(trials)} trials can run, {count} of them because {reason}"
+
+
+def varying_settings(trials: Sequence[Trial]) -> list[str]:
+    """Dotted keys of the settings in which the trials differ, in the order of the settings; a model counts as one."""
+    columns = [_flat(trial.settings) for trial in trials]
+    return [key for key in columns[0] if len({column[key] for column in columns}) > 1] if columns else []
+
+
+def _model_tflop(settings: TrialSettings) -> float | None:
+    """1e12 model FLOPs of one step or call, None where the mask does not describe a sequence of that length."""
+    described = parse_mask(settings.mask).refusal(settings.seq_len) is None
+    return work_of(settings).model / 1e12 if described else None
+
+
+def plan_table(trials: Sequence[Trial]) -> list[dict[str, Any]]:
+    """A plan as rows: trial id, task, method, model, sizes, every other setting that varies, and whether it can run.
+
+    `model_tflop` is what one step or call computes over all ranks, in 1e12 model FLOPs.
+    """
+    always = ["task", "method", "model", "seq_len", "cp_size", "world_size"]
+    keys = always + [key for key in varying_settings(trials) if key not in always]
+    rows = []
+    for trial in trials:
+        flat = _flat(trial.settings)
+        rows.append(
+            {"trial_id": trial.id}
+            | {key: flat[key] for key in keys}
+            | {"model_tflop": _model_tflop(trial.settings)}
+            | {"can_run": trial.refusal is None, "reason": trial.refusal or ""}
+        )
+    return rows
+
+
+def _combinations(experiment: Experiment) -> Iterator[TrialSettings]:
+    axes = experiment.sweep
+    for task in experiment.tasks:
+        for values in itertools.product(*axes.values()):
+            chosen = {**experiment.fixed, **dict(zip(axes, values, strict=True))}
+            for seed in experiment.seeds:
+                yield _settings(experiment, task, chosen, seed)
+
+
+def _settings(experiment: Experiment, task: Task, chosen: Mapping[str, Any], seed: int) -> TrialSettings:
+    """One combination, with dotted keys put into the values they reach into."""
+    top = {key: value for key, value in chosen.items() if "." not in key}
+    nested: dict[str, dict[str, Any]] = {"model": {}, "checkpoint": {}}
+    for key, value in chosen.items():
+        if "." in key:
+            owner, field = key.split(".")
+            nested[owner][field] = value
+    try:
+        return TrialSettings(
+            **top | {"model": _model(top["model"], nested["model"])},
+            checkpoint=Checkpoint(**nested["checkpoint"]),
+            task=task,
+            steps=experiment.steps,
+            seed=seed,
+        )
+    except ValueError as error:
+        raise UsageError(f"{experiment.path}: {error}") from error
+
+
+def _model(model: ModelShape, changes: Mapping[str, Any]) -> ModelShape:
+    """A shape with some of its fields changed; its name says so, because tables and figures print the name."""
+    changed = {key: value for key, value in changes.items() if value != getattr(model, key)}
+    if not changed:
+        return model
+    named = {} if "name" in changed else {"name": f"{model.name}({', '.join(f'{k}={v}' for k, v in changed.items())})"}
+    return replace(model, **changed | named)
+
+
+def _excluded(settings: TrialSettings, exclude: Sequence[Mapping[str, tuple[Any, ...]]]) -> bool:
+    flat = _flat(settings)
+    return any(all(flat[key] in values for key, values in entry.items()) for entry in exclude)
+
+
+def _flat(settings: TrialSettings) -> dict[str, Any]:
+    """Settings by dotted key; the model by its name."""
+    flat: dict[str, Any] = {}
+    for key, value in to_json(settings).items():
+        if key == "model":
+            flat |= {"model": value["name"]} | {f"model.{name}": field for name, field in value.items()}
+        elif isinstance(value, dict):
+            flat |= {f"{key}.{name}": field for name, field in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def _size_refusal(settings: TrialSettings) -> str | None:
+    """Sizes that do not fit each other."""
+    world, parallel = settings.world_size, settings.cp_size * settings.tp_size
+    if world % parallel:
+        return (
+            f"cp_size {settings.cp_size} x tp_size {settings.tp_size} = {parallel} does not divide world_size {world}; "
+            f"choose a world_size that is a multiple of {parallel}"
+        )
+    if world % settings.emulate_nodes:
+        return (
+            f"emulate_nodes {settings.emulate_nodes} does not divide world_size {world}; "
+            "choose a number of nodes that divides it"
+        )
+    return None
+
+
+def _layout_refusal(settings: TrialSettings) -> str | None:
+    """A sequence that does not split. Only native methods say how they lay it out; foreign ones judge by themselves."""
+    layout = getattr(method_named(settings.method), "layout", None)
+    return None if layout is None else split_refusal(layout(settings), settings.seq_len, settings.cp_size)
+
+
+def _device_refusal(settings: TrialSettings, machine: Machine) -> str | None:
+    """More ranks than the machine holds, or a kernel for another kind of device."""
+    needs, holds = settings.world_size, machine.max_ranks
+    if needs > holds:
+        if machine.device == "cuda":
+            found = f"{machine.gpu_count} GPU{'s' if machine.gpu_count > 1 else ''} ({machine.gpu_name})"
+            return f"{needs} ranks need {needs} GPUs, but this machine has {found}; use more GPUs or a smaller cp_size"
+        return (
+            f"{needs} ranks are more than the {holds} processes this machine without GPUs takes; "
+            f"use GPUs or a cp_size of at most {holds}"
+        )
+    if _DEVICE_OF_KERNEL.get(settings.kernel, machine.device) != machine.device:
+        missing = "GPU, and this machine has none" if machine.device == "cpu" else "CPU, and the ranks here use GPUs"
+        return f"kernel {settings.kernel} needs a {missing}; choose kernel auto or one that runs here"
+    return None

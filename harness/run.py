@@ -1,0 +1,214 @@
+"""Execute a plan: one trial after another, one record each, results and report at the end, resumable at any point."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from engine.measurement import Measurement, write_json
+from engine.method import Method
+from engine.settings import to_json
+from harness.errors import UsageError
+from harness.launch import Job, Launcher, Outcome
+from harness.launch.environment import render
+from harness.launch.ports import port_was_taken
+from harness.machine import Machine
+from harness.methods import method_module, method_named
+from harness.plan import nothing_can_run
+from harness.progress import ProgressView
+from harness.provenance import commit, portable_command, redact
+from harness.record import RESULTS, Record, write_record
+from harness.results import write_results
+from harness.run_directory import TRIAL_FILE, RunDirectory, opened_for_writing
+from harness.trial import Trial
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resume:
+    """Which trials of an earlier run in the same directory are not executed again.
+
+    Kept are those with a record, unless the trial was interrupted or only the plan refused it (the machine may be
+    another one now). `retry_failed` also executes again what says nothing about the method: failed, timeout, hang,
+    node_lost.
+    """
+
+    retry_failed: bool = False
+
+    def keeps(self, record: Record) -> bool:
+        if record.status == "interrupted" or (record.status == "refused" and not record.launcher):
+            return False
+        return record.status in RESULTS or not self.retry_failed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """Where a run takes place and how it is started: all that its trials share."""
+
+    machine: Machine
+    launcher: Launcher
+    environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(os.environ))
+    commit: str = dataclasses.field(default_factory=commit)
+
+
+def run_experiment(
+    experiment: str,
+    trials: Sequence[Trial],
+    host: Host,
+    run_dir: Path,
+    *,
+    view: ProgressView,
+    say: Callable[[str], None],
+    resume: Resume | None = None,
+    again: Sequence[str] = (),
+) -> int:
+    """Run all trials and leave records and results.csv in `run_dir`; returns the exit code, 0 or 1.
+
+    `resume` None starts afresh: an earlier run in `run_dir` is moved aside. `again` is the command line that started
+    this, from which the one that resumes it is told. Raises UsageError, having changed nothing, when no trial can run
+    or `run_dir` cannot be used.
+    """
+    if problem := nothing_can_run(trials):
+        raise UsageError(problem)
+    with opened_for_writing(run_dir, resume=resume is not None) as (directory, moved):
+        if moved is not None:
+            say(f"the earlier run in {run_dir} is now {moved}")
+        directory.describe(
+            experiment=experiment,
+            title=trials[0].title,
+            trials=[trial.id for trial in trials],
+            launcher=host.launcher.name,
+            commit=host.commit,
+            started_at=_now(),
+        )
+        directory.rows()  # a record that cannot be read is better named now than after hours of running
+        statuses: list[str] = []
+        view.begin(len(trials))
+        try:
+            for trial in trials:
+                record = directory.record(trial.id) if resume is not None else None
+                kept = record is not None and resume is not None and resume.keeps(record)
+                if record is None or not kept:
+                    view.trial_began(trial)
+                    record = _execute(trial, host, directory, view)
+                view.trial_ended(record, kept=kept)
+                statuses.append(record.status)
+                write_results(directory.results, directory.rows())
+                if record.status == "interrupted":
+                    break
+        finally:
+            view.end()
+    _say_how_to_go_on(statuses, len(trials), again, say)
+    return 0 if all(status in RESULTS for status in statuses) else 1
+
+
+def _execute(trial: Trial, host: Host, directory: RunDirectory, view: ProgressView) -> Record:
+    """One trial, tried a second time where only a port it needed had gone to another process: that says nothing about
+    the method, and the next attempt gets another port."""
+    record = _attempt(trial, host, directory, view)
+    if record.status == "failed" and port_was_taken(record.reason):
+        record = _attempt(trial, host, directory, view)
+    return record
+
+
+def _attempt(trial: Trial, host: Host, directory: RunDirectory, view: ProgressView) -> Record:
+    """One attempt at a trial, from its directory to its record. Ctrl-C ends it as `interrupted`."""
+    method = method_named(trial.settings.method)
+    trial_dir = directory.trial(trial.id).absolute()
+    attempt = directory.begin_attempt(trial.id)
+    record = Record(
+        trial_id=trial.id,
+        experiment=trial.experiment,
+        title=trial.title,
+        settings=trial.settings,
+        system=method.system,
+        status="refused",
+        reason=trial.refusal or "",
+        gpu=host.machine.gpu_name or "cpu",
+        commit=host.commit,
+        started_at=_now(),
+        attempts=attempt,
+    )
+    if trial.refusal is None:
+        job = _job(trial, method, trial_dir, host)
+        write_json(
+            trial_dir / TRIAL_FILE,
+            {"settings": to_json(trial.settings), "method": method_module(trial.settings.method)},
+        )
+        try:
+            outcome = host.launcher.run(job, view.step)
+        except KeyboardInterrupt:
+            elapsed = datetime.now(UTC) - datetime.fromisoformat(record.started_at)
+            outcome = Outcome(
+                status="interrupted",
+                reason="stopped by the user; --resume runs it again",
+                wall_seconds=elapsed.total_seconds(),
+                hosts=[host.machine.hostname],
+            )
+        outcome, measurement = _measured(outcome, method, trial_dir)
+        record = dataclasses.replace(
+            record,
+            status=outcome.status,
+            reason=outcome.reason,
+            measurement=measurement,
+            launcher=host.launcher.name,
+            hosts=outcome.hosts,
+            environment=redact(job.environment),
+            command=portable_command(job.command, trial_dir),
+            wall_seconds=round(outcome.wall_seconds, 3),
+        )
+    write_record(trial_dir, record)
+    return record
+
+
+def _job(trial: Trial, method: Method, trial_dir: Path, host: Host) -> Job:
+    settings = trial.settings
+    environment = render(
+        settings,
+        device=host.machine.device,
+        cores=host.machine.cores,
+        host_ranks=settings.world_size,
+        user=host.environment,
+    )
+    return Job(
+        trial_id=trial.id,
+        trial_dir=trial_dir,
+        command=method.command(trial_dir),
+        ranks=settings.world_size,
+        environment=environment,
+        deadline_seconds=trial.deadline_seconds,
+        emulate_nodes=settings.emulate_nodes,
+    )
+
+
+def _measured(outcome: Outcome, method: Method, trial_dir: Path) -> tuple[Outcome, Measurement | None]:
+    """What an ok trial measured. One that left no numbers has failed, however well it ended."""
+    if outcome.status != "ok":
+        return outcome, None
+    try:
+        return outcome, method.read(trial_dir)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"all ranks ended well, but no measurement could be read ({error}); see logs/rank0.log"
+        return dataclasses.replace(outcome, status="failed", reason=reason), None
+
+
+def _say_how_to_go_on(statuses: Sequence[str], total: int, again: Sequence[str], say: Callable[[str], None]) -> None:
+    """The next command, when there is a reason to give one."""
+    if "interrupted" in statuses:
+        done = sum(status != "interrupted" for status in statuses)
+        say(f"interrupted after {done} of {total} trials; go on with: {_resuming(again)}")
+    elif failed := sum(status not in RESULTS for status in statuses):
+        say(f"{failed} of {total} trials failed; try them again with: {_resuming(again, '--retry-failed')}")
+
+
+def _resuming(again: Sequence[str], *more: str) -> str:
+    flags = ("--resume", *more)
+    return shlex.join([*(part for part in again if part not in ("--resume", "--retry-failed")), *flags])
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

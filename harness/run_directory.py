@@ -1,0 +1,161 @@
+"""The directory one `burst run` fills: who may write to it, what is kept of earlier runs, and where things are."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from engine.measurement import write_json
+from harness.errors import UsageError
+from harness.record import RECORD_FILE, Record, read_record, read_records
+from harness.results import Row, rows_of
+from harness.writable import make_writable
+
+RUN_FILE = "run.json"
+LOCK_FILE = ".lock"
+TRIAL_FILE = "trial.json"
+RESULTS_FILE = "results.csv"
+ATTEMPTS_DIRECTORY = "attempts"
+RUN_FACTS = frozenset({"experiment", "trials", "started_at"})  # of run.json, those that readers rely on
+
+
+class RunDirectory:
+    """DIR of `burst run --out DIR`. Reading needs no lock; `opened_for_writing` gives one to those who write."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.results = path / RESULTS_FILE
+
+    def trial(self, trial_id: str) -> Path:
+        return self.path / "trials" / trial_id
+
+    def record(self, trial_id: str) -> Record | None:
+        """The record of a finished trial, or None. Raises UsageError when it cannot be read."""
+        path = self.trial(trial_id) / RECORD_FILE
+        if not path.exists():
+            return None
+        try:
+            return read_record(path)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+
+    def describe(self, **facts: Any) -> None:
+        """Leave run.json: what was planned, for `burst status` and for whoever finds the directory."""
+        write_json(self.path / RUN_FILE, facts)
+
+    def description(self) -> dict[str, Any]:
+        """run.json. Raises UsageError when this is not the directory of a run."""
+        try:
+            value = json.loads((self.path / RUN_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"{self.path} is not the directory of a run ({RUN_FILE}: {type(error).__name__}); "
+                "name one that `burst run` left, such as results/runs/quickstart"
+            ) from error
+        if not isinstance(value, dict) or not value.keys() >= RUN_FACTS:
+            raise UsageError(f"{self.path / RUN_FILE} does not describe a run; run it again with --resume to mend it")
+        return value
+
+    def rows(self) -> list[Row]:
+        """All records as rows. Raises UsageError when a record cannot be read or makes no sense."""
+        try:
+            records = read_records(self.path)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        try:
+            return rows_of(records, run=self.path.resolve().name)
+        except ValueError as error:
+            raise UsageError(f"{self.path}: {error}") from error
+
+    def in_use(self) -> bool:
+        """Whether a `burst run` is writing to it now."""
+        try:
+            with open(self.path / LOCK_FILE, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
+    def begin_attempt(self, trial_id: str) -> int:
+        """Empty the trial directory, moving what is there to attempts/<n>; returns the coming attempt's number."""
+        trial_dir = self.trial(trial_id)
+        trial_dir.mkdir(parents=True, exist_ok=True)
+        archive = trial_dir / ATTEMPTS_DIRECTORY
+        left = [path for path in trial_dir.iterdir() if path != archive]
+        number = 1 + (len(list(archive.iterdir())) if archive.exists() else 0)
+        if left:
+            (archive / str(number)).mkdir(parents=True)
+            # The record last: should we be stopped half-way, the trial still counts as finished.
+            for path in sorted(left, key=lambda path: path.name == RECORD_FILE):
+                path.rename(archive / str(number) / path.name)
+            number += 1
+        return number
+
+
+@contextlib.contextmanager
+def opened_for_writing(path: Path, *, resume: bool) -> Iterator[tuple[RunDirectory, Path | None]]:
+    """Hold DIR against other runs. Yields it, and where an earlier run went that was not to be resumed (else None).
+
+    Raises UsageError when another run holds DIR, when there is nothing to resume, or when DIR holds something that is
+    not a run: that is neither overwritten nor moved.
+    """
+    is_run = os.path.exists(path / RUN_FILE)
+    if resume and not is_run:
+        raise UsageError(f"{path} holds no run to resume; leave --resume out, or name its directory with --out")
+    make_writable(path)
+    if not is_run and any(entry.name != LOCK_FILE for entry in path.iterdir()):
+        raise UsageError(f"{path} holds files that are not a run; give --out a new or an empty directory")
+
+    moved: Path | None = None
+    if is_run and not resume:
+        if path.resolve() == Path.cwd():
+            raise UsageError(
+                f"{path} is the working directory, so the run in it is not moved aside; start from elsewhere"
+            )
+        with _lock(path):
+            moved = _free_name(path)
+            make_writable(moved.parent)
+            path.rename(moved)
+        make_writable(path)
+    with _lock(path):
+        yield RunDirectory(path), moved
+
+
+@contextlib.contextmanager
+def _lock(directory: Path) -> Iterator[None]:
+    """An advisory lock that the kernel drops when its holder dies, however that happens."""
+    path = directory / LOCK_FILE
+    with open(path, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            still_there = path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+        except BlockingIOError:
+            still_there = False
+        if not still_there:  # held, or moved away with its directory between opening and locking
+            file.seek(0)
+            raise UsageError(
+                f"{directory} is in use by another burst run ({file.read().strip() or 'unknown'}); "
+                "wait for it, or give --out another directory"
+            )
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def _free_name(path: Path) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for number in range(1, 1000):
+        candidate = path.with_name(f"{path.name}.{stamp}" + (f"-{number}" if number > 1 else ""))
+        if not candidate.exists():
+            return candidate
+    raise AssertionError(f"a thousand runs in one second beside {path}")
