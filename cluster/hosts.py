@@ -1,0 +1,163 @@
+"""Who the nodes are: `user@gpu[01-04]:2222` on the command line, or one such target per line in a file."""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import re
+import socket
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+MAX_EXPANSION = 10_000  # a mistyped range such as gpu[1-99999999] must not fill the memory
+SSH_PORT = 22
+
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\$?")
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """One node. An empty address is this machine, reached without SSH; None leaves the choice to SSH's defaults."""
+
+    name: str  # how tables and `--free` call it
+    address: str = ""  # DNS name or IP address
+    user: str | None = None
+    port: int | None = None
+    key: Path | None = None  # private key file
+
+    @property
+    def is_local(self) -> bool:
+        """True for this machine."""
+        return not self.address
+
+    @property
+    def target(self) -> str:
+        """What a connection is made to, as `user@address:port` with only the parts that were given."""
+        address = f"[{self.address}]" if ":" in self.address else self.address
+        return (f"{self.user}@" if self.user else "") + address + (f":{self.port}" if self.port else "")
+
+    def with_defaults(self, *, user: str | None, port: int | None, key: Path | None) -> Host:
+        """The same host with what its own target left open filled in."""
+        return replace(self, user=self.user or user, port=self.port or port, key=self.key or key)
+
+
+def this_machine() -> Host:
+    """The host this program runs on."""
+    return Host(name=socket.gethostname())
+
+
+def parse_hosts(target: str) -> list[Host]:
+    """Hosts of one target: `[user@]address[:port]`, where a name may hold ranges such as `gpu[01-04,07]`.
+
+    An IPv6 address with a port is written `[fe80::1]:2222`. Raises ValueError for anything else.
+    """
+    user, at, rest = target.rpartition("@")
+    if at and not _USER.fullmatch(user):
+        raise ValueError(f"{target!r} has the user {user!r}; expected letters, digits, '_', '-' or '.' before the '@'")
+    address, port_text = _split_port(rest)
+    port = _parse_port(port_text, target) if port_text is not None else None
+    if _is_ipv6(address):
+        return [Host(name=address, address=address, user=user or None, port=port)]
+    return [Host(name=name, address=name, user=user or None, port=port) for name in expand(address)]
+
+
+def expand(pattern: str) -> list[str]:
+    """Names a pattern stands for: `gpu[01-03]` is gpu01, gpu02, gpu03; zero padding is kept, several ranges multiply.
+
+    Raises ValueError for an empty, reversed or unclosed range and for characters no host name has.
+    """
+    pieces: list[list[str]] = []
+    end = 0
+    for match in _BRACKETS.finditer(pattern):
+        pieces += [[pattern[end : match.start()]], _numbers(match[1], pattern)]
+        end = match.end()
+    pieces.append([pattern[end:]])
+    count = 1
+    for piece in pieces:
+        count *= len(piece)
+    if count > MAX_EXPANSION:
+        raise ValueError(f"{pattern!r} stands for {count} hosts; expected at most {MAX_EXPANSION}: check the range")
+    names = ["".join(parts) for parts in itertools.product(*pieces)]
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"{pattern!r} is not a host; expected a name, an IP address or a range such as gpu[01-04], "
+                "with user@ before or :port after it"
+            )
+    return names
+
+
+def read_hosts(path: Path) -> list[Host]:
+    """Hosts of a plain list: one or more targets per line, `#` starts a comment.
+
+    Raises ValueError, naming file and line, for an unreadable or empty file and for a malformed target.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"hosts file {path} cannot be read ({error}); give a text file with one host per line"
+        ) from None
+    hosts: list[Host] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        for target in line.partition("#")[0].split():
+            try:
+                hosts += parse_hosts(target)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
+    if not hosts:
+        raise ValueError(f"hosts file {path} names no host; write one per line, such as gpu[01-04]")
+    return hosts
+
+
+def distinct(hosts: Iterable[Host]) -> list[Host]:
+    """The hosts in order, each once; different hosts that share a name are called by their whole target instead."""
+    once = list(dict.fromkeys(hosts))
+    uses = Counter(host.name for host in once)
+    return [replace(host, name=host.target) if uses[host.name] > 1 else host for host in once]
+
+
+def _split_port(rest: str) -> tuple[str, str | None]:
+    """Address and the text after its last colon; the colons of an IPv6 address are part of it."""
+    if rest.startswith("[") and ":" in rest.partition("]")[0]:
+        address, _, tail = rest[1:].partition("]")
+        return address, tail.removeprefix(":") if tail else None
+    if rest.count(":") > 1:
+        return rest, None
+    address, colon, port = rest.partition(":")
+    return address, port if colon else None
+
+
+def _parse_port(text: str, target: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
+        raise ValueError(f"{target!r} has the port {text!r}; expected a number from 1 to 65535 after the ':'")
+    return int(text)
+
+
+def _is_ipv6(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).version == 6
+    except ValueError:
+        return False
+
+
+def _numbers(text: str, pattern: str) -> list[str]:
+    """What stands between two brackets: `01-03,07` is 01, 02, 03, 07."""
+    numbers: list[str] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part)
+        if not match:
+            raise ValueError(f"{pattern!r} has the range [{text}]; expected numbers such as [01-04,07]")
+        first, last = match[1], match[2] or match[1]
+        if int(last) < int(first):
+            raise ValueError(f"{pattern!r} counts down from {first} to {last}; write [{last}-{first}]")
+        if int(last) - int(first) >= MAX_EXPANSION:
+            raise ValueError(f"{pattern!r} has a range of more than {MAX_EXPANSION} hosts: check the range")
+        width = len(first) if first.startswith("0") or len(first) == len(last) else 0
+        numbers += [str(number).zfill(width) for number in range(int(first), int(last) + 1)]
+    return numbers

@@ -1,0 +1,100 @@
+"""All probes of a node in one shell script, and the way back from its output to each probe's.
+
+One remote command carries every check (the idea of facebookresearch/gcm's checks, but one round trip instead of one
+each). The probes run side by side, each under its own `timeout`, and every line comes back as it is printed, marked
+with the probe's name: one that hangs, even in the kernel, takes nothing from the others.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_PROBE_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_KILLED = (124, 137)  # what timeout(1) exits with when it ended its command with TERM or had to use KILL
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """A POSIX shell script that reads something of a node and changes nothing."""
+
+    script: str
+    seconds: float = 10.0  # afterwards the node ends it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """What a probe printed, both streams together, and how it exited."""
+
+    text: str
+    exit_status: int | None = 0  # None: still running when the node's deadline passed
+
+    @property
+    def timed_out(self) -> bool:
+        """True when the probe did not end by itself."""
+        return self.exit_status is None or self.exit_status in _KILLED
+
+    @property
+    def first_line(self) -> str:
+        """The first line that says something, shortened and printable; "" when there is none."""
+        for line in self.text.splitlines():
+            if line.strip():
+                return printable(line.strip()[:160])
+        return ""
+
+
+def render_script(probes: Mapping[str, Probe], mark: str) -> str:
+    """The script that runs all probes. `mark` begins every line of theirs and must be unguessable to their output.
+
+    The script is one function called on its last line, so that a shell which got half of it runs nothing.
+    """
+    assert re.fullmatch(r"[0-9a-zA-Z]+", mark), mark
+    assert all(_PROBE_NAME.fullmatch(name) for name in probes), list(probes)
+    calls = "\n".join(
+        f"    probe {name} {math.ceil(probe.seconds)} {shlex.quote(probe.script)} &" for name, probe in probes.items()
+    )
+    return f"""\
+export LC_ALL=C
+# A command over SSH gets a short PATH; df, ps and nvidia-smi live in these as well.
+PATH=$PATH:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin:/usr/local/nvidia/bin
+probe() {{  # name, seconds, script
+    {{
+        timeout -k 2 "$2" sh -c "$3" </dev/null 2>&1
+        printf '\\nexit %s\\n' "$?"
+    }} | while IFS= read -r line || [ -n "$line" ]; do printf '%s %s %s\\n' {mark} "$1" "$line"; done
+}}
+main() {{
+    command -v timeout >/dev/null || {{ echo "timeout is missing: install coreutils" >&2; exit 127; }}
+{calls}
+    wait
+}}
+main
+"""
+
+
+def parse_outputs(text: str, mark: str) -> dict[str, Output]:
+    """Output of each probe by name, from what the script printed so far; lines of other origin are passed over."""
+    lines: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        start, _, rest = line.partition(" ")
+        if start == mark:
+            name, _, content = rest.partition(" ")
+            lines.setdefault(name, []).append(content)
+    return {name: _output(printed) for name, printed in lines.items()}
+
+
+def printable(text: str) -> str:
+    """The text without control characters, so that what a node prints cannot steer the reader's terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def _output(printed: list[str]) -> Output:
+    """The last line is `exit STATUS`, behind a line break that may add one empty line."""
+    match = re.fullmatch(r"exit (\d+)", printed[-1])
+    if not match:
+        return Output(text="\n".join(printed), exit_status=None)
+    body = printed[:-2] if len(printed) > 1 and not printed[-2] else printed[:-1]
+    return Output(text="\n".join(body), exit_status=int(match[1]))

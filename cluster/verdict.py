@@ -1,0 +1,53 @@
+"""What a check concludes: how serious, one sentence, what to do about it, and the facts it read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Level = Literal["ok", "warn", "fail", "unknown"]
+Action = Literal["none", "monitor", "reset", "reboot", "isolate"]
+
+# From harmless to serious. A proven fault weighs more than not knowing, as in the Nagios plugin guidelines; not knowing
+# weighs more than a warning, because a node nobody could look at must not be used.
+LEVELS: tuple[Level, ...] = ("ok", "warn", "unknown", "fail")
+ACTIONS: tuple[Action, ...] = ("none", "monitor", "reset", "reboot", "isolate")
+EXIT_CODES: dict[Level, int] = {"ok": 0, "warn": 1, "fail": 2, "unknown": 3}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """The result of one check on one node."""
+
+    level: Level
+    summary: str  # one sentence: what was found and, unless ok, what was expected
+    action: Action = "none"
+    busy: bool = False  # somebody else is using the node: healthy perhaps, but not free
+    facts: Mapping[str, object] = field(default_factory=dict)  # JSON values, for machines and for comparing nodes
+
+
+def worst_level(levels: Iterable[Level]) -> Level:
+    """The most serious of them; ok when there is none."""
+    return max(levels, key=LEVELS.index, default="ok")
+
+
+def strongest_action(actions: Iterable[Action]) -> Action:
+    """The most drastic of them; none when there is none."""
+    return max(actions, key=ACTIONS.index, default="none")
+
+
+def merge(verdicts: Iterable[Verdict]) -> Verdict:
+    """One verdict for the several things one check looked at: the worst level, every sentence of that level.
+
+    Facts with the same name are replaced by the later ones.
+    """
+    parts = list(verdicts)
+    level = worst_level(part.level for part in parts)
+    return Verdict(
+        level=level,
+        summary="; ".join(part.summary for part in parts if part.level == level),
+        action=strongest_action(part.action for part in parts),
+        busy=any(part.busy for part in parts),
+        facts={name: value for part in parts for name, value in part.facts.items()},
+    )
