@@ -1,0 +1,80 @@
+"""A real sshd on loopback: finding or installing the program, keys of its own, and what a client needs to know."""
+
+from __future__ import annotations
+
+import functools
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SSHD_PATHS = ("/usr/sbin/sshd", "/usr/local/sbin/sshd")
+
+
+@dataclass(frozen=True)
+class LoopbackSshd:
+    """A running server: what a client needs to know of it."""
+
+    port: int
+    key: Path  # private key it lets in
+    host_key: str  # "ssh-ed25519 AAAA..."
+    known_hosts: Path  # names every address it listens on
+
+    def target(self, address: str = "127.0.0.1") -> str:
+        return f"{getpass.getuser()}@{address}:{self.port}"
+
+    def arguments(self) -> list[str]:
+        return ["--key", str(self.key), "--known-hosts", str(self.known_hosts)]
+
+
+@functools.cache
+def find_sshd() -> tuple[str | None, str]:
+    """Path of sshd, or None and the reason. Root installs it where it is absent; no service is started."""
+    found = next((path for path in SSHD_PATHS if Path(path).exists()), None)
+    if found:
+        return found, ""
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        return None, "sshd is absent and cannot be installed here; as root on Debian: apt-get install openssh-server"
+    # RUNLEVEL=1 keeps the package from starting a server on port 22.
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
+    for command in (["update"], ["install", "-y", "--no-install-recommends", "openssh-server"]):
+        done = subprocess.run(
+            ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=120", *command],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        if done.returncode:
+            return None, f"sshd is absent and apt-get {command[0]} failed: {done.stderr.strip()[-200:]}"
+    found = next((path for path in SSHD_PATHS if Path(path).exists()), None)
+    return found, "" if found else "openssh-server was installed but left no sshd"
+
+
+def make_key(path: Path) -> str:
+    """A new key pair without passphrase; returns the public half as type and base64."""
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(path)], check=True)
+    return " ".join(path.with_suffix(".pub").read_text().split()[:2])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until_open(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(200):
+        if process.poll() is not None:
+            pytest.fail(f"sshd ended with {process.returncode}: {log.read_text()}")
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    pytest.fail(f"sshd does not listen on port {port}: {log.read_text()}")

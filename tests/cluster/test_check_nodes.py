@@ -1,0 +1,210 @@
+"""check_nodes.py from the command line: this machine, and others through a real sshd on loopback."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.cli import main
+from tests.cluster.loopback_sshd import LoopbackSshd, free_port, make_key
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_this_machine_is_ok_without_gpus(
+    roomy_site: Path, install_nvidia_smi: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_nvidia_smi("echo 'No devices were found'; exit 6")
+    assert main(["--site", str(roomy_site)]) == 0
+    printed = capsys.readouterr().out
+    assert socket.gethostname() in printed
+    assert "1 node: 1 ok; 1 usable" in printed
+
+
+def test_a_busy_machine_is_a_warning_and_not_free(
+    tmp_path: Path, install_nvidia_smi: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_nvidia_smi(
+        'case $1 in *memory.used) echo "0, GPU-1, 5000";; *compute-apps*) echo "GPU-1, $$, 4990, python3";; '
+        '*) echo "0, GPU-1, 0:6, NVIDIA H200, 580.1, 143771";; esac'
+    )
+    site = tmp_path / "site.yaml"
+    site.write_text(
+        "gpu_memory: {tries: 1}\nhost_memory: {warn_percent: 100}\n"
+        "disks: [{path: /, warn_percent: 100, fail_percent: 100}]\n"
+    )
+    assert main(["--free", "--site", str(site)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "busy: 5000 MiB of GPU memory in use on GPU 0" in printed.err
+
+
+def test_a_site_with_gpus_fails_a_machine_without(
+    tmp_path: Path, install_nvidia_smi: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_nvidia_smi("echo 'No devices were found'; exit 6")
+    site = tmp_path / "site.yaml"
+    site.write_text("gpus: {count: 8}\n")
+    assert main(["--json", "--site", str(site)]) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert (report["verdict"], report["usable"], report["action"]) == ("fail", False, "isolate")
+    assert report["checks"]["gpus"]["verdict"] == "fail"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--wat"], "unrecognized arguments: --wat"),
+        (["--timeout", "soon"], "invalid float value"),
+        (["--timeout", "nan"], "expected seconds above 0"),
+        (["--json", "--free"], "not allowed with"),
+        (["gpu[3-1]"], "counts down"),
+        (["--hosts", "/absent"], "cannot be read"),
+        (["--site", "/absent.yaml"], "no such site file"),
+        (["gpu01", "--key", "/absent"], "/absent is no file"),
+    ],
+)
+def test_bad_usage_is_one_sentence_and_exit_code_three(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 3
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert sentence in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_this_machine_needs_the_standard_library_and_pyyaml_only(roomy_site: Path) -> None:
+    script = (
+        "import sys\n"
+        "for name in ('paramiko', 'torch', 'ray', 'rich', 'pandas', 'numpy', 'jinja2'): sys.modules[name] = None\n"
+        "from cluster.cli import main\n"
+        f"codes = [main(['--free', '--site', {str(roomy_site)!r}]), main(['gpu01'])]\n"
+        "sys.exit(0 if codes[0] != 3 and codes[1] == 3 else 1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "needs paramiko" in done.stderr
+
+
+def test_the_script_runs_from_any_folder(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "check_nodes.py"), "--help"], cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0
+    assert b"exit codes: 0 all ok" in done.stdout
+
+
+def test_a_node_over_ssh_gets_every_check(
+    sshd: LoopbackSshd,
+    roomy_site: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = main([sshd.target(), *sshd.arguments(), "--site", str(roomy_site), "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert set(report["checks"]) == {"reachability", "disk", "gpu_memory", "gpus", "host_memory"}
+    assert report["checks"]["reachability"]["verdict"] == "ok"
+    assert report["checks"]["disk"]["facts"]["/"]["available_gib"] >= 0
+    assert (code, report["verdict"], report["node"]) == (0, "ok", "127.0.0.1")
+
+
+def test_an_unknown_host_key_is_refused_and_not_learned(
+    sshd: LoopbackSshd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known_hosts = tmp_path / "known_hosts"
+    assert main([sshd.target(), "--key", str(sshd.key), "--known-hosts", str(known_hosts)]) == 3
+    printed = capsys.readouterr().out
+    assert "does not know (SHA256:" in printed
+    assert "--accept-new-host-keys" in printed
+    assert not known_hosts.exists()
+
+
+def test_an_accepted_host_key_is_kept_for_the_next_time(
+    sshd: LoopbackSshd, tmp_path: Path, roomy_site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known_hosts = tmp_path / "new" / "known_hosts"
+    arguments = [sshd.target(), "--key", str(sshd.key), "--known-hosts", str(known_hosts), "--site", str(roomy_site)]
+    assert main([*arguments, "--accept-new-host-keys"]) == 0
+    assert known_hosts.read_text() == f"[127.0.0.1]:{sshd.port} {sshd.host_key}\n"
+    assert main(arguments) == 0
+
+
+def test_accepting_a_new_key_leaves_the_rest_of_the_file_alone(
+    sshd: LoopbackSshd, tmp_path: Path, roomy_site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known_hosts = tmp_path / "known_hosts"
+    known_hosts.write_text("# ours\n# no line break")
+    arguments = ["--key", str(sshd.key), "--known-hosts", str(known_hosts), "--site", str(roomy_site)]
+    assert main([sshd.target(), *arguments, "--accept-new-host-keys"]) == 0
+    assert known_hosts.read_text() == f"# ours\n# no line break\n[127.0.0.1]:{sshd.port} {sshd.host_key}\n"
+
+
+def test_a_broken_line_of_known_hosts_is_named(
+    sshd: LoopbackSshd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known_hosts = tmp_path / "known_hosts"
+    known_hosts.write_text("gpu01 ssh-ed25519 AAA\n")
+    assert main([sshd.target(), "--key", str(sshd.key), "--known-hosts", str(known_hosts)]) == 3
+    assert "'gpu01 ssh-ed25519 AAA', which holds no key" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("extra", [[], ["--accept-new-host-keys"]])
+def test_a_changed_host_key_is_unknown_whatever_is_accepted(
+    sshd: LoopbackSshd, tmp_path: Path, extra: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    known_hosts = tmp_path / "known_hosts"
+    before = f"[127.0.0.1]:{sshd.port} {make_key(tmp_path / 'other')}\n"
+    known_hosts.write_text(before)
+    assert main([sshd.target(), "--key", str(sshd.key), "--known-hosts", str(known_hosts), *extra]) == 3
+    printed = capsys.readouterr().out
+    assert "another machine may be answering" in printed
+    assert "0 usable" in printed
+    assert known_hosts.read_text() == before
+
+
+def test_a_key_the_node_does_not_know_is_unknown_and_names_the_user(
+    sshd: LoopbackSshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    make_key(tmp_path / "stranger")
+    arguments = ["--key", str(tmp_path / "stranger"), "--known-hosts", str(sshd.known_hosts)]
+    assert main([sshd.target(), *arguments]) == 3
+    assert f"refuses user {sshd.target().partition('@')[0]}" in capsys.readouterr().out
+
+
+def test_a_closed_port_is_unknown_and_never_free(sshd: LoopbackSshd, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"127.0.0.1:{free_port()}", *sshd.arguments(), "--free"]) == 3
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "cannot be reached" in printed.err
+
+
+def test_a_node_that_accepts_but_never_answers_is_unknown(
+    sshd: LoopbackSshd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert main([target, *sshd.arguments(), "--timeout", "1"]) == 3
+    assert "unknown" in capsys.readouterr().out
+
+
+def test_a_fleet_reports_every_node_in_order_and_frees_only_the_good_ones(
+    sshd: LoopbackSshd, tmp_path: Path, roomy_site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"{sshd.target('127.0.0.3')}  # nobody listens there\n{sshd.target('127.0.0.[1-2]')}\n")
+    arguments = ["--hosts", str(hosts), *sshd.arguments(), "--site", str(roomy_site)]
+    assert main([*arguments, "--free"]) == 3
+    assert capsys.readouterr().out == "127.0.0.1\n127.0.0.2\n"
+    assert main(arguments) == 3
+    table = capsys.readouterr().out
+    assert [line.split()[0] for line in table.splitlines() if line.startswith("127.")] == [
+        "127.0.0.3",
+        "127.0.0.1",
+        "127.0.0.2",
+    ]
+    assert "3 nodes: 2 ok, 1 unknown; 2 usable" in table

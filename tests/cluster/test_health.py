@@ -1,0 +1,122 @@
+"""Verdicts of a node and of a fleet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from cluster import health
+from cluster.checks import Check, discover
+from cluster.health import NodeReport, check_nodes
+from cluster.hosts import Host
+from cluster.local import LocalRunner, connect_local
+from cluster.probe import Output, Probe
+from cluster.runner import Runner
+from cluster.site import Site
+from cluster.verdict import EXIT_CODES, LEVELS, Level, Verdict, merge, worst_level
+
+LOCAL = Host(name="here")
+
+
+def report(*verdicts: Verdict) -> NodeReport:
+    return NodeReport(host=LOCAL, verdicts={str(n): verdict for n, verdict in enumerate(verdicts)}, seconds=0.0)
+
+
+@pytest.mark.parametrize("worst", LEVELS)
+def test_the_worst_level_counts_and_a_proven_fault_outweighs_not_knowing(worst: Level) -> None:
+    below = LEVELS[: LEVELS.index(worst) + 1]
+    assert worst_level(below) == worst_level(reversed(below)) == worst
+    assert LEVELS[-2:] == ("unknown", "fail")
+
+
+def test_every_level_has_its_exit_code() -> None:
+    assert EXIT_CODES == {"ok": 0, "warn": 1, "fail": 2, "unknown": 3}
+
+
+@pytest.mark.parametrize(
+    ("level", "busy", "usable"),
+    [
+        ("ok", False, True),
+        ("warn", False, True),
+        ("warn", True, False),
+        ("ok", True, False),
+        ("fail", False, False),
+        ("unknown", False, False),
+    ],
+)
+def test_only_a_node_known_to_be_sound_and_free_is_usable(level: Level, busy: bool, usable: bool) -> None:
+    assert report(Verdict(level="ok", summary=""), Verdict(level=level, busy=busy, summary="")).usable is usable
+
+
+def test_a_node_asks_for_the_strongest_action_of_its_checks() -> None:
+    verdicts = [Verdict(level="fail", summary="", action="reset"), Verdict(level="warn", summary="", action="monitor")]
+    assert report(*verdicts).action == "reset"
+
+
+def test_merging_keeps_the_sentences_of_the_worst_level_and_all_facts() -> None:
+    parts = [
+        Verdict(level="fail", summary="a is full", facts={"a": 1}),
+        Verdict(level="ok", summary="b is fine", facts={"b": 2}),
+        Verdict(level="fail", summary="c is full", action="isolate", facts={"c": 3}),
+    ]
+    merged = merge(parts)
+    assert (merged.level, merged.summary, merged.action) == ("fail", "a is full; c is full", "isolate")
+    assert merged.facts == {"a": 1, "b": 2, "c": 3}
+
+
+def test_every_check_is_found_by_its_file_name_and_names_its_source() -> None:
+    checks = discover()
+    assert list(checks) == sorted(checks)
+    assert {"disk", "gpus", "gpu_memory", "host_memory"} <= set(checks)
+    assert all(check.source for check in checks.values())
+
+
+@pytest.mark.parametrize("name", list(discover()))
+def test_no_check_takes_silence_or_noise_for_health(name: str) -> None:
+    for text in ("", "command not found", "\x1b[31m", "0," * 50):
+        verdict = discover()[name].judge(Output(text=text, exit_status=1), Site())
+        assert verdict.level in ("unknown", "fail"), text
+
+
+def test_one_probe_that_hangs_leaves_the_other_verdicts() -> None:
+    def judge(output: Output, site: Site) -> Verdict:
+        return Verdict(level="ok", summary=output.text)
+
+    checks = {
+        "hangs": Check(source="x", probe=lambda site: Probe(script="sleep 30", seconds=1), judge=judge),
+        "works": Check(source="x", probe=lambda site: Probe(script="echo fine"), judge=judge),
+    }
+    (only,) = check_nodes([LOCAL], connect_local, checks, Site(), 10.0)
+    assert {name: verdict.level for name, verdict in only.verdicts.items()} == {
+        "reachability": "ok",
+        "hangs": "unknown",
+        "works": "ok",
+    }
+
+
+def test_a_node_that_never_answers_is_reported_unknown_while_the_others_are_not_held_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @contextmanager
+    def connect(host: Host, seconds: float) -> Iterator[Runner]:
+        if host.name == "stuck":
+            time.sleep(30)  # as a name server that does not answer would
+        yield LocalRunner()
+
+    monkeypatch.setattr(health, "GRACE_SECONDS", 0.1)
+    hosts = [Host(name="stuck"), Host(name="well")]
+    reports = {one.host.name: one for one in check_nodes(hosts, connect, {}, Site(), 0.8)}
+    assert {name: one.level for name, one in reports.items()} == {"stuck": "unknown", "well": "ok"}
+    assert not reports["stuck"].usable
+
+
+def test_a_mistake_in_a_check_is_raised_not_hidden() -> None:
+    def judge(output: Output, site: Site) -> Verdict:
+        raise KeyError("mistake")
+
+    checks = {"broken": Check(source="x", probe=lambda site: Probe(script="true"), judge=judge)}
+    with pytest.raises(KeyError, match="mistake"):
+        list(check_nodes([LOCAL], connect_local, checks, Site(), 10.0))

@@ -1,0 +1,85 @@
+"""The same promises kept on this machine and over a real SSH connection."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.hosts import parse_hosts
+from cluster.local import LocalRunner
+from cluster.runner import MAX_OUTPUT_BYTES, Runner, Unreachable
+from cluster.ssh import SshOptions, connector
+from tests.cluster.loopback_sshd import LoopbackSshd
+
+
+@pytest.fixture(params=["local", "ssh"])
+def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    if request.param == "local":
+        yield LocalRunner()
+        return
+    sshd: LoopbackSshd = request.getfixturevalue("sshd")
+    with open_runner(sshd) as opened:
+        yield opened
+
+
+def open_runner(sshd: LoopbackSshd):  # type: ignore[no-untyped-def]
+    (host,) = parse_hosts(sshd.target())
+    connect = connector(SshOptions(known_hosts=sshd.known_hosts))
+    return connect(host.with_defaults(user=None, port=None, key=sshd.key), 10.0)
+
+
+def test_every_argument_arrives_as_it_was_given(runner: Runner) -> None:
+    arguments = ["two words", "$HOME", "a;b", "it's", '"', "new\nline", "*", "", "-n", "\\", "`id`", "größe"]
+    done = runner.run(["printf", "[%s]", *arguments], deadline_seconds=10)
+    assert done.stdout == "".join(f"[{argument}]" for argument in arguments)
+    assert done.exit_status == 0
+
+
+def test_input_streams_and_status_stay_apart(runner: Runner) -> None:
+    done = runner.run(["sh", "-c", "cat; echo bad >&2; exit 7"], stdin="given", deadline_seconds=10)
+    assert (done.stdout, done.stderr, done.exit_status) == ("given", "bad\n", 7)
+
+
+def test_much_output_on_both_streams_blocks_nothing(runner: Runner) -> None:
+    script = "head -c 3000000 /dev/zero >&2; head -c 3000000 /dev/zero"
+    done = runner.run(["sh", "-c", script], deadline_seconds=30)
+    assert (len(done.stdout), len(done.stderr), done.exit_status) == (3_000_000, 3_000_000, 0)
+
+
+def test_a_command_that_prints_without_end_is_cut(runner: Runner) -> None:
+    done = runner.run(["cat", "/dev/zero"], deadline_seconds=60)
+    assert (len(done.stdout), done.exit_status) == (MAX_OUTPUT_BYTES, None)
+
+
+def test_a_command_that_does_not_read_its_input_is_judged_by_its_status(runner: Runner) -> None:
+    assert runner.run(["true"], stdin="x" * 5_000_000, deadline_seconds=10).exit_status == 0
+
+
+def test_the_deadline_ends_the_command_and_keeps_what_it_printed(runner: Runner, tmp_path: Path) -> None:
+    script = f"echo $$ > {tmp_path}/pid; echo begun; sleep 60"
+    done = runner.run(["sh", "-c", script], deadline_seconds=1.0)
+    assert (done.stdout, done.exit_status) == ("begun\n", None)
+    pid = int((tmp_path / "pid").read_text())
+    wait_for_end(pid)
+
+
+def wait_for_end(pid: int) -> None:
+    """The remote `timeout` keeps the deadline on its own clock, rounded up to whole seconds."""
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {pid} outlived its deadline")
+
+
+def test_a_connection_that_breaks_is_unreachable_not_a_status(sshd: LoopbackSshd) -> None:
+    # The command ends the server process of its own connection: the parent of the `timeout` it runs under.
+    script = "kill -9 $(awk '/^PPid/ { print $2 }' /proc/$PPID/status); sleep 5"
+    with open_runner(sshd) as runner, pytest.raises(Unreachable, match="broke the connection"):
+        runner.run(["sh", "-c", script], deadline_seconds=10)

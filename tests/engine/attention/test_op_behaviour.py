@@ -1,0 +1,258 @@
+"""What the attention op promises beyond the right numbers: bytes sent, replay from storage, repeatability, refusals."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from engine import ContextParallel, burst_attention
+from engine.attention.masks import Causal, Full, SlidingWindow
+from engine.attention.op import plan_attention
+from engine.attention.ring_pass import KEY_SIDE_DIMS
+from engine.attention.schedule import cheaper_backward
+from tests.ranks import run_on_ranks
+
+HEAD_DIM = 128
+
+
+def shards(cp: ContextParallel, heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    torch.manual_seed(cp.rank)
+    shapes = [(1, 16, n, HEAD_DIM) for n in (heads, kv_heads, kv_heads)]
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def posted_bytes(heads: int, kv_heads: int, route: str, wire: str) -> tuple[int, int]:
+    """(forward, backward) bytes this rank posted in bf16."""
+    cp = ContextParallel()
+    q, k, v = shards(cp, heads, kv_heads, torch.bfloat16)
+    out = burst_attention(q, k, v, cp=cp, backward=route, gradient_wire=wire, exchange="relay", kernel="reference")
+    forward = cp.traffic.sent_bytes
+    cp.traffic.reset()
+    out.backward(torch.ones_like(out))
+    return forward, cp.traffic.sent_bytes
+
+
+@pytest.mark.parametrize(("wire", "gradient_bytes", "saving"), [("input", 2, 0.24), ("fp32", 4, 0.33)])
+def test_the_query_side_sends_a_quarter_to_a_third_fewer_bytes(wire, gradient_bytes, saving) -> None:
+    world_size, tokens, heads = 3, 16, 4
+    hops = world_size - 1
+    expected = {
+        "query": hops * tokens * heads * (HEAD_DIM * (4 + gradient_bytes) + 8),
+        "key_value": hops * tokens * heads * HEAD_DIM * (4 + 2 * gradient_bytes),
+    }
+    backward = {}
+    for route in expected:
+        for forward_bytes, backward_bytes in run_on_ranks(world_size, posted_bytes, heads, heads, route, wire):
+            assert forward_bytes == hops * tokens * heads * HEAD_DIM * 4
+            assert backward_bytes == expected[route]
+            backward[route] = backward_bytes
+    assert 1 - backward["query"] / backward["key_value"] == pytest.approx(saving, abs=0.005)
+
+
+def test_grouped_heads_travel_unrepeated() -> None:
+    for forward_bytes, backward_bytes in run_on_ranks(2, posted_bytes, 8, 2, "key_value", "input"):
+        assert forward_bytes == 16 * 2 * HEAD_DIM * 4
+        assert backward_bytes == 16 * 2 * HEAD_DIM * 8
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "cheaper"), [(32, 32, "query"), (32, 8, "key_value"), (40, 40, "query"), (8, 4, "key_value")]
+)
+def test_auto_picks_the_side_that_sends_fewer_bytes(heads, kv_heads, cheaper) -> None:
+    assert cheaper_backward(heads, kv_heads, 128, 2, 4) == cheaper
+
+
+def replay() -> tuple[bool, int, list[bool]]:
+    """(same output, bytes the replayed forward sent, gradients bit-equal to the ordinary backward's)."""
+    cp = ContextParallel()
+    q, k, v = shards(cp, 4, 2, torch.float32)
+    out, lse = burst_attention(q, k, v, cp=cp, return_lse=True)
+    expected = torch.autograd.grad(out.square().sum(), (q, k, v))
+    kept = out.detach().clone(), lse.detach().clone()
+    cp.traffic.reset()
+    again, _ = burst_attention(q, k, v, cp=cp, stored=kept, return_lse=True)
+    sent = cp.traffic.sent_bytes
+    found = torch.autograd.grad(again.square().sum(), (q, k, v))
+    return torch.equal(again, out), sent, [torch.equal(f, e) for f, e in zip(found, expected, strict=True)]
+
+
+def test_a_replay_from_storage_sends_nothing_and_gives_the_same_gradients() -> None:
+    for same_output, sent, same_gradients in run_on_ranks(2, replay):
+        assert same_output
+        assert sent == 0
+        assert same_gradients == [True] * 3
+
+
+def lse_gradient_error() -> float:
+    """Largest difference of gradients through LSE alone between the ring and plain autograd."""
+    cp = ContextParallel()
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 16, 2, 8, dtype=torch.float64) for _ in range(2)]
+    q, k = (cp.shard(t).clone().requires_grad_() for t in whole)
+    _, lse = burst_attention(q, k, torch.zeros_like(k), cp=cp, return_lse=True, kernel="reference")
+    lse.square().sum().backward()
+    dense_q, dense_k = (t.clone().requires_grad_() for t in whole)
+    scores = torch.einsum("bqnd,bknd->bnqk", dense_q, dense_k) * 8**-0.5
+    scores = scores.masked_fill(~torch.ones(16, 16, dtype=torch.bool).tril(), -torch.inf)
+    scores.logsumexp(-1).square().sum().backward()
+    pairs = ((q.grad, dense_q.grad), (k.grad, dense_k.grad))
+    return max((cp.unshard(found) - truth).abs().max().item() for found, truth in pairs)
+
+
+def test_the_lse_is_differentiable() -> None:
+    assert max(run_on_ranks(2, lse_gradient_error)) < 1e-10
+
+
+def repeats_bit_for_bit() -> bool:
+    cp = ContextParallel()
+    q, k, v = shards(cp, 4, 4, torch.bfloat16)
+    runs = []
+    for _ in range(2):
+        out = burst_attention(q, k, v, cp=cp, deterministic=True)
+        runs.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
+    return all(torch.equal(first, second) for first, second in zip(*runs, strict=True))
+
+
+def test_a_deterministic_call_repeats_bit_for_bit() -> None:
+    assert all(run_on_ranks(3, repeats_bit_for_bit))
+
+
+def sharding_round_trip(layout: str) -> bool:
+    cp = ContextParallel(layout=layout)
+    whole = torch.arange(2 * 24 * 3).view(2, 24, 3)
+    local = cp.shard(whole, 1)
+    positions_match = torch.equal(local[0, :, 0], whole[0, cp.positions(24), 0])
+    return positions_match and torch.equal(cp.unshard(local, 1), whole)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_sharding_follows_positions_and_is_undone_by_unsharding(layout) -> None:
+    assert all(run_on_ranks(3, sharding_round_trip, layout))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        (((1, 8, 4, 16), (1, 8, 3, 16)), "4 query heads are not divisible by 3"),
+        (((1, 8, 4, 16), (1, 6, 4, 16)), "differ in batch, tokens or head_dim"),
+        (((8, 4, 16), (8, 4, 16)), r"are not \[batch, tokens, heads, head_dim\]"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(shapes, words) -> None:
+    q, k = (torch.zeros(shape) for shape in shapes)
+    with pytest.raises(ValueError, match=words):
+        burst_attention(q, k, k)
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ({"backward": "value"}, "backward 'value' is unknown"),
+        ({"kernel": "fa9"}, "kernel 'fa9' is unknown"),
+        ({"gradient_wire": "fp8"}, "gradient_wire 'fp8' is unknown"),
+    ],
+)
+def test_unknown_choices_are_refused_with_the_known_ones(choice, words) -> None:
+    q = torch.zeros(1, 8, 4, 16)
+    with pytest.raises(ValueError, match=words):
+        burst_attention(q, q, q, **choice)
+
+
+def refused_length() -> str:
+    cp = ContextParallel(layout="zigzag")
+    try:
+        burst_attention(*[torch.zeros(1, 5, 1, 8)] * 3, cp=cp)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_length_the_layout_cannot_split_is_refused_on_every_rank() -> None:
+    assert all("nearest lengths that do: 8 and 12" in words for words in run_on_ranks(2, refused_length))
+
+
+def test_the_choices_made_can_be_read_off_the_plan() -> None:
+    q = torch.zeros(1, 8, 4, 16)
+    plan = plan_attention(q, q, mask=Causal(), cp=ContextParallel())
+    assert plan.chosen() == {
+        "kernel": "cpu",
+        "layout": "zigzag",
+        "schedule": "ring",
+        "backward": "query",
+        "exchange": "none",
+        "mask": "causal",
+        "imbalance": "1.0000",
+    }
+
+
+def live_buffers(exchange: str) -> int:
+    """Most received shards alive at once in a forward's circulation."""
+    cp = ContextParallel(layout="contiguous")
+    q = torch.zeros(1, 8, 2, 8)
+    plan = plan_attention(q, q, mask=Full(), cp=cp, exchange=exchange)
+    seen, most = weakref.WeakSet(), 0
+    for stop in plan.circulate((q, q), KEY_SIDE_DIMS, queries_travel=False):
+        if stop.step:
+            seen.update(tensor.untyped_storage() for tensor in stop.visit.tensors)
+        most = max(most, len(seen))
+        del stop
+    return most
+
+
+@pytest.mark.parametrize("exchange", ["relay", "direct"])
+def test_transfer_buffers_do_not_grow_with_the_number_of_ranks(exchange) -> None:
+    few, many = (max(run_on_ranks(size, live_buffers, exchange)) for size in (3, 6))
+    assert 0 < many <= few <= 4
+
+
+def direct_bytes() -> tuple[int, int]:
+    """(forward, backward) bytes of rank 1 of 2, zigzag causal, query side, fp32."""
+    cp = ContextParallel(layout="zigzag")
+    q, k, v = shards(cp, 4, 4, torch.float32)
+    out = burst_attention(q, k, v, cp=cp, backward="query", exchange="direct", kernel="reference")
+    forward = cp.traffic.sent_bytes
+    cp.traffic.reset()
+    out.backward(torch.ones_like(out))
+    return forward, cp.traffic.sent_bytes
+
+
+def test_direct_transfers_carry_only_the_tokens_the_mask_lets_the_other_side_see() -> None:
+    per_token = 4 * HEAD_DIM * 4  # heads x head_dim x bytes
+    rows = 2 * 4 * 4  # LSE and delta of one token
+    (forward_0, backward_0), (forward_1, backward_1) = run_on_ranks(2, direct_bytes)
+    # Rank 1 (chunks 1 and 2) sees only the first half of rank 0's keys; rank 0's last chunk sees all of rank 1's.
+    assert (forward_0, forward_1) == (8 * 2 * per_token, 16 * 2 * per_token)
+    # Only the second half of rank 0's queries sees rank 1's keys, all of rank 1's queries see some of rank 0's.
+    queries_0, queries_1 = 8 * (2 * per_token + rows), 16 * (2 * per_token + rows)
+    # Each sends the other's dQ home: as many tokens as it was sent.
+    assert (backward_0, backward_1) == (queries_0 + 16 * per_token, queries_1 + 8 * per_token)
+
+
+def window_bytes(exchange: str) -> int:
+    cp = ContextParallel(layout="contiguous")
+    q, k, v = shards(cp, 4, 4, torch.float32)
+    burst_attention(q, k, v, cp=cp, mask=SlidingWindow(3), exchange=exchange, kernel="reference")
+    return cp.traffic.sent_bytes
+
+
+def test_a_window_sends_each_neighbour_only_its_last_few_tokens() -> None:
+    sent = run_on_ranks(4, window_bytes, "direct")
+    assert sent == [3 * 4 * HEAD_DIM * 4 * 2] * 3 + [0]
+
+
+def bytes_between_nodes_of_one() -> int:
+    """Backward bytes in bf16, every rank a node of its own."""
+    cp = ContextParallel(layout="zigzag", node_size=1)
+    q, k, v = shards(cp, 4, 4, torch.bfloat16)
+    out = burst_attention(q, k, v, cp=cp, backward="query", kernel="reference", schedule="double_ring")
+    cp.traffic.reset()
+    out.backward(torch.ones_like(out))
+    return cp.traffic.sent_bytes
+
+
+def test_a_double_ring_sends_each_gradient_across_nodes_once() -> None:
+    hop = 16 * 4 * (HEAD_DIM * (2 + 2) + 8)
+    gradient = 16 * 4 * HEAD_DIM * 4
+    assert run_on_ranks(3, bytes_between_nodes_of_one) == [2 * (hop + gradient)] * 3

@@ -1,0 +1,60 @@
+"""Receive slots are given back in the order of their messages, also where a message carried nothing.
+
+A transport with slots counts releases: releasing message 5 says that 4 may be overwritten too.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from engine.attention.exchange import HELD_GRADIENTS, Direct
+from engine.attention.gradients import GradientSum
+from engine.attention.itinerary import Needs
+from engine.attention.like import Like
+
+
+class RecordingTransport:
+    """Hands out ones for what is expected and notes which messages are unreleased when the next is waited for."""
+
+    def __init__(self) -> None:
+        self.released: list[int] = []
+        self.unreleased_at_wait: list[int] = []
+        self.messages = itertools.count()
+
+    def reserve(self, largest: tuple[Like, ...]) -> None:
+        """Nothing to make room for."""
+
+    def start(self, sent, to, expected, source):
+        message, transport = next(self.messages), self
+
+        class Transfer:
+            def wait(self):
+                transport.unreleased_at_wait.append(message - len(transport.released))
+                return tuple(torch.ones(like.shape, dtype=like.dtype) for like in expected)
+
+            def release(self):
+                transport.released.append(message)
+
+        return Transfer()
+
+
+@pytest.mark.parametrize("silent", [set(), {1}, {2, 3}, {1, 4, 6}], ids=str)
+def test_slots_are_released_in_order_and_never_more_are_held_than_there_are(silent: set[int]) -> None:
+    size = 8
+    ranges = {pair: (0, 4) for pair in itertools.product(range(size), repeat=2)}
+    ranges |= {(0, host): (0, 0) for host in silent}  # these hosts send slot 0 no gradient
+    needs = Needs(ranges, dict.fromkeys(ranges, True), longest=4, all_one_part=True)
+    gradients = RecordingTransport()
+    home = Direct(slot=0, size=size, shards=RecordingTransport(), gradients=gradients).homecoming(None, needs)
+    like = torch.zeros(1, 4, 2, 8)
+    for step in range(size):
+        part = GradientSum(like, torch.float32)
+        part.add(slice(0, 4), torch.ones_like(like))
+        home.add(step, (part,))
+    (total,) = home.finish()
+    assert torch.equal(total.final(torch.float32), torch.full_like(like, size - len(silent)))
+    assert gradients.released == list(range(size - 1))
+    assert max(gradients.unreleased_at_wait) <= HELD_GRADIENTS

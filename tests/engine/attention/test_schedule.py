@@ -1,0 +1,84 @@
+"""The cost model weighs bytes, compute and launches the way they are: pure arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine import ContextParallel, burst_attention
+from engine.attention.masks import Causal
+from engine.attention.op import plan_attention
+from engine.attention.schedule import Share, Speeds, choose_schedule, estimate, schedule_refusal
+
+
+def share(tokens: int, *, cp_size: int = 4, node_size: int = 4, heads: int = 32, kv_heads: int = 32) -> Share:
+    """Causal bf16 attention of `tokens` tokens with heads of 128."""
+    return Share(
+        cp_size=cp_size,
+        node_size=node_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        query_bytes=tokens // cp_size * heads * 128 * 2,
+        gradient_factor=2.0,
+        forward_flops=2.0 * tokens**2 * heads * 128 / cp_size,
+    )
+
+
+def test_on_one_node_short_shards_trade_heads_and_longer_ones_ring() -> None:
+    assert choose_schedule(share(8 << 10), "zigzag").best == "head_exchange"
+    assert choose_schedule(share(64 << 10), "zigzag").best == "ring"
+
+
+def test_where_compute_is_all_the_schedules_of_one_node_come_out_even() -> None:
+    (_, best), (_, other) = choose_schedule(share(1 << 20), "zigzag").seconds
+    assert best <= other < 1.05 * best
+
+
+def test_between_nodes_the_slow_link_decides() -> None:
+    two_nodes = choose_schedule(share(64 << 10, node_size=2), "zigzag")
+    seconds = dict(two_nodes.seconds)
+    assert set(seconds) == {"ring", "double_ring", "head_exchange", "heads_inside", "heads_across"}
+    assert seconds["ring"] > 2 * seconds["double_ring"]
+    # Few KV heads make a ring's shards small; an exchange moves Q and O all the same.
+    grouped = dict(choose_schedule(share(64 << 10, node_size=2, kv_heads=4), "zigzag").seconds)
+    assert min(grouped["double_ring"], grouped["heads_inside"]) < grouped["head_exchange"]
+
+
+def test_a_faster_link_never_makes_a_schedule_slower() -> None:
+    for name in ("ring", "double_ring", "head_exchange", "heads_inside", "heads_across"):
+        slow, fast = (estimate(name, share(64 << 10, node_size=2), Speeds(across_gib=across)) for across in (3.0, 30.0))
+        assert fast <= slow
+
+
+def test_heads_that_cannot_be_shared_out_leave_only_rings() -> None:
+    few = share(8 << 10, heads=6, kv_heads=3)
+    assert [name for name, _ in choose_schedule(few, "zigzag").seconds] == ["ring"]
+    assert "query heads among 4 ranks and 6 do not divide" in (schedule_refusal("head_exchange", few, "zigzag") or "")
+
+
+def test_striped_shards_do_not_trade_heads() -> None:
+    assert [name for name, _ in choose_schedule(share(8 << 10), "striped").seconds] == ["ring"]
+    assert "choose zigzag or contiguous" in (schedule_refusal("heads_inside", share(8 << 10), "striped") or "")
+
+
+def test_a_single_rank_has_nothing_to_choose() -> None:
+    assert choose_schedule(share(8 << 10, cp_size=1, node_size=1), "zigzag").best == "ring"
+
+
+def test_an_unknown_schedule_is_refused_with_the_known_ones() -> None:
+    q = torch.zeros(1, 8, 4, 16)
+    with pytest.raises(ValueError, match="schedule 'spiral' is unknown; choose one of auto, ring, double_ring"):
+        burst_attention(q, q, q, schedule="spiral")
+
+
+def test_without_a_gpu_auto_is_a_ring_and_claims_no_estimate() -> None:
+    q = torch.zeros(1, 8, 4, 16)
+    chosen = plan_attention(q, q, mask=Causal(), cp=ContextParallel()).chosen()
+    assert chosen["schedule"] == "ring"
+    assert "estimate" not in chosen
+
+
+def test_an_estimate_reads_as_milliseconds_by_schedule() -> None:
+    words = str(choose_schedule(share(64 << 10), "zigzag"))
+    assert words.startswith("ring ")
+    assert " ms, head_exchange " in words

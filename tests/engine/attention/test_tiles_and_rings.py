@@ -1,0 +1,160 @@
+"""Layouts, masks and rings are integers: checked exhaustively at small sizes against their definitions."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.attention.exchange import Relay
+from engine.attention.layout import LAYOUTS, Gathered, layout_named, split_refusal
+from engine.attention.masks import Causal, Full, SlidingWindow, imbalance, meeting, parse_mask, rank_areas
+from engine.attention.ring import Ring
+from engine.attention.tiles import band_area, trim
+from engine.attention.transport import Nowhere
+from tests.positions import shard_positions
+
+MASKS = [Full(), Causal(), SlidingWindow(0), SlidingWindow(3), SlidingWindow(5, 2), SlidingWindow(40, 40)]
+
+
+def sees(mask, query: int, key: int) -> bool:
+    return (mask.left is None or key >= query - mask.left) and (mask.right is None or key <= query + mask.right)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=str)
+def test_every_token_belongs_to_exactly_one_rank_in_ascending_order(layout, cp_size) -> None:
+    seq_len = 5 * layout.chunks(cp_size)
+    shards = [shard_positions(layout, seq_len, cp_size, rank) for rank in range(cp_size)]
+    assert all(shard == sorted(shard) for shard in shards)
+    assert {len(shard) for shard in shards} == {seq_len // cp_size}
+    assert sorted(token for shard in shards for token in shard) == list(range(seq_len))
+
+
+@pytest.mark.parametrize(("layout", "mask"), list(product(LAYOUTS.values(), MASKS)), ids=str)
+def test_tiles_cover_exactly_the_visible_pairs_once(layout, mask) -> None:
+    for cp_size in (1, 2, 3, 4):
+        seq_len = 3 * layout.chunks(cp_size)
+        for q_rank, k_rank in product(range(cp_size), repeat=2):
+            queries = shard_positions(layout, seq_len, cp_size, q_rank)
+            keys = shard_positions(layout, seq_len, cp_size, k_rank)
+            counts = [[0] * len(keys) for _ in queries]
+            for tile in meeting(mask, layout, seq_len, cp_size, q_rank, k_rank):
+                seen = 0
+                for i, j in product(range(tile.rows), range(tile.columns)):
+                    if (tile.band.lo is None or j - i >= tile.band.lo) and (
+                        tile.band.hi is None or j - i <= tile.band.hi
+                    ):
+                        counts[tile.q_start + i][tile.k_start + j] += 1
+                        seen |= 1 << i
+                assert seen == (1 << tile.rows) - 1, "a row of a tile sees no key"
+                assert tile.band.kind != "causal" or tile.rows == tile.columns
+            assert counts == [[int(sees(mask, q, k)) for k in keys] for q in queries]
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(-15, 15), st.integers(-15, 15))
+def test_the_area_of_a_band_is_its_number_of_pairs(rows, columns, lo, hi) -> None:
+    pairs = [(i, j) for i in range(rows) for j in range(columns) if lo <= j - i <= hi]
+    assert band_area(rows, columns, lo, hi) == len(pairs)
+    tile = trim(rows, columns, lo, hi)
+    assert (tile is None) == (not pairs)
+    if tile is not None:
+        assert tile.area() == len(pairs)
+        assert (tile.q_start, tile.q_stop) == (min(i for i, _ in pairs), max(i for i, _ in pairs) + 1)
+        assert (tile.k_start, tile.k_stop) == (min(j for _, j in pairs), max(j for _, j in pairs) + 1)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_the_area_of_a_mask_is_exact_and_shared_out_completely(mask) -> None:
+    for layout, cp_size in product(LAYOUTS.values(), (1, 2, 4)):
+        seq_len = 4 * layout.chunks(cp_size)
+        expected = sum(sees(mask, q, k) for q in range(seq_len) for k in range(seq_len))
+        assert mask.area(seq_len) == expected
+        assert sum(rank_areas(mask, layout, seq_len, cp_size)) == expected
+
+
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+def test_zigzag_gives_each_rank_equal_causal_work_and_contiguous_does_not(cp_size) -> None:
+    zigzag, striped, contiguous = (LAYOUTS[name] for name in ("zigzag", "striped", "contiguous"))
+    assert imbalance(Causal(), zigzag, 64 * cp_size, cp_size) == 1.0
+    assert imbalance(Causal(), striped, 64 * cp_size, cp_size) < 1.02
+    assert imbalance(Causal(), contiguous, 64 * cp_size, cp_size) > 1.45
+    assert imbalance(Full(), contiguous, 64 * cp_size, cp_size) == 1.0
+
+
+def test_zigzag_meetings_are_single_kernel_calls() -> None:
+    for q_rank, k_rank in product(range(4), repeat=2):
+        assert len(meeting(Causal(), LAYOUTS["zigzag"], 64, 4, q_rank, k_rank)) == 1
+
+
+RINGS = [Ring(cp_size=p, node_size=n) for p in range(1, 9) for n in range(1, p + 1) if p % n == 0]
+
+
+@pytest.mark.parametrize("ring", RINGS, ids=str)
+def test_every_rank_meets_every_shard_once(ring) -> None:
+    for rank in range(ring.cp_size):
+        assert sorted(ring.owner(rank, hop) for hop in range(ring.cp_size)) == list(range(ring.cp_size))
+        assert ring.owner(rank, 0) == rank
+
+
+@pytest.mark.parametrize("ring", RINGS, ids=str)
+def test_every_shard_comes_from_the_peer_that_held_it(ring) -> None:
+    for rank, hop in product(range(ring.cp_size), range(1, ring.cp_size)):
+        node, slot = divmod(rank, ring.node_size)
+        if hop % ring.node_size:  # handed on inside the node
+            relay = Relay(slot=slot, size=ring.node_size, shards=Nowhere(), gradients=Nowhere())
+            source, earlier = node * ring.node_size + relay.peers[1], hop - 1
+        else:  # crossed from the node before, where the lap before it began with it
+            source, earlier = (rank - ring.node_size) % ring.cp_size, hop - ring.node_size
+        assert ring.owner(source, earlier) == ring.owner(rank, hop)
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_a_peer_that_is_sent_to_receives_from_the_sender(size) -> None:
+    for slot in range(size):
+        to = Relay(slot=slot, size=size, shards=Nowhere(), gradients=Nowhere()).peers[0]
+        assert Relay(slot=to, size=size, shards=Nowhere(), gradients=Nowhere()).peers[1] == slot
+
+
+@pytest.mark.parametrize("base", [LAYOUTS["contiguous"], LAYOUTS["zigzag"]], ids=str)
+@pytest.mark.parametrize("members", [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3),)])
+def test_gathered_shards_hold_their_members_tokens_in_order_and_stay_balanced(base, members) -> None:
+    gathered = Gathered(base, members)
+    shards = [shard_positions(gathered, 64, len(members), rank) for rank in range(len(members))]
+    for shard, ranks in zip(shards, members, strict=True):
+        assert shard == sorted(token for rank in ranks for token in shard_positions(base, 64, 4, rank))
+    if base.name == "zigzag":
+        assert imbalance(Causal(), gathered, 64, len(members)) == 1.0
+
+
+def test_node_sizes_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="node_size 3 does not divide cp_size 4"):
+        Ring(cp_size=4, node_size=3)
+
+
+@pytest.mark.parametrize(
+    ("layout", "seq_len", "cp_size", "words"),
+    [
+        ("zigzag", 100000, 32, "2 x cp_size = 64 equal zigzag chunks; the nearest lengths that do: 99968 and 100032"),
+        ("contiguous", 10, 4, "cp_size = 4 equal contiguous chunks; the nearest lengths that do: 8 and 12"),
+        ("striped", 3, 4, "the nearest lengths that do: 4"),
+    ],
+)
+def test_a_length_that_does_not_split_names_the_nearest_that_do(layout, seq_len, cp_size, words) -> None:
+    assert words in (split_refusal(layout, seq_len, cp_size) or "")
+    assert split_refusal(layout, 64 * cp_size, cp_size) is None
+    assert split_refusal(layout, seq_len, 1) is None
+
+
+def test_masks_are_read_back_from_how_they_are_written() -> None:
+    for mask in MASKS:
+        assert parse_mask(str(mask)) == mask
+    for wrong in ("casual", "sliding_window", "sliding_window:-1", "causal:3", "sliding_window:1:2:3"):
+        with pytest.raises(ValueError, match="is unknown"):
+            parse_mask(wrong)
+    with pytest.raises(ValueError, match="negative side"):
+        SlidingWindow(-1)
+    with pytest.raises(ValueError, match="choose one of"):
+        layout_named("zigzig")

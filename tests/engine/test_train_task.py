@@ -1,0 +1,75 @@
+"""The training task's own rules: sharding of initial values, refusals, losses that stop being numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from engine.burst import METHOD
+from engine.distributed import arrange
+from engine.initialise import initialise
+from engine.model import Decoder
+from engine.settings import ModelShape, Steps, TrialSettings
+from engine.train import TrainTask
+from tests.ranks import run_on_ranks
+
+# 5 rows of a norm over 4 ranks leave the last rank with none.
+SHAPE = ModelShape(name="odd", layers=1, hidden=5, ffn=7, heads=1, kv_heads=1, head_dim=4, vocab=259)
+SETTINGS = TrialSettings(
+    task="train", method="burst", model=SHAPE, seq_len=32, cp_size=1, dtype="fp32", steps=Steps(warmup=0, measured=2)
+)
+
+
+def initial_values(cache: str, settings: TrialSettings) -> dict[str, list[float]]:
+    os.environ["BURST_CACHE"] = cache
+    task = TrainTask(settings, METHOD, arrange(settings, torch.device("cpu")))
+    values = {}
+    for name, parameter in task.model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        values[name] = parameter.full_tensor().flatten().tolist()
+    return values
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_initial_values_do_not_depend_on_the_number_of_ranks(world_size: int, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Decoder(SHAPE)
+    initialise(model, SETTINGS.seed, torch.device("cpu"))
+    whole = {name: parameter.flatten().tolist() for name, parameter in model.named_parameters()}
+    settings = dataclasses.replace(SETTINGS, world_size=world_size)
+    for values in run_on_ranks(world_size, initial_values, str(tmp_path), settings):
+        assert values == whole
+
+
+def outcome(cache: str, settings: TrialSettings) -> str:
+    """The sentence a set-up or a run ends with."""
+    os.environ["BURST_CACHE"] = cache
+    try:
+        TrainTask(settings, METHOD, arrange(settings, torch.device("cpu"))).run(lambda step: None)
+    except (ValueError, FloatingPointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "ran"
+
+
+def outcomes(cache: str, cases: list[TrialSettings]) -> list[str]:
+    return [outcome(cache, settings) for settings in cases]
+
+
+def test_impossible_and_diverging_trials_end_in_one_sentence(tmp_path: Path) -> None:
+    cases = [
+        SETTINGS,
+        dataclasses.replace(SETTINGS, model=dataclasses.replace(SHAPE, vocab=100)),
+        dataclasses.replace(SETTINGS, data="/no/such/text"),
+        dataclasses.replace(SETTINGS, learning_rate=1e38),
+    ]
+    (ran, small, missing, diverged) = run_on_ranks(1, outcomes, str(tmp_path), cases)[0]
+    assert ran == "ran"
+    assert small.startswith("ValueError: model odd has a vocabulary of 100, but byte tokens need 256")
+    assert missing.startswith("ValueError: data '/no/such/text' is no file")
+    assert diverged.startswith("FloatingPointError: step 2 has loss nan")
+    assert diverged.endswith("try a learning_rate below 1e+38")

@@ -1,0 +1,102 @@
+"""The program the launcher tests run as ranks: `python -m launch_rank_program TRIAL_DIR BEHAVIOUR`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+trial_dir, behaviour = Path(sys.argv[1]), sys.argv[2]
+rank = int(os.environ["RANK"])
+
+
+def leave_error(kind: str, reason: str) -> None:
+    (trial_dir / "errors").mkdir(exist_ok=True)
+    (trial_dir / "errors" / f"rank{rank}.json").write_text(
+        json.dumps({"kind": kind, "reason": reason, "traceback": ""})
+    )
+
+
+def note(name: str, text: str) -> None:
+    aside = trial_dir / f".{name}.{os.getpid()}"
+    aside.write_text(text)
+    aside.rename(trial_dir / name)
+
+
+def wait_for(name: str) -> None:
+    while not (trial_dir / name).exists():
+        time.sleep(0.01)
+
+
+def main() -> None:
+    note(f"pid{rank}", str(os.getpid()))
+    if behaviour == "well":
+        print(f"rank {rank} speaks")
+        note(f"env{rank}.json", json.dumps(dict(os.environ)))
+        note(f"session{rank}", f"{os.getsid(0)} {os.getppid()}")
+        if rank == 0:
+            with open(trial_dir / "progress.jsonl", "a") as file:
+                for step in (1, 2):
+                    file.write(json.dumps({"step": step, "of": 2}) + "\n")
+    elif behaviour == "rank1_killed":
+        if rank == 1:
+            wait_for("pid0")
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+    elif behaviour == "rank1_killed_peer_complains":
+        if rank == 1:
+            wait_for("pid0")
+            os.kill(os.getpid(), signal.SIGKILL)
+        while "State:\tZ" not in Path(f"/proc/{(trial_dir / 'pid1').read_text()}/status").read_text():
+            time.sleep(0.001)
+        leave_error("failed", "connection closed by peer")
+        sys.exit(1)
+    elif behaviour == "hangs_deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        note(f"deaf{rank}", "")
+        time.sleep(600)
+    elif behaviour == "rank1_oom":
+        if rank == 1:
+            leave_error("oom", "CUDA out of memory: tried to allocate 3 GiB")
+            sys.exit(1)
+        time.sleep(600)
+    elif behaviour == "rank1_raises_others_follow":
+        if rank == 1:
+            raise RuntimeError("the first failure")
+        wait_for("pid1")
+        while (state := Path(f"/proc/{(trial_dir / 'pid1').read_text()}/status")).exists() and "\tZ" not in (
+            state.read_text()
+        ):
+            time.sleep(0.01)
+        time.sleep(0.2)
+        leave_error("failed", "a peer went away")
+        sys.exit(1)
+    elif behaviour == "refuses":
+        leave_error("refused", "8 heads do not divide over 3 ranks; choose cp_size 1, 2, 4 or 8")
+        sys.exit(1)
+    elif behaviour == "error_then_hangs":
+        if rank == 0:
+            leave_error("failed", "shapes differ")
+        time.sleep(600)
+    elif behaviour == "grandchildren":
+        same_group = subprocess.Popen(["sleep", "600"])
+        own_session = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        note(f"grandchildren{rank}", f"{same_group.pid} {own_session.pid}")
+    elif behaviour == "grandchildren_then_hang":
+        own_session = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        note(f"grandchildren{rank}", str(own_session.pid))
+        time.sleep(600)
+    elif behaviour == "rendezvous":
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        dist.barrier()
+        dist.destroy_process_group()
+    else:
+        raise AssertionError(behaviour)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Records of trials that were never run, built through the real dataclasses, for tests of what reads records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.measurement import Measurement
+from engine.settings import ModelShape, TrialSettings
+from harness.record import Record, Status
+from harness.trial import Trial
+
+GIB = 1 << 30
+H200 = "NVIDIA H200"
+SMALL = ModelShape(name="small", layers=2, hidden=128, ffn=256, heads=8, kv_heads=4, head_dim=16, vocab=256)
+LARGE = ModelShape(name="1b", layers=16, hidden=2048, ffn=8192, heads=16, kv_heads=8, head_dim=128, vocab=32000)
+
+
+def settings(**changes: Any) -> TrialSettings:
+    """A small CPU training trial, with `changes`."""
+    values: dict[str, Any] = {"task": "train", "method": "burst", "model": SMALL, "seq_len": 1024, "dtype": "fp32"}
+    return TrialSettings(**{**values, **changes})
+
+
+def measurement(of: TrialSettings, *, seconds: float = 0.2, drift: float = 0.0, gpu: str = "") -> Measurement:
+    """A plausible measurement: losses fall and differ by the relative `drift`; a GPU adds memory figures."""
+    ranks, train = of.world_size, of.task == "train"
+    steps = of.steps.warmup + of.steps.measured
+    losses = [5.5 * 0.9**step * (1 + drift) for step in range(steps)]
+    return Measurement(
+        step_seconds=[seconds * (1 + 0.04 * step) for step in range(of.steps.measured)],
+        forward_seconds=[seconds * 0.3] * of.steps.measured,
+        loss=losses if train else [],
+        grad_norm=[loss / 4 for loss in losses] if train else [],
+        peak_allocated_bytes=[(20 + rank) * GIB // of.cp_size for rank in range(ranks)] if gpu else [],
+        peak_reserved_bytes=[(24 + rank) * GIB // of.cp_size for rank in range(ranks)] if gpu else [],
+        peak_rss_bytes=[GIB // 2 + rank * (1 << 20) for rank in range(ranks)],
+        sent_bytes=[(of.cp_size - 1) * of.seq_len * 2048 + rank for rank in range(ranks)],
+        chosen={"kernel": of.kernel if of.kernel != "auto" else "fa4" if gpu else "cpu", "layout": "zigzag"},
+        device=gpu or "cpu",
+        software={"python": "3.12.3", "torch": "2.11.0+cu130" if gpu else "2.13.0+cpu"},
+        extra={} if train or gpu else {"error": {"out": 2e-7, "dq": 3e-7, "dk": 3e-7, "dv": 2e-7}},
+        data={"origin": "Python language reference", "tokenizer": "bytes"} if train else {},
+    )
+
+
+def record(
+    *,
+    status: Status = "ok",
+    reason: str = "",
+    experiment: str = "quickstart",
+    title: str = "A small sweep",
+    seconds: float = 0.2,
+    drift: float = 0.0,
+    gpu: str = "",
+    **changes: Any,
+) -> Record:
+    """One record; `changes` go to the settings. Only an ok trial holds a measurement."""
+    of = settings(**changes)
+    trial = Trial(experiment=experiment, title=title, settings=of, deadline_seconds=60.0)
+    ok = status == "ok"
+    return Record(
+        trial_id=trial.id,
+        experiment=experiment,
+        title=title,
+        settings=of,
+        system=of.method,
+        status=status,
+        reason=reason or ("" if ok else f"a synthetic reason for {status}"),
+        measurement=measurement(of, seconds=seconds, drift=drift, gpu=gpu) if ok else None,
+        launcher="local",
+        hosts=[] if status == "refused" else ["node0"],
+        gpu=gpu or "cpu",
+        commit="0123abc",
+        started_at="2026-01-02T03:04:05Z",
+        wall_seconds=4.2,
+    )
+
+
+def cpu_sweep() -> list[Record]:
+    """Quickstart's shape: two tasks, three methods, two lengths, CP 1, 2 and 4, with one trial of each kind of end."""
+    speed = {"burst": 1.0, "megatron_cp": 1.2, "ulysses": 1.35}
+    ends: dict[tuple[str, str, int, int], tuple[Status, str]] = {
+        ("train", "ulysses", 1024, 4): (
+            "refused",
+            "4 KV heads do not split into 8 ranks; choose a cp_size that divides them",
+        ),
+        ("train", "megatron_cp", 2048, 4): ("oom", "rank 2 ran out of memory allocating 3.1 GiB"),
+        ("attention", "burst", 2048, 2): ("timeout", "no end after 60 s; raise limits.trial_seconds"),
+    }
+    sweep = []
+    for task in ("train", "attention"):
+        for seq_len in (1024, 2048):
+            for cp_size in (1, 2, 4):
+                for index, (method, factor) in enumerate(speed.items()):
+                    status, reason = ends.get((task, method, seq_len, cp_size), ("ok", ""))
+                    seconds = 0.1 * factor * (seq_len / 1024) ** 1.3 / cp_size**0.6
+                    drift = 2e-7 * index * (cp_size - 0.5)
+                    sweep.append(
+                        record(
+                            task=task, method=method, seq_len=seq_len, cp_size=cp_size, status=status, reason=reason,
+                            seconds=seconds, drift=drift,
+                        )
+                    )  # fmt: skip
+    return sweep
+
+
+def gpu_sweep() -> list[Record]:
+    """The GPU scale's shape: 1B model, four lengths, CP 1, 2 and 4, two kernels, bf16."""
+    speed = {"burst": 1.0, "megatron_cp": 1.12, "ulysses": 1.05}
+    sweep = []
+    for task in ("train", "attention"):
+        for seq_len in (32768, 65536, 131072, 262144):
+            for cp_size in (1, 2, 4):
+                for method, factor in speed.items():
+                    for kernel, slow in (("fa4", 1.0), ("cudnn", 1.14)):
+                        if (cp_size == 1 or kernel == "cudnn") and method != "burst":
+                            continue
+                        status: Status = "oom" if task == "train" and seq_len // cp_size > 131072 else "ok"
+                        scale = seq_len / 32768
+                        seconds = (0.8 * scale + 0.35 * scale**2) if task == "train" else 0.0245 * scale**2
+                        sweep.append(
+                            record(
+                                task=task, method=method, seq_len=seq_len, cp_size=cp_size, kernel=kernel,
+                                dtype="bf16", model=LARGE, gpu=H200, status=status, experiment="quickstart_gpu",
+                                seconds=seconds * factor * slow / cp_size, drift=1e-4 * (factor - 1),
+                                title="A small sweep on GPUs",
+                            )
+                        )  # fmt: skip
+    return sweep

@@ -1,0 +1,144 @@
+"""`burst` as a user meets it: exit codes, sentences, and no traceback."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.cli import main
+from harness.commands import all_commands
+
+EXPERIMENT = """\
+title: A small question
+task: attention
+model: tiny
+sweep: {method: [burst, ulysses], cp_size: [1, 3]}
+fixed: {seq_len: 256, dtype: fp32, mask: causal}
+steps: {warmup: 0, measured: 1}
+"""
+
+
+@pytest.fixture
+def experiment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("exp.yaml").write_text(EXPERIMENT)
+    return "exp.yaml"
+
+
+def test_every_command_module_is_found_by_its_name():
+    assert {"run", "plan", "report", "doctor", "check", "status", "logs"} <= set(all_commands())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["run", "missing.yaml"], "missing.yaml"),
+        (["run", "exp.yaml", "--scale", "huge"], "unknown scale huge"),
+        (["run", "exp.yaml", "--set", "sweep.seq_length=4"], "seq_len"),
+        (["run", "exp.yaml", "--set", "sweep.method=[brust]"], "did you mean burst?"),
+        (["run", "exp.yaml", "--set", "sweep.cp_size=[3]"], "none of the 2 trials can run"),
+        (["plan", "exp.yaml", "--set", "sweep.cp_size=[3]"], "none of the 2 trials can run"),
+        (["run", "exp.yaml", "--resume"], "holds no run to resume"),
+        (["run", "exp.yaml", "--out", "exp.yaml"], "is a file"),
+        (["run", "exp.yaml", "--out", "exp.yaml/below"], "cannot be made (Not a directory)"),
+        (["run", "exp.yaml", "--out", "x" * 300], "cannot be made (File name too long)"),
+        (["run", "exp.yaml", "--out", "/proc/self/nowhere"], "cannot be made (No such file or directory)"),
+        (["run", "exp.yaml", "--set", "fixed.seq_len=9999999999999G"], "is more than"),
+        (["run", "exp.yaml", "--set", "fixed.checkpoint=3"], "it has the settings checkpoint.every or checkpoint.tail"),
+        (["report", "."], "no record below"),
+        (["report", ".", "--format", ","], "names no format"),
+        (["status", "."], "is not the directory of a run"),
+        (["logs", "some-trial"], "holds no trials"),
+        (["logs", ""], "holds no trials"),
+        (["logs", "."], "holds no logs"),
+    ],
+)
+def test_bad_input_gives_one_sentence_and_exit_code_2(experiment, capsys, arguments, expected):
+    assert main(arguments) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("burst: ")
+    assert expected in message
+    assert message.count("\n") == 1
+    assert not Path("results").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["unknown"], ["run"], ["run", "exp.yaml", "--launcher", "slurm"]])
+def test_an_unknown_command_line_exits_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+
+
+def test_plan_gives_every_trial_and_the_reason_of_those_that_cannot_run(experiment, capsys):
+    assert main(["plan", experiment]) == 0
+    printed = capsys.readouterr().out
+    assert "4 trials, 2 can run on this machine" in printed
+    assert "does not split into" in " ".join(printed.split())
+    assert main(["plan", experiment, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["method"], row["cp_size"], row["can_run"]) for row in rows] == [
+        ("burst", 1, True),
+        ("burst", 3, False),
+        ("ulysses", 1, True),
+        ("ulysses", 3, False),
+    ]
+
+
+def test_help_and_plan_import_neither_torch_nor_ray_nor_matplotlib(experiment):
+    script = (
+        "import sys; from harness.cli import main; main(['plan', 'exp.yaml']);"
+        "sys.exit(' '.join({'torch', 'ray', 'matplotlib', 'pandas'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_check_gets_its_arguments_as_they_were_typed(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["check", "--help"])
+    assert exit_info.value.code == 0
+    assert "usage: burst check" in capsys.readouterr().out
+
+
+def test_status_of_a_damaged_description_says_how_to_mend_it(tmp_path, capsys):
+    for text in ("[1]", "{}"):
+        (tmp_path / "run.json").write_text(text)
+        assert main(["status", str(tmp_path)]) == 2
+        assert "run.json does not describe a run; run it again with --resume" in capsys.readouterr().err
+
+
+def test_logs_names_the_ranks_there_are(tmp_path, capsys):
+    (tmp_path / "logs").mkdir()
+    for name in ("rank10.log", "rank2.log", "rankless.log"):
+        (tmp_path / "logs" / name).write_text(f"said by {name}\n")
+    assert main(["logs", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("said by rank2.log") < printed.index("said by rank10.log")
+    assert "rankless" not in printed
+    assert main(["logs", str(tmp_path), "--rank", "7"]) == 2
+    assert "holds no log of rank 7; its ranks are 2, 10" in capsys.readouterr().err
+
+
+def _shell(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+
+
+def test_a_reader_that_leaves_early_meets_no_traceback(experiment):
+    Path("logs").mkdir()  # more than a pipe holds: the writer always meets its closed end
+    Path("logs/rank0.log").write_text("line\n" * 100_000)
+    done = _shell(f"{sys.executable} -m harness logs . | head -n 1; exit ${{PIPESTATUS[0]}}")
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_closed_stdout_is_no_error(experiment):
+    done = _shell(f"{sys.executable} -m harness plan exp.yaml >&-")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_sentence(experiment):
+    done = _shell(f"{sys.executable} -m harness plan exp.yaml > /dev/full")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "No space left on device; make room" in done.stderr

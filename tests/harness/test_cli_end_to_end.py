@@ -1,0 +1,111 @@
+"""From an experiment file to a report in real processes, and what Ctrl-C leaves."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BURST = [sys.executable, "-m", "harness"]
+PROJECT = Path(__file__).parents[2]
+EXPERIMENT = """\
+title: Two ways to share a short sequence
+task: train
+model: tiny
+sweep: {method: [burst, ulysses], cp_size: [1, 2]}
+exclude: [{method: ulysses, cp_size: 1}]
+fixed: {seq_len: 128, dtype: fp32, mask: causal, learning_rate: 1e-3}
+steps: {warmup: 1, measured: 2}
+limits: {trial_seconds: 300}
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path):
+    (tmp_path / "exp.yaml").write_text(EXPERIMENT)
+    return tmp_path
+
+
+def burst(workplace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    return subprocess.run(
+        [*BURST, *arguments], cwd=workplace, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def rows(workplace: Path) -> list[dict[str, str]]:
+    with open(workplace / "results" / "runs" / "exp" / "results.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_an_experiment_becomes_records_results_and_a_report(workplace):
+    done = burst(workplace, "run", "exp.yaml", "--launcher", "local")
+    assert done.returncode == 0, done.stderr
+    found = rows(workplace)
+    assert {(row["method"], row["cp_size"], row["status"]) for row in found} == {
+        ("burst", "1", "ok"),
+        ("burst", "2", "ok"),
+        ("ulysses", "2", "ok"),
+    }
+    losses = [float(row["loss"]) for row in found]
+    assert max(losses) - min(losses) < 1e-4 * min(losses)
+    run_dir = workplace / "results" / "runs" / "exp"
+    assert f"Report: {run_dir.relative_to(workplace) / 'report.html'}" in done.stdout
+    assert (run_dir / "report.html").stat().st_size > 1000
+
+    again = burst(workplace, "run", "exp.yaml", "--launcher", "local", "--resume")
+    assert again.returncode == 0
+    assert again.stderr.count("kept from before") == 3
+    status = burst(workplace, "status", str(run_dir))
+    assert "exp is not running: 3 ok of 3 trials" in status.stdout
+    logs = burst(workplace, "logs", found[1]["trial_id"])
+    assert (logs.returncode, logs.stdout.count("==> ")) == (0, 2)
+
+
+@pytest.mark.slow
+def test_the_quickstart_trains_real_text_and_every_method_and_cp_size_computes_the_same(workplace):
+    quickstart = PROJECT / "experiments" / "quickstart.yaml"
+    shorter = ("--set", "task=train", "--set", "sweep.seq_len=[256]", "--set", "steps.measured=2")
+    done = burst(workplace, "run", str(quickstart), "--launcher", "local", "--out", "out", *shorter)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(path.read_text()) for path in (workplace / "out" / "trials").glob("*/record.json")]
+    points = {(record["settings"]["method"], record["settings"]["cp_size"]): record for record in records}
+    assert points.keys() == {(method, cp) for method in ("burst", "megatron_cp", "ulysses") for cp in (1, 2, 4)}
+    assert done.stderr.count("] train-") == 9  # a line of progress per trial
+    reference = points["burst", 1]["measurement"]
+    assert reference["loss"] == sorted(reference["loss"], reverse=True)
+    for point, record in points.items():
+        measured = record["measurement"]
+        assert measured["loss"] == pytest.approx(reference["loss"], rel=1e-4), point
+        assert measured["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4), point
+        assert (measured["data"]["origin"], measured["data"]["tokenizer"]) == ("pydoc_data.topics", "bytes")
+        assert len(measured["data"]["sha256"]) == 64
+        assert {"python", "torch"} <= measured["software"].keys()
+        assert measured["chosen"]["kernel"] == "cpu"
+        assert (record["launcher"], len(record["hosts"])) == ("local", 1)
+        assert "OMP_NUM_THREADS" in record["environment"]
+
+
+def test_ctrl_c_leaves_an_interrupted_record_and_no_process(workplace):
+    program = subprocess.Popen(
+        [*BURST, "run", "exp.yaml", "--launcher", "local", "--set", "steps.measured=100000"],
+        cwd=workplace, env={**os.environ, "PYTHONPATH": str(PROJECT)}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    progress = workplace / "results" / "runs" / "exp" / "trials"
+    give_up = time.monotonic() + 120
+    while not list(progress.glob("*/progress.jsonl")):
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+    program.send_signal(signal.SIGTERM)  # as good as Ctrl-C
+    _, said = program.communicate(timeout=60)
+    assert program.returncode == 1
+    assert "go on with: burst run exp.yaml --launcher local --set steps.measured=100000 --resume" in said
+    assert [row["status"] for row in rows(workplace)] == ["interrupted"]
+    trial_dir = str(next(progress.iterdir()))
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [command for command in commands if trial_dir.encode() in command]

@@ -1,0 +1,150 @@
+"""Figures: found by file name, every trial in its place, a footer that explains what is drawn."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+import harness.figures
+from harness.figures import all_figures, render, save_figure
+from harness.figures._style import looks_of, method_colour
+from harness.record import Record
+from harness.results import METHOD_ORDER, Row, rows_of
+from harness.variants import series_of, setups_of
+from tests.harness.synthetic_records import cpu_sweep, gpu_sweep, record
+
+
+def rows_for(records: list[Record], task: str) -> list[Row]:
+    [group] = [group for group in setups_of(rows_of(records)) if group[0]["task"] == task]
+    return group
+
+
+def texts(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.findobj(Text) if text.get_text()]
+
+
+def bars(figure: Figure) -> int:
+    return sum(len(container) for ax in figure.axes for container in ax.containers if hasattr(container, "patches"))
+
+
+def test_every_module_of_the_package_is_a_figure() -> None:
+    files = {path.stem for path in Path(harness.figures.__file__).parent.glob("[!_]*.py")}
+    assert set(all_figures()) == files
+    places = [figure.place for figure in all_figures().values()]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("task", ["train", "attention"])
+@pytest.mark.parametrize("sweep", [cpu_sweep, gpu_sweep])
+def test_every_applicable_figure_explains_itself(sweep: object, task: str) -> None:
+    rows = rows_for(sweep(), task)  # type: ignore[operator]
+    drawn = {name: figure.draw(rows) for name, figure in all_figures().items() if figure.applies(rows)}
+    assert drawn
+    for name, figure in drawn.items():
+        footer = " ".join(" ".join(texts(figure)).split())
+        assert "n = 3 measured steps" in footer, name
+        assert "Peak: " in footer, name
+        assert "=" in footer or "Median" in footer, name
+
+
+def test_a_missing_bar_carries_its_status() -> None:
+    rows = rows_for(cpu_sweep(), "train")
+    figure = all_figures()["throughput"].draw(rows)
+    assert bars(figure) == 16
+    assert texts(figure).count("refused") == 1
+    assert texts(figure).count("oom") == 1
+
+
+def test_each_parallel_size_has_a_panel_and_each_length_a_group() -> None:
+    figure = all_figures()["throughput"].draw(rows_for(cpu_sweep(), "train"))
+    assert [ax.get_title() for ax in figure.axes] == ["CP 1", "CP 2", "CP 4"]
+    assert [[tick.get_text() for tick in ax.get_xticklabels()] for ax in figure.axes] == [["1k", "2k"]] * 3
+
+
+def test_only_what_was_planned_takes_room() -> None:
+    rows = rows_of([record(cp_size=1), *(record(cp_size=2, seq_len=1024 * n) for n in range(1, 9))])
+    figure = all_figures()["throughput"].draw(rows)
+    lengths = [[tick.get_text() for tick in ax.get_xticklabels()] for ax in figure.axes]
+    assert lengths == [["1k"], [f"{n}k" for n in range(1, 9)]]
+    figure.draw_without_rendering()
+    inches = [ax.get_window_extent().width for ax in figure.axes]
+    bars_wide = [ax.get_xlim()[1] - ax.get_xlim()[0] for ax in figure.axes]
+    assert inches[0] / bars_wide[0] == pytest.approx(inches[1] / bars_wide[1], rel=0.1)
+
+
+def test_a_wide_spread_stays_inside_its_panel() -> None:
+    restless = record(seconds=1.0)
+    assert restless.measurement is not None
+    restless.measurement.step_seconds = [0.2, 1.0, 3.0]
+    figure = all_figures()["throughput"].draw(rows_of([restless, record(method="ring", seconds=1.0)]))
+    [ax] = figure.axes
+    whiskers = [path.vertices[:, 1].max() for line in ax.collections for path in line.get_paths()]
+    assert max(bar.get_height() for bar in ax.patches) < max(whiskers) < ax.get_ylim()[1]
+
+
+def test_variants_of_one_method_are_separate_bars() -> None:
+    rows = rows_for(gpu_sweep(), "train")
+    assert [name for name, _ in series_of(rows)] == [
+        "burst, kernel cudnn", "burst, kernel fa4", "megatron_cp, kernel fa4", "ulysses, kernel fa4",
+    ]  # fmt: skip
+    looks = looks_of(series_of(rows))
+    assert len({(look.colour, look.hatch) for look in looks.values()}) == 4
+    assert looks["burst, kernel cudnn"].colour == looks["burst, kernel fa4"].colour
+    assert looks["burst, kernel cudnn"].hatch
+    assert {looks[f"{method}, kernel fa4"].hatch for method in ("burst", "megatron_cp", "ulysses")} == {""}
+
+
+def test_a_method_keeps_its_colour_whatever_else_is_drawn() -> None:
+    assert len({method_colour(method) for method in METHOD_ORDER}) == len(METHOD_ORDER)
+    assert method_colour("ulysses_upstream") == method_colour("ulysses")
+    assert method_colour("something_new") == method_colour("something_new")
+
+
+def test_without_any_number_no_figure_applies() -> None:
+    rows = rows_of([record(status="refused"), record(status="oom", task="attention")])
+    assert not any(figure.applies(group) for group in setups_of(rows) for figure in all_figures().values())
+
+
+def test_attention_is_in_milliseconds_on_a_cpu_and_in_tflops_on_a_gpu() -> None:
+    attention = all_figures()["attention_speed"]
+    assert any("ms" in text for text in texts(attention.draw(rows_for(cpu_sweep(), "attention"))))
+    assert "TFLOP/s per GPU" in texts(attention.draw(rows_for(gpu_sweep(), "attention")))
+
+
+def test_utilisation_is_drawn_only_where_a_peak_is_known() -> None:
+    mfu = all_figures()["mfu"]
+    assert not mfu.applies(rows_for(cpu_sweep(), "train"))
+    assert any("Peak: 989" in text for text in texts(mfu.draw(rows_for(gpu_sweep(), "train"))))
+
+
+def test_loss_curves_show_every_trial_and_name_the_missing_ones() -> None:
+    figure = all_figures()["loss"].draw(rows_for(cpu_sweep(), "train"))
+    upper = figure.axes[:2]
+    assert [len(ax.get_lines()) for ax in upper] == [8, 8]
+    assert any("ulysses, CP 4 at 1k (refused)" in " ".join(text.split()) for text in texts(figure))
+
+
+def test_many_parallel_sizes_wrap_onto_further_lines() -> None:
+    rows = rows_of([record(cp_size=2**power) for power in range(6)])
+    visible = [ax for ax in all_figures()["throughput"].draw(rows).axes if ax.get_visible()]
+    assert [ax.get_title() for ax in visible] == [f"CP {2**power}" for power in range(6)]
+
+
+def test_equal_data_gives_equal_bytes(tmp_path: Path) -> None:
+    rows = rows_of([record()])
+    draw = all_figures()["throughput"].draw
+    for kind in ("png", "pdf", "svg"):
+        assert render(draw(rows), kind) == render(draw(rows), kind), kind
+
+
+def test_files_are_whole_and_of_their_kind(tmp_path: Path) -> None:
+    figure = all_figures()["throughput"].draw(rows_of([record()]))
+    (png,) = [path for path in save_figure(figure, tmp_path / "a.b", ["png", "pdf"]) if path.suffix == ".png"]
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "a.b.pdf").read_bytes().startswith(b"%PDF")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.b.pdf", "a.b.png"]
+    assert io.BytesIO(png.read_bytes()).getbuffer().nbytes > 1000

@@ -1,0 +1,134 @@
+"""The Ray launcher on one machine: the same jobs, in an actor of a Ray that is private to the launcher."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+
+from harness.launch import Job
+from harness.launch.ray import RayLauncher
+from harness.launch.ray_janitor import marked
+
+PROGRAM = """
+import json, os, sys, time
+trial, behaviour = sys.argv[1:]
+open(f"{trial}/pid{os.environ['RANK']}", "w").write(str(os.getpid()))
+open(f"{trial}/supervisor", "w").write(str(os.getppid()))
+if os.environ["RANK"] == "0":
+    with open(f"{trial}/progress.jsonl", "a") as file:
+        for step in (1, 2):
+            file.write(json.dumps({"step": step, "of": 2}) + chr(10))
+    open(f"{trial}/environment", "w").write(json.dumps(dict(os.environ)))
+if behaviour == "hang":
+    time.sleep(600)
+"""
+
+
+def job(trial_dir: Path, behaviour: str) -> Job:
+    trial_dir.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", PROGRAM, str(trial_dir), behaviour]
+    return Job(trial_id=behaviour, trial_dir=trial_dir, command=command, ranks=2, deadline_seconds=120)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def all_end(pids: list[int]) -> bool:
+    give_up = time.monotonic() + 20
+    while any(map(running, pids)) and time.monotonic() < give_up:
+        time.sleep(0.05)
+    return not any(map(running, pids))
+
+
+def test_jobs_run_in_an_actor_and_a_lost_actor_costs_one_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # somebody else's Ray: not ours to use
+    launcher = RayLauncher()
+    try:
+        lines: list[dict[str, object]] = []
+        outcome = launcher.run(job(tmp_path / "well", "well"), lines.append)
+        assert (outcome.status, outcome.reason) == ("ok", "")
+        assert lines == [{"step": 1, "of": 2}, {"step": 2, "of": 2}]
+        environment = (tmp_path / "well" / "environment").read_text()
+        assert '"CUDA_VISIBLE_DEVICES": "0,1"' in environment
+        assert "RAY_AUTH_TOKEN" not in environment
+
+        def kill_actor(line: dict[str, object]) -> None:
+            if line["step"] == 2:
+                server = int((tmp_path / "hang" / "supervisor").read_text())
+                os.kill(parent(server), signal.SIGKILL)
+
+        outcome = launcher.run(job(tmp_path / "hang", "hang"), kill_actor)
+        assert outcome.status == "node_lost"
+        assert all_end([int(path.read_text()) for path in (tmp_path / "hang").glob("pid*")])
+        assert launcher.run(job(tmp_path / "again", "again")).status == "ok"
+    finally:
+        launcher.close()
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {here!r})
+from pathlib import Path
+from test_launch_ray import job
+from harness.launch.ray import RayLauncher
+launcher = RayLauncher()
+try:
+    launcher.run(job(Path({trial!r}), "hang"))
+except KeyboardInterrupt:
+    sys.exit(77)
+finally:
+    launcher.close()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 77), (signal.SIGKILL, -signal.SIGKILL)])
+def test_an_interrupted_or_killed_program_leaves_neither_ranks_nor_ray(tmp_path, number, code):
+    script = SCRIPT.format(here=str(Path(__file__).parent), trial=str(tmp_path))
+    program = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
+    give_up = time.monotonic() + 60
+    while not (tmp_path / "environment").exists():
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+    directory = ray_directory(program.pid)
+    assert len(marked(directory)) > 3
+    if number == signal.SIGINT:
+        os.killpg(program.pid, number)  # as a terminal does: the whole foreground group
+    else:
+        program.kill()
+    assert program.wait(60) == code
+    assert all_end([int(path.read_text()) for path in tmp_path.glob("pid*")])
+    assert all_end(marked(directory))
+    give_up = time.monotonic() + 10
+    while Path(directory).exists() and time.monotonic() < give_up:
+        time.sleep(0.05)
+    assert not Path(directory).exists()
+
+
+def ray_directory(owner: int) -> str:
+    """The directory of the Ray that `owner` embeds, as its janitor was told."""
+    for stat in Path("/proc").glob("[0-9]*/cmdline"):
+        arguments = stat.read_text().split("\0") if stat.exists() else []
+        if "harness.launch.ray_janitor" in arguments and parent(int(stat.parent.name)) == owner:
+            return arguments[arguments.index("harness.launch.ray_janitor") + 1]
+    raise AssertionError("no janitor")
+
+
+def test_without_ray_one_sentence_names_the_other_launcher(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match="use --launcher local"):
+        RayLauncher()

@@ -1,0 +1,246 @@
+"""The supervisor with real processes: every way a job can end, and that nothing is left running."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.launch import Job, Outcome
+from harness.launch.supervisor import Patience, Supervisor
+
+HERE = Path(__file__).parent
+QUICK = Patience(failure=0.5, terminate=0.5, poll=0.02)
+
+
+@pytest.fixture
+def supervisor():
+    supervisor = Supervisor({**os.environ, "PYTHONPATH": str(HERE)}, preload=(), patience=QUICK)
+    yield supervisor
+    supervisor.close()
+
+
+def job(trial_dir: Path, behaviour: str, ranks: int = 2, deadline: float = 60.0, **environment: str) -> Job:
+    return Job(
+        trial_id=behaviour,
+        trial_dir=trial_dir,
+        command=[sys.executable, "-m", "launch_rank_program", str(trial_dir), behaviour],
+        ranks=ranks,
+        environment=environment,
+        deadline_seconds=deadline,
+    )
+
+
+def pids(trial_dir: Path, pattern: str = "pid*") -> list[int]:
+    return [int(pid) for path in trial_dir.glob(pattern) for pid in path.read_text().split()]
+
+
+def running(pid: int) -> bool:
+    """Zombies of a dead parent count as ended: in a container nobody may reap them."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def all_end(found: list[int], patience: float = 10.0) -> bool:
+    give_up = time.monotonic() + patience
+    while any(map(running, found)) and time.monotonic() < give_up:
+        time.sleep(0.02)
+    return not any(map(running, found))
+
+
+def wait_for(path: Path, patience: float = 30.0) -> None:
+    give_up = time.monotonic() + patience
+    while not path.exists():
+        assert time.monotonic() < give_up, f"{path} did not appear"
+        time.sleep(0.01)
+
+
+def test_ranks_get_a_torchrun_environment_a_log_and_a_session_each(supervisor, tmp_path):
+    lines: list[dict[str, object]] = []
+    outcome = supervisor.run(job(tmp_path, "well", COLOUR="blue"), lines.append)
+    assert (outcome.status, outcome.reason) == ("ok", "")
+    assert lines == [{"step": 1, "of": 2}, {"step": 2, "of": 2}]
+    environments = [json.loads((tmp_path / f"env{rank}.json").read_text()) for rank in range(2)]
+    for rank, environment in enumerate(environments):
+        assert environment["COLOUR"] == "blue"
+        assert (environment["RANK"], environment["LOCAL_RANK"]) == (str(rank), str(rank))
+        assert (environment["WORLD_SIZE"], environment["LOCAL_WORLD_SIZE"]) == ("2", "2")
+        assert environment["MASTER_ADDR"] == "127.0.0.1"
+        assert f"rank {rank} speaks" in (tmp_path / "logs" / f"rank{rank}.log").read_text()
+        assert (tmp_path / f"session{rank}").read_text().split()[0] == (tmp_path / f"pid{rank}").read_text()
+    assert environments[0]["MASTER_PORT"] == environments[1]["MASTER_PORT"]
+
+
+def test_emulated_nodes_get_one_host_id_each(supervisor, tmp_path):
+    four = job(tmp_path, "well", ranks=4)
+    supervisor.run(
+        Job(trial_id="x", trial_dir=tmp_path, command=four.command, ranks=4, emulate_nodes=2, deadline_seconds=60)
+    )
+    hosts = [json.loads((tmp_path / f"env{rank}.json").read_text())["NCCL_HOSTID"] for rank in range(4)]
+    assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
+
+
+def test_one_server_serves_all_jobs_with_one_environment(supervisor, tmp_path):
+    parents = []
+    for name, colour in (("a", "blue"), ("b", "blue"), ("c", "red")):
+        directory = tmp_path / name
+        supervisor.run(job(directory, "well", ranks=1, COLOUR=colour))
+        parents.append((directory / "session0").read_text().split()[1])
+    assert parents[0] == parents[1] != parents[2]
+
+
+def test_a_foreign_program_runs_without_python(supervisor, tmp_path):
+    script = "echo rank $RANK; echo {} > $1/out$RANK"
+    command = ["/bin/sh", "-c", script, "sh", str(tmp_path)]
+    outcome = supervisor.run(Job(trial_id="x", trial_dir=tmp_path, command=command, ranks=2))
+    assert outcome.status == "ok"
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out0", "out1"]
+
+
+def test_a_program_that_does_not_exist_fails_with_its_name(supervisor, tmp_path):
+    outcome = supervisor.run(Job(trial_id="x", trial_dir=tmp_path, command=["no-such-program"], ranks=1))
+    assert outcome.status == "failed"
+    assert "no-such-program cannot be executed (No such file or directory)" in outcome.reason
+
+
+def test_a_killed_rank_is_named_with_its_signal(supervisor, tmp_path):
+    outcome = supervisor.run(job(tmp_path, "rank1_killed"))
+    assert outcome.status == "failed"
+    assert "rank 1 was killed by SIGKILL before its first step (see logs/rank1.log)" in outcome.reason
+    assert all_end(pids(tmp_path))
+
+
+def test_a_killed_rank_counts_before_what_its_peers_say_about_it(supervisor, tmp_path):
+    outcome = supervisor.run(job(tmp_path, "rank1_killed_peer_complains"))
+    assert (outcome.status, "rank 1 was killed by SIGKILL" in outcome.reason) == ("failed", True)
+
+
+def test_the_first_failure_is_the_reason_and_the_others_get_time_to_write_theirs(supervisor, tmp_path):
+    outcome = supervisor.run(job(tmp_path, "rank1_raises_others_follow", ranks=3))
+    assert outcome.status == "failed"
+    assert "rank 1 exited with code 1, its last words: RuntimeError: the first failure" in outcome.reason
+    assert sorted(path.name for path in (tmp_path / "errors").iterdir()) == ["rank0.json", "rank2.json"]
+
+
+def test_a_deaf_rank_past_its_deadline_is_a_timeout_and_is_killed(supervisor, tmp_path):
+    outcome = supervisor.run(job(tmp_path, "hangs_deaf", deadline=1.5))
+    assert outcome.status == "timeout"
+    assert "not finished within its 1.5 s before its first step" in outcome.reason
+    assert len(pids(tmp_path)) == 2
+    assert len(list(tmp_path.glob("deaf*"))) == 2
+    assert all_end(pids(tmp_path))
+
+
+def test_out_of_memory_on_one_rank_is_oom_and_ends_the_waiting_ones(supervisor, tmp_path):
+    outcome = supervisor.run(job(tmp_path, "rank1_oom", ranks=3))
+    assert (outcome.status, outcome.reason) == ("oom", "rank 1: CUDA out of memory: tried to allocate 3 GiB")
+    assert all_end(pids(tmp_path))
+
+
+def test_a_refusal_by_the_worker_keeps_its_sentence(supervisor, tmp_path):
+    outcome = supervisor.run(job(tmp_path, "refuses"))
+    assert outcome.status == "refused"
+    assert outcome.reason == "8 heads do not divide over 3 ranks; choose cp_size 1, 2, 4 or 8"
+
+
+def test_a_rank_that_reports_an_error_and_then_hangs_does_not_wait_for_the_deadline(supervisor, tmp_path):
+    outcome = supervisor.run(job(tmp_path, "error_then_hangs", deadline=300))
+    assert (outcome.status, outcome.reason) == ("failed", "rank 0: shapes differ (see logs/rank0.log)")
+    assert all_end(pids(tmp_path))
+
+
+def test_grandchildren_are_ended_also_those_with_sessions_of_their_own(supervisor, tmp_path):
+    outcome = supervisor.run(job(tmp_path, "grandchildren"))
+    assert outcome.status == "ok"
+    left = pids(tmp_path, "grandchildren*")
+    assert len(left) == 4
+    assert all_end(left)
+
+
+def test_the_next_job_runs_after_the_fork_server_was_killed(supervisor, tmp_path):
+    outcome = run_and_kill_server(supervisor, job(tmp_path / "a", "hangs_deaf"))
+    assert outcome.status == "failed"
+    assert outcome.reason.startswith("the fork server was killed by SIGKILL")
+    assert all_end(pids(tmp_path / "a"))
+    assert supervisor.run(job(tmp_path / "b", "well")).status == "ok"
+
+
+def run_and_kill_server(supervisor: Supervisor, job: Job) -> Outcome:
+    def kill() -> None:
+        wait_for(job.trial_dir / "deaf0")
+        wait_for(job.trial_dir / "deaf1")
+        status = Path(f"/proc/{(job.trial_dir / 'pid0').read_text()}/status").read_text()
+        server = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("PPid"))
+        os.kill(server, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    outcome = supervisor.run(job)
+    killer.join()
+    return outcome
+
+
+def test_cancelling_from_another_thread_interrupts_the_job(supervisor, tmp_path):
+    def cancel() -> None:
+        wait_for(tmp_path / "deaf0")
+        supervisor.cancel()
+
+    threading.Thread(target=cancel).start()
+    outcome = supervisor.run(job(tmp_path, "hangs_deaf"))
+    assert outcome.status == "interrupted"
+    assert all_end(pids(tmp_path))
+
+
+LAUNCH = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {here!r})
+from test_launch_supervisor import QUICK, job
+from harness.launch.supervisor import Supervisor
+try:
+    Supervisor({{**os.environ, "PYTHONPATH": {here!r}}}, preload=(), patience=QUICK).run(job(Path({trial!r}), {what!r}))
+except KeyboardInterrupt:
+    sys.exit(77)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 77)])
+def test_no_rank_outlives_a_launcher_that_is_killed_or_interrupted(tmp_path, number, code):
+    script = LAUNCH.format(here=str(HERE), trial=str(tmp_path), what="grandchildren_then_hang")
+    launcher = subprocess.Popen([sys.executable, "-c", script])
+    wait_for(tmp_path / "grandchildren0")
+    wait_for(tmp_path / "grandchildren1")
+    launcher.send_signal(number)
+    assert launcher.wait(30) == code
+    assert all_end(pids(tmp_path) + pids(tmp_path, "grandchildren*"))
+
+
+def test_ranks_forked_with_torch_meet_at_the_reserved_port(tmp_path):
+    supervisor = Supervisor(
+        {**os.environ, "PYTHONPATH": str(HERE), "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        preload=("torch",),
+    )
+    try:
+        outcome = supervisor.run(job(tmp_path, "rendezvous", OMP_NUM_THREADS="1"))
+    finally:
+        supervisor.close()
+    assert (outcome.status, outcome.reason) == ("ok", "")
+
+
+def test_a_preload_that_cannot_be_forked_leaves_the_ranks_to_run_by_themselves(tmp_path):
+    (tmp_path / "starts_a_thread.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    )
+    path = os.pathsep.join((str(HERE), str(tmp_path)))
+    supervisor = Supervisor({**os.environ, "PYTHONPATH": path}, preload=("starts_a_thread",), patience=QUICK)
+    try:
+        assert supervisor.run(job(tmp_path, "well")).status == "ok"
+    finally:
+        supervisor.close()

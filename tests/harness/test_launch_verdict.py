@@ -1,0 +1,113 @@
+"""From what the supervisor saw to one status: cases that real processes cannot be made to show at will."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from harness.launch import Job
+from harness.launch.host_memory import oom_kills
+from harness.launch.tail import ProgressTail
+from harness.launch.verdict import Exit, Watched, judge
+
+
+@pytest.fixture
+def job(tmp_path):
+    return Job(trial_id="x", trial_dir=tmp_path, command=["x"], ranks=2, deadline_seconds=9)
+
+
+def leave_error(trial_dir: Path, rank: int, at: float, **fields: str) -> None:
+    path = trial_dir / "errors" / f"rank{rank}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"kind": "failed", "reason": "it broke", "traceback": ""} | fields))
+    os.utime(path, (at, at))
+
+
+def killed(rank: int, at: float = 100.0) -> Exit:
+    return Exit(rank=rank, returncode=-signal.SIGKILL, at=at)
+
+
+def test_sigkill_is_host_oom_only_when_the_kernel_counted_one(job):
+    assert judge(job, Watched(exits=[killed(1)], oom_killed=True)) == (
+        "host_oom",
+        "rank 1 was killed by the kernel because host memory ran out",
+    )
+    assert judge(job, Watched(exits=[killed(1)]))[0] == "failed"
+
+
+def test_a_lost_fork_server_is_host_oom_when_the_kernel_counted_one(job):
+    assert judge(job, Watched(server_lost="the fork server was killed by SIGKILL", oom_killed=True))[0] == "host_oom"
+
+
+@pytest.mark.parametrize(("error_at", "expected"), [(99.0, "rank 0: it broke"), (100.01, "rank 1 exited with code 7")])
+def test_the_earlier_of_an_error_and_an_exit_is_the_reason(job, error_at, expected):
+    leave_error(job.trial_dir, 0, error_at)
+    assert judge(job, Watched(exits=[Exit(rank=1, returncode=7, at=100.0)]))[1].startswith(expected)
+
+
+@pytest.mark.parametrize("error_at", [99.0, 101.0])
+def test_a_killed_rank_is_the_reason_however_late_its_exit_was_noticed(job, error_at):
+    leave_error(job.trial_dir, 0, error_at)
+    exits = [Exit(rank=2, returncode=7, at=99.5), killed(1)]
+    assert judge(job, Watched(exits=exits))[1].startswith("rank 1 was killed")
+
+
+def test_oom_wins_over_an_earlier_error_of_a_peer(job):
+    leave_error(job.trial_dir, 0, 1.0)
+    leave_error(job.trial_dir, 1, 2.0, kind="oom", reason="no memory")
+    assert judge(job, Watched(timed_out=True)) == ("oom", "rank 1: no memory")
+
+
+def test_an_unreadable_error_file_is_a_failure_that_says_so(job):
+    leave_error(job.trial_dir, 0, 1.0)
+    (job.trial_dir / "errors" / "rank0.json").write_text("{")
+    status, reason = judge(job, Watched())
+    assert (status, "left an unreadable error file" in reason) == ("failed", True)
+
+
+def test_a_timeout_names_the_last_step(job):
+    reason = judge(job, Watched(timed_out=True, progress={"step": 3, "of": 6}))[1]
+    assert reason.startswith("not finished within its 9 s after step 3 of 6; raise limits.trial_seconds")
+
+
+def test_processes_that_would_not_die_are_reported(job):
+    watched = Watched(timed_out=True, left=[41, 42])
+    assert "processes 41, 42 did not end after SIGKILL" in judge(job, watched)[1]
+
+
+@pytest.mark.parametrize(
+    ("membership", "counter"),
+    [
+        ("0::/me\n", "me/memory.events"),
+        ("0::/unseen/from/inside\n", "memory.events"),
+        ("4:memory:/me\n0::/\n", "memory/me/memory.oom_control"),
+        ("4:memory:/unseen\n", "memory/memory.oom_control"),
+    ],
+)
+def test_oom_kills_are_read_from_the_own_cgroup_of_either_version(tmp_path, membership, counter):
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text(membership)
+    (proc / "vmstat").write_text("oom_kill 99\n")
+    (cgroups / counter).parent.mkdir(parents=True)
+    (cgroups / counter).write_text("oom 5\noom_kill 7\n")
+    assert oom_kills(proc, cgroups) == 7
+
+
+def test_oom_kills_of_the_host_count_where_the_cgroup_has_no_counter(tmp_path):
+    (tmp_path / "vmstat").write_text("nr_free_pages 1\noom_kill 3\n")
+    assert oom_kills(tmp_path, tmp_path / "none") == 3
+
+
+def test_progress_is_read_once_per_whole_line(tmp_path):
+    path = tmp_path / "progress.jsonl"
+    tail = ProgressTail(path)
+    assert tail.new() == []
+    path.write_text('{"step": 1}\nnot json\n[1]\n{"st')
+    assert tail.new() == [{"step": 1}]
+    with open(path, "a") as file:
+        file.write('ep": 2}\n')
+    assert tail.new() == [{"step": 2}]
+    assert tail.new() == []

@@ -1,0 +1,53 @@
+"""Methods are found by name, without torch."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.errors import UsageError
+from harness.methods import all_methods, method_module, method_named
+
+QUICKSTART = Path(__file__).parents[2] / "experiments" / "quickstart.yaml"
+
+
+def test_the_engine_and_its_baselines_are_found() -> None:
+    names = list(all_methods())
+    assert names[0] == "burst"
+    assert {"ring", "megatron_cp", "ulysses"} <= set(names)
+    assert names[1:] == sorted(names[1:])
+
+
+def test_the_module_of_a_method_defines_it() -> None:
+    for name, method in all_methods().items():
+        assert method.name == name
+        assert importlib.import_module(method_module(name)).METHOD is method
+        assert method.system
+        assert method.source
+
+
+def test_an_unknown_method_names_its_nearest_neighbour() -> None:
+    with pytest.raises(UsageError, match="unknown method megatron_pc; did you mean megatron_cp"):
+        method_named("megatron_pc")
+    with pytest.raises(UsageError, match=r"unknown method xyzzy; expected burst, .* or ulysses"):
+        method_module("xyzzy")
+
+
+def test_listing_and_planning_import_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys\n"
+        "from harness.machine import discover\n"
+        "from harness.methods import all_methods\n"
+        "from harness.plan import plan\n"
+        "from harness.spec import load_experiment\n"
+        "import harness.hardware as hardware\n"
+        "plan(load_experiment(sys.argv[1]), discover())\n"
+        "hardware.all_hardware(), all_methods()\n"
+        "print(*{'torch', 'ray', 'pandas', 'matplotlib', 'numpy'} & set(sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(QUICKSTART)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

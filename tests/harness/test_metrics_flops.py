@@ -1,0 +1,100 @@
+"""The FLOP formula against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.settings import Checkpoint, ModelShape
+from harness.flops import layer_matmul_parameters, seconds_at_kernel_speed, visible_pairs, work_of
+from tests.harness.synthetic_records import LARGE, SMALL, settings
+
+# hidden 4, 2 query heads and 1 KV head of 2, gated MLP of 3, vocabulary 5, 2 layers.
+# One layer: q 4x4, k 4x2, v 4x2, o 4x4 = 48; MLP 3 x 4 x 3 = 36; together 84.
+TOY = ModelShape(name="toy", layers=2, hidden=4, ffn=3, heads=2, kv_heads=1, head_dim=2, vocab=5)
+
+
+@pytest.mark.parametrize(
+    ("mask", "pairs"),
+    [("full", 36), ("causal", 21), ("sliding_window:0", 6), ("sliding_window:2", 15), ("sliding_window:1:2", 20)],
+)
+def test_visible_pairs_of_six_tokens_match_the_count_by_hand(mask: str, pairs: int) -> None:
+    assert visible_pairs(mask, 6) == pairs
+
+
+@pytest.mark.parametrize(
+    ("mask", "left", "right"),
+    [("full", 99, 99), ("causal", 99, 0), ("sliding_window:3", 3, 0), ("sliding_window:2:4", 2, 4)],
+)
+@pytest.mark.parametrize("seq_len", [1, 2, 7, 16])
+def test_visible_pairs_equal_a_count_over_the_whole_grid(mask: str, left: int, right: int, seq_len: int) -> None:
+    grid = sum(i - left <= j <= i + right for i in range(seq_len) for j in range(seq_len))
+    assert visible_pairs(mask, seq_len) == grid
+
+
+def test_causal_pairs_are_exact_at_a_million_tokens() -> None:
+    assert visible_pairs("causal", 1 << 20) == (1 << 20) * ((1 << 20) + 1) // 2
+
+
+def test_training_forward_matches_the_hand_count() -> None:
+    work = work_of(settings(model=TOY, seq_len=6, batch_size=3, world_size=2, cp_size=1))
+    # 6 tokens x 3 sequences x 2 replicas = 36 tokens; 21 causal pairs in each of 6 sequences.
+    assert work.layers == 2 * 36 * 2 * 84
+    assert work.head == 2 * 36 * 5 * 4
+    assert work.attention == 4 * 2 * 2 * 21 * 2 * 6
+    assert work.forward == 12096 + 1440 + 4032
+    assert work.model == 3 * 17568
+
+
+def test_an_ungated_mlp_has_two_matrices() -> None:
+    ungated = ModelShape(name="g", layers=1, hidden=4, ffn=3, heads=2, kv_heads=1, head_dim=2, vocab=5, gated=False)
+    assert layer_matmul_parameters(ungated) == 48 + 2 * 4 * 3
+
+
+def test_grouped_heads_do_not_change_attention_work() -> None:
+    grouped = work_of(settings(task="attention", model=LARGE))
+    whole = ModelShape(name="w", layers=16, hidden=2048, ffn=8192, heads=16, kv_heads=16, head_dim=128, vocab=32000)
+    assert grouped == work_of(settings(task="attention", model=whole))
+
+
+def test_attention_alone_is_quoted_at_three_and_a_half_forwards() -> None:
+    work = work_of(settings(task="attention", model=TOY, seq_len=6))
+    assert work.forward == 4 * 2 * 2 * 21
+    assert work.kernel == 3.5 * work.forward
+    assert work.model == 3 * work.forward
+    assert work.hardware == work.kernel
+
+
+def test_cp_size_does_not_change_the_work_of_a_step() -> None:
+    assert work_of(settings(cp_size=1)) == work_of(settings(cp_size=4))
+
+
+@pytest.mark.parametrize(
+    ("every", "tail", "layers_again", "attention_again"),
+    [(0, 1.0, 0, 0), (0, 0.0, 0, 0), (1, 1.0, 1, 0), (1, 0.0, 1, 1)],
+)
+def test_recomputation_counts_in_hardware_flops_only(
+    every: int, tail: float, layers_again: int, attention_again: int
+) -> None:
+    work = work_of(settings(model=SMALL, checkpoint=Checkpoint(every=every, tail=tail)))
+    assert work.hardware - work.kernel == layers_again * work.layers + attention_again * work.attention
+    assert work.model == work_of(settings(model=SMALL, checkpoint=Checkpoint(every=0))).model
+
+
+def test_fused_lm_head_repeats_nothing() -> None:
+    assert work_of(settings(lm_head_fusion=True)) == work_of(settings(lm_head_fusion=False))
+
+
+def test_attention_at_kernel_speed_reproduces_the_published_ceiling() -> None:
+    """660 TFLOP/s forward and 625 backward bound model FLOPs to 3 / (1/660 + 2.5/625) = 544 TFLOP/s."""
+    work = work_of(settings(task="attention", model=LARGE, seq_len=65536))
+    seconds = seconds_at_kernel_speed(work, gemm=796, attention_forward=660, attention_backward=625)
+    assert work.model / seconds / 1e12 == pytest.approx(543.96, abs=0.01)
+
+
+def test_flops_of_the_published_7b_shape_match_the_paper_formula() -> None:
+    """F(S) = 12 S L h^2 (1 + Hkv/H + c S/h + 1.5 f/h + V/(2 L h)), c = 0.5; ours counts the diagonal in full."""
+    model = ModelShape(name="7b", layers=32, hidden=4096, ffn=11008, heads=32, kv_heads=32, head_dim=128, vocab=32000)
+    s, h, layers = 1 << 20, 4096, 32
+    published = 12 * s * layers * h**2 * (2 + 0.5 * s / h + 1.5 * 11008 / h + 32000 / (2 * layers * h))
+    diagonal = 3 * 4 * 32 * 128 * (s / 2) * layers  # S(S+1)/2 instead of S^2/2
+    assert work_of(settings(model=model, seq_len=s)).model == pytest.approx(published + diagonal, rel=1e-12)

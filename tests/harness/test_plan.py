@@ -1,0 +1,206 @@
+"""A plan is every combination once, in a fixed order, each with the reason when it cannot run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.errors import UsageError
+from harness.machine import Machine
+from harness.plan import nothing_can_run, plan, plan_table, varying_settings
+from harness.spec import load_experiment
+from harness.trial import Trial
+
+LAPTOP = Machine(hostname="laptop", device="cpu", cores=2, memory_gib=8)
+NODE = Machine(
+    hostname="node", device="cuda", cores=64, memory_gib=512, gpu_name="NVIDIA H200", gpu_count=4, gpu_memory_gib=139
+)
+QUICKSTART = Path(__file__).parents[2] / "experiments" / "quickstart.yaml"
+
+BASE = """\
+task: train
+model: tiny
+sweep:
+  method: [burst, ulysses]
+  cp_size: [1, 2]
+fixed: {seq_len: 1k, dtype: fp32}
+"""
+
+
+def _plan(folder: Path, *overrides: str, text: str = BASE, machine: Machine = LAPTOP) -> tuple[Trial, ...]:
+    path = folder / "question.yaml"
+    path.write_text(text, encoding="utf-8")
+    return plan(load_experiment(path, overrides=overrides), machine)
+
+
+def _only_refusal(folder: Path, *overrides: str, machine: Machine = LAPTOP) -> str:
+    [trial] = _plan(folder, "fixed.method=burst", "fixed.cp_size=1", *overrides, machine=machine)
+    assert trial.refusal is not None
+    assert "\n" not in trial.refusal
+    return trial.refusal
+
+
+def test_trials_are_the_product_in_file_order(tmp_path: Path) -> None:
+    trials = _plan(tmp_path, "task=[train, attention]", "seeds=[0, 1]")
+    points = [(t.settings.task, t.settings.method, t.settings.cp_size, t.settings.seed) for t in trials]
+    assert points == [
+        (task, method, cp_size, seed)
+        for task in ("train", "attention")
+        for method in ("burst", "ulysses")
+        for cp_size in (1, 2)
+        for seed in (0, 1)
+    ]
+    assert trials == _plan(tmp_path, "task=[train, attention]", "seeds=[0, 1]")
+    assert len({trial.id for trial in trials}) == len(trials)
+
+
+def test_trials_carry_every_setting_of_the_file(tmp_path: Path) -> None:
+    overrides = ("fixed.checkpoint.tail=0", "steps.measured=7", "limits.trial_seconds=60", "fixed.batch_size=2")
+    trial = _plan(tmp_path, *overrides)[0]
+    assert (trial.experiment, trial.deadline_seconds) == ("question", 60)
+    assert (trial.settings.checkpoint.tail, trial.settings.checkpoint.every) == (0.0, 1)
+    assert (trial.settings.steps.measured, trial.settings.batch_size, trial.settings.dtype) == (7, 2, "fp32")
+
+
+def test_the_note_of_a_model_is_no_part_of_a_trial(tmp_path: Path) -> None:
+    trial = _plan(tmp_path)[0]
+    reworded = replace(trial, settings=replace(trial.settings, model=replace(trial.settings.model, note="other words")))
+    assert (reworded.settings, reworded.id) == (trial.settings, trial.id)
+
+
+def test_equal_settings_are_one_trial(tmp_path: Path) -> None:
+    assert len(_plan(tmp_path, "sweep.cp_size=[1, 2, 1]")) == 4
+    assert len(_plan(tmp_path, "sweep.world_size=[0, 2]", "fixed.cp_size=2")) == 2  # 0 stands for cp_size x tp_size
+
+
+def test_exclude_drops_what_matches_all_its_keys(tmp_path: Path) -> None:
+    trials = _plan(tmp_path, "exclude=[{method: ulysses, cp_size: [1, 4]}]")
+    assert [(t.settings.method, t.settings.cp_size) for t in trials] == [("burst", 1), ("burst", 2), ("ulysses", 2)]
+    assert _plan(tmp_path, "exclude=[{method: ulysses, dtype: bf16}]") == _plan(tmp_path)
+    assert len(_plan(tmp_path, "exclude=[{model: tiny}]")) == 0
+
+
+def test_a_changed_model_says_so_in_its_name(tmp_path: Path) -> None:
+    trials = _plan(tmp_path, "sweep.model.layers=[1, 2]", "fixed.method=burst", "fixed.cp_size=1")
+    assert [(t.settings.model.name, t.settings.model.layers) for t in trials] == [("tiny(layers=1)", 1), ("tiny", 2)]
+
+
+def test_model_settings_that_contradict_each_other_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"question.yaml: model .* 8 query heads are not divisible by 3 KV heads"):
+        _plan(tmp_path, "fixed.model.kv_heads=3")
+
+
+def test_sizes_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    reason = _only_refusal(tmp_path, "fixed.cp_size=2", "fixed.world_size=3")
+    assert reason.startswith("cp_size 2 x tp_size 1 = 2 does not divide world_size 3; choose")
+    reason = _only_refusal(tmp_path, "fixed.cp_size=2", "fixed.emulate_nodes=3")
+    assert reason.startswith("emulate_nodes 3 does not divide world_size 2; choose")
+
+
+def test_more_ranks_than_the_machine_holds_are_refused(tmp_path: Path) -> None:
+    assert "8 ranks need 8 GPUs, but this machine has 4 GPUs (NVIDIA H200)" in _only_refusal(
+        tmp_path, "fixed.cp_size=8", machine=NODE
+    )
+    assert "16 ranks are more than the 8 processes" in _only_refusal(tmp_path, "fixed.cp_size=16")
+    assert "8 ranks need 8 GPUs" in _only_refusal(tmp_path, "fixed.world_size=8", machine=NODE)
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "cudnn", "fa4", "flex"])
+def test_gpu_kernels_are_refused_without_gpu(tmp_path: Path, kernel: str) -> None:
+    reason = _only_refusal(tmp_path, f"fixed.kernel={kernel}", "fixed.dtype=bf16")
+    assert reason.startswith(f"kernel {kernel} needs a GPU, and this machine has none")
+
+
+def test_the_cpu_kernel_is_refused_where_ranks_use_gpus(tmp_path: Path) -> None:
+    reason = _only_refusal(tmp_path, "fixed.kernel=cpu", machine=NODE)
+    assert reason.startswith("kernel cpu needs a CPU, and the ranks here use GPUs")
+
+
+def test_a_vocabulary_too_small_for_the_text_is_refused_in_training_only(tmp_path: Path) -> None:
+    reason = _only_refusal(tmp_path, "task=train", "fixed.model.vocab=100")
+    assert "has a vocabulary of 100, but byte tokens need 256" in reason
+    assert all(trial.refusal is None for trial in _plan(tmp_path, "task=attention", "fixed.model.vocab=100"))
+
+
+def test_a_mask_that_describes_another_length_is_refused_and_has_no_work(tmp_path: Path) -> None:
+    trials = _plan(tmp_path, "fixed.mask=documents:3,5")
+    assert all("2 documents hold 8 tokens" in (trial.refusal or "") for trial in trials)
+    assert {row["model_tflop"] for row in plan_table(trials)} == {None}
+
+
+def test_bf16_runs_without_gpu(tmp_path: Path) -> None:
+    assert all(trial.refusal is None for trial in _plan(tmp_path, "fixed.dtype=bf16"))
+
+
+def test_a_length_that_does_not_split_names_the_nearest_ones(tmp_path: Path) -> None:
+    trials = _plan(tmp_path, "fixed.seq_len=1001")
+    refused = {(t.settings.method, t.settings.cp_size): t.refusal for t in trials}
+    assert refused["burst", 1] is None
+    assert refused["burst", 2] is not None
+    assert "1000" in refused["burst", 2]
+    assert "1004" in refused["burst", 2]
+    assert refused["ulysses", 2] is not None
+    assert "1000" in refused["ulysses", 2]
+    assert "1002" in refused["ulysses", 2]
+
+
+def test_heads_that_ulysses_cannot_divide_are_refused_and_the_rest_runs(tmp_path: Path) -> None:
+    trials = _plan(tmp_path, "fixed.cp_size=8")
+    reasons = {trial.settings.method: trial.refusal for trial in trials}
+    assert reasons["burst"] is None
+    assert reasons["ulysses"] is not None
+    assert "KV heads" in reasons["ulysses"]
+    assert nothing_can_run(trials) is None
+
+
+def test_a_plan_without_a_trial_that_can_run_says_why(tmp_path: Path) -> None:
+    assert nothing_can_run(_plan(tmp_path)) is None
+    everything_excluded = nothing_can_run(_plan(tmp_path, "exclude=[{dtype: fp32}]"))
+    assert everything_excluded is not None
+    assert "exclude drops every combination" in everything_excluded
+    too_large = nothing_can_run(_plan(tmp_path, "sweep.cp_size=[16, 16]", "fixed.method=burst"))
+    assert too_large is not None
+    assert too_large.startswith("the plan's only trial cannot run: 16 ranks are more")
+    both = nothing_can_run(_plan(tmp_path, "sweep.cp_size=[16, 32]", "fixed.method=burst"))
+    assert both is not None
+    assert both.startswith("none of the 2 trials can run, 1 of them because 16 ranks")
+
+
+def test_the_table_shows_what_varies_and_why_a_trial_cannot_run(tmp_path: Path) -> None:
+    trials = _plan(tmp_path, "sweep.checkpoint.tail=[0, 1]", "sweep.cp_size=[1, 16]")
+    assert varying_settings(trials) == ["method", "cp_size", "world_size", "checkpoint.tail"]
+    rows = plan_table(trials)
+    assert len({tuple(row) for row in rows}) == 1  # the same columns in every row
+    assert rows[0]["trial_id"] == trials[0].id
+    assert (rows[0]["model"], rows[0]["checkpoint.tail"], rows[0]["can_run"], rows[0]["reason"]) == (
+        "tiny",
+        0,
+        True,
+        "",
+    )
+    assert rows[-1]["can_run"] is False
+    assert rows[-1]["reason"] == trials[-1].refusal
+    assert all(row["model_tflop"] > 0 for row in rows)
+    assert plan_table([]) == []
+
+
+def test_the_quickstart_compares_three_methods_over_lengths_and_cp_sizes() -> None:
+    trials = plan(load_experiment(QUICKSTART), LAPTOP)
+    assert len(trials) == 36
+    assert all(trial.refusal is None for trial in trials)
+    settings = [trial.settings for trial in trials]
+    assert {s.method for s in settings} == {"burst", "megatron_cp", "ulysses"}
+    assert {s.cp_size for s in settings} == {1, 2, 4}
+    assert len({s.seq_len for s in settings}) >= 2
+    assert {s.task for s in settings} == {"train", "attention"}
+
+
+def test_the_quickstart_on_gpus_runs_one_gpu_once_and_refuses_what_does_not_fit() -> None:
+    experiment = load_experiment(QUICKSTART, "gpu")
+    trials = plan(experiment, NODE)
+    assert all(trial.refusal is None for trial in trials)
+    assert {t.settings.method for t in trials if t.settings.cp_size == 1} == {"burst"}
+    assert {t.settings.kernel for t in trials} == {"fa4", "cudnn"}
+    assert nothing_can_run(plan(experiment, LAPTOP)) is not None

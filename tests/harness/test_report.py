@@ -1,0 +1,180 @@
+"""The report as a whole: one self-contained page and its files, from records alone."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from harness.record import Record, write_record
+from harness.report import read_runs, terminal_table, write_report
+from harness.results import rows_of
+from tests.harness.synthetic_records import H200, LARGE, cpu_sweep, record
+
+
+def run_of(folder: Path, records: Sequence[Record]) -> Path:
+    for one in records:
+        write_record(folder / "trials" / one.trial_id, one)
+    return folder
+
+
+class Page(HTMLParser):
+    """Tags in order, all addresses, and the visible text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "data", "action", "srcset")]
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = run_of(tmp_path_factory.mktemp("runs") / "demo", cpu_sweep())
+    assert write_report([folder], folder) == folder / "report.html"
+    return folder
+
+
+def test_a_report_leaves_page_figures_and_tables(full: Path) -> None:
+    figures = {path.name for path in (full / "figures").iterdir()}
+    assert {
+        "throughput.png",
+        "throughput.pdf",
+        "loss.png",
+        "peak_memory-train.png",
+        "bytes_sent-attention.pdf",
+    } <= figures
+    tables = {path.name for path in (full / "tables").iterdir()}
+    names = ("results", "comparison", "agreement", "accuracy", "problems")
+    assert tables == {f"{name}.{kind}" for name in names for kind in ("md", "tex", "csv")}
+
+
+def test_the_page_needs_nothing_from_elsewhere(full: Path) -> None:
+    text = (full / "report.html").read_text()
+    page = Page(text)
+    assert page.links
+    assert all(link.startswith("data:image/svg+xml;base64,") for link in page.links)
+    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    style = text[text.index("<style>") : text.index("</style>")]
+    assert "url(" not in style
+    assert "@import" not in style
+
+
+def test_the_page_says_what_happened_where_and_by_which_formula(full: Path) -> None:
+    text = Page((full / "report.html").read_text()).text
+    for part in (
+        "A small sweep",
+        "33 of 36 trials gave a measurement; 1 oom, 1 refused, 1 timeout.",
+        "agree within 1e-04 between all methods and parallel sizes",
+        "rank 2 ran out of memory allocating 3.1 GiB",
+        "4 KV heads do not split into 8 ranks",
+        "torch 2.13.0+cpu",
+        "0123abc",
+        "MFU = 3 × forward FLOPs",
+    ):
+        assert part in text, part
+
+
+def test_text_from_records_is_escaped(tmp_path: Path) -> None:
+    hostile = '<script>alert("x")</script><img src=http://example.invalid/x.png>'
+    folder = run_of(tmp_path / "r", [record(status="failed", reason=hostile, title=hostile), record(method="ring")])
+    page = Page(write_report([folder], tmp_path / "out", {"html"}).read_text())
+    assert "script" not in page.tags
+    assert "img" not in page.tags or all(link.startswith("data:") for link in page.links)
+    assert hostile in page.text
+
+
+@pytest.mark.parametrize("status", ["refused", "oom", "interrupted", "node_lost"])
+def test_a_run_without_a_single_number_still_has_a_report(tmp_path: Path, status: str) -> None:
+    records = [record(status=status, reason=f"because of {cp_size}", cp_size=cp_size) for cp_size in (1, 2)]  # type: ignore[arg-type]
+    page = Page(write_report([run_of(tmp_path / "r", records)], tmp_path / "out").read_text())
+    assert f"0 of 2 trials gave a measurement; 2 {status}." in page.text
+    assert "because of 1" in page.text
+    assert not (tmp_path / "out" / "figures").exists()
+
+
+def test_runs_of_different_experiments_share_a_report_without_mixing_figures(tmp_path: Path) -> None:
+    small = run_of(tmp_path / "small", [record(), record(method="megatron_cp", seconds=0.3)])
+    large = run_of(
+        tmp_path / "large", [record(experiment="big", title="A large sweep", model=LARGE, dtype="bf16", gpu=H200)]
+    )
+    page = Page(write_report([small, large], tmp_path / "out").read_text())
+    assert "A small sweep · A large sweep" in page.text
+    figures = {path.stem for path in (tmp_path / "out" / "figures").glob("*.png")}
+    assert {"throughput-small-quickstart-small-fp32", "throughput-large-big-1b-bf16", "mfu"} <= figures
+
+
+def test_runs_with_one_name_are_told_apart(tmp_path: Path) -> None:
+    one, other = (run_of(tmp_path / name / "demo", [record()]) for name in ("monday", "tuesday"))
+    _, rows = read_runs([one, other, one])
+    assert [row["run"] for row in rows] == ["monday/demo", "tuesday/demo"]
+
+
+def test_only_the_formats_asked_for_are_written(tmp_path: Path) -> None:
+    folder = run_of(tmp_path / "r", [record()])
+    assert write_report([folder], tmp_path / "out", {"md", "pdf"}) == tmp_path / "out"
+    written = {path.suffix for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert written == {".md", ".pdf"}
+
+
+def test_an_unknown_format_and_an_empty_run_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    folder = run_of(tmp_path / "r", [record()])
+    with pytest.raises(ValueError, match="format 'docx' is unknown; choose from csv, html"):
+        write_report([folder], tmp_path, {"docx"})
+    with pytest.raises(ValueError, match=r"no record below .*empty; name directories"):
+        write_report([tmp_path / "empty"], tmp_path)
+
+
+def test_what_an_earlier_report_left_and_this_one_has_no_more_is_removed(tmp_path: Path) -> None:
+    folder = run_of(tmp_path / "r", [record(), record(method="ring", status="failed", reason="a cable")])
+    write_report([folder], tmp_path)
+    (tmp_path / "tables" / "mine.csv").write_text("kept")
+    assert (tmp_path / "tables" / "problems.csv").exists()
+    folder = run_of(tmp_path / "r2", [record(), record(method="ring")])
+    write_report([folder], tmp_path, {"csv", "html"})
+    assert not (tmp_path / "tables" / "problems.csv").exists()
+    assert (tmp_path / "tables" / "problems.md").exists()  # markdown was not asked for this time
+    assert (tmp_path / "tables" / "mine.csv").exists()
+
+
+def test_a_report_made_twice_is_the_same(tmp_path: Path) -> None:
+    folder = run_of(tmp_path / "r", [record(), record(method="ring")])
+    first = write_report([folder], tmp_path / "a", {"html", "tex"}).read_bytes()
+    assert write_report([folder], tmp_path / "b", {"html", "tex"}).read_bytes() == first
+
+
+def test_the_terminal_table_has_a_line_per_trial_with_number_or_reason() -> None:
+    rows = rows_of([record(seconds=0.2), record(method="ring", status="failed", reason="[red]rank 1 died[/red]")])
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(terminal_table(rows))
+    lines = [line.strip() for line in console.export_text().splitlines()]
+    [ok] = [line for line in lines if line.startswith("burst")]
+    [failed] = [line for line in lines if line.startswith("ring")]
+    assert re.search(r"208 .* ok", ok)
+    assert "failed: [red]rank 1 died[/red]" in failed
+
+
+def test_reports_are_made_without_torch_and_without_pyplot() -> None:
+    report = "import sys, harness.report; harness.report.all_figures()"
+    code = f"{report}; print({{'torch', 'matplotlib.pyplot'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,196 @@
+"""Tables of a report: agreement, comparison, problems; and their Markdown, LaTeX and CSV forms."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+
+from harness.agreement import agreements, relative_differences
+from harness.headline import summary_sentences
+from harness.results import rows_of
+from harness.summary import (
+    accuracy_table,
+    agreement_table,
+    baseline_of,
+    comparison_table,
+    problems_table,
+    results_table,
+)
+from harness.tables import Column, Table, escape_latex, significant, to_csv, to_latex, to_markdown
+from tests.harness.synthetic_records import cpu_sweep, record
+
+
+def as_dicts(table: Table) -> list[dict[str, object]]:
+    return [dict(zip((column.header for column in table.columns), row, strict=True)) for row in table.rows]
+
+
+def test_relative_difference_is_symmetric_and_zero_for_equal_values() -> None:
+    assert relative_differences([2.0, 0.0, 1.0], [4.0, 0.0, 1.0]) == [0.5, 0.0, 0.0]
+    assert relative_differences([4.0], [2.0]) == relative_differences([2.0], [4.0])
+
+
+def test_every_method_and_cp_size_is_held_against_one_reference() -> None:
+    rows = rows_of(cpu_sweep())
+    found = [pair for pair in agreements(rows) if pair.row["seq_len"] == 1024]
+    assert {(pair.reference["method"], pair.reference["cp_size"]) for pair in found} == {("burst", 1)}
+    assert len(found) == 8  # nine trials, one refused
+    assert all(pair.agrees for pair in found)
+
+
+def test_a_difference_in_any_step_breaks_the_agreement() -> None:
+    trial = record(method="ulysses")
+    assert trial.measurement is not None
+    trial.measurement.loss[1] *= 1.001
+    [_, pair] = agreements(rows_of([record(), trial]))
+    assert pair.loss == pytest.approx(1e-3, rel=1e-2)
+    assert pair.agrees is False
+
+
+def test_a_gradient_norm_that_differs_breaks_the_agreement_too() -> None:
+    trial = record(method="ulysses")
+    assert trial.measurement is not None
+    trial.measurement.grad_norm[-1] *= 1.001
+    assert [pair.agrees for pair in agreements(rows_of([record(), trial]))] == [True, False]
+
+
+def test_trials_that_compute_something_else_are_not_compared() -> None:
+    others = [record(seed=1), record(mask="full"), record(batch_size=2), record(dtype="fp64"), record(seq_len=2048)]
+    assert all(pair.row is pair.reference for pair in agreements(rows_of([record(), *others])))
+
+
+def test_the_same_batch_spread_over_replicas_is_compared() -> None:
+    found = agreements(rows_of([record(batch_size=2), record(batch_size=1, world_size=2)]))
+    assert {pair.reference["trial_id"] for pair in found} == {found[0].row["trial_id"]}
+
+
+def test_bf16_is_shown_without_a_verdict() -> None:
+    table = agreement_table(rows_of([record(dtype="bf16"), record(dtype="bf16", method="ring", drift=0.01)]))
+    assert table is not None
+    assert [line["verdict"] for line in as_dicts(table)] == ["reference", "not bound"]
+    assert not table.marked
+
+
+def test_a_disagreement_is_marked_and_leads_the_summary() -> None:
+    rows = rows_of([record(), record(method="ring", drift=5e-4)])
+    table = agreement_table(rows)
+    assert table is not None
+    assert table.marked == {1}
+    assert as_dicts(table)[1]["verdict"] == "differs"
+    assert "1 of 1 trials differ from their reference by more than 1e-04" in " ".join(summary_sentences(rows))
+
+
+def test_speedup_is_over_the_baseline_at_the_same_point() -> None:
+    table = comparison_table(rows_of([record(seconds=0.1), record(method="megatron_cp", seconds=0.15)]))
+    assert table is not None
+    [line] = as_dicts(table)
+    assert line["burst ÷ megatron_cp"] == pytest.approx(1.5)
+
+
+def test_no_speedup_is_formed_across_runs() -> None:
+    rows = [*rows_of([record(seconds=0.1)], run="a"), *rows_of([record(method="megatron_cp")], run="b")]
+    assert comparison_table(rows) is None
+
+
+def test_no_speedup_is_formed_across_different_settings() -> None:
+    assert comparison_table(rows_of([record(schedule="ring"), record(method="megatron_cp")])) is None
+
+
+def test_a_comparison_without_its_baseline_number_shows_the_status_and_no_ratio() -> None:
+    table = comparison_table(rows_of([record(), record(method="megatron_cp", status="oom"), record(method="ulysses")]))
+    assert table is not None
+    [line] = as_dicts(table)
+    assert line["megatron_cp tok/s/GPU"] == "oom"
+    assert baseline_of(rows_of([record(method="megatron_cp", status="oom"), record(method="ulysses")])) == "ulysses"
+
+
+def test_seeds_are_pooled_by_their_median() -> None:
+    trials = [record(seed=seed, seconds=seconds) for seed, seconds in enumerate((0.1, 0.2, 0.9))]
+    baseline = [record(method="megatron_cp", seed=seed, seconds=0.4) for seed in range(3)]
+    table = comparison_table(rows_of([*trials, *baseline]))
+    assert table is not None
+    assert as_dicts(table)[0]["burst ÷ megatron_cp"] == pytest.approx(2.0)
+
+
+def test_every_trial_without_a_number_is_listed_with_its_reason() -> None:
+    table = problems_table(rows_of(cpu_sweep()))
+    assert table is not None
+    assert {(line["status"], line["reason"]) for line in as_dicts(table)} == {
+        ("refused", "4 KV heads do not split into 8 ranks; choose a cp_size that divides them"),
+        ("oom", "rank 2 ran out of memory allocating 3.1 GiB"),
+        ("timeout", "no end after 60 s; raise limits.trial_seconds"),
+    }
+    assert problems_table(rows_of([record()])) is None
+
+
+def test_errors_against_float64_are_tabled_where_they_were_measured() -> None:
+    table = accuracy_table(rows_of([record(task="attention"), record()]))
+    assert table is not None
+    assert [line["dq error"] for line in as_dicts(table)] == [3e-7]
+
+
+def test_columns_nobody_filled_are_left_out_of_the_printed_table() -> None:
+    headers = {column.header for column in results_table(rows_of(cpu_sweep())).columns}
+    assert "MFU %" not in headers
+    assert {"tok/s/GPU", "reason"} <= headers
+
+
+def test_varying_settings_are_part_of_the_name() -> None:
+    rows = rows_of([record(schedule="ring"), record(schedule="double_ring")])
+    assert [line["method"] for line in as_dicts(results_table(rows))] == [
+        "burst, schedule double_ring",
+        "burst, schedule ring",
+    ]
+
+
+HOSTILE = Table(
+    name="hostile",
+    title="50% of $x_1$ & <more>",
+    columns=(Column(header="text"), Column(header="number", numeric=True, form=significant(3))),
+    rows=((r"a|b\c {d} ~ ^ # *e* <script>", 1234.5678), ("line\nbreak", None)),
+)
+
+
+def test_latex_escapes_every_special_character() -> None:
+    assert escape_latex("\\&%$#_{}~^") == (r"\textbackslash{}\&\%\$\#\_\{\}\textasciitilde{}\textasciicircum{}")
+    text = to_latex(HOSTILE)
+    assert r"\caption{50\% of \$x\_1\$ \& \textless{}more\textgreater{}}" in text
+    assert r"  line break &  \\" in text.splitlines()
+
+
+def test_latex_of_our_own_notes_is_pure_ascii() -> None:
+    rows = rows_of(cpu_sweep())
+    tables = [results_table(rows), comparison_table(rows), agreement_table(rows), accuracy_table(rows)]
+    assert all(table is not None and to_latex(table).isascii() for table in tables)
+
+
+def test_markdown_keeps_one_line_per_row_and_escapes_bars() -> None:
+    lines = to_markdown(HOSTILE).splitlines()
+    assert lines[3] == "| --- | ---: |"
+    assert lines[4] == r"| a\|b\\c {d} ~ ^ # \*e\* \<script> | 1,235 |"
+    assert lines[5] == "| line break |  |"
+
+
+def test_csv_keeps_full_precision_and_empty_cells() -> None:
+    [header, first, second] = csv.reader(io.StringIO(to_csv(HOSTILE)))
+    assert header == ["text", "number"]
+    assert first[1] == "1234.5678"
+    assert second == ["line\nbreak", ""]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (1234567.8, "1,234,568"), (12.345, "12.3"), (0.012345, "0.0123"), (99.96, "100"), (4.0, "4.00")],
+)
+def test_three_significant_digits(value: float, text: str) -> None:
+    assert significant(3)(value) == text
+
+
+def test_a_difference_within_the_spread_of_the_steps_is_called_so() -> None:
+    clear = rows_of([record(seconds=0.2), record(method="ring", seconds=0.4)])
+    close = rows_of([record(seconds=0.2), record(method="ring", seconds=0.202)])
+    [told] = [sentence for sentence in summary_sentences(clear) if sentence.startswith("Fastest")]
+    assert told.endswith("tokens/s per rank, 2.00× the speed of ring.")
+    [told] = [sentence for sentence in summary_sentences(close) if sentence.startswith("Fastest")]
+    assert told.endswith("1.01× the speed of ring, a difference within the spread of the steps.")

@@ -1,0 +1,211 @@
+"""A plan's way to records, with a launcher whose outcomes the test decides and which leaves real files."""
+
+import csv
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.measurement import Measurement, write_measurement
+from engine.settings import ModelShape, TrialSettings
+from harness.errors import UsageError
+from harness.launch import Job, Outcome
+from harness.machine import Machine
+from harness.progress import PlainView
+from harness.record import Record, read_record, read_records
+from harness.run import Host, Resume, run_experiment
+from harness.trial import Trial
+
+MODEL = ModelShape(name="m", layers=1, hidden=16, ffn=32, heads=2, kv_heads=2, head_dim=8, vocab=32)
+
+PORT_TAKEN = (
+    "rank 0: DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, "
+    "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use (see logs/rank0.log)"
+)
+
+
+class ScriptedLauncher:
+    """Ends each job as its length says; an implementation of the protocol, so that runs are tested without torch."""
+
+    name = "scripted"
+
+    def __init__(self, outcomes: dict[int, str]) -> None:
+        self.outcomes = outcomes
+        self.jobs: list[Job] = []
+
+    def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
+        self.jobs.append(job)
+        seq_len = int(job.trial_id.split("-s")[1].split("-")[0])
+        status = self.outcomes.get(seq_len, "ok")
+        if status.startswith("port taken"):
+            once = status.endswith("once")
+            if not once or [earlier.trial_id for earlier in self.jobs].count(job.trial_id) == 1:
+                return Outcome(status="failed", reason=PORT_TAKEN, wall_seconds=1.0, hosts=["here"])
+            status = "ok"
+        if status == "ctrl-c":
+            raise KeyboardInterrupt
+        if status == "ok":
+            write_measurement(job.trial_dir, Measurement(step_seconds=[0.5], loss=[1.0]))
+        elif status == "ok, but silent":
+            status = "ok"
+        reason = "" if status == "ok" else f"the reason of {status}"
+        return Outcome(status=status, reason=reason, wall_seconds=1.0, hosts=["here"])  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        pass
+
+
+def trial(seq_len: int, refusal: str | None = None) -> Trial:
+    settings = TrialSettings(task="train", method="burst", model=MODEL, seq_len=seq_len)
+    return Trial(experiment="exp", title="An experiment", settings=settings, deadline_seconds=60, refusal=refusal)
+
+
+class Runner:
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.said: list[str] = []
+
+    def __call__(
+        self, outcomes: dict[int, str], trials: list[Trial], resume: Resume | None = None, **environment: str
+    ) -> tuple[int, ScriptedLauncher]:
+        from rich.console import Console
+
+        launcher = ScriptedLauncher(outcomes)
+        machine = Machine(hostname="here", device="cpu", cores=2, memory_gib=8.0)
+        code = run_experiment(
+            "exp",
+            trials,
+            Host(machine=machine, launcher=launcher, environment=environment, commit="abc"),
+            self.run_dir,
+            view=PlainView(Console(quiet=True)),
+            say=self.said.append,
+            resume=resume,
+            again=["burst", "run", "exp.yaml"],
+        )
+        return code, launcher
+
+    def records(self) -> dict[int, Record]:
+        return {record.settings.seq_len: record for record in read_records(self.run_dir)}
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Runner(tmp_path / "run")
+
+
+def test_every_trial_leaves_a_record_and_a_row(run):
+    code, launcher = run({64: "oom"}, [trial(32), trial(64), trial(128, refusal="too long for this machine")])
+    assert code == 0
+    assert [job.trial_id for job in launcher.jobs] == [trial(32).id, trial(64).id]
+    records = run.records()
+    assert {length: (record.status, record.reason) for length, record in records.items()} == {
+        32: ("ok", ""),
+        64: ("oom", "the reason of oom"),
+        128: ("refused", "too long for this machine"),
+    }
+    assert records[32].measurement == Measurement(step_seconds=[0.5], loss=[1.0])
+    assert (records[32].launcher, records[128].launcher) == ("scripted", "")
+    with open(run.run_dir / "results.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["seq_len"], row["status"]) for row in rows] == [("32", "ok"), ("64", "oom"), ("128", "refused")]
+
+
+def test_the_worker_finds_its_settings_and_the_record_keeps_no_path_and_no_secret(run):
+    run({}, [trial(32)], NCCL_DEBUG="INFO", NCCL_API_KEY="hunter2", HOME="/home/me")
+    record = run.records()[32]
+    assert (run.run_dir / "trials" / record.trial_id / "trial.json").exists()
+    assert record.command == ["python", "-m", "engine.worker", "TRIAL_DIR"]
+    assert record.environment["NCCL_DEBUG"] == "INFO"
+    assert record.environment["NCCL_API_KEY"] == "<redacted>"
+    assert "HOME" not in record.environment
+    assert record.commit == "abc"
+
+
+@pytest.mark.parametrize("status", ["failed", "timeout", "node_lost", "hang"])
+def test_what_went_wrong_gives_exit_code_1_and_the_command_to_try_again(run, status):
+    code, launcher = run({32: status}, [trial(32), trial(64)])
+    assert (code, len(launcher.jobs)) == (1, 2)
+    assert run.said[-1] == "1 of 2 trials failed; try them again with: burst run exp.yaml --resume --retry-failed"
+
+
+def test_a_trial_that_lost_its_port_is_tried_once_more(run):
+    code, launcher = run({32: "port taken once"}, [trial(32)])
+    record = run.records()[32]
+    assert (code, len(launcher.jobs)) == (0, 2)
+    assert (record.status, record.attempts) == ("ok", 2)
+    first = read_record(run.run_dir / "trials" / trial(32).id / "attempts" / "1" / "record.json")
+    assert (first.status, first.reason, first.attempts) == ("failed", PORT_TAKEN, 1)
+
+
+def test_a_trial_that_loses_its_port_twice_has_failed(run):
+    code, launcher = run({32: "port taken"}, [trial(32)])
+    assert (code, len(launcher.jobs)) == (1, 2)
+    assert (run.records()[32].status, run.records()[32].attempts) == ("failed", 2)
+
+
+def test_an_ok_trial_without_a_measurement_has_failed(run):
+    code, _ = run({32: "ok, but silent"}, [trial(32)])
+    assert (code, run.records()[32].status) == (1, "failed")
+    assert "no measurement could be read" in run.records()[32].reason
+
+
+def test_ctrl_c_records_the_running_trial_and_leaves_the_others_to_resume(run):
+    trials = [trial(32), trial(64), trial(128)]
+    code, _ = run({64: "ctrl-c"}, trials)
+    assert code == 1
+    assert {length: record.status for length, record in run.records().items()} == {32: "ok", 64: "interrupted"}
+    assert run.said == ["interrupted after 1 of 3 trials; go on with: burst run exp.yaml --resume"]
+
+    code, launcher = run({}, trials, Resume())
+    assert code == 0
+    assert [job.trial_id for job in launcher.jobs] == [trials[1].id, trials[2].id]
+    assert run.records()[64].attempts == 2
+
+
+def test_resume_keeps_results_and_failures_and_retry_failed_only_results(run):
+    trials = [trial(32), trial(64), trial(128)]
+    run({64: "oom", 128: "failed"}, trials)
+    code, launcher = run({}, trials, Resume())
+    assert (code, launcher.jobs) == (1, [])
+    code, launcher = run({}, trials, Resume(retry_failed=True))
+    assert (code, [job.trial_id for job in launcher.jobs]) == (0, [trials[2].id])
+    assert run.records()[64].status == "oom"
+
+
+def test_resume_on_a_machine_that_can_runs_what_another_refused(run):
+    run({}, [trial(32), trial(64, refusal="needs 4 GPUs")])
+    _, launcher = run({}, [trial(32), trial(64)], Resume())
+    assert [job.trial_id for job in launcher.jobs] == [trial(64).id]
+    assert run.records()[64].status == "ok"
+
+
+def test_other_settings_are_another_trial_when_resuming(run):
+    run({}, [trial(32)])
+    other = dataclasses.replace(trial(32), settings=dataclasses.replace(trial(32).settings, seed=1))
+    _, launcher = run({}, [other], Resume())
+    assert [job.trial_id for job in launcher.jobs] == [other.id]
+
+
+def test_a_plan_in_which_nothing_can_run_touches_no_directory(run):
+    run({}, [trial(32)])
+    with pytest.raises(UsageError, match="the plan's only trial cannot run: too long"):
+        run({}, [trial(32, refusal="too long")])
+    assert run.records()[32].status == "ok"
+
+
+def test_an_unreadable_record_is_named_when_resuming(run):
+    run({}, [trial(32)])
+    path = run.run_dir / "trials" / trial(32).id / "record.json"
+    path.write_text("{")
+    with pytest.raises(UsageError, match=r"record\.json is not a record of schema 1 .*; remove it"):
+        run({}, [trial(32)], Resume())
+
+
+def test_a_record_that_makes_no_sense_is_named_before_anything_runs(run):
+    run({}, [trial(32)])
+    path = run.run_dir / "trials" / trial(32).id / "record.json"
+    path.write_text(path.read_text().replace('"causal"', '"sideways"'))
+    with pytest.raises(UsageError, match="mask 'sideways' is unknown"):
+        run({}, [trial(16), trial(32)], Resume())
+    assert run.records().keys() == {32}

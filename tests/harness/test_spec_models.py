@@ -1,0 +1,135 @@
+"""The shipped models, hardware and experiments say what their sources say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.document import Node
+from harness.errors import UsageError
+from harness.hardware import all_hardware, hardware_for, load_hardware
+from harness.models import MODELS_DIR, load_model, read_model
+from harness.spec import load_experiment
+
+EXPERIMENTS = MODELS_DIR.parent
+
+# thunlp/BurstEngine @426eb7a, apps/llama/config and plot_code; llama3_8b: untied, as published.
+PUBLISHED_PARAMETERS = {
+    "7b": 6_738_415_616,
+    "7b_artifact": 5_295_575_040,
+    "13b": 13_015_864_320,
+    "14b": 13_916_984_320,
+    "30b": 32_606_263_296,
+    "70b": 78_371_889_152,
+    "llama3_8b": 8_030_261_248,
+}
+
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED_PARAMETERS.items())
+def test_models_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
+    assert load_model(MODELS_DIR / f"{name}.yaml").parameters == parameters
+
+
+def test_every_shipped_model_loads_under_its_own_name() -> None:
+    for path in MODELS_DIR.glob("*.yaml"):
+        assert load_model(path).name == path.stem
+
+
+def test_tiny_is_small_and_splits_over_four_ranks_of_heads() -> None:
+    tiny = load_model(MODELS_DIR / "tiny.yaml")
+    assert tiny.parameters < 2_000_000
+    assert tiny.kv_heads % 4 == 0
+    assert tiny.vocab == 256
+
+
+def test_a_wrong_parameter_count_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "odd.yaml"
+    text = (MODELS_DIR / "tiny.yaml").read_text(encoding="utf-8").replace("459392", "459393")
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=r"odd.yaml:\d+: parameters is 459,393, but the shape has 459,392"):
+        load_model(path)
+
+
+def test_an_unknown_model_names_its_nearest_neighbour(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="here: unknown model lama3_8b; did you mean llama3_8b"):
+        read_model(Node("lama3_8b", "here"), tmp_path)
+
+
+def test_a_model_beside_the_experiment_is_found_by_name_and_by_path(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    text = (MODELS_DIR / "tiny.yaml").read_text(encoding="utf-8")
+    (tmp_path / "models" / "mine.yaml").write_text(text, encoding="utf-8")
+    by_name, by_path = (read_model(Node(value, "here"), tmp_path) for value in ("mine", "models/mine.yaml"))
+    assert by_name == by_path
+    assert by_name.name == "mine"
+
+
+def test_every_shipped_experiment_loads_at_all_its_scales() -> None:
+    files = sorted(EXPERIMENTS.glob("*.yaml"))
+    assert files
+    for path in files:
+        assert load_experiment(path, "smoke").scale == "smoke"  # loading checks the other scales as well
+
+
+@pytest.mark.parametrize(
+    ("gpu_name", "name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100", 312),
+        ("NVIDIA A800-SXM4-80GB", "a800", 312),
+        ("NVIDIA H100 80GB HBM3", "h100", 989),
+        ("NVIDIA H200", "h200", 989),
+    ],
+)
+def test_hardware_is_found_by_the_name_nvidia_smi_prints(gpu_name: str, name: str, peak: float) -> None:
+    hardware = hardware_for(gpu_name)
+    assert hardware is not None
+    assert (hardware.name, hardware.peak_bf16_tflops) == (name, peak)
+
+
+@pytest.mark.parametrize("gpu_name", ["cpu", "", "NVIDIA H100 PCIe", "NVIDIA H200 NVL"])
+def test_a_gpu_without_a_file_has_no_peak_rather_than_a_relatives(gpu_name: str) -> None:
+    assert hardware_for(gpu_name) is None
+
+
+def test_no_two_files_claim_the_same_gpu() -> None:
+    names = [name for hardware in all_hardware().values() for name in hardware.gpu_names]
+    assert len(names) == len(set(names))
+
+
+def test_measured_speeds_of_h200_stay_below_its_peak() -> None:
+    h200 = all_hardware()["h200"]
+    assert h200.gemm_tflops == 796
+    assert h200.kernel_ceilings["fa4"] == {"forward": 660, "backward": 625}
+    assert h200.kernel_ceilings["cudnn"] == {"forward": 555, "backward": 555}  # measured as one figure
+    speeds = [speed for kernel in h200.kernel_ceilings.values() for speed in kernel.values()]
+    assert max([h200.gemm_tflops, *speeds]) < h200.peak_bf16_tflops
+
+
+HARDWARE = """\
+title: GPU
+gpu_names: [GPU 1]
+peak_bf16_tflops: 100
+memory_gib: 10
+kernel_ceilings: {fa2: {forward: 50, backward: 40}}
+sources: {peak_bf16_tflops: datasheet, memory_gib: datasheet, kernel_ceilings: measured}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("peak_bf16_tflops: 100", "peak_bf16_tflops: 0", r"gpu.yaml:3: peak_bf16_tflops is 0; expected a number above"),
+        ("peak_bf16_tflops: 100", "peak_bf16_tflop: 100", r"gpu.yaml:3: unknown key .*; did you mean peak_bf16_tflops"),
+        ("title: GPU\n", "", "gpu.yaml: the hardware file lacks title"),
+        ("memory_gib: datasheet, ", "", r"gpu.yaml:6: sources lacks memory_gib"),
+        ("fa2: {", "fa9: {", r"gpu.yaml:5: unknown key fa9 in kernel_ceilings; did you mean"),
+        (", backward: 40", "", r"gpu.yaml:5: kernel_ceilings.fa2 gives forward; expected forward and backward"),
+    ],
+)
+def test_a_wrong_hardware_file_is_explained(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = tmp_path / "gpu.yaml"
+    assert old in HARDWARE
+    path.write_text(HARDWARE.replace(old, new), encoding="utf-8")
+    with pytest.raises(UsageError, match=message):
+        load_hardware(path)

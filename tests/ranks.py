@@ -1,0 +1,72 @@
+"""Run a function on several gloo ranks in real processes and hand back what each returned.
+
+A fork server with torch preloaded starts the ranks, so a test pays for the import once and no rank inherits threads.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp"])
+
+
+def _rank_main(rank: int, world_size: int, store: str, results: Any, fn: Callable[..., Any], args: tuple) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=120),
+    )
+    try:
+        results.put((rank, fn(*args), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def run_on_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Results of `fn(*args)` on each of `world_size` ranks, torch.distributed initialised. Fails with the first
+    rank's traceback. `fn` is a module-level function; results are plain values, not tensors."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = _context.SimpleQueue()
+        processes = [
+            _context.Process(
+                target=_rank_main, args=(rank, world_size, str(Path(folder, "store")), results, fn, args), daemon=True
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        values: dict[int, Any] = {}
+        try:
+            while len(values) < world_size:
+                while results.empty():
+                    for process in processes:
+                        process.join(0.02)
+                    if not any(process.is_alive() for process in processes) and results.empty():
+                        raise AssertionError(f"ranks ended without a result: {[p.exitcode for p in processes]}")
+                rank, value, failure = results.get()
+                assert failure is None, f"rank {rank} failed:\n{failure}"
+                values[rank] = value
+            for process in processes:
+                process.join(30)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        return [values[rank] for rank in range(world_size)]

@@ -1,0 +1,130 @@
+"""What the pages say exists: links lead somewhere, commands and options are known, and files are there."""
+
+import contextlib
+import io
+import re
+import subprocess
+import typing
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from engine.settings import TrialSettings
+from harness.cli import main
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "results").glob("paper/*.md"))]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_relative_link_leads_to_a_file_and_a_heading(page):
+    dead = []
+    for target in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        file, _, heading = target.partition("#")
+        linked = (page.parent / file).resolve() if file else page
+        if not linked.exists() or (heading and heading not in headings(linked)):
+            dead.append(target)
+    assert not dead
+
+
+def test_every_documentation_page_can_be_found_from_the_index():
+    index = ROOT / "docs" / "README.md"
+    linked = {(index.parent / target.partition("#")[0]).resolve() for target in LINK.findall(index.read_text("utf-8"))}
+    assert {page for page in PAGES if page.parent == index.parent} - {index} <= linked
+    assert index in {(ROOT / target).resolve() for target in LINK.findall(README.read_text("utf-8"))}
+
+
+def test_every_file_of_the_readmes_tree_exists():
+    paths = tree(README.read_text(encoding="utf-8"))
+    assert {"harness/spec.py", "experiments/models", "README.md"} <= set(paths)
+    local = {"results/runs"}  # made by the first run, and not in git
+    assert [path for path in paths if path not in local and not (ROOT / path).exists()] == []
+
+
+def test_the_readmes_tree_leaves_out_no_folder():
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout, so folders of the project cannot be told from others")
+    folders = {path.split("/")[0] for path in listed.stdout.splitlines() if "/" in path and not path.startswith(".")}
+    assert folders <= set(tree(README.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_command_and_option_a_page_shows_is_known(page):
+    unknown = []
+    for words in commands_of(page.read_text(encoding="utf-8")):
+        known = burst_help("" if words[0].startswith("-") else words[0])
+        options = [re.split(r"[=\]]", word)[0].lstrip("[") for word in words if word.lstrip("[").startswith("-")]
+        if known is None or any(option not in known for option in options):
+            unknown.append(" ".join(words))
+    assert not unknown
+
+
+def test_every_make_target_a_page_shows_is_known():
+    rules = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    shown = {target for page in PAGES for target in re.findall(r"[`\n]make ([a-z]+)\b", page.read_text("utf-8"))}
+    assert {"demo", "test"} <= shown <= set(rules)
+
+
+def headings(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub forms them."""
+    titles = re.findall(r"^#+ +(.+?) *$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def tree(readme: str) -> list[str]:
+    """Paths of the tree: two spaces of indentation per folder, the path up to the first run of two spaces."""
+    block = next(text for _, text in FENCE.findall(readme) if text.startswith("README.md "))
+    paths: list[str] = []
+    folders: list[str] = []
+    for line in block.splitlines():
+        entry = re.split(r" {2,}", line.strip())[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders = [*folders[:depth], entry.rstrip("/")]
+        paths.append("/".join(folders))
+    return paths
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """Arguments of every `burst ...` on a page: lines of code blocks that are no YAML or Python, and code in prose."""
+    blocks = "".join(block for language, block in FENCE.findall(text) if language in ("", "sh", "bash"))
+    lines = re.findall(r"^(?:\$ |[\w./]+/)?burst +([\w-][^#\n]*)", blocks, re.MULTILINE)
+    lines += re.findall(r"`burst +([^`#]+)`", FENCE.sub("", text))
+    return [line.split() for line in lines]
+
+
+@cache
+def burst_help(command: str) -> str | None:
+    """What `burst [COMMAND] --help` prints, or None when there is no such command."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            code = main([*command.split(), "--help"])
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return out.getvalue() if code == 0 else None
+
+
+def test_every_value_a_setting_accepts_is_documented():
+    page = (ROOT / "docs" / "experiments.md").read_text("utf-8")
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    hints = typing.get_type_hints(TrialSettings)
+    choices = {name: typing.get_args(hint) for name, hint in hints.items() if typing.get_origin(hint) is typing.Literal}
+    assert {"schedule", "exchange", "kernel", "layout"} <= choices.keys() & rows.keys()
+    missing = {
+        (name, value)
+        for name in choices.keys() & rows.keys()
+        for value in choices[name]
+        if f"`{value}`" not in rows[name]
+    }
+    assert missing == set()
