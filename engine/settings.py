@@ -13,16 +13,30 @@ from typing import Any, Literal
 
 Task = Literal["train", "attention"]
 Dtype = Literal["fp64", "fp32", "bf16"]
-Layout = Literal["auto", "contiguous", "zigzag", "striped"]
+Layout = Literal["auto", "contiguous", "zigzag", "striped", "split_zigzag"]
 Schedule = Literal["auto", "ring", "double_ring", "head_exchange", "heads_inside", "heads_across"]
 Backward = Literal["auto", "query", "key_value"]
 Kernel = Literal["auto", "reference", "cpu", "fa2", "cudnn", "fa4", "flex"]
 ExchangeName = Literal["auto", "relay", "direct", "copy_engine"]
 GradientWire = Literal["fp32", "input"]
+Offload = Literal["none", "inputs", "all"]
+Sharding = Literal["full", "hybrid"]
 
 # Beyond any machine; sizes past them would overflow in the middle of a trial instead of being told at its start.
 MOST_TOKENS = 1 << 40
 LARGEST_DIMENSION = 1 << 28
+
+# Settings of a trial that count something.
+COUNTS = (
+    "seq_len",
+    "cp_size",
+    "tp_size",
+    "world_size",
+    "batch_size",
+    "emulate_nodes",
+    "mlp_tiles",
+    "gradient_accumulation",
+)
 
 BYTE_VOCAB = 256  # token ids of byte-level text
 
@@ -40,6 +54,7 @@ class ModelShape:
     head_dim: int
     vocab: int
     gated: bool = True  # SwiGLU (three matrices) rather than GELU (two)
+    qk_norm: bool = False  # RMS norm of every head's queries and keys before RoPE, as in Qwen3
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
     note: str = field(default="", compare=False)  # where sources disagree; words, no part of what is computed
@@ -76,21 +91,30 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """Activation checkpointing. `every: 0` keeps all activations; `every: 1` recomputes each layer in backward.
+    """Activation checkpointing: what is kept of a layer for the backward pass.
+
+    `every: 0` keeps all activations. Otherwise each layer is computed again in backward, and of the layers' inputs only
+    every k-th is kept; the others follow from it and the kept attention outputs.
 
     `tail` is the fraction of the global sequence, counted from its end, whose attention outputs are kept through
     recomputation (1: attention is never computed twice, 0: always).
+
+    `offload` moves what is kept to host memory: nothing, the layers' inputs, or attention outputs as well.
     """
 
     every: int = 1
     tail: float = 1.0
+    offload: Offload = "none"
 
     def __post_init__(self) -> None:
-        if self.every not in (0, 1):
-            raise ValueError(f"checkpoint.every is {self.every}; expected 0 (keep all activations) or 1 (every layer)")
-        if self.tail not in (0.0, 1.0):
+        if self.every < 0:
             raise ValueError(
-                f"checkpoint.tail is {self.tail}; expected 0 (recompute attention) or 1 (keep attention outputs)"
+                f"checkpoint.every is {self.every}; expected 0 (keep all activations), 1 (every layer), ..."
+            )
+        if not 0.0 <= self.tail <= 1.0:
+            raise ValueError(
+                f"checkpoint.tail is {self.tail}; expected a fraction from 0 (recompute attention) to 1 "
+                "(keep attention outputs)"
             )
 
 
@@ -130,7 +154,12 @@ class TrialSettings:
     gradient_wire: GradientWire = "fp32"  # dtype of partial gradients between ranks
     deterministic: bool = False
     lm_head_fusion: bool = True
+    z_loss: float = 0.0  # weight of the squared log-partition added to each token's loss
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    mlp_tiles: int = 1  # runs of tokens the MLP is computed in, one after another
+    optimizer_offload: bool = False  # optimizer states live in host memory
+    sharding: Sharding = "full"  # parameters over all ranks, or over the ranks of a node and repeated on every node
+    gradient_accumulation: int = 1  # micro-batches of `batch_size` sequences per optimizer step
     learning_rate: float = 3e-4
     data: str = "python_docs"  # or the path of a UTF-8 text file
     emulate_nodes: int = 1  # logical nodes one host is split into
@@ -140,13 +169,15 @@ class TrialSettings:
     def __post_init__(self) -> None:
         if self.world_size == 0:
             object.__setattr__(self, "world_size", self.cp_size * self.tp_size)
-        for name in ("seq_len", "cp_size", "tp_size", "world_size", "batch_size", "emulate_nodes"):
+        for name in COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a number of at least 1")
         if self.seq_len * self.batch_size > MOST_TOKENS:
             raise ValueError(
                 f"seq_len {self.seq_len} x batch_size {self.batch_size} is more than {MOST_TOKENS} tokens; give fewer"
             )
+        if not 0 <= self.z_loss < 1:
+            raise ValueError(f"z_loss is {self.z_loss}; give a weight of at least 0 and below 1, such as 1e-4")
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate is {self.learning_rate}; give a number above 0")
 

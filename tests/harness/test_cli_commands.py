@@ -46,7 +46,10 @@ def test_every_command_module_is_found_by_its_name():
         (["run", "exp.yaml", "--out", "x" * 300], "cannot be made (File name too long)"),
         (["run", "exp.yaml", "--out", "/proc/self/nowhere"], "cannot be made (No such file or directory)"),
         (["run", "exp.yaml", "--set", "fixed.seq_len=9999999999999G"], "is more than"),
-        (["run", "exp.yaml", "--set", "fixed.checkpoint=3"], "it has the settings checkpoint.every or checkpoint.tail"),
+        (
+            ["run", "exp.yaml", "--set", "fixed.checkpoint=3"],
+            "it has the settings checkpoint.every, checkpoint.tail or checkpoint.offload",
+        ),
         (["report", "."], "no record below"),
         (["report", ".", "--format", ","], "names no format"),
         (["status", "."], "is not the directory of a run"),

@@ -135,7 +135,7 @@ WRONG = [
     ("batch_size: 1", "deterministic: yes", r":7: YAML reads the bare word yes as a truth value; write true or false"),
     ("batch_size: 1", "deterministic: 1", r":7: deterministic is 1; expected true or false"),
     ("batch_size: 1", "mask: casual", r":7: mask 'casual' is unknown; write full, causal or sliding_window"),
-    ("batch_size: 1", "checkpoint: {tail: 2}", r":7: checkpoint.tail is 2.0; expected 0"),
+    ("batch_size: 1", "checkpoint: {tail: 2}", r":7: checkpoint.tail is 2.0; expected a fraction from 0"),
     (
         "batch_size: 1",
         "checkpoint: {tale: 1}",
@@ -144,7 +144,7 @@ WRONG = [
     (
         "batch_size: 1",
         "checkpoint: 1",
-        r":7: checkpoint is 1; it has the settings checkpoint\.every or checkpoint\.tail",
+        r":7: checkpoint is 1; it has the settings checkpoint\.every, checkpoint\.tail or checkpoint\.offload",
     ),
     ("batch_size: 1", "data: no/such/file.txt", r":7: data is 'no/such/file.txt', which is no file here"),
     ("batch_size: 1", "task: train", r":7: task does not belong in fixed; write it as task"),
