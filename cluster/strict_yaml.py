@@ -6,11 +6,12 @@ import dataclasses
 import math
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from cluster.document import Node, read_yaml
-from cluster.errors import UsageError, nearest
+from cluster.errors import UsageError, nearest, one_of
 
 T = TypeVar("T")
 
@@ -25,12 +26,18 @@ _TYPE_WORDS: dict[Any, str] = {
 
 
 def load(cls: type[T], path: Path, what: str) -> T:
-    """Read one YAML mapping as `cls`, whose fields are scalars, paths, optional values, dataclasses or tuples of them.
+    """Read one YAML file as `build` does. `what` names the file's role in errors."""
+    return build(cls, read_yaml(path, what))
 
-    `what` names the file's role in errors. Raises UsageError for a file that cannot be read or parsed, a key `cls` does
-    not have or that appears twice, a value of the wrong type, and whatever the dataclasses themselves refuse.
+
+def build(cls: type[T], node: Node, where: str = "") -> T:
+    """One mapping as the dataclass `cls`; `where` is the dotted key it stands at, "" for a whole file.
+
+    Fields are scalars, paths, literals, dataclasses, tuples of them, mappings from text to text, or any of these or
+    null. Raises UsageError for a file that cannot be read or parsed, a key `cls` does not have or that appears twice,
+    a value of the wrong type, and whatever the dataclasses themselves refuse.
     """
-    result: T = _build(cls, read_yaml(path, what), "")
+    result: T = _build(cls, node, where)
     return result
 
 
@@ -65,10 +72,25 @@ def _value(hint: Any, node: Node, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return _build(hint, node, where)
     found = node.value
-    if typing.get_origin(hint) is tuple:
+    if isinstance(hint, types.UnionType):
+        structured = [
+            kind for kind in typing.get_args(hint) if typing.get_origin(kind) or dataclasses.is_dataclass(kind)
+        ]
+        if structured:  # `... | None`: null, or what it says without it
+            return None if found is None else _value(structured[0], node, where)
+    origin = typing.get_origin(hint)
+    if origin is tuple:
         if not isinstance(found, list):
             raise _error(node, where, "a list")
         return tuple(_value(typing.get_args(hint)[0], item, where) for item in found)
+    if origin is Literal:
+        if found not in typing.get_args(hint):
+            raise _error(node, where, one_of(typing.get_args(hint)))
+        return found
+    if origin is Mapping:
+        if not isinstance(found, dict):
+            raise _error(node, where, "a mapping of names to text")
+        return {name: _text(entry, f"{where}.{name}") for name, entry in found.items()}
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if type(found) in kinds and not (isinstance(found, float) and not math.isfinite(found)):
         return found
@@ -77,6 +99,15 @@ def _value(hint: Any, node: Node, where: str) -> Any:
     if Path in kinds and type(found) is str:
         return Path(found)
     raise _error(node, where, " or ".join(_TYPE_WORDS[kind] for kind in kinds))
+
+
+def _text(node: Node, where: str) -> str:
+    """A mapping's value; a whole number is the text it is written as, so that `NCCL_IB_TC: 106` needs no quotes."""
+    if type(node.value) is int:
+        return str(node.value)
+    if isinstance(node.value, str):
+        return node.value
+    raise _error(node, where, "text; put it in quotes")
 
 
 def _error(node: Node, where: str, expected: str) -> UsageError:

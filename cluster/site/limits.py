@@ -1,14 +1,11 @@
-"""What a site expects of its nodes: GPUs, memory, disks, how SSH gets there. Read from experiments/sites/*.yaml."""
+"""What a node check compares a node with: its GPUs, and how much of its memory and disks may be in use."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from pathlib import Path
-
-from cluster import strict_yaml
+from dataclasses import dataclass
 
 
-def _check_percent(name: str, value: float) -> None:
+def check_percent(name: str, value: float) -> None:
     if not 0 < value <= 100:
         raise ValueError(f"{name} is {value:g}; expected a percentage above 0 and at most 100")
 
@@ -53,7 +50,7 @@ class HostMemoryLimit:
     warn_percent: float = 90.0
 
     def __post_init__(self) -> None:
-        _check_percent("host_memory.warn_percent", self.warn_percent)
+        check_percent("host_memory.warn_percent", self.warn_percent)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,40 +64,10 @@ class DiskLimit:
     def __post_init__(self) -> None:
         if not self.path.startswith("/"):
             raise ValueError(f"disks has the path {self.path!r}; expected an absolute path such as /data")
-        _check_percent(f"fail_percent of {self.path}", self.fail_percent)
-        _check_percent(f"warn_percent of {self.path}", self.warn_percent)
+        check_percent(f"fail_percent of {self.path}", self.fail_percent)
+        check_percent(f"warn_percent of {self.path}", self.warn_percent)
         if self.warn_percent > self.fail_percent:
             raise ValueError(
                 f"{self.path} warns at {self.warn_percent:g}% but fails at {self.fail_percent:g}% already; "
                 "give warn_percent at most fail_percent"
             )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SshDefaults:
-    """What hosts that say nothing else are reached with."""
-
-    user: str | None = None
-    port: int | None = None
-    key: Path | None = None  # private key file; `~` is the home directory
-
-    def __post_init__(self) -> None:
-        if self.port is not None and not 0 < self.port < 65536:
-            raise ValueError(f"ssh.port is {self.port}; expected a number from 1 to 65535")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Site:
-    """Everything a check compares a node with. The defaults describe any one machine: take what is there."""
-
-    name: str = "local"
-    gpus: GpuExpectation = field(default_factory=GpuExpectation)
-    gpu_memory: GpuMemoryLimit = field(default_factory=GpuMemoryLimit)
-    host_memory: HostMemoryLimit = field(default_factory=HostMemoryLimit)
-    disks: tuple[DiskLimit, ...] = (DiskLimit(path="/"),)
-    ssh: SshDefaults = field(default_factory=SshDefaults)
-
-
-def load_site(path: Path) -> Site:
-    """Read a site file. Raises ValueError with file and line for anything but a valid site."""
-    return strict_yaml.load(Site, path, "site file")
