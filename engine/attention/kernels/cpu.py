@@ -1,6 +1,8 @@
 """Kernel `cpu`: torch's own flash attention for CPUs, whose backward takes an external LSE.
 
-The op aligns its causal mask top-left; other bands go in as an additive mask of one tile.
+The op aligns its causal mask top-left; other bands go in as an additive mask of one tile. Inputs narrower than fp32 are
+widened first, so that partial results are not rounded before they are summed: the error of a bf16 run is then the same
+on any number of ranks. The op is as fast either way.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from torch import Tensor
 from engine.attention.kernels import Problem
 from engine.attention.kernels.heads import repeat_heads, sum_heads
 from engine.attention.kernels.stand_in import output_stand_in
+from engine.attention.merge import accumulation_dtype
 from engine.attention.tiles import Band
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -28,6 +31,10 @@ def _additive(band: Band, rows: int, columns: int, dtype: torch.dtype) -> Tensor
     if band.hi is not None:
         hidden |= offset > band.hi
     return torch.zeros(rows, columns, dtype=dtype).masked_fill_(hidden, -torch.inf)
+
+
+def _heads_first(tensor_BLND: Tensor) -> Tensor:
+    return tensor_BLND.to(accumulation_dtype(tensor_BLND.dtype)).transpose(1, 2)
 
 
 class CpuKernel:
@@ -49,12 +56,12 @@ class CpuKernel:
     ) -> tuple[Tensor, Tensor]:
         heads = q_BLND.shape[2]
         out_BNLD, lse_BNL = _forward(
-            q_BLND.transpose(1, 2),
-            repeat_heads(k_BMKD, heads).transpose(1, 2),
-            repeat_heads(v_BMKD, heads).transpose(1, 2),
+            _heads_first(q_BLND),
+            _heads_first(repeat_heads(k_BMKD, heads)),
+            _heads_first(repeat_heads(v_BMKD, heads)),
             0.0,
             band.kind == "causal",
-            attn_mask=_additive(band, q_BLND.shape[1], k_BMKD.shape[1], q_BLND.dtype),
+            attn_mask=_additive(band, q_BLND.shape[1], k_BMKD.shape[1], accumulation_dtype(q_BLND.dtype)),
             scale=scale,
         )
         return out_BNLD.transpose(1, 2), lse_BNL
@@ -72,16 +79,18 @@ class CpuKernel:
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads, kv_heads = q_BLND.shape[2], k_BMKD.shape[2]
+        wide = accumulation_dtype(q_BLND.dtype)
+        dout_BLND = dout_BLND.to(wide)
         dq_BNLD, dk_BNMD, dv_BNMD = _backward(
             dout_BLND.transpose(1, 2),
-            q_BLND.transpose(1, 2),
-            repeat_heads(k_BMKD, heads).transpose(1, 2),
-            repeat_heads(v_BMKD, heads).transpose(1, 2),
+            _heads_first(q_BLND),
+            _heads_first(repeat_heads(k_BMKD, heads)),
+            _heads_first(repeat_heads(v_BMKD, heads)),
             output_stand_in(dout_BLND, delta_BNL).transpose(1, 2),
             lse_BNL.contiguous(),
             0.0,
             band.kind == "causal",
-            attn_mask=_additive(band, q_BLND.shape[1], k_BMKD.shape[1], q_BLND.dtype),
+            attn_mask=_additive(band, q_BLND.shape[1], k_BMKD.shape[1], wide),
             scale=scale,
         )
         return (
