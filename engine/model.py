@@ -79,12 +79,17 @@ class Attention(nn.Module):
         self.k = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
         self.v = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
         self.output = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+        # One weight for all query heads and one for all key heads, as in Qwen3 (arXiv:2505.09388).
+        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
 
     def project(self, x_BLE: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """q_BLND, k_BLKD and v_BLKD of these tokens, q and k rotated to their positions."""
+        """q_BLND, k_BLKD and v_BLKD of these tokens, q and k normalised where the shape says so, then rotated."""
         q_BLND = self.q(x_BLE).unflatten(-1, (self.heads, self.head_dim))
         k_BLKD = self.k(x_BLE).unflatten(-1, (self.kv_heads, self.head_dim))
         v_BLKD = self.v(x_BLE).unflatten(-1, (self.kv_heads, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BLND, k_BLKD = self.q_norm(q_BLND), self.k_norm(k_BLKD)
         return rotate(q_BLND, rotary), rotate(k_BLKD, rotary), v_BLKD
 
 

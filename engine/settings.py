@@ -78,10 +78,15 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer: attention projections, MLP, two norms."""
+        """Parameters of one decoder layer: attention projections, MLP, norms."""
         attention = 2 * self.hidden * self.heads * self.head_dim + 2 * self.hidden * self.kv_heads * self.head_dim
         mlp = (3 if self.gated else 2) * self.hidden * self.ffn
-        return attention + mlp + 2 * self.hidden
+        return attention + mlp + self.layer_norm_parameters
+
+    @property
+    def layer_norm_parameters(self) -> int:
+        """Weights of one layer's norms: one over the hidden states before each half, and of each head's q and k."""
+        return 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
 
     @property
     def parameters(self) -> int:

@@ -52,8 +52,8 @@ class Work:
 
 
 def layer_matmul_parameters(model: ModelShape) -> int:
-    """Weights of one layer that take part in a matrix multiplication: all but the two norms."""
-    return model.layer_parameters - 2 * model.hidden
+    """Weights of one layer that take part in a matrix multiplication: all but those of its norms."""
+    return model.layer_parameters - model.layer_norm_parameters
 
 
 def visible_pairs(mask: str, seq_len: int) -> int:

@@ -22,10 +22,23 @@ def read_model(node: Node, experiment_dir: Path) -> ModelShape:
     name = convert(node, str, "model")
     if name.endswith((".yaml", ".yml")):
         return load_model(experiment_dir / name, node.place)
-    known = {path.stem: path for folder in (MODELS_DIR, experiment_dir / "models") for path in folder.glob("*.yaml")}
-    if name not in known:
+    known = _known(experiment_dir)
+    stem = model_name(name, experiment_dir)
+    if stem not in known:
         raise UsageError(f"{node.place}: unknown model {name}; {nearest(name, sorted(known))}")
-    return load_model(known[name], node.place)
+    return load_model(known[stem], node.place)
+
+
+def model_name(name: str, experiment_dir: Path) -> str:
+    """The name a model goes by in records: hyphens may stand for the underscores of a file's name (`llama3-8b`)."""
+    known = _known(experiment_dir)
+    underscored = name.replace("-", "_")
+    return underscored if name not in known and underscored in known else name
+
+
+def _known(experiment_dir: Path) -> dict[str, Path]:
+    """Model files by name; those beside the experiment go before shipped ones."""
+    return {path.stem: path for folder in (MODELS_DIR, experiment_dir / "models") for path in folder.glob("*.yaml")}
 
 
 def load_model(path: Path, place: str = "") -> ModelShape:

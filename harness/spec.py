@@ -19,7 +19,7 @@ from engine.attention.masks import parse_mask
 from engine.settings import Checkpoint, ModelShape, Steps, Task, TrialSettings
 from harness.errors import UsageError, nearest, one_of
 from harness.methods import method_named
-from harness.models import read_model
+from harness.models import model_name, read_model
 from harness.schema import build, check_keys, convert, leaf_types
 
 # Decided by sections of their own rather than under sweep or fixed; `model` may be swept as well.
@@ -279,7 +279,7 @@ def _exclude(node: Node | None, path: Path) -> tuple[Mapping[str, tuple[Any, ...
 
 def _excluded(node: Node, key: str, path: Path) -> Any:
     if key == "model":
-        return convert(node, str, "model")
+        return model_name(convert(node, str, "model"), path.parent)
     return convert(node, _SETTINGS[key], key) if key in ("task", "seed") else _setting(node, key, path)
 
 

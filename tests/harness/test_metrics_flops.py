@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine.settings import Checkpoint, ModelShape
@@ -48,6 +50,12 @@ def test_training_forward_matches_the_hand_count() -> None:
 def test_an_ungated_mlp_has_two_matrices() -> None:
     ungated = ModelShape(name="g", layers=1, hidden=4, ffn=3, heads=2, kv_heads=1, head_dim=2, vocab=5, gated=False)
     assert layer_matmul_parameters(ungated) == 48 + 2 * 4 * 3
+
+
+def test_norms_of_queries_and_keys_are_parameters_but_no_work() -> None:
+    normed = replace(TOY, qk_norm=True)
+    assert normed.parameters == TOY.parameters + TOY.layers * 2 * TOY.head_dim
+    assert work_of(settings(model=normed, seq_len=6)) == work_of(settings(model=TOY, seq_len=6))
 
 
 def test_grouped_heads_do_not_change_attention_work() -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from cluster.document import Node
+from engine.model import Decoder
 from harness.errors import UsageError
 from harness.hardware import all_hardware, hardware_for, load_hardware
+from harness.machine import Machine
 from harness.models import MODELS_DIR, load_model, read_model
+from harness.plan import plan
 from harness.spec import load_experiment
 
 EXPERIMENTS = MODELS_DIR.parent
+LAPTOP = Machine(hostname="laptop", device="cpu", cores=2, memory_gib=8)
 
-# thunlp/BurstEngine @426eb7a, apps/llama/config and plot_code; llama3_8b: untied, as published.
+# thunlp/BurstEngine @426eb7a, apps/llama/config and plot_code; llama3_8b and qwen3_8b: untied, as published.
 PUBLISHED_PARAMETERS = {
     "7b": 6_738_415_616,
     "7b_artifact": 5_295_575_040,
@@ -23,6 +28,7 @@ PUBLISHED_PARAMETERS = {
     "30b": 32_606_263_296,
     "70b": 78_371_889_152,
     "llama3_8b": 8_030_261_248,
+    "qwen3_8b": 8_190_735_360,
 }
 
 
@@ -36,8 +42,30 @@ def test_every_shipped_model_loads_under_its_own_name() -> None:
         assert load_model(path).name == path.stem
 
 
-def test_tiny_is_small_and_splits_over_four_ranks_of_heads() -> None:
-    tiny = load_model(MODELS_DIR / "tiny.yaml")
+@pytest.mark.parametrize("path", sorted(MODELS_DIR.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_model_states_its_parameters_and_builds_with_as_many(path: Path) -> None:
+    shape = load_model(path)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    assert f"\nparameters: {sum(parameter.numel() for parameter in model.parameters())}\n" in path.read_text("utf-8")
+
+
+def test_shapes_of_8b_have_their_published_details() -> None:
+    llama, qwen = (load_model(MODELS_DIR / f"{name}.yaml") for name in ("llama3_8b", "qwen3_8b"))
+    assert (llama.heads, llama.kv_heads, llama.head_dim, llama.vocab, llama.ffn) == (32, 8, 128, 128_256, 14_336)
+    assert (llama.rope_base, llama.norm_eps, llama.qk_norm) == (500_000, 1e-5, False)
+    assert (qwen.heads, qwen.kv_heads, qwen.head_dim, qwen.vocab, qwen.ffn) == (32, 8, 128, 151_936, 12_288)
+    assert (qwen.rope_base, qwen.norm_eps, qwen.qk_norm) == (1_000_000, 1e-6, True)
+
+
+@pytest.mark.parametrize("name", ["7b", "13b", "14b", "30b", "70b"])
+def test_a_shape_on_which_sources_disagree_says_so(name: str) -> None:
+    assert "artifact's" in load_model(MODELS_DIR / f"{name}.yaml").note
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny_qwen3"])
+def test_tiny_shapes_are_small_and_split_over_four_ranks_of_heads(name: str) -> None:
+    tiny = load_model(MODELS_DIR / f"{name}.yaml")
     assert tiny.parameters < 2_000_000
     assert tiny.kv_heads % 4 == 0
     assert tiny.vocab == 256
@@ -54,6 +82,31 @@ def test_a_wrong_parameter_count_is_an_error(tmp_path: Path) -> None:
 def test_an_unknown_model_names_its_nearest_neighbour(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="here: unknown model lama3_8b; did you mean llama3_8b"):
         read_model(Node("lama3_8b", "here"), tmp_path)
+
+
+def test_hyphens_may_stand_for_the_underscores_of_a_name(tmp_path: Path) -> None:
+    hyphens, underscores = (read_model(Node(name, "here"), tmp_path) for name in ("qwen3-8b", "qwen3_8b"))
+    assert hyphens == underscores
+    assert hyphens.name == "qwen3_8b"
+
+
+def test_a_name_with_hyphens_of_its_own_goes_before_one_with_underscores(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    text = (MODELS_DIR / "tiny.yaml").read_text(encoding="utf-8")
+    (tmp_path / "models" / "qwen3-8b.yaml").write_text(text, encoding="utf-8")
+    assert read_model(Node("qwen3-8b", "here"), tmp_path).name == "qwen3-8b"
+
+
+def test_an_excluded_model_may_be_spelt_with_hyphens_too(tmp_path: Path) -> None:
+    path = tmp_path / "two.yaml"
+    path.write_text(
+        "task: train\n"
+        "sweep: {model: [llama3-8b, qwen3-8b], method: [burst], seq_len: [1k]}\n"
+        "exclude: [{model: llama3-8b}]\n"
+        "scales: {smoke: {}}\n",
+        encoding="utf-8",
+    )
+    assert [trial.settings.model.name for trial in plan(load_experiment(path), LAPTOP)] == ["qwen3_8b"]
 
 
 def test_a_model_beside_the_experiment_is_found_by_name_and_by_path(tmp_path: Path) -> None:
