@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import itertools
 import re
 import socket
 from collections import Counter
@@ -11,13 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-MAX_EXPANSION = 10_000  # a mistyped range such as gpu[1-99999999] must not fill the memory
+from cluster import ranges
+
 SSH_PORT = 22
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\$?")
-_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +27,7 @@ class Host:
     user: str | None = None
     port: int | None = None
     key: Path | None = None  # private key file
+    jump: Host | None = None  # the host to go through
 
     @property
     def is_local(self) -> bool:
@@ -41,9 +40,11 @@ class Host:
         address = f"[{self.address}]" if ":" in self.address else self.address
         return (f"{self.user}@" if self.user else "") + address + (f":{self.port}" if self.port else "")
 
-    def with_defaults(self, *, user: str | None, port: int | None, key: Path | None) -> Host:
+    def with_defaults(self, *, user: str | None, port: int | None, key: Path | None, jump: Host | None = None) -> Host:
         """The same host with what its own target left open filled in."""
-        return replace(self, user=self.user or user, port=self.port or port, key=self.key or key)
+        return replace(
+            self, user=self.user or user, port=self.port or port, key=self.key or key, jump=self.jump or jump
+        )
 
 
 def this_machine() -> Host:
@@ -67,22 +68,8 @@ def parse_hosts(target: str) -> list[Host]:
 
 
 def expand(pattern: str) -> list[str]:
-    """Names a pattern stands for: `gpu[01-03]` is gpu01, gpu02, gpu03; zero padding is kept, several ranges multiply.
-
-    Raises ValueError for an empty, reversed or unclosed range and for characters no host name has.
-    """
-    pieces: list[list[str]] = []
-    end = 0
-    for match in _BRACKETS.finditer(pattern):
-        pieces += [[pattern[end : match.start()]], _numbers(match[1], pattern)]
-        end = match.end()
-    pieces.append([pattern[end:]])
-    count = 1
-    for piece in pieces:
-        count *= len(piece)
-    if count > MAX_EXPANSION:
-        raise ValueError(f"{pattern!r} stands for {count} hosts; expected at most {MAX_EXPANSION}: check the range")
-    names = ["".join(parts) for parts in itertools.product(*pieces)]
+    """Names a pattern stands for, each a host name or an IPv4 address. Raises ValueError for what no host is called."""
+    names = ranges.expand(pattern)
     for name in names:
         if not _NAME.fullmatch(name):
             raise ValueError(
@@ -90,6 +77,26 @@ def expand(pattern: str) -> list[str]:
                 "with user@ before or :port after it"
             )
     return names
+
+
+def expand_addresses(pattern: str) -> list[str]:
+    """As `expand`, but also of IPv6 addresses, `fd00::[1-4]`."""
+    addresses = ranges.expand(pattern)
+    return addresses if all(_is_ipv6(address) for address in addresses) else expand(pattern)
+
+
+def parse_jump(text: str, key: Path | None) -> Host:
+    """The host that `[user@]host[:port]` names, or the last of several with commas between, each reached through the
+    one before it. `key` opens all of them. Raises ValueError.
+    """
+    jump: Host | None = None
+    for target in re.split(r",(?![^\[]*\])", text):
+        hosts = parse_hosts(target.strip())
+        if len(hosts) != 1:
+            raise ValueError(f"the jump host {target.strip()!r} stands for {len(hosts)} hosts; expected a single one")
+        jump = replace(hosts[0], key=key, jump=jump)
+    assert jump is not None, text
+    return jump
 
 
 def read_hosts(path: Path) -> list[Host]:
@@ -144,20 +151,3 @@ def _is_ipv6(address: str) -> bool:
         return ipaddress.ip_address(address).version == 6
     except ValueError:
         return False
-
-
-def _numbers(text: str, pattern: str) -> list[str]:
-    """What stands between two brackets: `01-03,07` is 01, 02, 03, 07."""
-    numbers: list[str] = []
-    for part in text.split(","):
-        match = _RANGE.fullmatch(part)
-        if not match:
-            raise ValueError(f"{pattern!r} has the range [{text}]; expected numbers such as [01-04,07]")
-        first, last = match[1], match[2] or match[1]
-        if int(last) < int(first):
-            raise ValueError(f"{pattern!r} counts down from {first} to {last}; write [{last}-{first}]")
-        if int(last) - int(first) >= MAX_EXPANSION:
-            raise ValueError(f"{pattern!r} has a range of more than {MAX_EXPANSION} hosts: check the range")
-        width = len(first) if first.startswith("0") or len(first) == len(last) else 0
-        numbers += [str(number).zfill(width) for number in range(int(first), int(last) + 1)]
-    return numbers

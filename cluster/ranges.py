@@ -1,0 +1,84 @@
+"""Ranges in names: `gpu[01-04]` stands for four nodes, and four nodes are written as `gpu[01-04]`."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+
+MAX_EXPANSION = 10_000  # a mistyped range such as gpu[1-99999999] must not fill the memory
+
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+_DIGITS = re.compile(r"([0-9]+)")
+
+
+def expand(pattern: str) -> list[str]:
+    """Names a pattern stands for: `gpu[01-03]` is gpu01, gpu02, gpu03; zero padding is kept, several ranges multiply.
+
+    Raises ValueError for an empty, reversed or far too long range; what stands around the brackets is not looked at.
+    """
+    pieces: list[list[str]] = []
+    end = 0
+    for match in _BRACKETS.finditer(pattern):
+        pieces += [[pattern[end : match.start()]], _numbers(match[1], pattern)]
+        end = match.end()
+    pieces.append([pattern[end:]])
+    count = 1
+    for piece in pieces:
+        count *= len(piece)
+    if count > MAX_EXPANSION:
+        raise ValueError(f"{pattern!r} stands for {count} hosts; expected at most {MAX_EXPANSION}: check the range")
+    return ["".join(parts) for parts in itertools.product(*pieces)]
+
+
+def fold(names: Sequence[str]) -> str | None:
+    """The pattern that expands to exactly these names in this order; None when one range cannot say it.
+
+    At most one number may differ between them: r1n01, r1n02 fold, r1n01, r2n02 do not.
+    """
+    split = [_DIGITS.split(name) for name in names]
+    first = split[0]
+    if any(len(tokens) != len(first) for tokens in split):
+        return None
+    varying = [at for at in range(len(first)) if any(tokens[at] != first[at] for tokens in split)]
+    if not varying:
+        return names[0] if len(names) == 1 else None
+    if len(varying) > 1 or varying[0] % 2 == 0:  # the odd tokens are the numbers
+        return None
+    at = varying[0]
+    return "".join(first[:at]) + f"[{_range([tokens[at] for tokens in split])}]" + "".join(first[at + 1 :])
+
+
+def _range(numbers: Sequence[str]) -> str:
+    """`01-03,07` of 01, 02, 03, 07: what `_numbers` reads back as exactly these."""
+    runs: list[list[str]] = []
+    for number in numbers:
+        if runs and number == _successor(runs[-1]):
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _successor(run: Sequence[str]) -> str:
+    """The number that continues a run; its padding is that of the run's first number."""
+    width = len(run[0]) if run[0].startswith("0") else 0
+    return str(int(run[-1]) + 1).zfill(width)
+
+
+def _numbers(text: str, pattern: str) -> list[str]:
+    """What stands between two brackets: `01-03,07` is 01, 02, 03, 07."""
+    numbers: list[str] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part)
+        if not match:
+            raise ValueError(f"{pattern!r} has the range [{text}]; expected numbers such as [01-04,07]")
+        first, last = match[1], match[2] or match[1]
+        if int(last) < int(first):
+            raise ValueError(f"{pattern!r} counts down from {first} to {last}; write [{last}-{first}]")
+        if int(last) - int(first) >= MAX_EXPANSION:
+            raise ValueError(f"{pattern!r} has a range of more than {MAX_EXPANSION} hosts: check the range")
+        width = len(first) if first.startswith("0") or len(first) == len(last) else 0
+        numbers += [str(number).zfill(width) for number in range(int(first), int(last) + 1)]
+    return numbers
