@@ -62,9 +62,8 @@ def parse_hosts(target: str) -> list[Host]:
         raise ValueError(f"{target!r} has the user {user!r}; expected letters, digits, '_', '-' or '.' before the '@'")
     address, port_text = _split_port(rest)
     port = _parse_port(port_text, target) if port_text is not None else None
-    if _is_ipv6(address):
-        return [Host(name=address, address=address, user=user or None, port=port)]
-    return [Host(name=name, address=name, user=user or None, port=port) for name in expand(address)]
+    names = expand_addresses(address)
+    return [Host(name=name, address=name, user=user or None, port=port) for name in names]
 
 
 def expand(pattern: str) -> list[str]:
