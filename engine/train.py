@@ -16,20 +16,18 @@ from torch.distributed.tensor import DTensor
 
 from engine.attention.context import ContextParallel
 from engine.clock import StepClock
-from engine.data import TokenStore, open_tokens
+from engine.data import open_tokens
+from engine.data.sequences import Sequences
 from engine.distributed import World
 from engine.lm_head import IGNORE
 from engine.measurement import Measurement
 from engine.method import NativeMethod
 from engine.model import Decoder
 from engine.parallelize import build_model
+from engine.recipe import Recipe
 from engine.resources import reset_peaks
 from engine.settings import TrialSettings, vocabulary_refusal
 from engine.task import OnProgress, RefusingAttention, context_parallel, measured
-
-MAX_GRAD_NORM = 1.0
-BETAS = (0.9, 0.95)
-WEIGHT_DECAY = 0.1  # of matrices; norms are not decayed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +52,25 @@ class Step:
 class TrainTask:
     """Model, optimizer and data of one trial on this rank. Raises ValueError when the settings do not fit together."""
 
-    def __init__(self, settings: TrialSettings, method: NativeMethod, world: World) -> None:
+    def __init__(
+        self,
+        settings: TrialSettings,
+        method: NativeMethod,
+        world: World,
+        *,
+        sequences: Sequences | None = None,
+        recipe: Recipe | None = None,
+    ) -> None:
+        """`sequences` are what is learnt from, by default those of the settings' data in order; `recipe` is how."""
         refusal = vocabulary_refusal(settings)
         if refusal:
             raise ValueError(refusal)
-        self.settings, self.world = settings, world
-        self.store: TokenStore = open_tokens(settings.data)
+        self.settings, self.world, self.recipe = settings, world, recipe or Recipe()
+        self.store: Sequences = sequences or open_tokens(settings.data)
         self.cp: ContextParallel = context_parallel(settings, method, world)
         self.attend = RefusingAttention(method.attention(self.cp, settings))
         self.model: Decoder = build_model(settings, self.attend, world.fsdp_mesh)
-        self.optimizer = _adamw(self.model, settings.learning_rate)
+        self.optimizer = _adamw(self.model, settings.learning_rate, self.recipe)
         self.positions_L = self.cp.positions(settings.seq_len, device=world.device)
         self._clock = StepClock(world.device)
 
@@ -102,7 +109,7 @@ class TrainTask:
         loss = self.forward(self.batch(index))
         self._clock.mark()
         loss.backward()
-        norm = clip_gradients(self.model)
+        norm = clip_gradients(self.model, self.recipe.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         forward_seconds, step_seconds = self._clock.stop()
@@ -136,18 +143,19 @@ class TrainTask:
         return Batch(tokens_BL=self.cp.shard(tokens_BS, dim=1).to(device), labels_BL=labels_BL, targets=targets)
 
 
-def clip_gradients(model: Decoder) -> Tensor:
-    """Scale all gradients down to a global norm of 1; returns the norm before that, 0-dim. Collective."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+def clip_gradients(model: Decoder, max_norm: float = 1.0) -> Tensor:
+    """Scale all gradients down to a global norm of `max_norm`; returns the norm before that, 0-dim. Collective."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def _adamw(model: Decoder, learning_rate: float) -> torch.optim.Optimizer:
+def _adamw(model: Decoder, learning_rate: float, recipe: Recipe) -> torch.optim.Optimizer:
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}],
+        [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=learning_rate,
-        betas=BETAS,
+        betas=(recipe.beta1, recipe.beta2),
+        eps=recipe.epsilon,
         fused=True,
     )

@@ -71,7 +71,7 @@ def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_refused_with_what_to_give() -> None:
-    with pytest.raises(ValueError, match=r"'/no/such\.txt' is no file; give python_docs or the path of a UTF-8 text"):
+    with pytest.raises(ValueError, match=r"such\.txt' is no file and no token store; give python_docs, the path of a"):
         open_tokens("/no/such.txt")
 
 

@@ -70,6 +70,6 @@ def test_impossible_and_diverging_trials_end_in_one_sentence(tmp_path: Path) -> 
     (ran, small, missing, diverged) = run_on_ranks(1, outcomes, str(tmp_path), cases)[0]
     assert ran == "ran"
     assert small.startswith("ValueError: model odd has a vocabulary of 100, but byte tokens need 256")
-    assert missing.startswith("ValueError: data '/no/such/text' is no file")
+    assert missing.startswith("ValueError: data '/no/such/text' is no file and no token store")
     assert diverged.startswith("FloatingPointError: step 2 has loss nan")
     assert diverged.endswith("try a learning_rate below 1e+38")

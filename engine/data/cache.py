@@ -1,0 +1,61 @@
+"""Token stores built on first use, of the built-in text or of one text file, with bytes as tokens.
+
+They lie in <cache>/tokens/<name>; ranks that race build the same store and one of them wins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+from engine.data.build import build_store
+from engine.data.sources import PYTHON_DOCS
+from engine.data.store import TokenStore, is_store
+from engine.data.tokenizers import ByteTokenizer
+
+
+def cache_dir() -> Path:
+    """Where stores live: $BURST_CACHE, else burst/ in the user's cache directory ($XDG_CACHE_HOME or ~/.cache)."""
+    if chosen := os.environ.get("BURST_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burst"
+
+
+def open_tokens(source: str) -> TokenStore:
+    """The tokens of `source`: a store that `burst data` built, or the store of a text, built on first use.
+
+    Args:
+        source: the directory of a token store, `python_docs`, or the path of a UTF-8 text file.
+
+    Raises:
+        ValueError: the file is missing, empty or not UTF-8, or the cache directory cannot be written.
+    """
+    if source != PYTHON_DOCS and is_store(Path(source)):
+        return TokenStore(Path(source))
+    directory = cache_dir() / "tokens" / _store_name(source)
+    if not directory.exists():
+        try:
+            build_store([source], directory, ByteTokenizer())
+        except OSError as error:
+            if not directory.exists():  # else another process finished first, with the same content
+                raise ValueError(
+                    f"the token store {directory} cannot be built ({error}); point BURST_CACHE at a writable directory"
+                ) from error
+    return TokenStore(directory)
+
+
+def _store_name(source: str) -> str:
+    """Differs whenever the text does: by Python version, or by the file's path, size and time of change."""
+    if source == PYTHON_DOCS:
+        return f"{PYTHON_DOCS}-{platform.python_version()}"
+    path = Path(source)
+    if not path.is_file():
+        raise ValueError(
+            f"data {source!r} is no file and no token store; give {PYTHON_DOCS}, the path of a UTF-8 text file, or a "
+            "directory that `burst data` built"
+        )
+    stat = path.stat()
+    key = hashlib.sha256(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    return f"file-{key}"

@@ -1,0 +1,53 @@
+"""One store as two texts: what a run learns from, in shuffled order, and what it is judged by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.data.permutation import permuted
+from engine.data.sequences import Sequences
+from engine.data.store import Header, TokenStore
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Part of a text held out where nobody says otherwise: by `burst data`, and by `burst train` from a plain text.
+VALIDATION = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Tokens `start` to `stop` (exclusive) of a store."""
+
+    start: int
+    stop: int
+
+    def sequences(self, seq_len: int) -> int:
+        """Whole sequences in it, each with the token after its last one."""
+        return max(0, self.stop - self.start - 1) // seq_len
+
+
+def spans(header: Header) -> tuple[Span, Span]:
+    """(training, validation) of a store; the header's own split, or the last 1% where it has none."""
+    held_out = header.validation or int(header.count * VALIDATION)
+    edge = header.count - held_out
+    return Span(start=0, stop=edge), Span(start=edge, stop=header.count)
+
+
+class ShuffledSequences(Sequences):
+    """A span's sequences, each once per epoch, every epoch in an order of its own.
+
+    The order is a function of seed and sequence number alone, so a resumed run needs no state to go on with it.
+    """
+
+    def __init__(self, store: TokenStore, span: Span, seed: int) -> None:
+        self._store, self._span, self._seed = store, span, seed
+
+    def sequence(self, number: int, seq_len: int) -> Tensor:
+        epoch, place = divmod(number, self._span.sequences(seq_len))
+        place = permuted(place, self._span.sequences(seq_len), f"{self._seed}:{epoch}")
+        return self._store.window(self._span.start + place * seq_len, seq_len + 1)
+
+    def describe(self) -> dict[str, Any]:
+        return self._store.describe()

@@ -1,0 +1,58 @@
+"""A text as a stream of bytes: the built-in one, or any UTF-8 file. No text is ever in memory whole."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator
+from pathlib import Path
+
+PYTHON_DOCS = "python_docs"  # the language reference that ships inside every Python (`pydoc_data.topics`)
+_CHUNK_BYTES = 1 << 20
+
+
+def chunks_of(source: str) -> Iterator[bytes]:
+    """The bytes of a text, checked to be UTF-8 on the way.
+
+    Args:
+        source: `python_docs`, or the path of a text file.
+
+    Raises:
+        ValueError: the file is missing, or not UTF-8 (naming the first offending byte).
+    """
+    if source == PYTHON_DOCS:
+        return _python_docs()
+    path = Path(source)
+    if not path.is_file():
+        raise ValueError(f"data {source!r} is no file; give {PYTHON_DOCS} or the path of a UTF-8 text file")
+    return _utf8_file(path)
+
+
+def name_of(source: str) -> str:
+    """The text's name without the folders it lies in, which mean nothing on another machine."""
+    return "pydoc_data.topics" if source == PYTHON_DOCS else Path(source).name
+
+
+def _python_docs() -> Iterator[bytes]:
+    from pydoc_data.topics import topics  # half a megabyte of text: only where a store is built
+
+    for topic in sorted(topics):
+        yield topics[topic].strip().encode() + b"\n\n"
+
+
+def _utf8_file(path: Path) -> Iterator[bytes]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    done = 0
+    with open(path, "rb") as file:
+        while True:
+            chunk = file.read(_CHUNK_BYTES)
+            pending = len(decoder.getstate()[0])
+            try:
+                decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"data {str(path)!r} is not UTF-8 at byte {done - pending + error.start}; give a text file"
+                ) from error
+            if not chunk:
+                return
+            done += len(chunk)
+            yield chunk

@@ -1,0 +1,93 @@
+"""A token store: one memory-mapped file of token ids, and a header that says where they came from.
+
+DIR/tokens.bin    one unsigned integer per token: uint8, uint16 or uint32, little-endian
+DIR/header.json   `Header`
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from engine.data.sequences import Sequences
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TOKENS_FILE = "tokens.bin"
+HEADER_FILE = "header.json"
+
+TokenType = Literal["uint8", "uint16", "uint32"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """Where a store's tokens came from. Defaults are those of byte stores written before a field existed."""
+
+    origin: str  # what was tokenized: the names of the texts
+    python: str  # version that built the store; the built-in text differs between versions
+    sha256: str  # of the texts, one after the other
+    tokenizer: str  # bytes, or the name of a tokenizer file
+    count: int  # tokens
+    vocabulary: int = 256  # every token id is below it
+    dtype: TokenType = "uint8"
+    validation: int = 0  # tokens held out, at the end
+    tokenizer_sha256: str = ""  # of the tokenizer's file; empty for bytes
+    end_of_text: int | None = None  # token after each document
+    documents: list[dict[str, Any]] = field(default_factory=list)  # per text: name, sha256, tokens
+
+
+class TokenStore(Sequences):
+    """An endless sequence of tokens: past its end the text starts again."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open a built store. Raises ValueError when its files do not belong together."""
+        self.header = read_header(directory)
+        try:
+            stored = np.dtype(self.header.dtype).newbyteorder("<")
+            self._tokens = np.memmap(directory / TOKENS_FILE, dtype=stored, mode="r")
+        except (OSError, ValueError, TypeError) as error:
+            raise _unreadable(directory, error) from error
+        if self._tokens.size != self.header.count:
+            raise ValueError(
+                f"token store {directory} holds {self._tokens.size} tokens and its header says {self.header.count}; "
+                "remove it and it is built again"
+            )
+
+    def window(self, start: int, count: int) -> Tensor:
+        """`count` consecutive tokens from position `start` of the endless sequence, int64."""
+        import torch
+
+        first = start % self.header.count
+        tokens = np.take(self._tokens, np.arange(first, first + count), mode="wrap")
+        return torch.from_numpy(tokens.astype(np.int64))
+
+    def sequence(self, number: int, seq_len: int) -> Tensor:
+        return self.window(number * seq_len, seq_len + 1)
+
+    def describe(self) -> dict[str, Any]:
+        """The header as plain values, for the record."""
+        return asdict(self.header)
+
+
+def is_store(path: Path) -> bool:
+    """Whether a token store lies there; says nothing about whether it can be read."""
+    return (path / HEADER_FILE).is_file()
+
+
+def read_header(directory: Path) -> Header:
+    """The header of a store. Raises ValueError."""
+    try:
+        header = Header(**json.loads((directory / HEADER_FILE).read_text(encoding="utf-8")))
+        np.dtype(header.dtype)
+    except (OSError, ValueError, TypeError) as error:
+        raise _unreadable(directory, error) from error
+    return header
+
+
+def _unreadable(directory: Path, error: Exception) -> ValueError:
+    return ValueError(f"token store {directory} cannot be read ({error}); remove it and it is built again")

@@ -1,0 +1,140 @@
+"""Text to token ids: bytes, or a Hugging Face `tokenizer.json`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+BYTES = "bytes"
+PIECE_BYTES = 1 << 16  # what one call of a Hugging Face tokenizer gets
+_BATCH_PIECES = 64  # pieces it may tokenize at once, on all cores
+_LONGEST_LINE = 1 << 24  # text without a place to cut is cut here all the same
+# A line's end between two characters that are no white space. Byte-level pre-tokenizers (GPT-2, Llama 3, Qwen) part the
+# text there in any case, so cutting there changes no token; runs of white space they read as one.
+_CUT = re.compile(rb"(?<=\S\n)(?=\S)")
+# Tokens that end a text in published tokenizers, where no tokenizer_config.json beside the file names one.
+_END_OF_TEXT = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+
+
+class Tokenizer(Protocol):
+    """What a token store is built with."""
+
+    name: str  # as headers and records show it
+    sha256: str  # of its file; empty for bytes
+    vocabulary: int  # ids are below this
+    end_of_text: int | None  # the id that parts documents, where there is one
+
+    def encode(self, chunks: Iterable[bytes]) -> Iterator[np.ndarray]:
+        """Token ids of one document, handed over as UTF-8 chunks cut anywhere."""
+        ...
+
+
+class ByteTokenizer:
+    """Every byte is a token: needs no file, and any text can be written in it."""
+
+    name = BYTES
+    sha256 = ""
+    vocabulary = 256
+    end_of_text: int | None = None
+
+    def encode(self, chunks: Iterable[bytes]) -> Iterator[np.ndarray]:
+        return (np.frombuffer(chunk, dtype=np.uint8) for chunk in chunks)
+
+
+class FileTokenizer:
+    """A Hugging Face `tokenizer.json`, read by the library that wrote it.
+
+    Long documents are tokenized in pieces that end where a line does. Tokenizers that mark the beginning of a text
+    (SentencePiece's, such as Llama 2's) put that mark before every piece; byte-level ones give the same tokens as for
+    the whole text.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises ValueError when the library is missing or the file is no tokenizer."""
+        try:
+            from tokenizers import Tokenizer as Backend
+        except ImportError as error:
+            raise ValueError(
+                f"tokenizer {str(path)!r} needs the tokenizers library, which cannot be imported here ({error}); "
+                "install it with: pip install 'burst-harness[train]'"
+            ) from error
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ValueError(
+                f"tokenizer {str(path)!r} cannot be read ({error.strerror}); give bytes or the path of a tokenizer.json"
+            ) from error
+        try:
+            self._backend: Backend = Backend.from_str(content.decode())
+        except Exception as error:  # the library raises nothing more precise for what it cannot parse
+            raise ValueError(
+                f"tokenizer {str(path)!r} is no Hugging Face tokenizer ({' '.join(str(error).split())}); "
+                "give bytes or the path of a tokenizer.json"
+            ) from error
+        # Files often carry the limits of the model they came with.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        ids = self._backend.get_vocab(with_added_tokens=True)
+        self.name = path.name if path.name != "tokenizer.json" else path.resolve().parent.name
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        self.vocabulary = max(ids.values(), default=-1) + 1
+        self.end_of_text: int | None = next((ids[token] for token in _named_ends(path) if token in ids), None)
+
+    def encode(self, chunks: Iterable[bytes]) -> Iterator[np.ndarray]:
+        pieces = (piece.decode() for piece in cut_at_lines(chunks, PIECE_BYTES))
+        while batch := list(islice(pieces, _BATCH_PIECES)):
+            for encoding in self._backend.encode_batch_fast(batch, add_special_tokens=False):
+                yield np.asarray(encoding.ids, dtype=np.uint32)
+
+
+def tokenizer_named(name: str) -> Tokenizer:
+    """`bytes`, or the tokenizer of a `tokenizer.json`. Raises ValueError."""
+    return ByteTokenizer() if name == BYTES else FileTokenizer(Path(name))
+
+
+def cut_at_lines(chunks: Iterable[bytes], piece_bytes: int) -> Iterator[bytes]:
+    """The same bytes in pieces of at least `piece_bytes` that end where a line does; the last may be shorter.
+
+    A text without such a place for 16 MiB is cut between two characters.
+    """
+    held = b""
+    for chunk in chunks:
+        held += chunk
+        start = 0
+        while len(held) - start >= piece_bytes:
+            if match := _CUT.search(held, start + piece_bytes):
+                cut = match.start()
+            elif len(held) - start >= _LONGEST_LINE:
+                cut = next(at for at in range(len(held) - 1, start, -1) if held[at] & 0xC0 != 0x80)
+            else:
+                break
+            yield held[start:cut]
+            start = cut
+        held = held[start:]
+    if held:
+        yield held
+
+
+def _named_ends(path: Path) -> Iterator[str]:
+    """Candidates for the end-of-text token: what the model's own configuration names, then the usual ones."""
+    beside = path.with_name("tokenizer_config.json")
+    if beside.is_file():
+        try:
+            token = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
+        except (OSError, ValueError, AttributeError) as error:
+            raise ValueError(f"{beside} cannot be read ({error}); mend it, or move it away") from error
+        if isinstance(token, dict):  # written with the token's properties
+            token = token.get("content")
+        if isinstance(token, str):
+            yield token
+    yield from _END_OF_TEXT
