@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engine.weight_gradient import add_product
+
 IGNORE = -100  # label of a token that predicts nothing: torch's own convention
 
 # Bytes of one tile's logits in fp32. Each tile adds to the V x E weight gradient, which is read and written whole: with
@@ -73,7 +75,7 @@ class _FusedLossSum(torch.autograd.Function):
             ignored_T1 = (labels == IGNORE)[:, None]
             torch.mm(dlogits_TV, weight_VE, out=dhidden_TE[tokens]).masked_fill_(ignored_T1, 0)
             if dweight_VE is not None:
-                _add_product(dweight_VE, dlogits_TV, hidden.masked_fill(ignored_T1, 0))
+                add_product(dweight_VE, dlogits_TV, hidden.masked_fill(ignored_T1, 0))
         ctx.weight_dtype = weight_VE.dtype
         ctx.save_for_backward(dhidden_TE, dweight_VE)
         return loss
@@ -117,17 +119,6 @@ def _label_log_p(log_p_TV: Tensor, labels_T: Tensor) -> Tensor:
     """Each label's entry; 0 where the label is ignored."""
     entries_T = log_p_TV.gather(1, labels_T.clamp(min=0)[:, None]).squeeze(1)
     return entries_T.masked_fill_(labels_T == IGNORE, 0)
-
-
-def _add_product(dweight_VE: Tensor, dlogits_TV: Tensor, hidden_TE: Tensor) -> None:
-    """dweight += dlogits^T @ hidden, summed in the dtype of dweight."""
-    if dweight_VE.dtype == hidden_TE.dtype:
-        dweight_VE.addmm_(dlogits_TV.T, hidden_TE)
-    elif hidden_TE.is_cuda:
-        # bf16 operands, fp32 sum inside the matmul: no V x E temporary, no bf16 rounding per tile.
-        torch.ops.aten.addmm.dtype_out(dweight_VE, dlogits_TV.T, hidden_TE, dweight_VE.dtype, out=dweight_VE)
-    else:
-        dweight_VE += dlogits_TV.T @ hidden_TE
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,9 @@
 """A Llama-style decoder, written for one device. Nothing here knows of ranks.
 
-Everything parallel is put in from outside (`engine.parallelize`) through three attributes, each a plain callable:
-`Block.attend` (attention over the whole sequence), `Block.activations` (what is kept for backward) and `Head.loss_sum`
-(LM head and loss). The defaults make the model complete on one device, and the oracle of the parallel one.
+Everything parallel is put in from outside (`engine.parallelize`) through four attributes, each a plain callable:
+`Block.attend` (attention over the whole sequence), `Block.activations` (what is kept for backward), `Block.add_mlp`
+(how many tokens go through the MLP at once) and `Head.loss_sum` (LM head and loss). The defaults make the model
+complete on one device, and the oracle of the parallel one.
 
 Shape letters: B batch, L tokens held here, N query heads, K KV heads, D head dim, E embedding, F MLP width,
 V vocabulary.
@@ -26,6 +27,7 @@ Attend = Callable[..., tuple[Tensor, Any]]  # (q_BLND, k_BLKD, v_BLKD, stored=No
 Rotary = tuple[Tensor, Tensor]  # cos_LD, sin_LD over half of the head dim
 LayerFn = Callable[[Tensor, Rotary, Attend], Tensor]  # x_BLE -> x_BLE
 Activations = Callable[[LayerFn, Tensor, Rotary, Attend], Tensor]  # runs a layer, decides what backward will find
+AddMLP = Callable[[nn.RMSNorm, "MLP", Tensor], Tensor]  # (norm, mlp, x_BLE) -> x + mlp(norm(x))
 LossSum = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden_TE, weight_VE, labels_T) -> sum of the losses
 
 
@@ -103,8 +105,12 @@ class MLP(nn.Module):
         self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
 
     def forward(self, x_BLE: Tensor) -> Tensor:
-        up_BLF = self.up(x_BLE)
-        return self.down(F.gelu(up_BLF) if self.gate is None else F.silu(self.gate(x_BLE)) * up_BLF)
+        return self.down(activate(self.up(x_BLE), None if self.gate is None else self.gate(x_BLE)))
+
+
+def activate(up_BLF: Tensor, gate_BLF: Tensor | None = None) -> Tensor:
+    """What the MLP's last matrix is given: GELU of `up`, or `up` times the SiLU of `gate`."""
+    return F.gelu(up_BLF) if gate_BLF is None else F.silu(gate_BLF) * up_BLF
 
 
 def dense_causal(
@@ -113,6 +119,11 @@ def dense_causal(
     """The default attention: dense, causal, one device. Plain autograd keeps its own intermediates, so a replay has no
     use for `stored` and computes again."""
     return dense_attention(q_BLND, k_BLKD, v_BLKD, Causal())
+
+
+def add_whole_mlp(norm: nn.RMSNorm, mlp: MLP, x_BLE: Tensor) -> Tensor:
+    """The default second half of a layer, the MLP's residual branch: all tokens at once."""
+    return x_BLE + mlp(norm(x_BLE))
 
 
 def keep_all(layer: LayerFn, x_BLE: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
@@ -125,6 +136,7 @@ class Block(nn.Module):
 
     attend: Attend
     activations: Activations
+    add_mlp: AddMLP
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -134,6 +146,7 @@ class Block(nn.Module):
         self.mlp = MLP(shape)
         self.attend = dense_causal
         self.activations = keep_all
+        self.add_mlp = add_whole_mlp
 
     def forward(self, x_BLE: Tensor, rotary: Rotary) -> Tensor:
         return self.activations(self.layer, x_BLE, rotary, self.attend)
@@ -142,7 +155,7 @@ class Block(nn.Module):
         """The layer's mathematics. Pure but for `attend`, so it may be run again to recompute activations."""
         out_BLND, _lse = attend(*self.attention.project(self.attention_norm(x_BLE), rotary))
         x_BLE = x_BLE + self.attention.output(out_BLND.flatten(-2))
-        return x_BLE + self.mlp(self.mlp_norm(x_BLE))
+        return self.add_mlp(self.mlp_norm, self.mlp, x_BLE)
 
 
 class Head(nn.Module):

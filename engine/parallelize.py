@@ -11,6 +11,7 @@ from engine.initialise import initialise
 from engine.lm_head import fused_loss_sum, plain_loss_sum
 from engine.model import Attend, Decoder
 from engine.settings import TrialSettings
+from engine.tiled_mlp import add_mlp_in
 
 
 def build_model(settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> Decoder:
@@ -32,10 +33,11 @@ def build_model(settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> De
 
 
 def parallelize(model: Decoder, settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> None:
-    """Context parallelism, activation checkpointing, loss fusion, then FSDP2 around all of them."""
+    """Context parallelism, activation checkpointing, tiled MLP, loss fusion, then FSDP2 around all of them."""
     for block in model.blocks:
         block.attend = attend
         block.activations = checkpoint.activations(settings.checkpoint)
+        block.add_mlp = add_mlp_in(settings.mlp_tiles)
     model.head.loss_sum = fused_loss_sum if settings.lm_head_fusion else plain_loss_sum
     shard_parameters(model, settings, mesh)
 

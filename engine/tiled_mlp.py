@@ -1,0 +1,106 @@
+"""The MLP over runs of tokens, so that the intermediates of one run are the most there ever is.
+
+At 128K tokens per rank and an MLP 11008 wide, one bf16 intermediate is 2.7 GiB and a SwiGLU's backward holds six. Only
+the branch's input is kept; backward forms a run's intermediates again, and from them the run's gradients, before it
+goes to the next. The norm before the MLP is part of the run, and so is the residual sum. Tiling of token-wise parts as
+in ALST (arXiv:2506.13996).
+
+Shape letters: T tokens, E embedding, F MLP width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from engine.model import MLP, AddMLP, activate, add_whole_mlp
+from engine.weight_gradient import add_product
+
+
+def add_mlp_in(tiles: int) -> AddMLP:
+    """The MLP's residual branch in `tiles` runs of tokens; 1 is the whole at once, as torch does it.
+
+    T tokens go in runs of ceil(T / tiles), so there are never more runs than tokens, and the last may be shorter.
+    Outputs equal those of the whole to rounding, and so do gradients: those of the weights are summed over the runs in
+    fp32 or wider and rounded to the weight's dtype once.
+    """
+    if tiles == 1:
+        return add_whole_mlp
+
+    def add_tiled_mlp(norm: nn.RMSNorm, mlp: MLP, x_BLE: Tensor) -> Tensor:
+        x_TE = x_BLE.flatten(0, -2)
+        run = -(-x_TE.shape[0] // tiles)
+        matrices = [mlp.down.weight, mlp.up.weight, *([] if mlp.gate is None else [mlp.gate.weight])]
+        weights = (norm.weight, *matrices)
+        if torch.is_grad_enabled():
+            # Remembered before anything is computed: torch's non-reentrant checkpoint ends a layer's recomputation with
+            # the last tensor that backward asks for, so that the recomputation never enters the MLP.
+            x_TE = _Remember.apply(x_TE, *weights)
+        return _TiledMLP.apply(x_TE, x_TE.grad_fn, norm.eps, run, *weights).view_as(x_BLE)
+
+    return add_tiled_mlp
+
+
+class _Remember(torch.autograd.Function):
+    """The identity, which keeps its arguments for `_TiledMLP`'s backward and lets them go after it."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TE: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TE, *weights)
+        return x_TE.view_as(x_TE)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
+        return grad_TE, *(None for _ in ctx.needs_input_grad[1:])
+
+
+class _TiledMLP(torch.autograd.Function):
+    """(x_TE, the node that remembers, eps, tokens of a run, weights of norm, down, up, gate or none) -> x + mlp(x)."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TE: Tensor, memory: Any, eps: float | None, run: int, *weights: Tensor) -> Tensor:
+        ctx.memory, ctx.eps, ctx.run = memory, eps, run
+        norm_E, down_EF, *projections_FE = weights
+        out_TE = torch.empty_like(x_TE)
+        for tokens in _runs(x_TE, run):
+            normed_TE = F.rms_norm(x_TE[tokens], norm_E.shape, norm_E, eps)
+            hidden_TF = activate(*(F.linear(normed_TE, weight_FE) for weight_FE in projections_FE))
+            torch.add(x_TE[tokens], F.linear(hidden_TF, down_EF), out=out_TE[tokens])
+        return out_TE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_TE: Tensor) -> tuple[Tensor | None, ...]:
+        x_TE, norm_E, down_EF, *projections_FE = ctx.memory.saved_tensors
+        norm_E = norm_E.detach().requires_grad_()
+        dx_TE = torch.empty_like(x_TE)
+        dnorm_E, ddown_EF, *dprojections_FE = (
+            torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+            for weight in (norm_E, down_EF, *projections_FE)
+        )
+        for tokens in _runs(x_TE, ctx.run):
+            with torch.enable_grad():
+                x_run_TE = x_TE[tokens].detach().requires_grad_()
+                normed_TE = F.rms_norm(x_run_TE, norm_E.shape, norm_E, ctx.eps)
+                projected_TF = [F.linear(normed_TE.detach(), w_FE.detach()).requires_grad_() for w_FE in projections_FE]
+                hidden_TF = activate(*projected_TF)
+            add_product(ddown_EF, dout_TE[tokens], hidden_TF.detach())
+            dprojected_TF = torch.autograd.grad(hidden_TF, projected_TF, dout_TE[tokens] @ down_EF)
+            del hidden_TF, projected_TF
+            dnormed_TE = torch.zeros_like(normed_TE)
+            for dprojection_FE, weight_FE, d_TF in zip(dprojections_FE, projections_FE, dprojected_TF, strict=True):
+                add_product(dprojection_FE, d_TF, normed_TE.detach())
+                dnormed_TE.addmm_(d_TF, weight_FE)
+            dx_run_TE, dnorm_run_E = torch.autograd.grad(normed_TE, (x_run_TE, norm_E), dnormed_TE)
+            torch.add(dout_TE[tokens], dx_run_TE, out=dx_TE[tokens])
+            dnorm_E += dnorm_run_E
+        return dx_TE, None, None, None, *(wide.to(norm_E.dtype) for wide in (dnorm_E, ddown_EF, *dprojections_FE))
+
+
+def _runs(x_TE: Tensor, run: int) -> Iterator[slice]:
+    return (slice(start, start + run) for start in range(0, x_TE.shape[0], run))
