@@ -1,0 +1,104 @@
+"""What is kept on the host comes back as it was, in buffers that are exact, used again and never shared."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from engine.host_memory import host_buffer, host_like
+from engine.offload import DeviceStore, HostStore
+
+CPU = torch.device("cpu")
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")],
+    ),
+]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4097, 3 << 20])
+def test_a_host_buffer_has_exactly_the_bytes_asked_for(nbytes: int) -> None:
+    buffer = host_buffer(nbytes, CPU)
+    assert buffer.numel() == buffer.untyped_storage().nbytes() == nbytes
+    buffer.fill_(7)
+    assert buffer.eq(7).all()
+
+
+def test_a_host_twin_has_shape_and_dtype_of_the_tensor() -> None:
+    tensor = torch.randn(3, 5, 2).to(torch.bfloat16).transpose(0, 1)
+    twin = host_like(tensor, CPU).copy_(tensor)
+    assert twin.is_contiguous()
+    assert twin.dtype == tensor.dtype
+    assert torch.equal(twin, tensor)
+
+
+def test_more_host_memory_than_there_is_ends_with_a_reason() -> None:
+    with pytest.raises(MemoryError, match="no 4611686018427387904 bytes of memory to map"):
+        host_buffer(1 << 62, CPU)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("store_class", [DeviceStore, HostStore])
+def test_what_is_put_comes_back_each_time_it_is_fetched(store_class, device: str) -> None:
+    store = store_class()
+    tensors = torch.randn(4, 6, device=device).T, torch.arange(7, device=device), torch.zeros(0, 3, device=device)
+    kept = store.put(tensors)
+    assert store.held_bytes == 4 * 6 * 4 + 7 * 8
+    for _ in range(2):  # backward may come twice
+        kept.prefetch()
+        for found, expected in zip(kept.fetch(), tensors, strict=True):
+            assert torch.equal(found, expected)
+            assert found.device == expected.device
+            assert found.dtype == expected.dtype
+    del kept
+    assert store.held_bytes == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_host_copy_owes_nothing_to_the_tensors_it_was_made_of(device: str) -> None:
+    store = HostStore()
+    tensor = torch.ones(1000, device=device)
+    kept = store.put((tensor,))
+    store.settle()
+    tensor.zero_()
+    [found] = kept.fetch()
+    assert found.eq(1).all()
+    del kept
+    gc.collect()
+    store.put((torch.full((1000,), 5.0, device=device),))  # in the buffer that was given back
+    assert found.eq(1).all()
+
+
+def buffer_addresses(store: HostStore, sizes: list[int]) -> set[int]:
+    """Where copies of tensors of these sizes lie when all of them are held at once."""
+    kept = [store.put((torch.randn(size),)) for size in sizes]
+    return {away._buffers[0].data_ptr() for away in kept}
+
+
+def test_buffers_are_used_again_from_step_to_step_and_held_by_one_owner_each() -> None:
+    store = HostStore()
+    first = buffer_addresses(store, [100, 100, 200])
+    assert len(first) == 3
+    assert buffer_addresses(store, [200, 100, 100]) == first
+    assert len(buffer_addresses(store, [100] * 4) & first) == 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_layers_leave_and_return_in_backward_order(device: str) -> None:
+    store = HostStore()
+    generator = torch.Generator(device).manual_seed(0)
+    layers = [torch.randn(64, 64, generator=generator, device=device) for _ in range(9)]
+    expected = [layer.clone() for layer in layers]
+    kept = []
+    while layers:
+        kept.append(store.put((layers.pop(0),)))
+        torch.empty(64, 64, device=device).normal_(generator=generator)  # would take memory that was freed too early
+    for index in reversed(range(len(kept))):
+        [found] = kept.pop().fetch()
+        if kept:
+            kept[-1].prefetch()
+        assert torch.equal(found, expected[index])
