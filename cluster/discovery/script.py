@@ -1,0 +1,99 @@
+"""The questions discovery asks a node, as probes of `cluster.probe`: POSIX shell that reads and changes nothing.
+
+`root` is put before every path below /sys and /proc, so that tests can point the same script at a tree of their own.
+Sources: the kernel's Documentation/ABI (sysfs-class-infiniband, sysfs-class-net, sysfs-bus-pci), ip-route(8).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from cluster import nvidia_smi
+from cluster.probe import Probe
+
+STORAGE_MOUNTS = ("nfs", "nfs4", "lustre", "ceph", "glusterfs")  # file systems whose mount names a server's address
+MAX_STORAGE_ROUTES = 32  # a Lustre client may list every server of a site
+
+# The first line of a file or nothing, whatever reading it does: `speed` of an interface that is down is an error.
+_SHELL = """\
+first() { [ -r "$1" ] && head -n 1 -- "$1" 2>/dev/null; }
+fact() { printf '%s\\t%s\\t%s\\n' "$1" "$2" "$3"; }
+device() { fact "$1" path "$(readlink -f -- "$2")"; fact "$1" numa "$(first "$2/numa_node")"; }
+"""
+_INTERFACES = """\
+for net in "$root"/sys/class/net/*; do
+    [ -e "$net/mtu" ] || continue
+    name=${net##*/}
+    for key in operstate mtu speed dev_port; do fact "$name" "$key" "$(first "$net/$key")"; done
+    [ -e "$net/device" ] && device "$name" "$net/device"
+    [ -d "$net/bonding" ] && fact "$name" bond yes
+    for lower in "$net"/lower_*; do
+        { [ -e "$lower" ] || [ -L "$lower" ]; } && fact "$name" lower "${lower##*/lower_}"
+    done
+done
+:
+"""
+_PORTS = """\
+for port in "$root"/sys/class/infiniband/*/ports/*; do
+    [ -e "$port/state" ] || continue
+    hca=${port%/ports/*}
+    name=${hca##*/}:${port##*/}
+    for key in state phys_state rate link_layer; do fact "$name" "$key" "$(first "$port/$key")"; done
+    device "$name" "$hca/device"
+done
+:
+"""
+# 0x10de is NVIDIA; 0x0300 and 0x0302 are the classes of display and 3D controllers, which its GPUs are.
+_GPUS = """\
+for pci in "$root"/sys/bus/pci/devices/*; do
+    [ "$(first "$pci/vendor")" = 0x10de ] || continue
+    case $(first "$pci/class") in 0x0300*|0x0302*) device "${pci##*/}" "$pci" ;; esac
+done
+:
+"""
+_ROUTE = """\
+route() { printf '%s\\t' "$1"; ip -4 -json route get "$1" 2>/dev/null || echo; }
+"""
+
+NVIDIA_FIELDS = ("pci.bus_id", "name", "compute_cap", "driver_version")
+
+
+def probes(
+    *, head: str | None, storage: Sequence[str] = (), python: str | None = None, root: str = ""
+) -> dict[str, Probe]:
+    """What to run on a node. `head` is the head node's IPv4 address, `storage` those of file servers known beforehand;
+    `python` is the interpreter whose NCCL is asked about, None the first python3 on the node's path."""
+    begin = f"root={shlex.quote(root)}\n{_SHELL}"
+    addresses = " ".join(map(shlex.quote, storage))
+    mounts = "|".join(STORAGE_MOUNTS)
+    return {
+        "cores": Probe(script="nproc"),
+        "interfaces": Probe(script=begin + _INTERFACES),
+        # Linux 4.14's iproute2 and newer print JSON on one line; any other leaves the kernel's table to go by.
+        "addresses": Probe(script="ip -json addr 2>/dev/null || :"),
+        "table": Probe(script=begin + 'cat -- "$root/proc/net/route" 2>/dev/null || :'),
+        "head": Probe(script=_ROUTE + (f"route {shlex.quote(head)}" if head else ":")),
+        "storage": Probe(
+            script=f"""{begin}{_ROUTE}\
+servers=$(while read -r source _ type options _; do
+    case $type in {mounts}) printf '%s,%s\\n' "$source" "$options" ;; esac
+done < "$root/proc/mounts" | grep -oE '(^|[,@/:=])([0-9]{{1,3}}\\.){{3}}[0-9]{{1,3}}' | grep -oE '[0-9.]+$')
+some=$(printf '%s\\n' "$servers" | sort -u | head -n {MAX_STORAGE_ROUTES})
+for server in {addresses} $some; do route "$server"; done
+"""
+        ),
+        "ports": Probe(script=begin + _PORTS),
+        "pci": Probe(script=begin + _GPUS),
+        "nvidia_smi": Probe(script=nvidia_smi.REQUIRE + nvidia_smi.query(NVIDIA_FIELDS), seconds=nvidia_smi.SECONDS),
+        "nccl": Probe(script=f"{shlex.quote(python or 'python3')} -c {shlex.quote(_NCCL)} 2>/dev/null || :"),
+    }
+
+
+# The wheel's version costs nothing to read; asking torch itself would import it, which takes seconds.
+_NCCL = """\
+from importlib.metadata import distributions
+for found in distributions():
+    if (found.metadata["Name"] or "").startswith("nvidia-nccl-cu"):
+        print(found.version)
+"""
