@@ -1,0 +1,133 @@
+"""A model's parameters as a folder that transformers, and what reads its layout, loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from engine.hf.config import config_of
+from engine.hf.names import hugging_face_name, parameter_sizes
+from engine.hf.shards import INDEX, safetensors
+from engine.settings import ModelShape
+
+SHARD_BYTES = 5_000_000_000  # what the hub's own tools long cut at
+
+
+def export_hugging_face(
+    state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    shape: ModelShape,
+    directory: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_positions: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Write `config.json`, safetensors shards and their index; the folder appears whole or not at all.
+
+    Args:
+        state: every parameter of `engine.model.Decoder(shape)`, whole (not sharded over ranks), by its name. Pairs may
+            be made one by one: in the model's order no more than one shard is held at a time.
+        shape: of the model; one with a gated MLP.
+        directory: a new or empty folder.
+        dtype: what the tensors are stored in; the default keeps fp32 master weights to the bit.
+        max_positions: longest sequence, in tokens, the model was trained for; None leaves readers their default.
+        shard_bytes: most bytes of tensors in one file; a larger tensor has a file of its own.
+
+    Returns `directory`. Raises ValueError for a shape without a counterpart, a folder in use, and a state that lacks
+    parameters or has others.
+    """
+    library = safetensors()
+    target = directory.resolve()
+    config = config_of(shape, str(dtype).removeprefix("torch."), max_positions)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{directory} exists already; give a new folder, or move the old one away")
+    sizes = parameter_sizes(shape)
+    shards = shards_of({name: size.numel() * dtype.itemsize for name, size in sizes.items()}, shard_bytes)
+    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.{os.getpid()}.part")
+    aside.mkdir()
+    try:
+        _write_json(aside / "config.json", config)
+        for number, tensors in _filled(_checked(state, sizes, dtype), shards):
+            library.torch.save_file(tensors, aside / files[number], metadata={"format": "pt"})
+            # The library makes files that only their owner reads; a model is read like the text beside it.
+            shutil.copymode(aside / "config.json", aside / files[number])
+        weight_map = {
+            hugging_face_name(name): file for file, names in zip(files, shards, strict=True) for name in names
+        }
+        total = sum(size.numel() for size in sizes.values()) * dtype.itemsize
+        _write_json(aside / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        for path in (*aside.iterdir(), aside):
+            _flush(path)
+        os.replace(aside, target)
+        _flush(target.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return directory
+
+
+def shards_of(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """Names cut into runs of at most `most` bytes each, in order; a tensor larger than that stands alone."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if size > room:
+            shards.append([])
+            room = most
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _checked(
+    state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], sizes: Mapping[str, torch.Size], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors ready to be stored, in the order they come. Raises ValueError for a state that is not the model's."""
+    missing = set(sizes)
+    for name, tensor in state.items() if isinstance(state, Mapping) else state:
+        if name not in missing:
+            raise ValueError(f"{name} {'comes twice' if name in sizes else 'is no parameter of this shape'}")
+        if isinstance(tensor, DTensor):
+            raise ValueError(f"{name} is sharded over ranks; hand over its full_tensor()")
+        if tensor.shape != sizes[name]:
+            raise ValueError(f"{name} has size {list(tensor.shape)}; the shape makes it {list(sizes[name])}")
+        missing.remove(name)
+        yield name, tensor.detach().to("cpu", dtype).contiguous()
+    if missing:
+        raise ValueError(
+            f"the state lacks {len(missing)} parameters, {min(missing)} among them; hand over the whole model"
+        )
+
+
+def _filled(tensors: Iterable[tuple[str, Tensor]], shards: list[list[str]]) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Each shard's number and tensors, by their names over there, as soon as the last of them has come."""
+    number_of = {name: number for number, names in enumerate(shards) for name in names}
+    waiting: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors:
+        number = number_of[name]
+        shard = waiting.setdefault(number, {})
+        shard[hugging_face_name(name)] = tensor
+        if len(shard) == len(shards[number]):
+            yield number, waiting.pop(number)
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _flush(path: Path) -> None:
+    """Make a file's content, or a folder's entries, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

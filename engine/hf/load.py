@@ -1,0 +1,83 @@
+"""A folder in Hugging Face's layout as a shape and the tensors that fill it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.hf.config import is_tied, shape_of
+from engine.hf.names import EMBEDDING, HEAD, hugging_face_name, parameter_sizes
+from engine.hf.shards import Shards, read_json
+from engine.settings import ModelShape
+
+READABLE = ("F64", "F32", "F16", "BF16")  # by safetensors' names
+
+
+def import_hugging_face(directory: Path) -> tuple[ModelShape, Iterator[tuple[str, Tensor]]]:
+    """The model in `directory`: its shape, named after the folder, and its tensors under this engine's names.
+
+    The iterator yields every parameter of `engine.model.Decoder(shape)` once, in the model's order, on the CPU and in
+    the dtype of the file; only the tensor at hand is read. Everything is checked before this returns, so what is
+    yielded fits. A tied LM head comes as a copy of the embedding: training continues with two.
+
+    Raises ValueError: one sentence that names the file, for anything but a whole Llama or Qwen3 with plain RoPE.
+    """
+    path = directory / "config.json"
+    config = read_json(path)
+    try:
+        shape, tied = shape_of(config, directory.resolve().name), is_tied(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    shards = Shards(directory)
+    source = _sources(shape, shards, directory, tied)
+    return shape, _tensors(shards, source)
+
+
+def _sources(shape: ModelShape, shards: Shards, directory: Path, tied: bool) -> dict[str, str]:
+    """For every parameter of ours the tensor that fills it. Raises ValueError unless all fit and none is left over."""
+    if shape.layers > len(shards.names):  # before as many layers are built as a damaged file asks for
+        raise ValueError(
+            f"{directory}: has {len(shards.names)} tensors, too few for {shape.layers} layers; fetch it again"
+        )
+    try:
+        sizes = parameter_sizes(shape)
+    except RuntimeError as error:  # a tensor of more bytes than can be counted
+        raise ValueError(f"{directory}: config.json is of no real model ({error}); fetch it again") from error
+    source = {name: hugging_face_name(EMBEDDING if tied and name == HEAD else name) for name in sizes}
+    missing = sorted(set(source.values()) - shards.names)
+    if missing:
+        raise ValueError(f"{directory}: lacks {_some(missing)}; fetch the missing files")
+    # Older exports hold RoPE's frequencies, which follow from the base, and a tied head beside the embedding.
+    spare = {name for name in shards.names if name.endswith("rotary_emb.inv_freq")} | {hugging_face_name(HEAD)}
+    surplus = sorted(shards.names - set(source.values()) - spare)
+    if surplus:
+        raise ValueError(
+            f"{directory}: holds {_some(surplus)}, which this model has no place for; choose a plain model"
+        )
+    for name, size in sizes.items():
+        found, dtype = shards.described(source[name])
+        if found != tuple(size):
+            raise ValueError(
+                f"{directory}: {source[name]} has size {list(found)}, but config.json makes it {list(size)}; "
+                "fetch both from one place"
+            )
+        if dtype not in READABLE:
+            raise ValueError(
+                f"{directory}: {source[name]} is stored as {dtype}; expected one of {', '.join(READABLE)}: "
+                "choose a model that is not quantized"
+            )
+    return source
+
+
+def _tensors(shards: Shards, source: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+    for name, theirs in source.items():
+        # Cloned: what the library hands out may be a view of the mapped file, and a tied head is to have its own.
+        yield name, shards.read(theirs).clone(memory_format=torch.contiguous_format)
+
+
+def _some(names: list[str]) -> str:
+    """A few names and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

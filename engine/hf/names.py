@@ -1,0 +1,42 @@
+"""What each of the model's parameters is called in Hugging Face's Llama and Qwen3.
+
+Tensors need no rearranging: both sides keep a projection's weight as [out, in], and RoPE pairs the same halves.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.model import Decoder
+from engine.settings import ModelShape
+
+EMBEDDING, HEAD = "embedding.weight", "head.weight"
+
+_OUTSIDE = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
+_IN_LAYER = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.q.weight": "self_attn.q_proj.weight",
+    "attention.k.weight": "self_attn.k_proj.weight",
+    "attention.v.weight": "self_attn.v_proj.weight",
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
+    "attention.output.weight": "self_attn.o_proj.weight",
+    "mlp_norm.weight": "post_attention_layernorm.weight",
+    "mlp.gate.weight": "mlp.gate_proj.weight",
+    "mlp.up.weight": "mlp.up_proj.weight",
+    "mlp.down.weight": "mlp.down_proj.weight",
+}
+
+
+def hugging_face_name(name: str) -> str:
+    """The name over there of a parameter of `Decoder`."""
+    if name in _OUTSIDE:
+        return _OUTSIDE[name]
+    _blocks, layer, part = name.split(".", 2)
+    return f"model.layers.{layer}.{_IN_LAYER[part]}"
+
+
+def parameter_sizes(shape: ModelShape) -> dict[str, torch.Size]:
+    """Size of every parameter by its name in `Decoder`, in the model's order. Allocates nothing."""
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Decoder(shape).named_parameters()}
