@@ -21,7 +21,7 @@ import torch
 import torch._dynamo  # every optimizer loads it when constructed; here a fork server does so once for all ranks
 
 from engine.attention_task import AttentionTask
-from engine.distributed import check_world_size, join, leave, limit_threads
+from engine.distributed import World, check_world_size, join, leave, limit_threads
 from engine.measurement import write_json, write_measurement
 from engine.method import NativeMethod
 from engine.settings import TrialSettings, from_json
@@ -40,9 +40,9 @@ def main(arguments: list[str]) -> int:
         return 2
     trial_dir = Path(arguments[0])
     rank = int(os.environ.get("RANK", "0"))
-    with _exit_on_error(trial_dir, rank):
+    with exit_on_error(trial_dir, rank):
         task = _set_up(trial_dir)
-        measurement = task.run(progress_to(trial_dir) if rank == 0 else _silent)
+        measurement = task.run(progress_to(trial_dir) if rank == 0 else silent)
         if rank == 0:
             write_measurement(trial_dir, measurement)
         leave()
@@ -53,17 +53,22 @@ def _set_up(trial_dir: Path) -> Task:
     """Everything that can find the settings impossible, before anything is measured. Raises Refused."""
     try:
         settings, method = read_trial(trial_dir)
-        refusal = method.refuse(settings)
-        if refusal:
-            raise ValueError(refusal)
-        check_world_size(settings)
-        limit_threads()
-        if settings.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a fixed one
-            torch.use_deterministic_algorithms(True)
-        return TASKS[settings.task](settings, method, join(settings))
+        return TASKS[settings.task](settings, method, prepare(settings, method))
     except ValueError as error:
         raise Refused(str(error)) from error
+
+
+def prepare(settings: TrialSettings, method: NativeMethod) -> World:
+    """This process as a rank that can run `settings`, among the others. Raises ValueError when it cannot."""
+    refusal = method.refuse(settings)
+    if refusal:
+        raise ValueError(refusal)
+    check_world_size(settings)
+    limit_threads()
+    if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a fixed one
+        torch.use_deterministic_algorithms(True)
+    return join(settings)
 
 
 def read_trial(trial_dir: Path) -> tuple[TrialSettings, NativeMethod]:
@@ -73,12 +78,12 @@ def read_trial(trial_dir: Path) -> tuple[TrialSettings, NativeMethod]:
     return cast(TrialSettings, from_json(TrialSettings, trial["settings"])), cast(NativeMethod, method)
 
 
-def _silent(step: dict[str, object]) -> None:
+def silent(step: dict[str, object]) -> None:
     """Ranks other than 0 keep their progress to themselves."""
 
 
 @contextlib.contextmanager
-def _exit_on_error(trial_dir: Path, rank: int) -> Iterator[None]:
+def exit_on_error(trial_dir: Path, rank: int) -> Iterator[None]:
     """Report an exception and end the process at once.
 
     Not by returning: interpreter shutdown would wait for communicators whose peers may be stuck in a collective.
