@@ -5,6 +5,7 @@ Shape letters as in `engine.attention.op`, with T for the group's tokens and H f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from engine.attention.layout import Segment
 from engine.attention.transport import Traffic
+
+Arrival = Callable[[], Tensor]  # waits for a tensor under way; called once
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,38 +40,58 @@ def pieces_in_order(shards: tuple[tuple[Segment, ...], ...]) -> tuple[Piece, ...
 
 
 class HeadExchange:
-    """All-to-all among the ranks of a group; a group of one keeps everything."""
+    """All-to-all among the ranks of a group; a group of one keeps everything.
+
+    The heads a rank will hold can come in several parts, one message each, so that one part travels while another is
+    computed. Both directions return at once; calling what they return waits for the tensors.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, traffic: Traffic) -> None:
         self.group, self._traffic = group, traffic
         self.size = 1 if group is None else dist.get_world_size(group)
 
-    def to_heads(self, tensor_BLND: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
-        """Some tokens of all heads -> the group's tokens, in order, of some heads: [B, L, N, ...] -> [B, T, H, ...]."""
+    def to_heads(self, tensor_BLND: Tensor, pieces: tuple[Piece, ...], part: int = 0, parts: int = 1) -> Arrival:
+        """Some tokens of all heads -> the group's tokens, in order, of a part of this rank's heads: [B, T, H, ...]."""
         if self.size == 1:
-            return tensor_BLND
-        heads = tensor_BLND.shape[2] // self.size
-        received = self._all_to_all(tensor_BLND.unflatten(2, (self.size, heads)).movedim(2, 0).contiguous())
-        return torch.cat([received[p.member, :, p.offset : p.offset + p.count] for p in pieces], dim=1)
+            return lambda: tensor_BLND
+        by_part = tensor_BLND.unflatten(2, (self.size, parts, tensor_BLND.shape[2] // (self.size * parts)))
+        arrival = self._all_to_all(by_part.select(3, part).movedim(2, 0).contiguous())
 
-    def to_tokens(self, tensor_BTHD: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
-        """The group's tokens of some heads -> some tokens of all heads: `to_heads` undone."""
+        def arrived() -> Tensor:
+            received = arrival()
+            return torch.cat([received[p.member, :, p.offset : p.offset + p.count] for p in pieces], dim=1)
+
+        return arrived
+
+    def to_tokens(self, tensor_BTHD: Tensor, pieces: tuple[Piece, ...]) -> Arrival:
+        """The group's tokens of some heads -> some tokens of every member's: [B, L, group, H, ...]."""
         if self.size == 1:
-            return tensor_BTHD
+            return lambda: tensor_BTHD.unsqueeze(2)
         batch, tokens, heads, *rest = tensor_BTHD.shape
         by_rank = tensor_BTHD.new_empty(self.size, batch, tokens // self.size, heads, *rest)
         start = 0
         for p in pieces:
             by_rank[p.member, :, p.offset : p.offset + p.count] = tensor_BTHD[:, start : start + p.count]
             start += p.count
-        received = self._all_to_all(by_rank)  # [group, B, L, H, ...]: heads of member after member
-        return received.movedim(0, 2).flatten(2, 3)
+        arrival = self._all_to_all(by_rank)
+        return lambda: arrival().movedim(0, 2)
 
-    def _all_to_all(self, by_rank: Tensor) -> Tensor:
+    def _all_to_all(self, by_rank: Tensor) -> Arrival:
         received = torch.empty_like(by_rank)
         self._traffic.add(by_rank[1:])  # one part stays here
-        if by_rank.is_cuda:
-            dist.all_to_all_single(received, by_rank, group=self.group)
-        else:  # gloo's all-to-all has no bf16
-            dist.all_to_all_single(received.view(torch.uint8), by_rank.view(torch.uint8), group=self.group)
-        return received
+        # gloo's all-to-all has no bf16
+        output, sent = (
+            (received, by_rank) if by_rank.is_cuda else (received.view(torch.uint8), by_rank.view(torch.uint8))
+        )
+        work = dist.all_to_all_single(output, sent, group=self.group, async_op=True)
+
+        def arrived() -> Tensor:
+            work.wait()
+            return received
+
+        return arrived
+
+
+def whole_heads(parts_BLGHD: list[Tensor]) -> Tensor:
+    """Tokens of every member's heads, part after part as they travelled, in order of head: [B, L, N, ...]."""
+    return torch.stack(parts_BLGHD, dim=3).flatten(2, 4)

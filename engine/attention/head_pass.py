@@ -3,16 +3,23 @@
 With all ranks in the exchange each attends alone over the whole sequence (DeepSpeed-Ulysses, arXiv:2309.14509); with
 some, a ring goes on among the others (USP, arXiv:2405.07719; LoongTrain, arXiv:2406.18485). O is not kept twice:
 backward exchanges delta = rowsum(dO * O) in its place.
+
+A rank's heads may come in parts: while one part is computed the next is on its way here and the last on its way back,
+so that only the first arrival and the last return are left uncovered. UPipe (arXiv:2602.21196) goes through heads in
+stages to save memory; here it is to hide a slow link.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.attention.head_exchange import HeadExchange, Piece
+from engine.attention.context import ContextParallel
+from engine.attention.head_exchange import Arrival, HeadExchange, Piece, whole_heads
+from engine.attention.head_rows import HeadRows
 from engine.attention.ring_pass import RingPlan
 
 
@@ -20,16 +27,31 @@ from engine.attention.ring_pass import RingPlan
 class HeadPlan:
     """A pass of some heads over more tokens, between two exchanges."""
 
+    cp: ContextParallel  # before the exchange
+    members: tuple[int, ...]  # CP ranks in it
     schedule: str
     heads: HeadExchange
     pieces: tuple[Piece, ...]
-    inner: RingPlan
+    inner: RingPlan  # over one part of the heads
+    parts: int = 1  # that a rank's heads come in
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
         """(out_BLND, lse_BNL) of this rank's queries over the whole sequence."""
-        out_BTHD, lse_BHT = self.inner.forward(*(self._to_heads(tensor) for tensor in (q_BLND, k_BLKD, v_BLKD)))
-        lse_BLN = self._to_tokens(lse_BHT.transpose(1, 2).contiguous())
-        return self._to_tokens(out_BTHD).contiguous(), lse_BLN.transpose(1, 2).contiguous()
+
+        def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor) -> tuple[Tensor, Tensor]:
+            out_BTHD, lse_BHT = self.inner.forward(q_BTHD, k_BTHD, v_BTHD)
+            return out_BTHD, lse_BHT.transpose(1, 2).contiguous()
+
+        out_BLND, lse_BLN = self._exchanged((q_BLND, k_BLKD, v_BLKD), attend)
+        return out_BLND.contiguous(), lse_BLN.transpose(1, 2).contiguous()
+
+    def before(self, cut: int) -> HeadRows:
+        """The forward of the queries before global position `cut` alone: this rank's first rows."""
+        return HeadRows(plan=self, cut=cut)
+
+    def recompute_share(self, cut: int) -> float:
+        """Work of the busiest rank in the forward of `before(cut)`, over a rank's mean work in its own."""
+        return self.inner.recompute_share(cut)
 
     def backward(
         self,
@@ -41,18 +63,30 @@ class HeadPlan:
         delta_BNL: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
+
+        def differentiate(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rows_BTH2: Tensor) -> tuple[Tensor, ...]:
+            lse_BHT, delta_BHT = (row.transpose(1, 2).contiguous() for row in rows_BTH2.unbind(-1))
+            # Complete sums: they cross in the inputs' dtype, nothing is added to them on the other side.
+            return self.inner.backward(q, k, v, dout, lse_BHT, delta_BHT)
+
         rows_BLN2 = torch.stack((lse_BNL, delta_BNL), dim=-1).transpose(1, 2)
-        q, k, v, dout, rows = (self._to_heads(t) for t in (q_BLND, k_BLKD, v_BLKD, dout_BLND, rows_BLN2))
-        lse_BHT, delta_BHT = (row.transpose(1, 2).contiguous() for row in rows.unbind(-1))
-        # Complete sums: they cross in the inputs' dtype, nothing is added to them on the other side.
-        dq, dk, dv = (self._to_tokens(gradient) for gradient in self.inner.backward(q, k, v, dout, lse_BHT, delta_BHT))
+        dq, dk, dv = self._exchanged((q_BLND, k_BLKD, v_BLKD, dout_BLND, rows_BLN2), differentiate)
         return dq, dk, dv
 
-    def _to_heads(self, tensor: Tensor) -> Tensor:
-        return self.heads.to_heads(tensor, self.pieces)
+    def _exchanged(self, tensors: tuple[Tensor, ...], compute: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What `compute` makes of the whole sequence's tensors of each part of this rank's heads, all heads of its own
+        tokens together again."""
+        coming = self._to_heads(tensors, 0)
+        returning: list[list[Arrival]] = []
+        for part in range(self.parts):
+            here = tuple(arrival() for arrival in coming)
+            if part + 1 < self.parts:  # on its way before the device is given this part's work
+                coming = self._to_heads(tensors, part + 1)
+            returning.append([self.heads.to_tokens(result, self.pieces) for result in compute(*here)])
+        return tuple(whole_heads([arrival() for arrival in arrivals]) for arrivals in zip(*returning, strict=True))
 
-    def _to_tokens(self, tensor: Tensor) -> Tensor:
-        return self.heads.to_tokens(tensor, self.pieces)
+    def _to_heads(self, tensors: tuple[Tensor, ...], part: int) -> list[Arrival]:
+        return [self.heads.to_heads(tensor, self.pieces, part, self.parts) for tensor in tensors]
 
     def chosen(self) -> dict[str, str]:
         """What was decided, for the record."""
@@ -63,4 +97,5 @@ class HeadPlan:
             "schedule": self.schedule,
             "backward": "all_to_all" if alone else inner["backward"],
             "exchange": traded if alone else f"{traded} + {inner['exchange']}",
+            "head_parts": str(self.parts),
         }

@@ -7,8 +7,9 @@ Schedules:
     heads_inside    heads are traded inside a node, shards travel between nodes (as USP, arXiv:2405.07719)
     heads_across    heads are traded between nodes, shards travel inside
 
-A ring overlaps its transfers with compute and pays a launch and a merge per hop; an exchange of heads pays its
-transfers in full and launches once. Between nodes a ring moves 2 (M - 1) K/N chunks of Q's size in forward, an exchange
+A ring overlaps its transfers with compute and pays a launch and a merge per hop. An exchange of heads launches once and
+pays its transfers in full, or comes in parts: then all but the first arrival and the last return overlap with compute,
+and every part pays its launches. Between nodes a ring moves 2 (M - 1) K/N chunks of Q's size in forward, an exchange
 (2 + 2 K/N) (M - 1) / M: with grouped heads the ring moves less on few nodes, with equal heads the exchange does.
 """
 
@@ -20,6 +21,7 @@ BACKWARD_ROUTES = ("query", "key_value")
 RING_SCHEDULES = ("ring", "double_ring")
 HEAD_SCHEDULES = ("head_exchange", "heads_inside", "heads_across")
 GIB = 1 << 30
+MOST_PARTS = 8  # of the heads of a rank: beyond, what is left uncovered is an eighth of the transfers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,7 @@ def schedule_refusal(schedule: str, share: Share, layout: str) -> str | None:
         return f"schedule {schedule!r} is unknown; choose one of {known}"
     if schedule in RING_SCHEDULES:
         return None
-    ranks = {"head_exchange": share.cp_size, "heads_inside": share.node_size, "heads_across": share.nodes}[schedule]
+    ranks = _traders(schedule, share)
     for label, heads in (("query", share.heads), ("KV", share.kv_heads)):
         if heads % ranks:
             return (
@@ -93,18 +95,21 @@ def schedule_refusal(schedule: str, share: Share, layout: str) -> str | None:
     return None
 
 
-def estimate(schedule: str, share: Share, speeds: Speeds) -> float:
-    """Seconds of forward and backward under a schedule."""
+def estimate(schedule: str, share: Share, speeds: Speeds, parts: int = 1) -> float:
+    """Seconds of forward and backward under a schedule, heads traded in `parts` parts."""
     forward = share.forward_flops / speeds.forward_tflops / 1e12
     backward = 2.5 * share.forward_flops / speeds.backward_tflops / 1e12
     inside, across = speeds.inside_gib * GIB, speeds.across_gib * GIB
     query, key, nodes = share.query_bytes, share.key_bytes, share.nodes
 
-    def exchange(ranks: int, far: float) -> float:
-        """Seconds of trading q, k, v, out, dout, dq, dk, dv (q, k, v twice); `far` of the bytes leave the node."""
+    def traded(ranks: int, far: float, inner: float) -> float:
+        """Seconds of `inner` between exchanges of q, k, v, out, dout, dq, dk, dv (q, k, v twice); `far` of the bytes
+        leave the node."""
         nbytes = 5 * query + 6 * key
         copies = 4 * nbytes / (speeds.memory_gib * GIB)  # sorted by rank before, by token after: each reads and writes
-        return nbytes * ((ranks - 1) / ranks - far) / inside + nbytes * far / across + copies
+        travel = nbytes * ((ranks - 1) / ranks - far) / inside + nbytes * far / across
+        overlapped = max(inner + travel / parts, travel + inner / parts) if parts > 1 else inner + travel
+        return overlapped + copies + parts * speeds.exchange_seconds
 
     def ring(hops: int, laps: int) -> float:
         """Seconds of a ring of `hops` stops whose shards cross nodes `laps` - 1 times."""
@@ -115,7 +120,7 @@ def estimate(schedule: str, share: Share, speeds: Speeds) -> float:
         compute = 1 + speeds.hop_share * (hops - 1)
         passes = max(forward * compute, shard_forward * max(near, far))
         passes += max(backward * compute, (travel + returning) * near, travel * far) + returning * far
-        return max(passes, hops * speeds.hop_seconds) + returning / inside
+        return max(passes, parts * hops * speeds.hop_seconds) + returning / inside
 
     if schedule in RING_SCHEDULES:
         if nodes == 1:
@@ -123,11 +128,24 @@ def estimate(schedule: str, share: Share, speeds: Speeds) -> float:
         # On a flat circle every shard crosses every boundary: all of it through the slow link, one after the other.
         return ring(share.cp_size, nodes if schedule == "double_ring" else share.cp_size)
     if schedule == "head_exchange":
-        cost = exchange(share.cp_size, (nodes - 1) / nodes) + forward + backward
-        return max(cost, speeds.exchange_seconds + speeds.hop_seconds)
+        return traded(share.cp_size, (nodes - 1) / nodes, max(forward + backward, parts * speeds.hop_seconds))
     if schedule == "heads_inside":
-        return exchange(share.node_size, 0) + ring(nodes, nodes) + speeds.exchange_seconds
-    return exchange(nodes, (nodes - 1) / nodes) + ring(share.node_size, 1) + speeds.exchange_seconds
+        return traded(share.node_size, 0, ring(nodes, nodes))
+    return traded(nodes, (nodes - 1) / nodes, ring(share.node_size, 1))
+
+
+def choose_parts(schedule: str, share: Share, speeds: Speeds | None = None) -> int:
+    """How many parts the heads of a rank should come in: the cheapest of those its KV heads divide into."""
+    if schedule not in HEAD_SCHEDULES:
+        return 1
+    mine = share.kv_heads // _traders(schedule, share)
+    able = [parts for parts in range(1, MOST_PARTS + 1) if mine % parts == 0]
+    return min(able, key=lambda parts: estimate(schedule, share, speeds or Speeds(), parts))
+
+
+def _traders(schedule: str, share: Share) -> int:
+    """Ranks among which heads are shared out."""
+    return {"head_exchange": share.cp_size, "heads_inside": share.node_size, "heads_across": share.nodes}[schedule]
 
 
 def choose_schedule(share: Share, layout: str, speeds: Speeds | None = None) -> Estimate:
@@ -138,7 +156,8 @@ def choose_schedule(share: Share, layout: str, speeds: Speeds | None = None) -> 
     if share.nodes == share.cp_size:  # nodes of one rank: inside a node there is nothing to trade or to travel
         names = [name for name in names if name not in ("heads_inside", "heads_across", "double_ring")]
     able = [name for name in names if schedule_refusal(name, share, layout) is None]
-    costs = [(name, estimate(name, share, speeds or Speeds())) for name in able]
+    speeds = speeds or Speeds()
+    costs = [(name, estimate(name, share, speeds, choose_parts(name, share, speeds))) for name in able]
     return Estimate(tuple(sorted(costs, key=lambda pair: pair[1])))
 
 
