@@ -1,0 +1,115 @@
+"""What one training run is. Pure data, as `engine.settings`, which holds everything that a timed trial has as well."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.recipe import Recipe
+from engine.settings import TrialSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """The learning rate rises linearly for `warmup` steps to the setting's `learning_rate`, then falls along a cosine
+    to `minimum` times that at the last step (arXiv:1608.03983, without restarts)."""
+
+    warmup: int = 0
+    minimum: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0:
+            raise ValueError(f"schedule.warmup is {self.warmup}; give 0 steps or more")
+        if not 0 <= self.minimum <= 1:
+            raise ValueError(f"schedule.minimum is {self.minimum:g}; give a part of learning_rate, from 0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """The loss on held-out text, before the first step, after every `every` steps and after the last one."""
+
+    every: int = 0  # 0: never
+    sequences: int = 8  # the same ones each time
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"evaluate.every is {self.every}; give a number of steps, or 0 for never")
+        if self.sequences < 1:
+            raise ValueError(f"evaluate.sequences is {self.sequences}; give at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saving:
+    """Checkpoints: after every `every` steps, after the last one, and when the run is asked to stop."""
+
+    every: int = 0  # 0: only at the end
+    keep: int = 2  # newest checkpoints; older ones are deleted
+    grace_seconds: float = 300.0  # a run asked to stop may take this long to finish its step and save
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"save.every is {self.every}; give a number of steps, or 0 for only at the end")
+        if self.keep < 1:
+            raise ValueError(f"save.keep is {self.keep}; give at least 1, from which the run can go on")
+        if self.grace_seconds <= 0:
+            raise ValueError(f"save.grace_seconds is {self.grace_seconds:g}; give a number above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsChoice:
+    """Where metrics go besides metrics.jsonl, which is always written."""
+
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingConfig:
+    """One training run. `settings.steps` plays no part: a run has `steps` optimizer steps and times all of them."""
+
+    settings: TrialSettings
+    steps: int
+    optimizer: Recipe = field(default_factory=Recipe)
+    schedule: Schedule = field(default_factory=Schedule)
+    evaluate: Evaluation = field(default_factory=Evaluation)
+    save: Saving = field(default_factory=Saving)
+    metrics: MetricsChoice = field(default_factory=MetricsChoice)
+    init_from: str = ""  # directory of a model in Hugging Face's layout to start from; empty: seeded random values
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps is {self.steps}; give at least 1")
+        if self.schedule.warmup > self.steps:
+            raise ValueError(f"schedule.warmup is {self.schedule.warmup}, which is more than the {self.steps} steps; "
+                             "give fewer")  # fmt: skip
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of one optimizer step over all replicas and micro-batches."""
+        return self.settings.batch_size * self.settings.gradient_accumulation * self.settings.dp_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step over all replicas and micro-batches."""
+        return self.sequences_per_step * self.settings.seq_len
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """What the ranks are told: the run, and what the harness knows and the engine does not."""
+
+    config: TrainingConfig
+    method: str  # import path of the module that defines it
+    resume: bool  # go on from the newest checkpoint
+    model_flops_per_step: float  # by the one formula (harness/flops.py), over all ranks
+    peak_tflops: float | None  # dense bf16 of one GPU; None where MFU means nothing
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What steps depend on beyond data: a checkpoint made with other values cannot be gone on from."""
+        settings = self.config.settings
+        shape = {name: getattr(settings.model, name) for name in settings.model.__dataclass_fields__}
+        return {
+            **{f"model.{name}": value for name, value in shape.items() if name not in ("name", "note")},
+            **{name: getattr(settings, name) for name in ("dtype", "mask", "z_loss", "seq_len", "seed")},
+            "sequences per step (batch_size x gradient_accumulation x replicas)": self.config.sequences_per_step,
+        }

@@ -1,0 +1,62 @@
+"""The loss on held-out text: the mean over all its target tokens, whatever ranks hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.data.held_out import Span
+from engine.data.store import TokenStore
+from engine.lm_head import IGNORE
+from engine.train import TrainTask
+
+
+class Evaluator:
+    """Always the same sequences: the first ones of the held-out span."""
+
+    def __init__(self, task: TrainTask, store: TokenStore, span: Span, sequences: int) -> None:
+        """Raises ValueError when the span holds fewer sequences."""
+        seq_len = task.settings.seq_len
+        if span.sequences(seq_len) < sequences:
+            raise ValueError(
+                f"evaluate.sequences is {sequences}, but the {span.stop - span.start} held-out tokens of "
+                f"{task.settings.data} hold {span.sequences(seq_len)} sequences of {seq_len} tokens; evaluate fewer, "
+                "or build a store with a larger `burst data --validation`"
+            )
+        self._task, self._store, self._span, self._sequences = task, store, span, sequences
+
+    def loss(self) -> float:
+        """Mean loss per target token. Collective."""
+        task = self._task
+        total = torch.zeros(2, dtype=torch.float64, device=task.world.device)  # sum of the losses, target tokens
+        with torch.no_grad():
+            for tokens_BS, labels_BS in self._rounds():
+                labels_BL = task.cp.shard(labels_BS, dim=1).to(task.world.device)
+                tokens_BL = task.cp.shard(tokens_BS, dim=1).to(task.world.device)
+                total[0] += task.model(tokens_BL, task.positions_L, labels_BL).double()
+                total[1] += (labels_BL != IGNORE).sum()
+        dist.all_reduce(total)
+        loss_sum, targets = total.tolist()
+        return float(loss_sum / targets)
+
+    def _rounds(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of this replica. All replicas take part in all rounds, because their ranks hold each other's
+        parameters: where the sequences have run out, a replica computes one that counts nothing."""
+        settings = self._task.settings
+        per_round = settings.batch_size * settings.dp_size
+        for first in range(0, self._sequences, per_round):
+            mine = first + self._task.world.replica * settings.batch_size
+            rows = [self._row(number) for number in range(mine, mine + settings.batch_size)]
+            tokens, labels = (torch.stack(part) for part in zip(*rows, strict=True))
+            yield tokens, labels
+
+    def _row(self, number: int) -> tuple[Tensor, Tensor]:
+        seq_len = self._task.settings.seq_len
+        counts = number < self._sequences
+        start = self._span.start + (number if counts else 0) * seq_len
+        tokens_S = self._store.window(start, seq_len + 1)
+        labels_S = tokens_S[1:] if counts else torch.full_like(tokens_S[1:], IGNORE)
+        return tokens_S[:-1], labels_S

@@ -1,0 +1,141 @@
+"""Which checkpoints a run has, and whether one is whole. No torch here: the harness looks at them as well.
+
+checkpoints/step-00000200/checkpoint.json   `Manifest`: written last, with size and hash of every other file
+checkpoints/step-00000200/...               what torch.distributed.checkpoint wrote
+checkpoints/latest                          name of the newest one, for other programs
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.atomic import write_atomic
+
+MANIFEST_FILE = "checkpoint.json"
+LATEST_FILE = "latest"
+_NAME = re.compile(r"step-(\d{8,})")
+# Written aside or on their way out. Only the run that holds the directory makes them, so it may sweep them.
+_ASIDE = re.compile(r"\.step-\d{8,}\.(part|old)")
+
+FileFacts = dict[str, Any]  # {"bytes": int, "sha256": str}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a checkpoint holds and what it was made with."""
+
+    step: int  # optimizer steps done
+    facts: dict[str, Any]  # what must be the same for a run to go on from it
+    model: dict[str, Any]  # the model's shape
+    files: dict[str, FileFacts]
+    software: dict[str, str]
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}"
+
+
+def aside_path(directory: Path, step: int) -> Path:
+    """Where a checkpoint is written before it is whole."""
+    return directory / f".step-{step:08d}.part"
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """All checkpoints, newest first, whole or not."""
+    if not directory.is_dir():
+        return []
+    named = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(named, reverse=True)]
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Raises ValueError when the checkpoint at `path` was not finished."""
+    try:
+        return Manifest(**json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"its {MANIFEST_FILE} cannot be read ({type(error).__name__})") from error
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    write_atomic(path / MANIFEST_FILE, json.dumps(asdict(manifest), indent=1, allow_nan=False) + "\n")
+
+
+def data_files(path: Path) -> list[str]:
+    """Names of all files but the manifest, in order."""
+    return sorted(entry.name for entry in path.iterdir() if entry.is_file() and entry.name != MANIFEST_FILE)
+
+
+def file_facts(path: Path, names: Iterable[str]) -> dict[str, FileFacts]:
+    """Size and hash of some of a checkpoint's files."""
+    facts = {}
+    for name in names:
+        with open(path / name, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            facts[name] = {"bytes": file.tell(), "sha256": digest}
+    return facts
+
+
+def damage(path: Path, expected: Mapping[str, FileFacts]) -> str:
+    """What is wrong with some files, as the end of a sentence; empty when they are as they were written."""
+    for name, facts in expected.items():
+        try:
+            found = file_facts(path, [name])[name]
+        except OSError as error:
+            return f"its file {name} cannot be read ({error.strerror})"
+        if found["bytes"] != facts["bytes"]:
+            return f"its file {name} has {found['bytes']} bytes instead of {facts['bytes']}"
+        if found != facts:
+            return f"its file {name} has changed since it was written"
+    return ""
+
+
+def publish(directory: Path, step: int) -> Path:
+    """Give the finished checkpoint in `aside_path` its name, in place of one that may have it, and point to it."""
+    path, replaced = checkpoint_path(directory, step), directory / f".step-{step:08d}.old"
+    if path.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        path.rename(replaced)
+    _flush(aside_path(directory, step))
+    aside_path(directory, step).rename(path)
+    _flush(directory)
+    write_atomic(directory / LATEST_FILE, path.name + "\n")
+    sweep(directory)
+    return path
+
+
+def keep_newest(directory: Path, count: int) -> None:
+    """Delete all checkpoints but the newest `count`. To be called after one was written whole."""
+    for path in checkpoints(directory)[max(1, count) :]:
+        path.rename(path.with_name(f".{path.name}.old"))  # what is half deleted must not look like a checkpoint
+    sweep(directory)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint that cannot be used, so that it is neither counted nor lost; returns where it is now."""
+    broken = path.with_name(f"broken-{path.name}")
+    shutil.rmtree(broken, ignore_errors=True)
+    return path.rename(broken)
+
+
+def sweep(directory: Path) -> None:
+    """Remove what earlier saves left half written or half deleted."""
+    for path in directory.iterdir():
+        if _ASIDE.fullmatch(path.name):
+            shutil.rmtree(path)
+
+
+def _flush(directory: Path) -> None:
+    """Have a directory's entries on disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,176 @@
+"""The loop: step, save, evaluate, until the steps are done or the run is asked to stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.data import open_tokens
+from engine.data.held_out import ShuffledSequences, spans
+from engine.data.store import Header
+from engine.distributed import World
+from engine.method import NativeMethod
+from engine.resources import reset_peaks, usage
+from engine.task import OnProgress
+from engine.train import Step, TrainTask
+from engine.training.config import Order, TrainingConfig
+from engine.training.evaluate import Evaluator
+from engine.training.files import checkpoints_directory
+from engine.training.initial import start_from
+from engine.training.metrics import MetricsWriter
+from engine.training.saving import Checkpoints
+from engine.training.schedule import learning_rate
+from engine.training.stop import StopRequest
+
+GIB = 1 << 30
+
+
+class TrainingRun:
+    """One start of a run on this rank. Constructing it is the set-up: a ValueError there refuses the run.
+
+    `steps_done` counts optimizer steps since the run began, those of earlier starts included.
+    """
+
+    def __init__(self, order: Order, method: NativeMethod, world: World, run: Path, stop: StopRequest) -> None:
+        config = order.config
+        self.order, self.config, self.world = order, config, world
+        self._stop = stop
+        store = open_tokens(config.settings.data)
+        learnt, held_out = spans(store.header)
+        _check_data(config, store.header, learnt.sequences(config.settings.seq_len))
+        sequences = ShuffledSequences(store, learnt, config.settings.seed)
+        self.task = TrainTask(config.settings, method, world, sequences=sequences, recipe=config.optimizer)
+        self.evaluator = (
+            Evaluator(self.task, store, held_out, config.evaluate.sequences) if config.evaluate.every else None
+        )
+        self.checkpoints = Checkpoints(
+            checkpoints_directory(run),
+            world,
+            self.task.model,
+            self.task.optimizer,
+            facts=order.facts | _data_facts(store.header),
+            keep=config.save.keep,
+        )
+        self.notes: list[str] = []  # what the user should know of how the run started
+        self.steps_done = 0
+        if order.resume:
+            self.steps_done, self.notes = self.checkpoints.restore()
+        elif config.init_from:
+            start_from(self.task.model, Path(config.init_from))
+        self.writer = (
+            MetricsWriter(run, from_step=self.steps_done, tensorboard=config.metrics.tensorboard)
+            if world.rank == 0
+            else None
+        )
+
+    def run(self, on_progress: OnProgress) -> bool:
+        """Go on until the last step; False when asked to stop before. Collective.
+
+        Raises FloatingPointError when the loss stops being a number.
+        """
+        config = self.config
+        for note in self.notes:
+            on_progress(self._progress(note=note))
+        if self.evaluator is not None and self.steps_done == 0:
+            self._evaluate(on_progress)
+        stopping = False
+        while self.steps_done < config.steps and not stopping:
+            stopping = self._step(on_progress)
+            last = self.steps_done == config.steps
+            # Saved first: should time run out after a request to stop, only the evaluation is lost.
+            if last or stopping or _is_due(self.steps_done, config.save.every):
+                self._save(on_progress)
+            if self.evaluator is not None and (last or _is_due(self.steps_done, config.evaluate.every)):
+                self._evaluate(on_progress)
+        if self.writer is not None:
+            self.writer.close()
+        return self.steps_done == config.steps
+
+    def _step(self, on_progress: OnProgress) -> bool:
+        """One optimizer step and its line of metrics; whether any rank was asked to stop."""
+        config, task = self.config, self.task
+        rate = learning_rate(self.steps_done, config.steps, config.settings.learning_rate, config.schedule)
+        for group in task.optimizer.param_groups:
+            group["lr"] = rate
+        task.cp.traffic.reset()
+        reset_peaks(self.world.device)
+        done = task.step(self.steps_done)
+        self.steps_done += 1
+
+        used = usage(self.world.device, task.cp.traffic.sent_bytes, task.cp.traffic.window_bytes)
+        # One reduction for all of it: the largest of each over the ranks, so that all agree on whether to stop.
+        seconds, allocated, resident, asked = self.world.slowest(
+            [done.step_seconds, float(used.allocated_bytes or 0), float(used.rss_bytes), float(self._stop.asked)]
+        )
+        speed = config.tokens_per_step / (seconds * self.world.size)
+        self._write(
+            "step",
+            **_measured(done),
+            learning_rate=rate,
+            seconds=seconds,
+            tokens_per_gpu_per_second=speed,
+            mfu=self._mfu(seconds),
+            peak_memory_gib=allocated / GIB if used.allocated_bytes is not None else None,
+            peak_rss_gib=resident / GIB,
+        )
+        on_progress(
+            self._progress(loss=done.loss, seconds=seconds, learning_rate=rate, tokens_per_gpu_per_second=speed)
+        )
+        return bool(asked)
+
+    def _save(self, on_progress: OnProgress) -> None:
+        if self.writer is not None:
+            self.writer.flush()
+        self.checkpoints.save(self.steps_done)
+        on_progress(self._progress(saved=self.steps_done))
+
+    def _evaluate(self, on_progress: OnProgress) -> None:
+        assert self.evaluator is not None
+        loss = self.evaluator.loss()
+        self._write("evaluation", loss=loss)
+        on_progress(self._progress(evaluation_loss=loss))
+
+    def _write(self, kind: str, **figures: float | None) -> None:
+        if self.writer is not None:
+            self.writer.write(kind, self.steps_done, self.steps_done * self.config.tokens_per_step, **figures)
+
+    def _mfu(self, seconds: float) -> float | None:
+        if self.order.peak_tflops is None:
+            return None
+        return self.order.model_flops_per_step / (seconds * self.world.size * self.order.peak_tflops * 1e12)
+
+    def _progress(self, **figures: object) -> dict[str, object]:
+        return {"step": self.steps_done, "of": self.config.steps, **figures}
+
+
+def _measured(done: Step) -> dict[str, float]:
+    return {"loss": done.loss, "grad_norm": done.grad_norm}
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _check_data(config: TrainingConfig, header: Header, sequences: int) -> None:
+    """Raises ValueError when the tokens cannot be learnt from with this model and length."""
+    settings = config.settings
+    if header.vocabulary > settings.model.vocab:
+        raise ValueError(
+            f"model {settings.model.name} has a vocabulary of {settings.model.vocab}, but the tokens of "
+            f"{settings.data} need {header.vocabulary}; choose a model with at least that many"
+        )
+    if not sequences:
+        raise ValueError(
+            f"seq_len is {settings.seq_len}, but the tokens of {settings.data} to learn from hold no such sequence "
+            f"({header.count} tokens, held-out ones included); give more text or a shorter seq_len"
+        )
+
+
+def _data_facts(header: Header) -> dict[str, object]:
+    """What of a token store decides which tokens a step sees."""
+    return {
+        "data of sha256": header.sha256,
+        "tokenizer": header.tokenizer,
+        "tokenizer of sha256": header.tokenizer_sha256,
+        "tokens": header.count,
+        "validation tokens": header.validation,
+    }

@@ -1,0 +1,154 @@
+"""Checkpoints of a run: parameters and optimizer states, each rank writing what it holds.
+
+The format is torch.distributed.checkpoint's, which reads what N ranks wrote into any other number of ranks. There is no
+random state and no data position in it: the order of the data follows from seed and step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from engine.distributed import World
+from engine.model import Decoder
+from engine.resources import software
+from engine.settings import ModelShape, from_json
+from engine.training.manifest import (
+    Manifest,
+    aside_path,
+    checkpoints,
+    damage,
+    data_files,
+    file_facts,
+    keep_newest,
+    publish,
+    read_manifest,
+    set_aside,
+    sweep,
+    write_manifest,
+)
+
+
+class Checkpoints:
+    """The checkpoints of one run, which all ranks save and restore together; their directory is seen by all hosts."""
+
+    def __init__(
+        self,
+        directory: Path,
+        world: World,
+        model: Decoder,
+        optimizer: torch.optim.Optimizer,
+        *,
+        facts: dict[str, Any],
+        keep: int,
+    ) -> None:
+        """`facts` are what must be the same for a run to go on from a checkpoint; `keep` is how many stay."""
+        self._directory, self._world, self._facts, self._keep = directory, world, facts, keep
+        self._model, self._optimizer = model, optimizer
+
+    def save(self, step: int) -> None:
+        """Write the state after `step` steps; it counts only once it is whole. Collective."""
+        aside, first = aside_path(self._directory, step), self._world.rank == 0
+        if first:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            sweep(self._directory)
+            aside.mkdir()
+        self._world.barrier()
+        state = {"model": get_model_state_dict(self._model), "optimizer": self._optimizer_state()["state"]}
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(aside, sync_files=True))
+        self._world.barrier()
+        mine = data_files(aside)[self._world.rank :: self._world.size]
+        parts = cast(list[dict[str, Any]], self._world.gather(file_facts(aside, mine)))
+        if first:
+            manifest = Manifest(
+                step=step,
+                facts=self._facts,
+                model=asdict(self._model.shape),
+                files={name: facts for part in parts for name, facts in part.items()},
+                software=software(),
+            )
+            write_manifest(aside, manifest)
+            publish(self._directory, step)
+            keep_newest(self._directory, self._keep)
+        self._world.barrier()
+
+    def restore(self) -> tuple[int, list[str]]:
+        """Go back to the newest whole checkpoint. Collective.
+
+        Returns the steps done until then, and a sentence about each newer checkpoint that had to be passed over; those
+        are renamed. Raises ValueError when none is left, or when it was made with other facts.
+        """
+        passed: list[str] = []
+        for path in checkpoints(self._directory):
+            manifest, problem = self._inspect(path)
+            if manifest is None:
+                self._world.barrier()  # no rank still reads it
+                kept = set_aside(path) if self._world.rank == 0 else path
+                passed.append(f"checkpoint {path.name} is passed over because {problem}; it is now {kept.name}")
+                self._world.barrier()
+                continue
+            if difference := _difference(manifest.facts, self._facts):
+                raise ValueError(f"checkpoint {path.name} cannot be gone on from: {difference}; "
+                                 "give what it was made with, or start anew without --resume")  # fmt: skip
+            self._load(path)
+            return manifest.step, passed
+        found = "; ".join(passed) if passed else f"{self._directory.name}/ holds none"
+        raise ValueError(f"there is no checkpoint to go on from ({found}); start anew without --resume")
+
+    def _inspect(self, path: Path) -> tuple[Manifest | None, str]:
+        """The manifest of a whole checkpoint, or None and what is wrong. Every rank reads a share of the files."""
+        try:
+            manifest = read_manifest(path)
+        except ValueError as error:
+            return None, str(error)
+        names = sorted(manifest.files)[self._world.rank :: self._world.size]
+        found = cast(list[str], self._world.gather(damage(path, {name: manifest.files[name] for name in names})))
+        problem = next(filter(None, found), "")
+        return (None, problem) if problem else (manifest, "")
+
+    def _load(self, path: Path) -> None:
+        parameters, optimizer = get_model_state_dict(self._model), self._optimizer_state()
+        dcp.load({"model": parameters, "optimizer": optimizer["state"]}, storage_reader=dcp.FileSystemReader(path))
+        set_model_state_dict(self._model, parameters)
+        set_optimizer_state_dict(self._model, self._optimizer, optimizer)
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """Moments by parameter name. The groups beside them hold settings, which are those of the run and not saved."""
+        return cast(dict[str, Any], get_optimizer_state_dict(self._model, self._optimizer))
+
+
+def whole_parameters(path: Path) -> tuple[ModelShape, Mapping[str, Tensor]]:
+    """Shape and parameters of a checkpoint, each whole, in host memory; needs no process group.
+
+    Raises ValueError when the checkpoint is not whole.
+    """
+    manifest = read_manifest(path)
+    if problem := damage(path, manifest.files):
+        raise ValueError(problem)
+    shape = cast(ModelShape, from_json(ModelShape, manifest.model))
+    with torch.device("meta"):
+        sizes = {name: parameter.shape for name, parameter in Decoder(shape).named_parameters()}
+    dtype = torch.float64 if manifest.facts["dtype"] == "fp64" else torch.float32
+    parameters = {name: torch.empty(size, dtype=dtype) for name, size in sizes.items()}
+    dcp.load({"model": parameters}, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    return shape, parameters
+
+
+def _difference(made: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first fact in which a checkpoint and a run differ, in words; empty when there is none."""
+    for name in {**made, **now}:
+        if made.get(name) != now.get(name):
+            return f"it was made with {name} {made.get(name)}, and the run now says {now.get(name)}"
+    return ""
