@@ -10,6 +10,8 @@ import torch
 class StepClock:
     """`start`, `mark` at the end of the forward, `stop`; then seconds of forward and of the whole step.
 
+    A step of several forwards marks the start of each further one as well, and gets the sum of their times.
+
     No rank waits for another here: the slowest rank is found afterwards. CUDA work that was queued before `start` is
     waited for, so that it is not counted.
     """
@@ -35,7 +37,7 @@ class StepClock:
             self._marks.append(time.perf_counter())
 
     def stop(self) -> tuple[float, float]:
-        """(forward_seconds, step_seconds): from `start` to the first `mark`, and to now with the device idle."""
+        """(forward_seconds, step_seconds): of all forwards, and from `start` to now with the device idle."""
         self.mark()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -44,4 +46,6 @@ class StepClock:
         else:
             elapsed = [mark - self._marks[0] for mark in self._marks[1:]]
         assert elapsed, "stop() without start()"
-        return elapsed[0], elapsed[-1]
+        moments = [0.0, *elapsed]
+        forwards = zip(moments[::2], moments[1::2], strict=False)  # what follows the last forward has no partner
+        return sum(end - start for start, end in forwards), elapsed[-1]

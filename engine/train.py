@@ -1,7 +1,8 @@
 """Task train: optimizer steps on real text, each timed on its slowest rank.
 
-Loss and gradients are those of the mean over all target tokens of all sequences of the step, whatever ranks hold them:
-every rank contributes the sum over its tokens divided by the global count, and FSDP2 adds the ranks' gradients.
+Loss and gradients are those of the mean over all target tokens of all sequences of the step, whatever ranks hold them
+and in however many micro-batches: every rank contributes the sum over its tokens divided by the count of the whole
+step, and FSDP2 adds the ranks' gradients.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from engine.lm_head import IGNORE
 from engine.measurement import Measurement
 from engine.method import NativeMethod
 from engine.model import Decoder
+from engine.optimizer import adamw
 from engine.parallelize import build_model
 from engine.recipe import Recipe
 from engine.resources import reset_peaks
@@ -32,11 +34,11 @@ from engine.task import OnProgress, RefusingAttention, context_parallel, measure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """This rank's tokens of one step."""
+    """This rank's tokens of one micro-batch."""
 
     tokens_BL: Tensor
     labels_BL: Tensor
-    targets: Tensor  # how many labels count, over all ranks; 0-dim
+    targets: Tensor  # how many labels count, over all ranks and micro-batches of the step; 0-dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ class TrainTask:
         self.cp: ContextParallel = context_parallel(settings, method, world)
         self.attend = RefusingAttention(method.attention(self.cp, settings))
         self.model: Decoder = build_model(settings, self.attend, world.fsdp_mesh)
-        self.optimizer = _adamw(self.model, settings.learning_rate, self.recipe)
+        self.optimizer = adamw(self.model, settings.learning_rate, self.recipe, offload=settings.optimizer_offload)
         self.positions_L = self.cp.positions(settings.seq_len, device=world.device)
         self._clock = StepClock(world.device)
 
@@ -106,15 +108,12 @@ class TrainTask:
     def step(self, index: int) -> Step:
         """One optimizer step on the batch of that index. Collective."""
         self._clock.start()
-        loss = self.forward(self.batch(index))
-        self._clock.mark()
-        loss.backward()
+        total = self.gradients(index)
         norm = clip_gradients(self.model, self.recipe.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         forward_seconds, step_seconds = self._clock.stop()
 
-        total = loss.detach()
         dist.all_reduce(total)
         outcome = Step(
             loss=total.item(), grad_norm=norm.item(), forward_seconds=forward_seconds, step_seconds=step_seconds
@@ -126,36 +125,50 @@ class TrainTask:
             )
         return outcome
 
+    def gradients(self, index: int) -> Tensor:
+        """Form the gradients of step `index`; returns this rank's share of the mean loss, 0-dim. Collective."""
+        batches = self.batches(index)
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for number, batch in enumerate(batches):
+            if number:
+                self._clock.mark()
+            # Gradients stay whole on every rank until the last micro-batch, and their sum is reduced once.
+            last = number == len(batches) - 1
+            self.model.set_requires_gradient_sync(last)
+            self.model.set_is_last_backward(last)
+            loss = self.forward(batch)
+            self._clock.mark()
+            loss.backward()
+            total += loss.detach()
+        return total
+
     def forward(self, batch: Batch) -> Tensor:
-        """This rank's share of the mean loss: the shares of all ranks add up to it. 0 where no label counts."""
+        """This rank's share of the mean loss, 0 where no label counts: all ranks' and micro-batches' add up to it."""
         loss_sum = self.model(batch.tokens_BL, self.positions_L, batch.labels_BL)
         return loss_sum / batch.targets.clamp(min=1)
 
-    def batch(self, index: int) -> Batch:
-        """This rank's tokens of step `index`, with the labels their global neighbours give them. Collective."""
+    def batches(self, index: int) -> list[Batch]:
+        """This rank's tokens of step `index` by micro-batch, with the labels their global neighbours give them.
+
+        One batch of `gradient_accumulation` times the size would hold the same sequences in the same order. Collective.
+        """
         settings, device = self.settings, self.world.device
-        tokens_BS, labels_BS = self.store.batch(
-            index, self.world.replica, settings.dp_size, settings.batch_size, settings.seq_len
-        )
-        labels_BL = self.cp.shard(labels_BS, dim=1).to(device)
-        targets = (labels_BL != IGNORE).sum()
+        # A replica's sequences of a step follow one another, so its micro-batches are dealt as if they were replicas.
+        turn, micro_batches = index * settings.dp_size + self.world.replica, settings.gradient_accumulation
+        whole = [
+            self.store.batch(turn, number, micro_batches, settings.batch_size, settings.seq_len)
+            for number in range(micro_batches)
+        ]
+        shards = [(self.cp.shard(tokens, dim=1), self.cp.shard(labels, dim=1).to(device)) for tokens, labels in whole]
+        targets = torch.stack([(labels_BL != IGNORE).sum() for _, labels_BL in shards]).sum()
         dist.all_reduce(targets)
-        return Batch(tokens_BL=self.cp.shard(tokens_BS, dim=1).to(device), labels_BL=labels_BL, targets=targets)
+        return [
+            Batch(tokens_BL=tokens_BL.to(device), labels_BL=labels_BL, targets=targets)
+            for tokens_BL, labels_BL in shards
+        ]
 
 
 def clip_gradients(model: Decoder, max_norm: float = 1.0) -> Tensor:
     """Scale all gradients down to a global norm of `max_norm`; returns the norm before that, 0-dim. Collective."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def _adamw(model: Decoder, learning_rate: float, recipe: Recipe) -> torch.optim.Optimizer:
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=learning_rate,
-        betas=(recipe.beta1, recipe.beta2),
-        eps=recipe.epsilon,
-        fused=True,
-    )

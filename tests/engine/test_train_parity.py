@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from torch.distributed.tensor import DTensor
 
-from engine.burst import METHOD
-from engine.data import open_tokens
-from engine.distributed import arrange
-from engine.initialise import initialise
-from engine.model import Decoder
 from engine.settings import Checkpoint, ModelShape, TrialSettings
-from engine.train import TrainTask, clip_gradients
+from tests.engine.parity import dense_run, errors, parallel_runs
 from tests.ranks import run_on_ranks
 
 # Odd sizes on purpose: no dimension divides by 4, so that FSDP2's last ranks hold short shards or none.
@@ -32,57 +22,6 @@ LEVERS = {
     "tail 1, plain": {"checkpoint": Checkpoint(every=1, tail=1.0), "lm_head_fusion": False},
     "contiguous, query": {"layout": "contiguous", "backward": "query"},
 }
-Result = dict[str, Any]
-
-
-def dense_run(settings: TrialSettings, dtype: torch.dtype = torch.float32) -> Result:
-    """The same step in one process: no FSDP, no checkpointing, no fusion, dense attention."""
-    with torch.device("meta"):
-        model = Decoder(settings.model)
-    initialise(model, settings.seed, torch.device("cpu"))
-    model.to(dtype)
-    store = open_tokens(settings.data)
-    batches = [
-        store.batch(1, replica, settings.dp_size, settings.batch_size, settings.seq_len)
-        for replica in range(settings.dp_size)
-    ]
-    tokens, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    loss = model(tokens, torch.arange(settings.seq_len), labels) / labels.numel()
-    loss.backward()
-    gradients = {name: parameter.grad.double().numpy() for name, parameter in model.named_parameters()}
-    norm = float(np.sqrt(sum((gradient**2).sum() for gradient in gradients.values())))
-    return {"loss": loss.item(), "grad_norm": norm, "gradients": gradients}
-
-
-def parallel_runs(cache: str, cases: dict[str, TrialSettings]) -> dict[str, Result]:
-    """Loss, norm and gathered gradients of each case on these ranks; gradients from rank 0 alone."""
-    os.environ["BURST_CACHE"] = cache
-    results = {}
-    for name, settings in cases.items():
-        world = arrange(settings, torch.device("cpu"))
-        task = TrainTask(settings, METHOD, world)
-        loss = task.forward(task.batch(1))
-        loss.backward()
-        total = loss.detach()
-        torch.distributed.all_reduce(total)
-        gradients = {}
-        for parameter_name, parameter in task.model.named_parameters():
-            assert isinstance(parameter.grad, DTensor)
-            gradients[parameter_name] = parameter.grad.full_tensor().double().numpy()
-        results[name] = {
-            "loss": total.item(),
-            "gradients": gradients if world.rank == 0 else {},
-            "grad_norm": clip_gradients(task.model).item(),
-        }
-    return results
-
-
-def errors(found: Result, truth: Result) -> dict[str, float]:
-    """Relative error of loss, norm and each gradient."""
-    compared = {name: abs(found[name] / truth[name] - 1) for name in ("loss", "grad_norm")}
-    for name, expected in truth["gradients"].items():
-        compared[name] = float(np.linalg.norm(found["gradients"][name] - expected) / np.linalg.norm(expected))
-    return compared
 
 
 @pytest.fixture(autouse=True)
