@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from cluster.environment.secrets import redact as redact  # here because it belongs to what a record may say
+
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 COMMIT_VARIABLE = "BURST_COMMIT"  # names the commit where the code is a copy without its history, such as an image
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|KEY", re.IGNORECASE)
 
 
 def commit(root: Path = PROJECT_ROOT, environment: Mapping[str, str] = os.environ) -> str:
@@ -33,11 +33,6 @@ def version() -> str:
         return metadata.version("burst-harness")
     except metadata.PackageNotFoundError:  # running from a checkout that is not installed
         return "not installed"
-
-
-def redact(environment: Mapping[str, str]) -> dict[str, str]:
-    """The same variables, with the values of those hidden whose names speak of secrets."""
-    return {name: "<redacted>" if _SECRET.search(name) else value for name, value in sorted(environment.items())}
 
 
 def portable_command(command: Sequence[str], trial_dir: Path) -> list[str]:

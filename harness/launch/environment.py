@@ -1,45 +1,57 @@
-"""Environment variables of a trial's processes: what we set, why, and which of the user's are worth recording."""
+"""Environment variables of a trial's processes: those of `cluster.environment`, the user's over them, a rank's own.
+
+The values and their reasons are stated there, once, for launches and for `burst env` alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
+from cluster.discovery.interface import InterfaceChoice
+from cluster.environment.network import socket_values
+from cluster.environment.processes import process_values
+from cluster.environment.rendering import NodeEnvironment
+from cluster.environment.trial import trial_values
+from cluster.environment.value import Value, overlaid, variables
 from engine.settings import TrialSettings
 
 # A user's own variables with these prefixes change what a trial does, so they are recorded with it (and win over ours).
 RECORDED_PREFIXES = ("CUDA_", "GLOO_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_", "PYTORCH_", "TORCH_", "TRITON_")
 
+_ONE_HOST = InterfaceChoice(name="lo", reason="all ranks share this host", origin="default")
+
 
 def render(
-    settings: TrialSettings, *, device: str, cores: int, host_ranks: int, user: Mapping[str, str]
+    settings: TrialSettings,
+    *,
+    device: Literal["cpu", "cuda"],
+    cores: int,
+    host_ranks: int,
+    user: Mapping[str, str],
+    compute_capability: float | None = None,
 ) -> dict[str, str]:
-    """Variables every rank of a trial gets, the user's among them.
+    """Variables every rank of a trial on this machine gets, the user's among them.
 
-    `device` is "cpu" or "cuda"; `host_ranks` ranks share a host of `cores` cores; `user` is the environment `burst` was
-    started with. Pure, so the result is recorded and tested as it is.
+    `host_ranks` ranks share a host of `cores` cores; `user` is the environment `burst` was started with;
+    `compute_capability` is that of the GPUs, None when unknown. Pure, so the result is recorded and tested as it is.
     """
-    threads = max(1, cores // host_ranks)
-    rendered = {
-        # With torch's default, all cores for every rank, ranks fight for them. Beside a GPU a few threads suffice.
-        "OMP_NUM_THREADS": str(threads if device == "cpu" else min(8, threads)),
-        # NumPy's own pool computes nothing here, and would start threads at import that a fork server cannot hand on.
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-    if device == "cpu":
-        # Threads that wait by spinning take the cores from those they wait for. Two threads on two cores that others
-        # used as well: a step of 30 ms took 300 to 2500 ms spinning, 40 to 140 ms sleeping.
-        rendered["OMP_WAIT_POLICY"] = "PASSIVE"
-    else:
-        rendered |= {
-            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # long sequences fragment fixed segments
-            # More streams than hardware queues would make a stream that waits for a peer hold up one that feeds it.
-            "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # a lost peer ends the rank instead of hanging it
-        }
+    values = process_values(
+        device=device, cores=cores, ranks=host_ranks, method=settings.method, compute_capability=compute_capability
+    )
     if host_ranks >= settings.world_size:
-        rendered["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks on one host; Gloo's own guess may be a dead interface
-    rendered |= {name: value for name, value in user.items() if name.startswith(RECORDED_PREFIXES)}
-    return rendered
+        values += tuple(socket_values(_ONE_HOST))  # Gloo's own guess may be a dead interface
+    return _with_users(values, user)
+
+
+def render_on(node: NodeEnvironment, user: Mapping[str, str]) -> dict[str, str]:
+    """Variables every rank on one node of several gets, as `burst env` renders them, the user's over them."""
+    return _with_users(node.values, user)
+
+
+def _with_users(values: Iterable[Value], user: Mapping[str, str]) -> dict[str, str]:
+    own = {name: value for name, value in user.items() if name.startswith(RECORDED_PREFIXES)}
+    return variables(overlaid(values, own, by="set in the shell burst was started from", origin="user"))
 
 
 def rank_environment(rank: int, *, ranks: int, port: int, emulate_nodes: int = 1) -> dict[str, str]:
@@ -59,3 +71,11 @@ def rank_environment(rank: int, *, ranks: int, port: int, emulate_nodes: int = 1
     if emulate_nodes > 1:
         environment["NCCL_HOSTID"] = f"burst-node-{rank * emulate_nodes // ranks}"
     return environment
+
+
+def trial_environment(logs: str, given: Mapping[str, str]) -> dict[str, str]:
+    """Where a trial's ranks leave files for whoever looks into a hang: below its own `logs`, unless `given` says.
+
+    Given to each rank rather than to all of a trial's environment: a fork server lives on for trials that share one.
+    """
+    return {name: value for name, value in variables(trial_values(logs)).items() if name not in given}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from engine.measurement import PROGRESS_FILE
 from harness.launch import Job, Outcome
-from harness.launch.environment import rank_environment
+from harness.launch.environment import rank_environment, trial_environment
 from harness.launch.forkserver import ForkServer, ServerLost
 from harness.launch.host_memory import oom_kills
 from harness.launch.ports import reserve_port
@@ -108,13 +108,11 @@ class Supervisor:
         return server
 
     def _start_ranks(self, server: ForkServer, job: Job, port: int) -> None:
+        logs = (job.trial_dir / "logs").absolute()
+        of_trial = trial_environment(str(logs), {**self._environment, **job.environment})
         for rank in range(job.ranks):
-            server.start(
-                rank,
-                job.command,
-                rank_environment(rank, ranks=job.ranks, port=port, emulate_nodes=job.emulate_nodes),
-                (job.trial_dir / "logs" / f"rank{rank}.log").absolute(),
-            )
+            own = rank_environment(rank, ranks=job.ranks, port=port, emulate_nodes=job.emulate_nodes)
+            server.start(rank, job.command, {**of_trial, **own}, logs / f"rank{rank}.log")
 
     def _watch(
         self, server: ForkServer, job: Job, watched: Watched, deadline: float, on_progress: Progress | None

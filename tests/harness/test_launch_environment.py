@@ -1,7 +1,12 @@
 """The environment of a trial's processes, as whole values."""
 
+import dataclasses
+
+from cluster.discovery.facts import NodeFacts, Route
+from cluster.environment.rendering import render_node
+from cluster.site import NetworkExpectation, Site
 from engine.settings import ModelShape, TrialSettings
-from harness.launch.environment import rank_environment, render
+from harness.launch.environment import rank_environment, render, render_on, trial_environment
 from harness.provenance import redact
 
 MODEL = ModelShape(name="m", layers=1, hidden=16, ffn=32, heads=2, kv_heads=2, head_dim=8, vocab=32)
@@ -13,6 +18,7 @@ def test_cpu_ranks_share_the_cores_and_wait_asleep():
         "OMP_NUM_THREADS": "4",
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
+        "RAY_USAGE_STATS_ENABLED": "0",
         "GLOO_SOCKET_IFNAME": "lo",
     }
 
@@ -24,6 +30,9 @@ def test_gpu_ranks_get_a_growing_allocator_and_errors_instead_of_hangs():
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "RAY_USAGE_STATS_ENABLED": "0",
         "GLOO_SOCKET_IFNAME": "lo",
     }
 
@@ -35,6 +44,40 @@ def test_the_users_own_choices_win_and_are_kept():
 
 def test_ranks_spread_over_hosts_leave_the_interface_to_the_host():
     assert "GLOO_SOCKET_IFNAME" not in render(TWO_RANKS, device="cpu", cores=8, host_ranks=1, user={})
+
+
+def test_queues_between_host_and_gpu_follow_the_method():
+    upstream = dataclasses.replace(TWO_RANKS, method="megatron_cp_upstream")
+    hopper = render(upstream, device="cuda", cores=64, host_ranks=2, user={}, compute_capability=9.0)
+    assert hopper["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    blackwell = render(upstream, device="cuda", cores=64, host_ranks=2, user={}, compute_capability=10.0)
+    assert blackwell["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    other = dataclasses.replace(TWO_RANKS, method="internevo_upstream")
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in render(other, device="cuda", cores=64, host_ranks=2, user={})
+
+
+def test_ranks_on_a_node_get_what_was_rendered_for_it_and_the_users_own_above():
+    facts = NodeFacts(node="a", cores=8, head_route=Route(target="10.0.0.1", interface="ens1"))
+    site = Site(environment={"NCCL_DEBUG": "WARN"}, network=NetworkExpectation(hcas=("mlx5_2",)), ranks_per_node=2)
+    rendered = render_on(render_node(facts, site), {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "HOME": "/home/me"})
+    assert rendered == {
+        "NCCL_SOCKET_IFNAME": "=ens1",
+        "GLOO_SOCKET_IFNAME": "ens1",
+        "NCCL_IB_HCA": "=mlx5_2",
+        "OMP_NUM_THREADS": "3",
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "NCCL_DEBUG": "INFO",
+    }
+
+
+def test_files_for_looking_into_a_hang_lie_in_the_trial_unless_the_user_says_where():
+    assert trial_environment("/runs/t/logs", {}) == {
+        "NCCL_DEBUG_FILE": "/runs/t/logs/nccl.%h.%p.log",
+        "TORCH_FR_DUMP_TEMP_FILE": "/runs/t/logs/flight_rank",
+    }
+    assert "NCCL_DEBUG_FILE" not in trial_environment("/runs/t/logs", {"NCCL_DEBUG_FILE": "/tmp/mine"})
 
 
 def test_a_rank_gets_what_torchrun_would_set():

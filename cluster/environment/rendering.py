@@ -1,0 +1,107 @@
+"""From a node's facts and its site to the node's environment, and to the text of env.sh."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+from cluster.discovery.drift import NodeNetwork
+from cluster.discovery.facts import NodeFacts
+from cluster.discovery.hcas import choose_hcas
+from cluster.discovery.interface import choose_interface
+from cluster.environment.network import adapter_values, socket_values
+from cluster.environment.processes import DEFAULT_METHOD, process_values
+from cluster.environment.rules import concern
+from cluster.environment.trial import trial_values
+from cluster.environment.value import Value, overlaid, variables
+from cluster.probe import printable
+from cluster.site import Site
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_RAY_REPORTS = "RAY_USAGE_STATS_ENABLED"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeEnvironment:
+    """Everything `burst env` says about one node."""
+
+    values: tuple[Value, ...]
+    network: NodeNetwork
+    warnings: tuple[str, ...]
+
+    @property
+    def node(self) -> str:
+        return self.network.facts.node
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Name to value, as processes on the node are given them."""
+        return variables(self.values)
+
+
+def render_node(
+    facts: NodeFacts,
+    site: Site,
+    *,
+    method: str = DEFAULT_METHOD,
+    ranks: int | None = None,
+    logs: str | None = None,
+) -> NodeEnvironment:
+    """The node's environment. `ranks` on this node, None for the site's number, else one per GPU; `logs` is the folder
+    for files of NCCL and the flight recorder, None leaves them to each trial."""
+    interface = choose_interface(facts, wanted=site.network.interface, mtu=site.network.mtu)
+    hcas = choose_hcas(facts, wanted=site.network.hcas, rate_gbps=site.network.port_rate_gbps)
+    values = (
+        *socket_values(interface),
+        # Without a GPU and an adapter there is no NCCL to tell anything.
+        *(adapter_values(hcas, gid_index=site.network.gid_index) if facts.gpus or hcas.ports else ()),
+        *process_values(
+            device="cuda" if facts.gpus else "cpu",
+            cores=facts.cores or 1,
+            ranks=ranks or site.ranks_per_node or len(facts.gpus) or 1,
+            method=method,
+            compute_capability=min(
+                (gpu.compute_capability for gpu in facts.gpus if gpu.compute_capability), default=None
+            ),
+        ),
+        *(trial_values(logs) if logs else ()),
+    )
+    own, warnings = site_variables(site)
+    concerns = [sentence for name, value in own.items() if (sentence := concern(name, value))]
+    return NodeEnvironment(
+        values=overlaid(values, own, by="set by the site file", origin="site"),
+        network=NodeNetwork(facts=facts, interface=interface, hcas=hcas),
+        warnings=(*facts.unread, *interface.warnings, *hcas.warnings, *warnings, *concerns),
+    )
+
+
+def site_variables(site: Site) -> tuple[dict[str, str], list[str]]:
+    """The site's own variables, less the one it cannot have, and the sentence that says so."""
+    own = dict(site.environment)
+    if own.pop(_RAY_REPORTS, "0") != "0":
+        return own, [f"the site sets {_RAY_REPORTS}, which stays 0 here; set it in your shell if you want the reports"]
+    return own, []
+
+
+def env_sh(environment: NodeEnvironment) -> str:
+    """The node's environment as a POSIX shell script that only sets variables."""
+    return template("env.sh.j2").render(node=environment.node, values=environment.values)
+
+
+def template(name: str) -> jinja2.Template:
+    """One of our templates, with the filters that keep a value from being read as anything but a value."""
+    # What is written is shell and YAML, for which HTML's escaping would be wrong; each has its own filter.
+    renderer = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # noqa: S701
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    renderer.filters["shell"] = shlex.quote
+    renderer.filters["comment"] = printable  # a line break would end the comment and begin a command
+    return renderer.get_template(name)

@@ -1,0 +1,86 @@
+"""Reading the assignments of an existing env.sh. Nothing in it is ever executed or expanded.
+
+Quoting is that of the POSIX shell, by `shlex`; what only a shell could work out (`$HOME`, `$(hostname)`) is marked.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cluster.errors import UsageError
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+_EXPORTS = (("export",), ("declare", "-x"), ("typeset", "-x"))
+# Stand-ins, from Unicode's private area, for the two characters where quotes or a backslash took their meaning away.
+_LITERAL = {"$": "\ue000", "`": "\ue001"}
+_BACK = {ord(stand_in): character for character, stand_in in _LITERAL.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """`export NAME=VALUE`, or a line that is none of that."""
+
+    line: int  # from 1
+    name: str  # "" for a command
+    value: str  # as the shell would pass it on; a command's own text where there is no name
+    is_expanded: bool = False  # the shell would put something else in place of a part of it
+
+
+def read_assignments(text: str, origin: str) -> list[Assignment]:
+    """All statements of the file in order. Raises UsageError, naming `origin` and the line, for an unclosed quote."""
+    found: list[Assignment] = []
+    for line, statement in _statements(text):
+        try:
+            words = shlex.split(statement, comments=False, posix=True)
+        except ValueError:
+            raise UsageError(f"{origin}:{line}: a quote is opened and never closed; close it there") from None
+        found += _assignments(line, words, statement.translate(_BACK).strip())
+    return found
+
+
+def _assignments(line: int, words: list[str], statement: str) -> Iterator[Assignment]:
+    exported = next((prefix for prefix in _EXPORTS if tuple(words[: len(prefix)]) == prefix), ())
+    matches = [_ASSIGNMENT.fullmatch(word) for word in words[len(exported) :]]
+    if not exported and None in matches:  # also `NAME=VALUE program`, which sets nothing for anyone else
+        yield Assignment(line=line, name="", value=statement)
+        return
+    for match in filter(None, matches):  # `export NAME` has its value elsewhere
+        value = match[2]
+        is_expanded = "$" in value or "`" in value or value.startswith("~")
+        yield Assignment(line=line, name=match[1], value=value.translate(_BACK), is_expanded=is_expanded)
+
+
+def _statements(text: str) -> Iterator[tuple[int, str]]:
+    """Pieces between unquoted line breaks and semicolons, without comments, each with the line it begins on."""
+    line, position = 1, 0
+    piece, first, quote = "", 0, ""  # the statement so far, its line (0: none yet), the quote that is open
+    while position < len(text):
+        character, following = text[position], text[position + 1 : position + 2]
+        if not quote and character in "\n;":
+            if first:
+                yield first, piece
+            piece, first = "", 0
+        elif not quote and character == "#" and (not piece or piece[-1].isspace()):
+            end = text.find("\n", position)
+            position = (len(text) if end < 0 else end) - 1
+        elif quote != "'" and character == "\\" and following:
+            piece += _escaped(following)
+            position += 1
+            line += following == "\n"
+        else:
+            piece += _LITERAL.get(character, character) if quote == "'" else character
+            if character in "'\"" and quote in ("", character):
+                quote = "" if quote else character
+            first = first or (0 if character.isspace() else line)
+        line += character == "\n"
+        position += 1
+    if first:
+        yield first, piece
+
+
+def _escaped(character: str) -> str:
+    """What a backslash before this character leaves for `shlex`: a line goes on, an expansion is none."""
+    return "" if character == "\n" else _LITERAL.get(character, "\\" + character)

@@ -1,0 +1,23 @@
+"""Options of commands that ask nodes something. A file of its own, because `--help` needs neither YAML nor SSH."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_node_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which nodes, and how they are logged in to."""
+    parser.add_argument(
+        "nodes",
+        nargs="*",
+        metavar="INVENTORY|HOST",
+        help="an inventory file, or [user@]host[:port] with ranges as gpu[01-04]; none: this machine",
+    )
+    parser.add_argument("--site", type=Path, metavar="FILE", help="what nodes are like; instead of an inventory's own")
+    parser.add_argument("--key", type=Path, metavar="FILE", help="private key; default: the site's, the agent, ~/.ssh")
+    parser.add_argument("--known-hosts", type=Path, metavar="FILE", help="host keys; default: ~/.ssh/known_hosts")
+    parser.add_argument(
+        "--accept-new-host-keys", action="store_true", help="add unknown hosts to known_hosts; changed keys stay errors"
+    )
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="per node (default: 60)")
