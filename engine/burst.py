@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.attention.layout import LAYOUTS, split_refusal
-from engine.attention.masks import Mask, TooManyTiles, imbalance, meeting, parse_mask
+from engine.attention.layout import LAYOUTS, Layout, SplitZigzag, split_refusal, tail_cut
+from engine.attention.masks import FirstRows, Mask, TooManyTiles, imbalance, kept_share, meeting, parse_mask
 from engine.method import EngineCommand
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from engine.method import AttentionFn
     from engine.settings import TrialSettings
 
-PREFERENCE = ("contiguous", "zigzag", "striped")
+PREFERENCE = tuple(LAYOUTS[name] for name in ("contiguous", "zigzag", "striped"))
 AS_GOOD = 1.05  # of the best imbalance: striped tiles alone cost kernels several per cent, further meetings come on top
 
 
@@ -31,10 +31,14 @@ class Burst(EngineCommand):
             self.layout(settings), settings.seq_len, settings.cp_size
         )
 
-    def layout(self, settings: TrialSettings) -> str:
+    def layout(self, settings: TrialSettings) -> str | Layout:
+        tail = settings.checkpoint.tail
+        if settings.layout == "split_zigzag":
+            return SplitZigzag(tail)
         if settings.layout != "auto":
             return settings.layout
-        return choose_layout(parse_mask(settings.mask), settings.seq_len, settings.cp_size)
+        recomputes = settings.task == "train" and settings.checkpoint.every > 0
+        return best_layout(parse_mask(settings.mask), settings.seq_len, settings.cp_size, tail if recomputes else 1.0)
 
     def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
         from engine.attention.bound import BoundAttention
@@ -54,17 +58,38 @@ def choose_layout(mask: Mask, seq_len: int, cp_size: int) -> str:
 
     Raises ValueError with the mask's refusal when it does not describe `seq_len` tokens.
     """
-    names = [name for name in PREFERENCE if split_refusal(name, seq_len, cp_size) is None] or list(PREFERENCE)
-    shares = {name: imbalance(mask, LAYOUTS[name], seq_len, cp_size) for name in names}
-    good = [name for name in names if shares[name] <= min(shares.values()) * AS_GOOD]
-    others = sorted(set(names) - set(good), key=shares.__getitem__)
-    return next((name for name in [*good, *others] if _is_whole(mask, name, seq_len, cp_size)), good[0])
+    return best_layout(mask, seq_len, cp_size).name
 
 
-def _is_whole(mask: Mask, layout: str, seq_len: int, cp_size: int) -> bool:
+def best_layout(mask: Mask, seq_len: int, cp_size: int, tail: float = 1.0) -> Layout:
+    """`choose_layout` where attention's outputs are kept for the last `tail` of the sequence and computed again before.
+
+    With a tail between 0 and 1 the work computed again and the rows kept are to be shared out evenly as well, and
+    zigzag over head and tail is one more layout to do it.
+    """
+    cut = tail_cut(tail, seq_len, cp_size)
+    layouts = list(PREFERENCE)
+    if 0 < cut < seq_len:
+        layouts.insert(layouts.index(LAYOUTS["zigzag"]) + 1, SplitZigzag(tail))
+    layouts = [layout for layout in layouts if split_refusal(layout, seq_len, cp_size) is None] or layouts
+
+    def unevenness(layout: Layout) -> float:
+        work = imbalance(mask, layout, seq_len, cp_size)
+        if not 0 < cut < seq_len:
+            return work
+        kept = kept_share(layout, seq_len, cp_size, cut) * seq_len / (seq_len - cut)
+        return max(work, kept, imbalance(FirstRows(mask, cut), layout, seq_len, cp_size))
+
+    shares = {layout: unevenness(layout) for layout in layouts}
+    good = [layout for layout in layouts if shares[layout] <= min(shares.values()) * AS_GOOD]
+    others = sorted(set(layouts) - set(good), key=shares.__getitem__)
+    return next((layout for layout in [*good, *others] if _is_whole(mask, layout, seq_len, cp_size)), good[0])
+
+
+def _is_whole(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> bool:
     """The layout leaves the mask in pieces large enough to run, judged by the first shard against itself."""
     try:
-        meeting(mask, LAYOUTS[layout], seq_len, cp_size, 0, 0)
+        meeting(mask, layout, seq_len, cp_size, 0, 0)
     except TooManyTiles:
         return False
     return True

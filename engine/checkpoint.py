@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from engine.attention.stored import Stored
 from engine.model import Activations, Attend, LayerFn, Rotary, keep_all
 from engine.settings import Checkpoint
 
@@ -43,14 +44,13 @@ class _AttendOnce:
     (gradient accumulation) and backward may run repeatedly.
     """
 
-    def __init__(self, attend: Attend) -> None:
+    def __init__(self, attend: Any) -> None:
         self._attend = attend
-        self._stored: tuple[Tensor, Any] | None = None
+        self._stored: Stored | None = None
 
     def __call__(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Any]:
         if self._stored is not None:
             return self._attend(q_BLND, k_BLKD, v_BLKD, stored=self._stored)
         out_BLND, lse = self._attend(q_BLND, k_BLKD, v_BLKD)
-        # Detached: the stored pair must not hold the graph of the first forward.
-        self._stored = out_BLND.detach(), lse.detach() if isinstance(lse, Tensor) else lse
+        self._stored = self._attend.keep(out_BLND, lse, 1.0)
         return out_BLND, lse

@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # methods are listed and planned without importing torch
     from torch import Tensor
 
     from engine.attention.context import ContextParallel
+    from engine.attention.layout import Layout
+    from engine.attention.stored import Stored
     from engine.settings import TrialSettings
 
 
@@ -28,13 +30,17 @@ class AttentionFn(Protocol):
         k_BLKD: Tensor,
         v_BLKD: Tensor,
         *,
-        stored: tuple[Tensor, Tensor] | None = None,
+        stored: Stored | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(out_BLND, lse), differentiable in q, k and v.
+        """(out_BLND, lse_BNL), differentiable in q, k and v.
 
-        `stored` is what an earlier call with the same inputs returned: the forward is then not computed again, which is
-        how checkpointing keeps attention through recomputation. `lse` is the method's own business: hand it back as is.
+        `stored` is what `keep` kept of an earlier call with the same inputs: the forward is then computed again for the
+        other rows alone, which is how checkpointing keeps attention through recomputation.
         """
+        ...
+
+    def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> Stored | None:
+        """What to keep of a call's result for `stored`: its rows in the last `tail` of the sequence, None for none."""
         ...
 
     def chosen(self) -> dict[str, str]:
@@ -65,12 +71,12 @@ class Method(Protocol):
 class NativeMethod(Method, Protocol):
     """A method that runs inside the engine's worker and supplies only the attention."""
 
-    def layout(self, settings: TrialSettings) -> str:
-        """Layout the sequence is sharded in: contiguous, zigzag or striped."""
+    def layout(self, settings: TrialSettings) -> str | Layout:
+        """Layout the sequence is sharded in: contiguous, zigzag or striped, or one that a name alone does not say."""
         ...
 
     def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
-        """This method's attention among the ranks of `cp`, which shards in the layout `layout` named."""
+        """This method's attention among the ranks of `cp`, which shards in the layout that `layout` gave."""
         ...
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from engine.attention.context import ContextParallel
+from engine.attention.stored import Stored
 from engine.distributed import World
 from engine.measurement import PROGRESS_FILE, Measurement
 from engine.method import AttentionFn, NativeMethod
@@ -45,12 +46,15 @@ class RefusingAttention:
         self._attend = attend
 
     def __call__(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, stored: tuple[Tensor, Any] | None = None
-    ) -> tuple[Tensor, Any]:
+        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, stored: Stored | None = None
+    ) -> tuple[Tensor, Tensor]:
         try:
             return self._attend(q_BLND, k_BLKD, v_BLKD, stored=stored)
         except ValueError as error:
             raise Refused(str(error)) from error
+
+    def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> Stored | None:
+        return self._attend.keep(out_BLND, lse_BNL, tail)
 
     def chosen(self) -> dict[str, str]:
         """What every `auto` became; empty before the first call."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.attention.context import ContextParallel
-from engine.attention.masks import parse_mask
+from engine.attention.layout import tail_cut
+from engine.attention.masks import kept_share, parse_mask
 from engine.attention.op import AttentionPlan, plan_attention, run_attention
+from engine.attention.stored import Stored, keep_tail
 from engine.settings import TrialSettings
 
 
@@ -14,15 +16,23 @@ class BoundAttention:
     """An `engine.method.AttentionFn`. The choices are made at the first call and kept for the shapes of that call."""
 
     def __init__(
-        self, cp: ContextParallel, settings: TrialSettings, *, schedule: str, backward: str, exchange: str
+        self,
+        cp: ContextParallel,
+        settings: TrialSettings,
+        *,
+        schedule: str,
+        backward: str,
+        exchange: str,
+        head_parts: int | None = None,
     ) -> None:
         self._cp, self._settings = cp, settings
         self._schedule, self._backward, self._exchange = schedule, backward, exchange
+        self._head_parts = head_parts
         self._mask = parse_mask(settings.mask)
         self._plans: dict[object, AttentionPlan] = {}
 
     def __call__(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, stored: tuple[Tensor, Tensor] | None = None
+        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, stored: Stored | None = None
     ) -> tuple[Tensor, Tensor]:
         key = (q_BLND.shape, k_BLKD.shape, q_BLND.dtype, q_BLND.device)
         if key not in self._plans:
@@ -37,9 +47,27 @@ class BoundAttention:
                 exchange=self._exchange,
                 deterministic=self._settings.deterministic,
                 gradient_wire=self._settings.gradient_wire,
+                head_parts=self._head_parts,
             )
         out_BLND, lse_BNL = run_attention(self._plans[key], q_BLND, k_BLKD, v_BLKD, stored=stored, return_lse=True)
         return out_BLND, lse_BNL
 
+    def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> Stored | None:
+        return keep_tail(out_BLND, lse_BNL, self._cp, tail)
+
     def chosen(self) -> dict[str, str]:
-        return next(iter(self._plans.values())).chosen() if self._plans else {}
+        if not self._plans:
+            return {}
+        plan = next(iter(self._plans.values()))
+        return plan.chosen() | self._tail_shares(plan)
+
+    def _tail_shares(self, plan: AttentionPlan) -> dict[str, str]:
+        """What checkpointing leaves the fullest and the busiest rank, as fractions of a rank's outputs and forward."""
+        checkpoint, seq_len = self._settings.checkpoint, self._settings.seq_len
+        if self._settings.task != "train" or checkpoint.every == 0:
+            return {}
+        cut = tail_cut(checkpoint.tail, seq_len, self._cp.size)
+        return {
+            "kept_share": f"{kept_share(self._cp.layout, seq_len, self._cp.size, cut):.4f}",
+            "recompute_share": f"{plan.recompute_share(cut):.4f}",
+        }

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.attention.copy_engine import CopyEngine, copy_engine_missing
 from engine.attention.exchange import HELD_GRADIENTS, Direct, Pattern, Relay
 from engine.attention.head_exchange import HeadExchange
-from engine.attention.layout import Gathered, Layout, Segment, layout_named, split_refusal
+from engine.attention.layout import Gathered, Layout, Segment, layout_named, rows_before, split_refusal
 from engine.attention.ring import Ring
 from engine.attention.transport import Nowhere, PointToPoint, Traffic, Transport
 
@@ -40,20 +40,20 @@ class ContextParallel:
             torch.distributed is not initialised.
         node_size: consecutive CP ranks that share a node; found from host names when None (NCCL_HOSTID, which emulates
             nodes for NCCL, is honoured).
-        layout: contiguous, zigzag or striped.
+        layout: contiguous, zigzag or striped, or a layout of `engine.attention.layout` such as SplitZigzag.
 
     Creating one is collective over `group`, and so is the first attention call with a new schedule or exchange.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, node_size: int | None = None, layout: str = "zigzag"
+        self, group: dist.ProcessGroup | None = None, node_size: int | None = None, layout: str | Layout = "zigzag"
     ) -> None:
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         self._set_up(group, node_size, layout)
 
     @classmethod
-    def single(cls, layout: str = "zigzag") -> ContextParallel:
+    def single(cls, layout: str | Layout = "zigzag") -> ContextParallel:
         """A group of one, also where torch.distributed is initialised: the whole sequence on this rank."""
         alone = cls.__new__(cls)
         alone._set_up(None, None, layout)
@@ -185,10 +185,14 @@ class ContextParallel:
 
     def segments(self, seq_len: int) -> tuple[Segment, ...]:
         """Runs of global positions this rank holds. Raises ValueError, naming the nearest lengths, when it cannot."""
-        refusal = split_refusal(self.layout.name, seq_len, self.size)
+        refusal = split_refusal(self.layout, seq_len, self.size)
         if refusal:
             raise ValueError(refusal)
         return self.layout.segments(seq_len, self.size, self.rank)
+
+    def rows_before(self, cut: int, seq_len: int) -> int:
+        """How many of this rank's tokens, the first ones, lie before global position `cut`."""
+        return rows_before(self.layout.segments(seq_len, self.size, self.rank), cut)
 
     def positions(self, seq_len: int, device: torch.device | None = None) -> Tensor:
         """Global position of each local token, int64 of length seq_len / size. For RoPE and labels."""

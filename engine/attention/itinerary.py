@@ -63,3 +63,11 @@ def itinerary(mask: Mask, layout: Layout, ring: Ring, seq_len: int, cp_rank: int
         tiles=tuple(tiles(owner, cp_rank) for owner in range(ring.cp_size)),
         laps=tuple(needs(cycle) for cycle in range(ring.nodes)),
     )
+
+
+@lru_cache(maxsize=256)
+def reach(mask: Mask, layout: Layout, cp_size: int, seq_len: int) -> int:
+    """Local keys [0, reach) of every shard are all that any rank needs of it."""
+    pairs = itertools.product(range(cp_size), repeat=2)
+    tiles = itertools.chain.from_iterable(meeting(mask, layout, seq_len, cp_size, q, k) for q, k in pairs)
+    return max((tile.k_stop for tile in tiles), default=0)

@@ -3,11 +3,15 @@
 A layout cuts the sequence into equal shards, each a few arithmetic runs of positions (`Segment`). Causal attention over
 contiguous shards leaves rank 0 almost idle; zigzag (chunks r and 2P-1-r of 2P) and striped (every P-th token) give all
 ranks equal work. Sources: zigzag, Llama 3 (arXiv:2407.21783, section 3.3.2); striped, arXiv:2311.09431.
+
+Selective checkpointing cuts the sequence into a head, computed again in backward, and a tail, kept. Because shards
+ascend in position, a rank's tokens of the head are the first of its local tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 
@@ -22,6 +26,10 @@ class Segment:
     def positions(self) -> range:
         """The global positions, ascending."""
         return range(self.start, self.start + self.count * self.step, self.step)
+
+    def count_before(self, cut: int) -> int:
+        """How many of the positions lie before `cut`."""
+        return min(self.count, max(0, -((self.start - cut) // self.step)))
 
 
 class Layout(Protocol):
@@ -74,6 +82,27 @@ class Zigzag:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitZigzag:
+    """Zigzag over the head and over the tail of the sequence, each by itself: both are dealt evenly.
+
+    Args:
+        tail: fraction of the sequence, from its end, that is the tail; with 0 or 1 this is plain zigzag.
+    """
+
+    tail: float
+    name: str = "split_zigzag"
+
+    def chunks(self, cp_size: int) -> int:
+        return 2 * cp_size
+
+    def segments(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Segment, ...]:
+        cut = tail_cut(self.tail, seq_len, cp_size)
+        head = Zigzag().segments(cut, cp_size, cp_rank)
+        tail = Zigzag().segments(seq_len - cut, cp_size, cp_rank)
+        return merged(part for part in (*head, *(Segment(cut + s.start, s.count) for s in tail)) if part.count)
+
+
+@dataclass(frozen=True, slots=True)
 class Striped:
     """Rank r holds tokens r, r + P, r + 2P, ...: nearly equal causal work, off by one diagonal."""
 
@@ -103,13 +132,47 @@ class Gathered:
     def segments(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Segment, ...]:
         base_size = sum(map(len, self.members))
         parts = [part for rank in self.members[cp_rank] for part in self.base.segments(seq_len, base_size, rank)]
-        runs: list[Segment] = []
-        for part in sorted(parts, key=lambda segment: segment.start):
-            if runs and part.step == 1 and runs[-1].start + runs[-1].count == part.start:
-                runs[-1] = Segment(runs[-1].start, runs[-1].count + part.count)
-            else:
-                runs.append(part)
-        return tuple(runs)
+        return merged(sorted(parts, key=lambda segment: segment.start))
+
+
+def merged(parts: Iterable[Segment]) -> tuple[Segment, ...]:
+    """Ascending runs of positions, those that touch as one."""
+    runs: list[Segment] = []
+    for part in parts:
+        if runs and part.step == 1 and runs[-1].start + runs[-1].count == part.start:
+            runs[-1] = Segment(runs[-1].start, runs[-1].count + part.count)
+        else:
+            runs.append(part)
+    return tuple(runs)
+
+
+def rows_before(segments: tuple[Segment, ...], cut: int) -> int:
+    """How many local tokens, the first ones, lie before global position `cut`."""
+    return sum(segment.count_before(cut) for segment in segments)
+
+
+def split_at(segments: tuple[Segment, ...], cut: int) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
+    """The runs of positions before `cut`, and those from it on."""
+    near, far = [], []
+    for segment in segments:
+        count = segment.count_before(cut)
+        if count:
+            near.append(replace(segment, count=count))
+        if count < segment.count:
+            far.append(replace(segment, start=segment.start + count * segment.step, count=segment.count - count))
+    return tuple(near), tuple(far)
+
+
+def tail_cut(tail: float, seq_len: int, cp_size: int) -> int:
+    """Global position at which a tail of that fraction of the sequence begins, the same under every layout.
+
+    Rounded to whole chunks where the length has them (2 x cp_size of them, else cp_size), so that layouts that can
+    deal head and tail evenly do. Raises ValueError when `tail` is no fraction.
+    """
+    if not 0 <= tail <= 1:
+        raise ValueError(f"tail is {tail}; give a fraction of the sequence from 0 to 1")
+    unit = next(chunks for chunks in (2 * cp_size, cp_size, 1) if seq_len % chunks == 0) if cp_size > 1 else 1
+    return seq_len - round(tail * seq_len / unit) * unit
 
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Zigzag(), Striped())}
@@ -117,19 +180,23 @@ LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Z
 
 def layout_named(name: str) -> Layout:
     """Look a layout up by name. Raises ValueError naming the known ones."""
+    if name == "split_zigzag":
+        raise ValueError("layout 'split_zigzag' needs to know where the tail begins; pass SplitZigzag(tail=FRACTION)")
     if name not in LAYOUTS:
         raise ValueError(f"layout {name!r} is unknown; choose one of {', '.join(LAYOUTS)}")
     return LAYOUTS[name]
 
 
-def split_refusal(layout: str, seq_len: int, cp_size: int) -> str | None:
+def split_refusal(layout: str | Layout, seq_len: int, cp_size: int) -> str | None:
     """Why `seq_len` tokens cannot be dealt to `cp_size` ranks, with the nearest lengths that can, or None."""
     if cp_size == 1:
         return None
-    chunks = layout_named(layout).chunks(cp_size)
+    layout = layout_named(layout) if isinstance(layout, str) else layout
+    chunks = layout.chunks(cp_size)
     if seq_len % chunks == 0:
         return None
     below, above = seq_len // chunks * chunks, (seq_len // chunks + 1) * chunks
     nearest = f"{below} and {above}" if below else f"{above}"
     size = f"2 x cp_size = {chunks}" if chunks == 2 * cp_size else f"cp_size = {chunks}"
-    return f"seq_len {seq_len} does not split into {size} equal {layout} chunks; the nearest lengths that do: {nearest}"
+    wanted = f"{size} equal {layout.name} chunks"
+    return f"seq_len {seq_len} does not split into {wanted}; the nearest lengths that do: {nearest}"

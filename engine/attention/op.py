@@ -26,9 +26,11 @@ from engine.attention.schedule import (
     HEAD_SCHEDULES,
     Share,
     cheaper_backward,
+    choose_parts,
     choose_schedule,
     schedule_refusal,
 )
+from engine.attention.stored import Stored
 
 AttentionPlan = RingPlan | HeadPlan
 
@@ -43,9 +45,9 @@ class _BurstAttention(torch.autograd.Function):
         k_BLKD: Tensor,
         v_BLKD: Tensor,
         plan: AttentionPlan,
-        stored: tuple[Tensor, Tensor] | None,
+        stored: Stored | None,
     ) -> tuple[Tensor, Tensor]:
-        out_BLND, lse_BNL = stored if stored is not None else plan.forward(q_BLND, k_BLKD, v_BLKD)
+        out_BLND, lse_BNL = _forward(plan, q_BLND, k_BLKD, v_BLKD, stored)
         ctx.plan = plan
         ctx.save_for_backward(q_BLND, k_BLKD, v_BLKD, out_BLND, lse_BNL)
         # Autograd wants fresh outputs, not its own inputs back; a view costs nothing.
@@ -62,6 +64,24 @@ class _BurstAttention(torch.autograd.Function):
             delta_BNL -= dlse_BNL
         gradients = plan.backward(q_BLND, k_BLKD, v_BLKD, dout_BLND, lse_BNL, delta_BNL)
         return *gradients, None, None
+
+
+def _forward(
+    plan: AttentionPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, stored: Stored | None
+) -> tuple[Tensor, Tensor]:
+    """(out_BLND, lse_BNL), computed for the rows that are not stored."""
+    if stored is None:
+        return plan.forward(q_BLND, k_BLKD, v_BLKD)
+    if stored.cut == 0:
+        return stored.tensors
+    out_BHND, lse_BNH = plan.before(stored.cut).forward(q_BLND, k_BLKD, v_BLKD)
+    rows = out_BHND.shape[1] + stored.out_BLND.shape[1]
+    if rows != q_BLND.shape[1]:
+        raise ValueError(
+            f"stored holds {stored.out_BLND.shape[1]} rows from position {stored.cut} on and {out_BHND.shape[1]} lie "
+            f"before it, but q has {q_BLND.shape[1]}; pass what keep_tail returned for these shards"
+        )
+    return torch.cat((out_BHND, stored.out_BLND), dim=1), torch.cat((lse_BNH, stored.lse_BNL), dim=2)
 
 
 def _check_shapes(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> None:
@@ -95,6 +115,7 @@ def plan_attention(
     exchange: str = "auto",
     deterministic: bool = False,
     gradient_wire: str = "fp32",
+    head_parts: int | None = None,
 ) -> AttentionPlan:
     """Resolve every `auto` for shards of this shape, dtype and device. Raises ValueError when nothing fits."""
     batch, tokens, heads, head_dim = q_BLND.shape
@@ -124,18 +145,25 @@ def plan_attention(
     if refusal:
         raise ValueError(refusal)
 
-    inner, traded = cp, 1
+    inner, traded, parts = cp, 1, 1
     if schedule in HEAD_SCHEDULES:
         trade, members, inner = cp.trade_heads(schedule)
         traded = len(members)
+        # The speeds that make parts worth their launches are a GPU's too.
+        parts = head_parts or (choose_parts(schedule, share) if q_BLND.is_cuda else 1)
+        if kv_heads // traded % parts:
+            raise ValueError(
+                f"head_parts {parts} does not divide the {kv_heads // traded} KV heads of a rank under schedule "
+                f"{schedule}; give a number that does"
+            )
         ring = inner.ring("double_ring" if inner.node_size < inner.size else "ring")
     else:
         ring = cp.ring(schedule)
     problem = Problem(
         device=q_BLND.device,
         dtype=q_BLND.dtype,
-        heads=heads // traded,
-        kv_heads=kv_heads // traded,
+        heads=heads // traded // parts,
+        kv_heads=kv_heads // traded // parts,
         head_dim=head_dim,
         bands=band_kinds(mask, inner.layout, seq_len, inner.size),
         deterministic=deterministic,
@@ -158,7 +186,7 @@ def plan_attention(
     if schedule not in HEAD_SCHEDULES:
         return around
     pieces = pieces_in_order(tuple(cp.layout.segments(seq_len, cp.size, rank) for rank in members))
-    return HeadPlan(schedule=schedule, heads=trade, pieces=pieces, inner=around)
+    return HeadPlan(cp=cp, members=members, schedule=schedule, heads=trade, pieces=pieces, inner=around, parts=parts)
 
 
 def burst_attention(
@@ -175,7 +203,8 @@ def burst_attention(
     exchange: str = "auto",
     deterministic: bool = False,
     gradient_wire: str = "fp32",
-    stored: tuple[Tensor, Tensor] | None = None,
+    head_parts: int | None = None,
+    stored: Stored | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Attention of this rank's queries over the whole sequence. Collective over `cp`.
@@ -194,7 +223,10 @@ def burst_attention(
         deterministic: repeat bit for bit; refused by kernels that cannot.
         gradient_wire: fp32: sums of gradients cross links in fp32 and a single kernel result as the kernel wrote it;
             input: all cross in the inputs' dtype.
-        stored: (out, lse) of an earlier call with the same inputs: the forward is not computed again.
+        head_parts: where heads are traded, how many parts they come in, one travelling while another is computed; the
+            cost model's choice when None.
+        stored: what `engine.attention.stored.keep_tail` kept of an earlier call with the same inputs: the forward is
+            computed again for the other rows alone.
         return_lse: also return lse_BNL, the natural-log sum-exp of scaled scores; it is differentiable.
 
     Returns:
@@ -216,6 +248,7 @@ def burst_attention(
         exchange=exchange,
         deterministic=deterministic,
         gradient_wire=gradient_wire,
+        head_parts=head_parts,
     )
     return run_attention(plan, q_BLND, k_BLKD, v_BLKD, stored=stored, return_lse=return_lse)
 
@@ -226,7 +259,7 @@ def run_attention(
     k_BLKD: Tensor,
     v_BLKD: Tensor,
     *,
-    stored: tuple[Tensor, Tensor] | None = None,
+    stored: Stored | None = None,
     return_lse: bool = False,
 ) -> Any:
     """`burst_attention` with its choices already made."""

@@ -17,17 +17,17 @@ Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from engine.attention.context import ContextParallel
 from engine.attention.exchange import NodesHome, Visit
 from engine.attention.gradients import GradientSum
-from engine.attention.itinerary import Itinerary, itinerary
+from engine.attention.itinerary import Itinerary, itinerary, reach
 from engine.attention.kernels import Kernel
 from engine.attention.like import likes
-from engine.attention.masks import Mask, imbalance
+from engine.attention.masks import FirstRows, Mask, imbalance, recompute_share
 from engine.attention.merge import RunningOutput, accumulation_dtype
 from engine.attention.ring import Ring
 from engine.attention.schedule import Estimate
@@ -89,6 +89,17 @@ class RingPlan:
         """(out_BLND, lse_BNL) of this rank's queries over the whole sequence."""
         return _ring_forward(self, q_BLND, k_BLKD, v_BLKD)
 
+    def before(self, cut: int) -> RingPlan:
+        """The forward of the queries before global position `cut` alone: this rank's first rows.
+
+        Only keys that they see travel. Its tensors may be those of the whole shard or no more than it needs of them.
+        """
+        return replace(self, mask=FirstRows(self.mask, cut))
+
+    def recompute_share(self, cut: int) -> float:
+        """Work of the busiest rank in the forward of `before(cut)`, over a rank's mean work in its own."""
+        return recompute_share(self.mask, self.cp.layout, self.seq_len, self.cp.size, cut)
+
     def backward(
         self,
         q_BLND: Tensor,
@@ -116,6 +127,11 @@ class RingPlan:
 
 
 def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
+    if isinstance(plan.mask, FirstRows):
+        # What is handed on around a circle is handed on whole: keys that nobody needs are left out before.
+        needed = reach(plan.mask, plan.cp.layout, plan.cp.size, plan.seq_len)
+        q_BLND = q_BLND[:, : plan.cp.rows_before(plan.mask.cut, plan.seq_len)]
+        k_BLKD, v_BLKD = k_BLKD[:, :needed], v_BLKD[:, :needed]
     running, work = RunningOutput(q_BLND), plan.itinerary(queries_travel=False)
     for stop in plan.circulate((k_BLKD, v_BLKD), KEY_SIDE_DIMS, queries_travel=False):
         for tile in work.tiles[stop.owner]:

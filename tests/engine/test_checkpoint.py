@@ -33,6 +33,9 @@ class CountedAttention:
             self.replayed += 1
         return self._attend(q, k, v, stored=stored)
 
+    def keep(self, out: Tensor, lse: Tensor, tail: float) -> Any:
+        return self._attend.keep(out, lse, tail)
+
 
 def model_with(policy: str) -> tuple[Decoder, CountedAttention]:
     torch.manual_seed(0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from engine.attention.masks.balance import band_kinds, imbalance, meeting, rank_areas
+from engine.attention.masks.balance import band_kinds, imbalance, kept_share, meeting, rank_areas, recompute_share
 from engine.attention.masks.bands import Causal, Full, SlidingWindow
 from engine.attention.masks.block_sparse import BlockSparse
 from engine.attention.masks.blocks import TooManyTiles
 from engine.attention.masks.documents import Documents
+from engine.attention.masks.first_rows import FirstRows
 from engine.attention.masks.mask import Mask
 from engine.attention.masks.patterns import Grid, LocalGlobal, Pattern, Strided
 from engine.attention.masks.setting import parse_mask
@@ -15,6 +16,7 @@ __all__ = [
     "BlockSparse",
     "Causal",
     "Documents",
+    "FirstRows",
     "Full",
     "Grid",
     "LocalGlobal",
@@ -25,7 +27,9 @@ __all__ = [
     "TooManyTiles",
     "band_kinds",
     "imbalance",
+    "kept_share",
     "meeting",
     "parse_mask",
     "rank_areas",
+    "recompute_share",
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from engine.attention.layout import Layout
+from engine.attention.layout import Layout, rows_before
+from engine.attention.masks.first_rows import FirstRows
 from engine.attention.masks.mask import Mask
 from engine.attention.tiles import Tile
 
@@ -48,3 +49,20 @@ def imbalance(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> float:
     """Largest share of work over the mean: 1.0 is perfect balance. Raises ValueError with the mask's refusal."""
     areas = rank_areas(mask, layout, seq_len, cp_size)
     return max(areas) * cp_size / sum(areas) if sum(areas) else 1.0
+
+
+def kept_share(layout: Layout, seq_len: int, cp_size: int, cut: int) -> float:
+    """Largest fraction of a rank's tokens that lie at or after position `cut`: what the fullest rank keeps."""
+    heads = [rows_before(layout.segments(seq_len, cp_size, rank), cut) for rank in range(cp_size)]
+    return 1 - min(heads) * cp_size / seq_len
+
+
+@lru_cache(maxsize=256)
+def recompute_share(mask: Mask, layout: Layout, seq_len: int, cp_size: int, cut: int) -> float:
+    """Work of the busiest rank in attending for all queries before `cut`, over a rank's mean work in a whole forward.
+
+    Raises ValueError with the mask's refusal.
+    """
+    areas = rank_areas(FirstRows(mask, cut), layout, seq_len, cp_size)
+    whole = mask.area(seq_len)
+    return max(areas) * cp_size / whole if whole else 0.0
