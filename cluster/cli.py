@@ -1,56 +1,26 @@
-"""The command line of node checks: `check_nodes.py` and `burst check` are both this `main`."""
+"""The program of node checks: `check_nodes.py` and `burst check` are both this `main`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from cluster import checks, render
+from cluster import checks, drift, history
+from cluster.check_arguments import chosen_connect, chosen_nodes, parser
+from cluster.checks import AnyCheck
 from cluster.health import NodeReport, check_nodes
-from cluster.hosts import Host, distinct, parse_hosts, read_hosts, this_machine
-from cluster.local import connect_local
+from cluster.inventory import Node
+from cluster.profiles import Profile, load_profiles
+from cluster.render.json_lines import json_line
+from cluster.render.live import live_table
+from cluster.render.nagios import nagios_line
+from cluster.render.table import table, why_not
 from cluster.runner import Connect
-from cluster.site import Site, load_site
 from cluster.verdict import EXIT_CODES, worst_level
 
 BAD_USAGE = 3  # argparse's own 2 would read as "a node failed"
-_EXIT_CODES_HELP = "exit codes: 0 all ok, 1 a warning, 2 a failure, 3 a node stayed unknown or the usage was wrong"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see {self.prog} --help")
-
-
-def parser(prog: str = "check_nodes.py") -> argparse.ArgumentParser:
-    """Arguments of a node check."""
-    result = _Parser(
-        prog=prog,
-        description="Check nodes: do they answer, are their GPUs there and free, is there memory and disk space?",
-        epilog=_EXIT_CODES_HELP,
-    )
-    result.add_argument(
-        "hosts", nargs="*", metavar="HOST", help="[user@]host[:port], ranges as gpu[01-04]; none: this machine"
-    )
-    result.add_argument("--hosts", dest="hosts_file", type=Path, metavar="FILE", help="more hosts, one per line")
-    result.add_argument(
-        "--site", type=Path, metavar="FILE", help="what to expect, such as experiments/sites/local.yaml"
-    )
-    output = result.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="one JSON object per node and line, as they answer")
-    output.add_argument(
-        "--free", action="store_true", help="only the names of usable nodes; why not the others: stderr"
-    )
-    result.add_argument("--key", type=Path, metavar="FILE", help="private key; default: the agent and ~/.ssh")
-    result.add_argument("--known-hosts", type=Path, metavar="FILE", help="host keys; default: ~/.ssh/known_hosts")
-    result.add_argument(
-        "--accept-new-host-keys", action="store_true", help="add unknown hosts to known_hosts; changed keys stay errors"
-    )
-    result.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="per node (default: 60)")
-    return result
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "check_nodes.py") -> int:
@@ -59,55 +29,85 @@ def main(argv: Sequence[str] | None = None, prog: str = "check_nodes.py") -> int
         arguments = parser(prog).parse_args(argv)
         if not 0 < arguments.timeout <= 86400:
             raise ValueError(f"--timeout is {arguments.timeout:g}; expected seconds above 0 and at most 86400")
-        site = load_site(arguments.site) if arguments.site else Site()
-        hosts = _hosts(arguments, site)
-        connect = _connect(arguments, hosts)
+        chosen = checks.select(arguments.only, arguments.skip)
+        profiles = load_profiles(*arguments.profiles)
+        nodes = chosen_nodes(arguments)
+        connect = chosen_connect(arguments, nodes)
+        if arguments.html and not arguments.html.parent.is_dir():
+            raise ValueError(f"--html {arguments.html} is in no folder that exists; create it or name another")
+        return _check(arguments, nodes, connect, chosen, profiles, prog)
     except ValueError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return BAD_USAGE
-    reports: dict[Host, NodeReport] = {}
+
+
+def _check(
+    arguments: argparse.Namespace,
+    nodes: Sequence[Node],
+    connect: Connect,
+    chosen: Mapping[str, AnyCheck],
+    profiles: Mapping[str, Profile],
+    prog: str,
+) -> int:
+    reports: dict[str, NodeReport] = {}
+    past = None if arguments.no_history else _open_history(arguments.history, prog)
+    plain = arguments.json or arguments.nagios or arguments.free
     try:
-        for report in check_nodes(hosts, connect, checks.discover(), site, arguments.timeout):
-            reports[report.host] = report
-            if arguments.json:
-                print(render.json_line(report), flush=True)
+        with live_table([] if plain else nodes) as show:
+            for report in check_nodes(nodes, connect, chosen, arguments.timeout, profiles):
+                report = _with_history(report, past, chosen) if past and report.answered else report
+                reports[report.host.name] = report
+                show(report)
     except KeyboardInterrupt:
-        print(f"{prog}: interrupted when {len(reports)} of {len(hosts)} nodes had answered", file=sys.stderr)
+        print(f"{prog}: interrupted when {len(reports)} of {len(nodes)} nodes had answered", file=sys.stderr)
         return EXIT_CODES["unknown"]
-    in_order = [reports[host] for host in hosts]
-    if arguments.free:
-        for report in in_order:
-            if report.usable:
-                print(report.host.name)
-            else:
-                print(render.why_not(report), file=sys.stderr)
-    elif not arguments.json:
-        print(render.table(in_order))
+    for name, verdict in drift.judge(list(reports.values())).items():
+        reports[name] = reports[name].also("drift", verdict)
+    in_order = [reports[node.name] for node in nodes]
+    _print(arguments, in_order)
+    if arguments.html:
+        from cluster.render.html import html_page, write_page
+
+        write_page(arguments.html, html_page(in_order))
     return EXIT_CODES[worst_level(report.level for report in in_order)]
 
 
-def _hosts(arguments: argparse.Namespace, site: Site) -> list[Host]:
-    """The hosts asked for, each once, with the site's defaults filled in; this machine when none is."""
-    named = [host for target in arguments.hosts for host in parse_hosts(target)]
-    if arguments.hosts_file:
-        named += read_hosts(arguments.hosts_file)
-    if not named:
-        return [this_machine()]
-    key = arguments.key or site.ssh.key
-    if key and not key.expanduser().is_file():
-        raise ValueError(f"the private key {key} is no file; give the path of the key that opens the nodes")
-    return distinct(host.with_defaults(user=site.ssh.user, port=site.ssh.port, key=key) for host in named)
+def _print(arguments: argparse.Namespace, reports: Sequence[NodeReport]) -> None:
+    """The form that was asked for. Nothing is printed before all nodes have answered: some verdicts compare them."""
+    if arguments.json:
+        for report in reports:
+            print(json_line(report))
+    elif arguments.nagios:
+        print(nagios_line(reports))
+    elif arguments.free:
+        for report in reports:
+            if report.usable:
+                print(report.host.name)
+            else:
+                print(why_not(report), file=sys.stderr)
+    else:
+        print(table(reports, every_check=arguments.all))
 
 
-def _connect(arguments: argparse.Namespace, hosts: Sequence[Host]) -> Connect:
-    """How these hosts are reached. paramiko is imported only when one of them is remote."""
-    if all(host.is_local for host in hosts):
-        return connect_local
+def _open_history(folder: Path | None, prog: str) -> history.History | None:
+    """The folder asked for must work; the default one is done without where it does not."""
     try:
-        from cluster.ssh import SshOptions, connector
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"checking other machines needs {error.name}, which is not installed; pip install paramiko"
-        ) from None
-    known_hosts = {"known_hosts": arguments.known_hosts} if arguments.known_hosts else {}
-    return connector(SshOptions(accept_new_host_keys=arguments.accept_new_host_keys, **known_hosts))
+        return history.History(folder or history.default_folder())
+    except OSError as error:
+        place = f"{error.filename or folder}: {error.strerror}"
+        if folder:
+            raise ValueError(f"--history cannot be used ({place}); give a folder you can write to") from None
+        print(f"{prog}: counters are not kept ({place}); give --history DIR, or --no-history", file=sys.stderr)
+        return None
+
+
+def _with_history(report: NodeReport, past: history.History, chosen: Mapping[str, AnyCheck]) -> NodeReport:
+    name = report.host.target or report.host.name  # two fleets may both call a node gpu01
+    now = history.entry_of(report)
+    judged = report.also("history", history.judge(past.last(name), now, chosen))
+    past.append(name, now)
+    return judged
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, as_completed
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
-from cluster.checks import Check, conclude
+from cluster import clock
+from cluster.checks import AnyCheck, conclude, gpus
+from cluster.fleet import on_each
 from cluster.hosts import Host
-from cluster.probe import Output, parse_outputs, render_script
+from cluster.inventory import Node
+from cluster.probe import Output, Probe, parse_outputs, parse_times, render_script
+from cluster.profiles import Board, Profile, find, load_profiles
 from cluster.runner import Connect, Unreachable
 from cluster.site import Site
 from cluster.verdict import Action, Level, Verdict, strongest_action, worst_level
 
 REACHABILITY = "reachability"
-GRACE_SECONDS = 2.0  # for a node's own deadline to be noticed before ours
+CLOCK = "clock"
+_GPUS = "gpus"  # the check that also says which model's thresholds hold
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,73 +44,110 @@ class NodeReport:
         return strongest_action(verdict.action for verdict in self.verdicts.values())
 
     @property
+    def busy(self) -> bool:
+        """True when somebody else is using the node."""
+        return any(verdict.busy for verdict in self.verdicts.values())
+
+    @property
+    def answered(self) -> bool:
+        """True when the node could be asked at all."""
+        return self.verdicts[REACHABILITY].level == "ok"  # added first, for every node
+
+    @property
     def usable(self) -> bool:
         """True when work may be placed here: it answered, nothing failed or stayed unknown, and nobody else uses it."""
-        busy = any(verdict.busy for verdict in self.verdicts.values())
-        return self.level in ("ok", "warn") and not busy
+        return self.level in ("ok", "warn") and not self.busy
+
+    def also(self, name: str, verdict: Verdict) -> NodeReport:
+        """The same report with one more verdict."""
+        return replace(self, verdicts={**self.verdicts, name: verdict})
 
 
 def check_nodes(
-    hosts: Sequence[Host], connect: Connect, checks: Mapping[str, Check], site: Site, timeout_seconds: float
+    nodes: Sequence[Node],
+    connect: Connect,
+    checks: Mapping[str, AnyCheck],
+    timeout_seconds: float,
+    profiles: Mapping[str, Profile] | None = None,
 ) -> Iterator[NodeReport]:
     """Reports as the nodes answer; after `timeout_seconds` and a little grace, the silent ones are reported unknown.
 
-    Each node has a thread that nothing waits for at exit: a name server or a kernel that hangs holds up nobody.
+    Each node is judged by its own site. `profiles` by GPU name; None: those of this project.
     """
+    profiles = load_profiles() if profiles is None else profiles
     started = time.monotonic()
-    futures = {_start(partial(check_node, host, connect, checks, site, timeout_seconds)): host for host in hosts}
-    try:
-        for future in as_completed(futures, timeout=timeout_seconds + GRACE_SECONDS):
-            del futures[future]
-            yield future.result()
-    except TimeoutError:
-        for host in futures.values():
-            summary = (
-                f"{host.target} did not answer within {timeout_seconds:g} s; check that it is up, or raise --timeout"
-            )
-            yield _unreachable(host, summary, time.monotonic() - started)
+    work = partial(check_node, connect=connect, checks=checks, profiles=profiles, timeout_seconds=timeout_seconds)
+    for node, answer in on_each(nodes, work, timeout_seconds):
+        if isinstance(answer, Unreachable):
+            yield _unreachable(node.host, str(answer), time.monotonic() - started)
+        else:
+            yield answer
 
 
 def check_node(
-    host: Host, connect: Connect, checks: Mapping[str, Check], site: Site, timeout_seconds: float
+    node: Node,
+    connect: Connect,
+    checks: Mapping[str, AnyCheck],
+    profiles: Mapping[str, Profile],
+    timeout_seconds: float,
 ) -> NodeReport:
-    """Connect, run the probes of all checks in one command, judge what came back."""
+    """Connect, run the probes of all checks in one command, judge what came back by the node's own site."""
     started = time.monotonic()
+    host, site = node.host, node.site
     probes = {name: check.probe(site) for name, check in checks.items()}
+    probes.setdefault(_GPUS, gpus.CHECK.probe(site))
+    carriers = _carriers(probes)
     mark = secrets.token_hex(8)
+    script = render_script({name: probe for probe, name in carriers.items()}, mark)
     try:
         with connect(host, timeout_seconds) as runner:
             connected_seconds = time.monotonic() - started
+            sent = time.time()
             completed = runner.run(
-                ["sh", "-s"],
-                stdin=render_script(probes, mark),
-                deadline_seconds=max(0.1, timeout_seconds - connected_seconds),
+                ["sh", "-s"], stdin=script, deadline_seconds=max(0.1, timeout_seconds - connected_seconds)
             )
+            received = time.time()
     except Unreachable as error:
         return _unreachable(host, str(error), time.monotonic() - started)
     outputs = parse_outputs(completed.stdout, mark)
     complaint = Output(text=completed.stderr).first_line
-    how = "this machine" if host.is_local else f"connected in {connected_seconds:.2f} s"
-    verdicts = {REACHABILITY: Verdict(level="ok", summary=how)}
-    for name, check in checks.items():
-        verdicts[name] = conclude(check, probes[name], outputs.get(name), complaint, site)
+    begun, ended = parse_times(completed.stdout, mark)
+    reading = clock.ClockReading(sent=sent, begun=begun, ended=ended, received=received)
+    verdicts = {
+        REACHABILITY: Verdict(
+            level="ok", summary="this machine" if host.is_local else f"connected in {connected_seconds:.2f} s"
+        ),
+        CLOCK: clock.judge(reading),
+    }
+
+    def verdict(name: str, check: AnyCheck, board: Board) -> Verdict:
+        probe = probes[name]
+        return conclude(check, probe, outputs.get(carriers[probe]), complaint, site, board)
+
+    board = _board(verdict(_GPUS, gpus.CHECK, Board()), site, profiles)
+    verdicts |= {name: verdict(name, check, board) for name, check in checks.items()}
     return NodeReport(host=host, verdicts=verdicts, seconds=time.monotonic() - started)
+
+
+def _carriers(probes: Mapping[str, Probe]) -> dict[Probe, str]:
+    """Each distinct probe and the first check that gave it: what several checks read is read once."""
+    carriers: dict[Probe, str] = {}
+    for name, probe in probes.items():
+        carriers.setdefault(probe, name)
+    return carriers
+
+
+def _board(found: Verdict, site: Site, profiles: Mapping[str, Profile]) -> Board:
+    """The GPUs that answered; when none did, those the site expects, so that their thresholds still hold."""
+    models = found.facts.get("models")
+    if isinstance(models, dict) and models:
+        (name, _), *_ = Counter(models).most_common(1)
+        return Board(name=name, count=sum(models.values()), profile=find(name, profiles))
+    if site.gpus.count:
+        return Board(name=site.gpus.model, count=site.gpus.count, profile=find(site.gpus.model, profiles))
+    return Board()
 
 
 def _unreachable(host: Host, summary: str, seconds: float) -> NodeReport:
     verdict = Verdict(level="unknown", summary=summary, action="monitor")
     return NodeReport(host=host, verdicts={REACHABILITY: verdict}, seconds=seconds)
-
-
-def _start(work: Callable[[], NodeReport]) -> Future[NodeReport]:
-    """Run `work` in a daemon thread; whatever it raises is raised again by the future's `result`."""
-    future: Future[NodeReport] = Future()
-
-    def body() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - handed over, not hidden
-            future.set_exception(error)
-
-    threading.Thread(target=body, daemon=True).start()
-    return future

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.probe import Output
+from cluster.site import Site
 from cluster.verdict import Action, Verdict
 
 ABSENT = 127  # the shell's status for a program it cannot find
@@ -82,4 +83,18 @@ def trouble(output: Output) -> Verdict | None:
             level="unknown",
             summary=f"nvidia-smi ended with status {status} ({output.first_line}); run it on the node",
         )
+    return None
+
+
+def blocked(output: Output, site: Site) -> Verdict | None:
+    """The verdict of a check that needs what nvidia-smi could not say; None when there is something to judge.
+
+    The check `gpus` names the fault and its cure; here only what it hides is said, so that one fault is one failure.
+    """
+    if has_no_gpu(output):
+        if site.gpus.count:
+            return Verdict(level="unknown", summary="nvidia-smi finds no GPU; see gpus")
+        return Verdict(level="ok", summary="no GPU")
+    if trouble(output):
+        return Verdict(level="unknown", summary=f"nvidia-smi has trouble ({output.first_line}); see gpus")
     return None

@@ -2,7 +2,8 @@
 
 One remote command carries every check (the idea of facebookresearch/gcm's checks, but one round trip instead of one
 each). The probes run side by side, each under its own `timeout`, and every line comes back as it is printed, marked
-with the probe's name: one that hangs, even in the kernel, takes nothing from the others.
+with the probe's name: one that hangs, even in the kernel, takes nothing from the others. The node's time at begin and
+end comes along.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _PROBE_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_BEGIN, _END = "@begin", "@end"  # no probe's name
 _KILLED = (124, 137)  # what timeout(1) exits with when it ended its command with TERM or had to use KILL
 
 
@@ -66,10 +68,15 @@ probe() {{  # name, seconds, script
         printf '\\nexit %s\\n' "$?"
     }} | while IFS= read -r line || [ -n "$line" ]; do printf '%s %s %s\\n' {mark} "$1" "$line"; done
 }}
+clock() {{
+    printf '%s %s %s\\n' {mark} "$1" "$(date +%s.%N)"
+}}
 main() {{
     command -v timeout >/dev/null || {{ echo "timeout is missing: install coreutils" >&2; exit 127; }}
+    clock {_BEGIN}
 {calls}
     wait
+    clock {_END}
 }}
 main
 """
@@ -80,10 +87,21 @@ def parse_outputs(text: str, mark: str) -> dict[str, Output]:
     lines: dict[str, list[str]] = {}
     for line in text.splitlines():
         start, _, rest = line.partition(" ")
-        if start == mark:
-            name, _, content = rest.partition(" ")
+        name, _, content = rest.partition(" ")
+        if start == mark and name not in (_BEGIN, _END):
             lines.setdefault(name, []).append(content)
     return {name: _output(printed) for name, printed in lines.items()}
+
+
+def parse_times(text: str, mark: str) -> tuple[float | None, float | None]:
+    """The node's clock, in seconds since 1970, before its first probe began and after its last ended."""
+    times: dict[str, float] = {}
+    for line in text.splitlines():
+        start, _, rest = line.partition(" ")
+        name, _, content = rest.partition(" ")
+        if start == mark and name in (_BEGIN, _END) and re.fullmatch(r"\d+\.\d+", content):
+            times[name] = float(content)
+    return times.get(_BEGIN), times.get(_END)
 
 
 def printable(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Level = Literal["ok", "warn", "fail", "unknown"]
@@ -35,6 +35,11 @@ def worst_level(levels: Iterable[Level]) -> Level:
 def strongest_action(actions: Iterable[Action]) -> Action:
     """The most drastic of them; none when there is none."""
     return max(actions, key=ACTIONS.index, default="none")
+
+
+def with_facts(verdict: Verdict, **facts: object) -> Verdict:
+    """The same verdict with these facts beside its own."""
+    return replace(verdict, facts={**verdict.facts, **facts})
 
 
 def merge(verdicts: Iterable[Verdict]) -> Verdict:

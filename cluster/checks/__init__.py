@@ -1,40 +1,84 @@
 """Health checks, one file each: a probe that runs on the node and a pure judgement of what it printed.
 
-A module here that defines `CHECK` is a check; its file name is the check's name. Nothing else lists them.
+A module here that defines `CHECK` is a check; its file name is the check's name. Nothing else lists them. Checks that
+read the same thing give the same probe, which then runs once.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from cluster.errors import UsageError, nearest
 from cluster.probe import Output, Probe
+from cluster.profiles import NO_GPUS, Board
 from cluster.site import Site
-from cluster.verdict import Verdict
+from cluster.verdict import Action, Level, Verdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rise:
+    """What it means when a counter of a check has grown since the node was last looked at."""
+
+    level: Level
+    action: Action
+    meaning: str  # ends the sentence "link_downed of mlx5_0:1 rose by 2 since ...: "
+    least: int = 1  # growth below this is normal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """A question to a node. `judge` sees only outputs of probes that ended by themselves, and is pure."""
+    """A question to a node. `judge` sees only outputs of probes that ended by themselves, and is pure.
+
+    Counters that a judge puts into the fact `counters` (a mapping of names to whole numbers) are kept from run to run.
+    """
 
     source: str  # who taught us the check or its thresholds
     probe: Callable[[Site], Probe]
     judge: Callable[[Output, Site], Verdict]
+    rise: Rise | None = None
 
 
-def discover() -> dict[str, Check]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BoardCheck:
+    """A check whose thresholds, or whose whole point, depend on the GPUs of the node."""
+
+    source: str
+    probe: Callable[[Site], Probe]
+    judge: Callable[[Output, Site, Board], Verdict]
+    rise: Rise | None = None
+
+
+AnyCheck = Check | BoardCheck
+
+
+def discover() -> dict[str, AnyCheck]:
     """Every check by name, in alphabetical order."""
-    checks: dict[str, Check] = {}
+    checks: dict[str, AnyCheck] = {}
     for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
         check = importlib.import_module(f"{__name__}.{module.name}").CHECK
-        assert isinstance(check, Check), module.name
+        assert isinstance(check, Check | BoardCheck), module.name
         checks[module.name] = check
     return checks
 
 
-def conclude(check: Check, probe: Probe, output: Output | None, complaint: str, site: Site) -> Verdict:
+def select(only: Collection[str], skip: Collection[str]) -> dict[str, AnyCheck]:
+    """The checks named by `only` (empty: all of them) without those in `skip`. Raises UsageError for unknown names."""
+    checks = discover()
+    for name in (*only, *skip):
+        if name not in checks:
+            raise UsageError(f"there is no check {name!r}; {nearest(name, checks)}")
+    chosen = {name: check for name, check in checks.items() if (not only or name in only) and name not in skip}
+    if not chosen:
+        raise UsageError("--only and --skip leave no check; name at least one")
+    return chosen
+
+
+def conclude(
+    check: AnyCheck, probe: Probe, output: Output | None, complaint: str, site: Site, board: Board = NO_GPUS
+) -> Verdict:
     """The verdict on a probe however it went: judged when it ended, unknown when it hung or left nothing.
 
     `complaint` is what the node's shell said instead of running the probes, or "".
@@ -47,4 +91,4 @@ def conclude(check: Check, probe: Probe, output: Output | None, complaint: str, 
             summary=f"the probe did not end within {probe.seconds:g} s; look for a hanging device or mount",
             action="monitor",
         )
-    return check.judge(output, site)
+    return check.judge(output, site, board) if isinstance(check, BoardCheck) else check.judge(output, site)

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from cluster import health
+from cluster import fleet
 from cluster.checks import Check, discover
 from cluster.health import NodeReport, check_nodes
 from cluster.hosts import Host
+from cluster.inventory import Node
 from cluster.local import LocalRunner, connect_local
 from cluster.probe import Output, Probe
 from cluster.runner import Runner
@@ -19,6 +20,7 @@ from cluster.site import Site
 from cluster.verdict import EXIT_CODES, LEVELS, Level, Verdict, merge, worst_level
 
 LOCAL = Host(name="here")
+HERE = Node(host=LOCAL, site=Site())
 
 
 def report(*verdicts: Verdict) -> NodeReport:
@@ -89,9 +91,10 @@ def test_one_probe_that_hangs_leaves_the_other_verdicts() -> None:
         "hangs": Check(source="x", probe=lambda site: Probe(script="sleep 30", seconds=1), judge=judge),
         "works": Check(source="x", probe=lambda site: Probe(script="echo fine"), judge=judge),
     }
-    (only,) = check_nodes([LOCAL], connect_local, checks, Site(), 10.0)
+    (only,) = check_nodes([HERE], connect_local, checks, 10.0)
     assert {name: verdict.level for name, verdict in only.verdicts.items()} == {
         "reachability": "ok",
+        "clock": "ok",
         "hangs": "unknown",
         "works": "ok",
     }
@@ -106,9 +109,9 @@ def test_a_node_that_never_answers_is_reported_unknown_while_the_others_are_not_
             time.sleep(30)  # as a name server that does not answer would
         yield LocalRunner()
 
-    monkeypatch.setattr(health, "GRACE_SECONDS", 0.1)
-    hosts = [Host(name="stuck"), Host(name="well")]
-    reports = {one.host.name: one for one in check_nodes(hosts, connect, {}, Site(), 0.8)}
+    monkeypatch.setattr(fleet, "GRACE_SECONDS", 0.1)
+    nodes = [Node(host=Host(name=name), site=Site()) for name in ("stuck", "well")]
+    reports = {one.host.name: one for one in check_nodes(nodes, connect, {}, 3.0)}
     assert {name: one.level for name, one in reports.items()} == {"stuck": "unknown", "well": "ok"}
     assert not reports["stuck"].usable
 
@@ -119,4 +122,4 @@ def test_a_mistake_in_a_check_is_raised_not_hidden() -> None:
 
     checks = {"broken": Check(source="x", probe=lambda site: Probe(script="true"), judge=judge)}
     with pytest.raises(KeyError, match="mistake"):
-        list(check_nodes([LOCAL], connect_local, checks, Site(), 10.0))
+        list(check_nodes([HERE], connect_local, checks, 10.0))

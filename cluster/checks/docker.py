@@ -1,0 +1,67 @@
+"""Docker, where the site uses it: does the engine answer, can it give containers GPUs, is the right image there?"""
+
+from __future__ import annotations
+
+import shlex
+
+from cluster.checks import BoardCheck
+from cluster.probe import Output, Probe
+from cluster.profiles import NO_GPUS, Board
+from cluster.site import Site
+from cluster.verdict import Verdict
+
+
+def probe(site: Site) -> Probe:
+    """Lines `engine`, `runtimes`, `toolkit` and `image`; nothing but `unused` where the site runs no containers."""
+    if site.container.engine != "docker":
+        return Probe(script="echo unused")
+    assert site.container.image is not None
+    return Probe(
+        script=f"""
+command -v docker >/dev/null 2>&1 || {{ echo 'absent'; exit 0; }}
+engine=$(docker info --format 'engine {{{{.ServerVersion}}}}
+runtimes {{{{range $name, $runtime := .Runtimes}}}}{{{{$name}}}} {{{{end}}}}' 2>&1)
+status=$?
+printf '%s\\n' "$engine"
+[ "$status" -eq 0 ] || {{ printf 'refused %s\\n' "$status"; exit 0; }}
+command -v nvidia-container-runtime-hook >/dev/null 2>&1 && echo 'toolkit yes' || echo 'toolkit no'
+printf 'image %s\\n' "$(docker image inspect --format '{{{{.Id}}}}' -- {shlex.quote(site.container.image)} 2>/dev/null)"
+""",
+        seconds=20.0,
+    )
+
+
+def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
+    """Fails without an engine this user may use, without GPU support where there are GPUs, or with another image."""
+    lines = output.text.splitlines()
+    if site.container.engine != "docker":
+        if lines == ["unused"]:
+            return Verdict(level="ok", summary="the site uses no docker")
+        return Verdict(level="unknown", summary=f"the probe did not run ({output.first_line})")
+    said = dict(line.partition(" ")[::2] for line in lines)
+    if "absent" in said:
+        return _failure("docker is not installed; install it, or set container.engine to none")
+    if "refused" in said:
+        return _failure(f"docker does not answer ({output.first_line}); start it, or add the user to the group docker")
+    if "engine" not in said or "image" not in said:
+        return Verdict(level="unknown", summary=f"docker printed something else ({output.first_line})")
+    gpus = site.container.gpus and (board.count or site.gpus.count)
+    if gpus and "nvidia" not in said.get("runtimes", "").split() and said.get("toolkit") != "yes":
+        return _failure("docker cannot give containers GPUs; install nvidia-container-toolkit")
+    image, wanted = said["image"].strip(), site.container.image_id
+    if not image:
+        return _failure(f"the image {site.container.image} is absent; run burst image push")
+    if wanted is not None and image != wanted:
+        return _failure(f"{site.container.image} is {image[:19]}, expected {wanted[:19]}; run burst image push")
+    return Verdict(
+        level="ok",
+        summary=f"docker {said['engine'].strip()} has {site.container.image} ({image[:19]})",
+        facts={"image_id": image},
+    )
+
+
+def _failure(summary: str) -> Verdict:
+    return Verdict(level="fail", summary=summary, action="isolate")
+
+
+CHECK = BoardCheck(source="docker info, docker image inspect", probe=probe, judge=judge)

@@ -1,0 +1,43 @@
+"""Locked memory: may a process of this user register enough of it with the network adapters?"""
+
+from __future__ import annotations
+
+from cluster.checks import Check
+from cluster.probe import Output, Probe
+from cluster.site import Site
+from cluster.verdict import Verdict
+
+LEAST_GIB = 16.0
+PROBE = Probe(
+    script="""
+printf 'memlock %s\\n' "$(ulimit -l)"
+printf 'hcas %s\\n' "$(ls /sys/class/infiniband 2>/dev/null | wc -l)"
+"""
+)
+
+
+def judge(output: Output, site: Site) -> Verdict:
+    """Warns below 16 GiB where there is an adapter to register memory with."""
+    said = dict(line.partition(" ")[::2] for line in output.text.splitlines())
+    limit, hcas = said.get("memlock", ""), said.get("hcas", "")
+    if not (limit == "unlimited" or limit.isdigit()) or not hcas.isdigit():
+        return Verdict(level="unknown", summary=f"the limit of locked memory cannot be read ({output.first_line})")
+    if limit == "unlimited":
+        return Verdict(level="ok", summary="locked memory is unlimited")
+    gib = int(limit) / 2**20
+    if gib >= LEAST_GIB:
+        return Verdict(level="ok", summary=f"{gib:.0f} GiB of memory may be locked")
+    if not int(hcas):
+        return Verdict(
+            level="ok", summary=f"{gib:.2g} GiB of memory may be locked; there is no adapter that needs more"
+        )
+    return Verdict(
+        level="warn",
+        summary=f"only {gib:.2g} GiB of memory may be locked, expected {LEAST_GIB:g}; set memlock in limits.conf",
+        action="monitor",
+    )
+
+
+CHECK = Check(
+    source="stas00/ml-engineering; 16 GiB from this project's list of checks", probe=lambda site: PROBE, judge=judge
+)

@@ -1,0 +1,96 @@
+"""NVLink: are all links of every GPU up, and do they count errors?"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from cluster import nvidia_smi
+from cluster.checks import BoardCheck, Rise
+from cluster.probe import Output, Probe
+from cluster.profiles import NO_GPUS, Board
+from cluster.site import Site
+from cluster.verdict import Verdict, merge, with_facts
+
+# Error counters that are zero stay on the node: there are hundreds. Drivers that know no counters end with a status.
+PROBE = Probe(
+    script=f"""{nvidia_smi.REQUIRE}
+nvidia-smi nvlink -s || exit
+echo errors
+errors=$(nvidia-smi nvlink -e) || {{ printf 'no counters: %s\\n' "$errors" | head -n 2; exit 0; }}
+printf '%s\\n' "$errors" | grep -v ': 0$'
+exit 0
+""",
+    seconds=nvidia_smi.SECONDS,
+)
+_GPU = re.compile(r"GPU (\d+):")
+_LINK = re.compile(r"\s+Link (\d+): (.+)")
+_ERRORS = re.compile(r"(.*error.*): (\d+)$", re.IGNORECASE)
+_SPEED = re.compile(r"([\d.]+) GB/s")
+
+
+@dataclass(slots=True)
+class _Links:
+    """What one GPU printed."""
+
+    up: set[int] = field(default_factory=set)
+    down: set[int] = field(default_factory=set)
+    errors: int = 0
+    worst: set[int] = field(default_factory=set)  # links that counted errors
+
+
+def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
+    """Fails when a link of a GPU is down or missing, warns on counted errors. A lone GPU needs no links."""
+    blocked = nvidia_smi.blocked(output, site)
+    if blocked:
+        return blocked
+    gpus = _read(output.text)
+    if not gpus:
+        return Verdict(level="unknown", summary=f"nvidia-smi nvlink lists no GPU ({output.first_line})")
+    counters = {f"gpu{index} errors": gpu.errors for index, gpu in gpus.items()}
+    if len(gpus) == 1 and (site.gpus.count or 1) == 1:
+        return Verdict(level="ok", summary="one GPU, so no links to others", facts={"counters": counters})
+    if board.profile is None:
+        return Verdict(level="unknown", summary=board.stranger)
+    wanted = board.profile.nvlink
+    verdicts = []
+    for index, gpu in gpus.items():
+        if len(gpu.up) < wanted.links:
+            named = f" (down: {', '.join(map(str, sorted(gpu.down)))})" if gpu.down else ""
+            summary = (
+                f"GPU {index} has {len(gpu.up)} of {wanted.links} links up{named}: reset it, then look at the board"
+            )
+            verdicts.append(Verdict(level="fail", summary=summary, action="reset"))
+        elif gpu.errors >= wanted.warn_errors:
+            summary = f"GPU {index} counts {gpu.errors} errors on link {', '.join(map(str, sorted(gpu.worst)))}"
+            verdicts.append(Verdict(level="warn", summary=summary, action="monitor"))
+    if not verdicts:
+        verdicts.append(Verdict(level="ok", summary=f"{wanted.links} links up on each of {len(gpus)} GPUs"))
+    return with_facts(merge(verdicts), counters=counters)
+
+
+def _read(text: str) -> dict[int, _Links]:
+    status, _, errors = text.partition("\nerrors\n")
+    gpus: dict[int, _Links] = {}
+    for part, counting in ((status, False), (errors, True)):
+        gpu = None
+        for line in part.splitlines():
+            if match := _GPU.match(line):
+                gpu = gpus.setdefault(int(match[1]), _Links())
+            elif gpu and (match := _LINK.match(line)):
+                link, value = int(match[1]), match[2].strip()
+                if not counting:
+                    speed = _SPEED.match(value)
+                    (gpu.up if speed and float(speed[1]) > 0 else gpu.down).add(link)
+                elif counted := _ERRORS.match(value):
+                    gpu.errors += int(counted[2])
+                    gpu.worst.add(link)
+    return gpus
+
+
+CHECK = BoardCheck(
+    source="nvidia-smi nvlink -s and -e; link counts from the model's datasheet",
+    probe=lambda site: PROBE,
+    judge=judge,
+    rise=Rise(level="warn", action="monitor", meaning="the link repeats transfers and slows its ring down", least=5),
+)

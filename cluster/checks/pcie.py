@@ -1,0 +1,99 @@
+"""PCIe: does every GPU have the lanes and the generation of its model?"""
+
+from __future__ import annotations
+
+from cluster.checks import BoardCheck
+from cluster.probe import Output, Probe, printable
+from cluster.profiles import NO_GPUS, Board
+from cluster.profiles.thresholds import Pcie
+from cluster.site import Site
+from cluster.verdict import Verdict, merge
+
+# sysfs names a speed per lane; 0x10de is NVIDIA, classes 0x0300 and 0x0302 are its GPUs.
+_GENERATIONS = {
+    "2.5": 1,
+    "5.0": 2,
+    "5": 2,
+    "8.0": 3,
+    "8": 3,
+    "16.0": 4,
+    "16": 4,
+    "32.0": 5,
+    "32": 5,
+    "64.0": 6,
+    "64": 6,
+}
+_HIDDEN_WIDTHS = (0, 63, 255)  # what the kernel reads where a hypervisor hides the link
+PROBE = Probe(
+    script="""
+value() { v='?'; [ -r "$1" ] && read -r v <"$1"; }
+for device in /sys/bus/pci/devices/*; do
+    value "$device/vendor"; [ "$v" = 0x10de ] || continue
+    value "$device/class"; case $v in 0x0300* | 0x0302*) ;; *) continue ;; esac
+    line="gpu ${device##*/}"
+    for name in current_link_width max_link_width current_link_speed max_link_speed; do
+        value "$device/$name"; line="$line|$v"
+    done
+    printf '%s\\n' "$line"
+done
+echo end
+"""
+)
+
+
+def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
+    """Fails below the width of the GPU's model or when the device cannot reach its generation; warns below it now."""
+    lines = output.text.splitlines()
+    if "end" not in lines:
+        return Verdict(level="unknown", summary=f"sysfs lists no PCI devices ({output.first_line})")
+    rows = [line.removeprefix("gpu ").split("|") for line in lines if line.startswith("gpu ")]
+    if not rows:
+        if board.count or site.gpus.count:
+            return Verdict(level="unknown", summary="sysfs shows no GPU; it may not be mounted in this container")
+        return Verdict(level="ok", summary="no GPU")
+    if board.profile is None:
+        return Verdict(level="unknown", summary=board.stranger)
+    verdicts = [_judge(row, board.profile.pcie) for row in rows]
+    merged = merge(verdicts)
+    if merged.level != "ok":
+        return merged
+    return Verdict(level="ok", summary=f"{len(rows)} GPUs at generation {board.profile.pcie.generation} or newer "
+                                       f"with {board.profile.pcie.width} lanes or more")  # fmt: skip
+
+
+def _judge(row: list[str], wanted: Pcie) -> Verdict:
+    address, *values = [printable(value) for value in row]
+    width = int(values[0]) if len(values) == 4 and values[0].isdigit() else 0
+    if width in _HIDDEN_WIDTHS:
+        return Verdict(
+            level="unknown",
+            summary=f"the link of {address} cannot be read; where a virtual machine hides it, --skip pcie",
+        )
+    if width < wanted.width:
+        return Verdict(
+            level="fail",
+            summary=f"{address} runs on {width} of {wanted.width} lanes: reseat it or look at its riser",
+            action="isolate",
+        )
+    current, highest = (_GENERATIONS.get(speed.partition(" ")[0]) for speed in (values[2], values[3]))
+    if highest is None or current is None:
+        return Verdict(level="unknown", summary=f"{address} has a link of unknown speed ({values[2]} of {values[3]})")
+    if highest < wanted.generation:
+        return Verdict(
+            level="fail",
+            summary=f"{address} can do PCIe generation {highest}, its model does {wanted.generation}",
+            action="isolate",
+        )
+    if current < wanted.generation:
+        return Verdict(
+            level="warn",
+            summary=f"{address} runs at PCIe generation {current}, not {wanted.generation}: "
+            "an idle link may save power, so look again under load",
+            action="monitor",
+        )
+    return Verdict(level="ok", summary=f"{address} is well")
+
+
+CHECK = BoardCheck(
+    source="sysfs-bus-pci of the kernel; Azure/azurehpc-health-checks", probe=lambda site: PROBE, judge=judge
+)

@@ -1,0 +1,54 @@
+"""Processes that cannot end: zombies nobody waits for, and those stuck in the kernel."""
+
+from __future__ import annotations
+
+from cluster.checks import Check
+from cluster.probe import Output, Probe, printable
+from cluster.site import Site
+from cluster.verdict import Verdict
+
+_SHOWN = 5
+# Both states are normal for a moment, so only what a second look finds again is reported.
+PROBE = Probe(
+    script="""
+look() { ps -eo state=,pid=,user=,comm= | awk '$1 ~ /^[ZD]/ { print substr($1, 1, 1), $2, $3, $4 }'; }
+command -v ps >/dev/null 2>&1 || exit 127
+first=$(look)
+if [ -n "$first" ]; then
+    sleep 1
+    look | while IFS= read -r line; do
+        case "
+$first
+" in *"
+$line
+"*) printf 'stuck %s\\n' "$line" ;; esac
+    done
+fi
+echo end
+"""
+)
+
+
+def judge(output: Output, site: Site) -> Verdict:
+    """Warns and names them; a process stuck in the kernel often holds a GPU or waits for a dead mount."""
+    lines = output.text.splitlines()
+    if output.exit_status == 127:
+        return Verdict(level="unknown", summary="no ps command to list processes with; install procps")
+    if "end" not in lines:
+        return Verdict(level="unknown", summary=f"processes cannot be listed ({output.first_line})")
+    stuck = [printable(line.removeprefix("stuck ")).split(" ", 3) for line in lines if line.startswith("stuck ")]
+    by_state = {
+        words: [f"{name} (pid {pid}, {user})" for state, pid, user, name in stuck if state == letter]
+        for letter, words in (("D", "stuck in the kernel"), ("Z", "zombie"))
+    }
+    parts = [
+        f"{len(found)} {words}: {', '.join(found[:_SHOWN])}{' ...' if len(found) > _SHOWN else ''}"
+        for words, found in by_state.items()
+        if found
+    ]
+    if parts:
+        return Verdict(level="warn", summary="; ".join(parts), action="monitor")
+    return Verdict(level="ok", summary="no zombie, and none stuck in the kernel")
+
+
+CHECK = Check(source="ps(1); imbue-ai/cluster-health", probe=lambda site: PROBE, judge=judge)

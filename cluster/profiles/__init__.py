@@ -1,0 +1,59 @@
+"""What each GPU model must show: one YAML file per model, with the source of every threshold.
+
+A model without a profile is unknown wherever a threshold depends on the model; it is never taken for healthy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster import strict_yaml
+from cluster.profiles.thresholds import Profile as Profile
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Board:
+    """The GPUs of one node, as far as it could be found out before its checks are judged."""
+
+    name: str = ""  # as nvidia-smi prints it; empty: none
+    count: int = 0
+    profile: Profile | None = None
+
+    @property
+    def stranger(self) -> str:
+        """The sentence of a check whose threshold this model has not."""
+        return (
+            f"{self.name or 'this GPU'} has no profile, so there is nothing to compare with; "
+            "write one after cluster/profiles/h200.yaml and pass its folder with --profiles"
+        )
+
+
+NO_GPUS = Board()
+
+
+def load_profiles(*folders: Path) -> dict[str, Profile]:
+    """Profiles by the GPU names they are for, ours and those of `folders`, whose later ones win.
+
+    Raises UsageError for a file that is not a valid profile and for a folder that holds none.
+    """
+    profiles: dict[str, Profile] = {}
+    for folder in (FOLDER, *folders):
+        paths = sorted(folder.glob("*.yaml"))
+        if not paths:
+            raise ValueError(f"{folder} holds no profile; give a folder with files such as cluster/profiles/h200.yaml")
+        for path in paths:
+            profile = strict_yaml.load(Profile, path, "GPU profile")
+            profiles.update(dict.fromkeys(profile.names, profile))
+    return profiles
+
+
+def find(name: str, profiles: Mapping[str, Profile]) -> Profile | None:
+    """The profile of a full GPU name, or of the model a site writes (`H200`) when just one profile is titled so."""
+    if name in profiles:
+        return profiles[name]
+    titled = {profile.model: profile for profile in profiles.values()}
+    return titled.get(name)

@@ -1,0 +1,74 @@
+"""Reports as plain text for people: what is wrong in full, what is well in one line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from cluster.health import REACHABILITY, NodeReport
+from cluster.probe import printable
+from cluster.verdict import LEVELS, Verdict
+
+_HEADER = ("NODE", "CHECK", "VERDICT", "ACTION", "FINDING")
+# Shown however well they are: they say what the node is.
+_ALWAYS = (REACHABILITY, "gpus")
+
+
+def table(reports: Sequence[NodeReport], *, every_check: bool = False) -> str:
+    """Rows per node, the worst first, then one line that counts. `every_check`: also one row for each that is ok."""
+    rows = [_HEADER]
+    for report in reports:
+        for number, (name, level, action, finding) in enumerate(_findings(report, every_check)):
+            rows.append((report.host.name if number == 0 else "", name, level, action, finding))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER) - 1)]
+    lines = []
+    for row in rows:
+        cells = [printable(cell) for cell in row]
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)]
+        lines.append("  ".join([*padded, cells[-1]]).rstrip())
+    return "\n".join([*lines, "", summary_line(reports)])
+
+
+def summary_line(reports: Sequence[NodeReport]) -> str:
+    """`4 nodes: 2 ok, 1 warn, 1 unknown; 2 usable`."""
+    levels = Counter(report.level for report in reports)
+    counts = ", ".join(f"{levels[level]} {level}" for level in LEVELS if levels[level])
+    nodes = "1 node" if len(reports) == 1 else f"{len(reports)} nodes"
+    return f"{nodes}: {counts}; {sum(report.usable for report in reports)} usable"
+
+
+def worst_first(report: NodeReport) -> list[tuple[str, Verdict]]:
+    """The verdicts of a node by how serious they are; equal ones stay in their order."""
+    return sorted(report.verdicts.items(), key=lambda item: -LEVELS.index(item[1].level))
+
+
+def headline(report: NodeReport) -> str:
+    """The most serious finding of a node in one line, busy before other warnings."""
+    _, verdict = max(report.verdicts.items(), key=lambda item: (LEVELS.index(item[1].level), item[1].busy))
+    if verdict.level == "ok":
+        return f"{len(report.verdicts)} checks ok"
+    others = sum(other.level != "ok" for other in report.verdicts.values()) - 1
+    name = next(name for name, other in report.verdicts.items() if other is verdict)
+    return printable(f"{name}: {verdict.summary}" + (f" (and {others} more)" if others else ""))
+
+
+def why_not(report: NodeReport) -> str:
+    """One line that says why a node is not usable."""
+    reasons = [
+        f"{name} {verdict.level}: {verdict.summary}"
+        for name, verdict in report.verdicts.items()
+        if verdict.busy or verdict.level in ("fail", "unknown")
+    ]
+    return printable(f"{report.host.name} is not usable; " + "; ".join(reasons))
+
+
+def _findings(report: NodeReport, every_check: bool) -> Iterator[tuple[str, str, str, str]]:
+    """Check, verdict, action and finding of each row of a node."""
+    well = []
+    for name, verdict in worst_first(report):
+        if verdict.level != "ok" or every_check or name in _ALWAYS:
+            yield name, verdict.level, verdict.action, verdict.summary
+        else:
+            well.append(name)
+    if well:
+        yield f"({len(well)} more)", "ok", "none", ", ".join(well)
