@@ -23,6 +23,7 @@ class Job:
     ranks: int
     environment: dict[str, str] = field(default_factory=dict)  # added to every rank's
     deadline_seconds: float = 1200.0
+    grace_seconds: float | None = None  # from SIGTERM to SIGKILL when asked to stop; None: the launcher's usual few
     emulate_nodes: int = 1  # logical nodes the host's ranks are split into
 
 

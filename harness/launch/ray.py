@@ -106,7 +106,7 @@ class RayLauncher:
             except BaseException:  # Ctrl-C, or on_progress raised: the ranks end first
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.get(actor.cancel.remote(), timeout=ENDING_SECONDS)
-                    ray.wait([pending], timeout=ENDING_SECONDS)
+                    ray.wait([pending], timeout=ENDING_SECONDS + (job.grace_seconds or 0))
                 raise
         except (ray.exceptions.RayActorError, ray.exceptions.RaySystemError) as error:
             return self._lost(started, f"was lost ({str(error).strip().splitlines()[0].rstrip('.')})")

@@ -10,8 +10,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine.measurement import PROGRESS_FILE
 from harness.launch import Job, Outcome
@@ -119,7 +120,6 @@ class Supervisor:
     ) -> None:
         """Return when all ranks have ended, or when they should be ended: late, cancelled, or failed for a while."""
         tail = ProgressTail(job.trial_dir / PROGRESS_FILE)
-        errors = job.trial_dir / ERRORS_DIRECTORY
         give_up: float | None = None
         while True:
             watched.exits += _exits(server.events(self._patience.poll))
@@ -134,7 +134,7 @@ class Supervisor:
                 return
             now = time.monotonic()
             # An error file counts as a failure at once: a rank can hang in tearing down its communicators.
-            if give_up is None and (any(end.returncode for end in watched.exits) or any(errors.glob("rank*.json"))):
+            if give_up is None and (any(end.returncode for end in watched.exits) or any(_error_files(job))):
                 give_up = now + self._patience.failure
             if give_up is not None and now >= give_up:
                 return
@@ -143,17 +143,29 @@ class Supervisor:
                 return
 
     def _end(self, server: ForkServer, job: Job, watched: Watched) -> list[int]:
-        """SIGTERM, time to react, then SIGKILL for whatever is left, also of ranks that ended by themselves."""
+        """SIGTERM, time to react, then SIGKILL for whatever is left, also of ranks that ended by themselves.
+
+        The job's own grace is for ranks that can still do something in order: after a failure they wait for the one
+        that is gone.
+        """
         if server.closed:
             return []
-        ended = len(watched.exits)
+        exits, asked = list(watched.exits), time.monotonic()
         with contextlib.suppress(ServerLost):  # `sweep` meets it too, and tells
-            if ended < job.ranks:
+            if len(exits) < job.ranks:
                 server.terminate()
-            kill_at = time.monotonic() + self._patience.terminate
-            while ended < job.ranks and time.monotonic() < kill_at:
-                ended += len(_exits(server.events(self._patience.poll)))
+            while len(exits) < job.ranks:
+                failed = any(end.returncode for end in exits) or any(_error_files(job))
+                patience = self._patience.terminate if failed or job.grace_seconds is None else job.grace_seconds
+                if time.monotonic() >= asked + patience:
+                    break
+                exits += _exits(server.events(self._patience.poll))
         return server.sweep()
+
+
+def _error_files(job: Job) -> Iterator[Path]:
+    """What failing ranks have left so far."""
+    return (job.trial_dir / ERRORS_DIRECTORY).glob("rank*.json")
 
 
 def _exits(events: list[dict[str, object]]) -> list[Exit]:

@@ -57,6 +57,16 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         note(f"deaf{rank}", "")
         time.sleep(600)
+    elif behaviour == "saves_when_asked":
+
+        def save(*_: object) -> None:
+            time.sleep(1.5)  # three times the patience of these tests
+            note(f"saved{rank}", "")
+            sys.exit(0)
+
+        signal.signal(signal.SIGTERM, save)
+        note(f"ready{rank}", "")
+        time.sleep(600)
     elif behaviour == "rank1_oom":
         if rank == 1:
             leave_error("oom", "CUDA out of memory: tried to allocate 3 GiB")

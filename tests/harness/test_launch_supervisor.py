@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,25 @@ def test_cancelling_from_another_thread_interrupts_the_job(supervisor, tmp_path)
     outcome = supervisor.run(job(tmp_path, "hangs_deaf"))
     assert outcome.status == "interrupted"
     assert all_end(pids(tmp_path))
+
+
+@pytest.mark.parametrize(("grace", "saved"), [(60.0, 2), (None, 0)])
+def test_a_job_with_a_grace_of_its_own_may_finish_what_it_does_when_asked_to_stop(supervisor, tmp_path, grace, saved):
+    def cancel() -> None:
+        wait_for(tmp_path / "ready0")
+        wait_for(tmp_path / "ready1")
+        supervisor.cancel()
+
+    threading.Thread(target=cancel).start()
+    outcome = supervisor.run(replace(job(tmp_path, "saves_when_asked"), grace_seconds=grace))
+    assert outcome.status == "interrupted"
+    assert len(list(tmp_path.glob("saved*"))) == saved
+    assert all_end(pids(tmp_path))
+
+
+def test_no_grace_is_given_once_a_rank_has_failed(supervisor, tmp_path):
+    outcome = supervisor.run(replace(job(tmp_path, "error_then_hangs"), grace_seconds=600.0))
+    assert outcome.status == "failed"
 
 
 LAUNCH = """
