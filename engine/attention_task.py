@@ -15,6 +15,7 @@ from engine.attention.masks import Mask, parse_mask
 from engine.attention.reference import dense_attention
 from engine.clock import StepClock
 from engine.distributed import World
+from engine.link_speed import across_gib_per_second
 from engine.measurement import Measurement
 from engine.method import NativeMethod
 from engine.resources import reset_peaks
@@ -76,7 +77,10 @@ class AttentionTask:
             forward_seconds=self.world.slowest(forward_seconds[plan.warmup :]),
             chosen=self.attend.chosen(),
         )
-        # Last, because the dense run would raise every peak.
+        # Last, because both would raise every peak.
+        across = across_gib_per_second(self.world, self.cp, self.q_BLND)
+        if across is not None:
+            figures.extra["across_gib_per_second"] = across
         if self.whole is not None:
             figures.extra["error"] = self._errors(self.whole)
         return figures

@@ -16,6 +16,7 @@ from harness import figures, tables
 from harness.errors import UsageError
 from harness.figures import all_figures, render, save_figure
 from harness.headline import summary_sentences
+from harness.ideal import ideal_table
 from harness.lengths import format_length
 from harness.metrics import FORMULAS
 from harness.record import Record, read_records
@@ -46,6 +47,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], Table | None]] = {
     "problems": problems_table,
     "agreement": agreement_table,
     "accuracy": accuracy_table,
+    "ideal": ideal_table,
     "results": results_table,
 }
 

@@ -148,6 +148,25 @@ def _traders(schedule: str, share: Share) -> int:
     return {"head_exchange": share.cp_size, "heads_inside": share.node_size, "heads_across": share.nodes}[schedule]
 
 
+def link_bound_seconds(share: Share, forward: float, backward: float, across_gib: float) -> float:
+    """Least seconds of forward and backward that any schedule could take over a link of `across_gib` GiB per second.
+
+    `forward` and `backward` are the compute's own seconds, overlapped with all transfers of the same pass; links inside
+    a node cost nothing, and partial gradients cross in the inputs' dtype. A ring sends K and V to every other node, and
+    in backward the cheaper side with its gradients; an exchange trades Q, K, V and O, and in backward their gradients
+    (what arrived in forward is still there).
+    """
+    query, key, nodes = share.query_bytes, share.key_bytes, share.nodes
+    volumes = [
+        ((nodes - 1) * 2 * key, (nodes - 1) * min(3 * query, 4 * key)),
+        ((nodes - 1) / nodes * 2 * (query + key), (nodes - 1) / nodes * 2 * (query + key)),
+    ]
+    if schedule_refusal("heads_across", share, "zigzag"):
+        del volumes[1]
+    link = across_gib * GIB
+    return min(max(forward, out / link) + max(backward, back / link) for out, back in volumes)
+
+
 def choose_schedule(share: Share, layout: str, speeds: Speeds | None = None) -> Estimate:
     """Every schedule that can share the problem, cheapest first; on a tie the simpler one."""
     names = ["ring", "head_exchange"] if share.nodes == 1 else [*RING_SCHEDULES, *HEAD_SCHEDULES]
