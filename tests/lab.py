@@ -106,6 +106,7 @@ class Lab:
         """End every process of every host, then remove the hosts. Goes on after a failure to open half-way."""
         for host in self.hosts:
             self.kill(host)
+            _ip("link", "delete", f"{host.namespace}v", check=False)  # the kernel would do it later, at its leisure
             _ip("netns", "delete", host.namespace, check=False)
         _ip("link", "delete", self.tag, check=False)
 

@@ -1,0 +1,66 @@
+"""Ending a cluster: what we started on each node, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from cluster.ray_cluster.container import find_command, remove_command
+from cluster.ray_cluster.node import NodeError, ask, on_all
+from cluster.ray_cluster.state import ClusterState, StartedNode, StateDirectory
+from cluster.runner import Completed, Connect, Runner
+
+STOP_SECONDS = 40.0  # TERM, KILL, and a process that takes its time in a driver call
+
+
+def end_cluster(states: StateDirectory, state: ClusterState, connect: Connect, seconds: float) -> dict[str, str]:
+    """End everything of this cluster that can be reached; returns one sentence for each node where that failed.
+
+    Nodes where nothing is left are dropped from the state, the others stay in it for the next attempt.
+    """
+    answers = on_all(state.nodes, lambda node: end_node(node, connect, seconds))
+    problems = {node.name: answer for node, answer in zip(state.nodes, answers, strict=True) if isinstance(answer, str)}
+    if problems:
+        left = tuple(node for node in state.nodes if node.name in problems)
+        states.save(dataclasses.replace(state, complete=False, nodes=left))
+    else:
+        states.clear()
+    return problems
+
+
+def end_node(node: StartedNode, connect: Connect, seconds: float) -> int:
+    """End what we started on one node; the number of processes or containers. Raises NodeError and Unreachable."""
+    with connect(node.host, seconds) as runner:
+        if node.container:
+            return remove_containers(runner, node.mark, seconds)
+        answer = ask(runner, [node.python], "stop", seconds=STOP_SECONDS + seconds, **identity(node))
+    if left := answer["left"]:
+        listed = ", ".join(map(str, left))
+        raise NodeError(f"{node.name}: processes {listed} did not end after SIGKILL; look for a stuck driver there")
+    return int(answer["ended"])
+
+
+def identity(node: StartedNode) -> dict[str, Any]:
+    """What the node program needs to tell our processes from all others."""
+    processes = [dataclasses.asdict(process) for process in node.processes]
+    return {"mark": node.mark, "directory": node.directory, "session": node.session, "processes": processes}
+
+
+def remove_containers(runner: Runner, mark: str, seconds: float) -> int:
+    """Remove the containers labelled with exactly this mark; there is at most one unless somebody meddled."""
+    found = docker(runner, find_command(mark), seconds)
+    ids = found.stdout.split()
+    if ids:
+        docker(runner, remove_command(ids), STOP_SECONDS + seconds)
+    return len(ids)
+
+
+def docker(runner: Runner, command: Sequence[str], seconds: float) -> Completed:
+    """Run one docker command. Raises NodeError when it fails."""
+    done = runner.run(command, deadline_seconds=seconds)
+    if done.exit_status != 0:
+        said = done.stderr.strip().splitlines()
+        why = "did not answer in time" if done.exit_status is None else f"failed ({said[-1][:200] if said else '?'})"
+        raise NodeError(f"docker {command[1]} {why}; look at the node's docker")
+    return done

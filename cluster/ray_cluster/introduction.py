@@ -1,0 +1,109 @@
+"""Getting to know a node before anything is started on it: versions, address, and what it says of itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.hosts import Host
+from cluster.local import LocalRunner
+from cluster.ray_cluster.node import NodeError, ask
+from cluster.ray_cluster.state import StartedNode
+from cluster.ray_cluster.versions import absent
+from cluster.runner import Runner
+
+THIS_MACHINE = "this machine"  # its versions count too: it drives the cluster
+HEAD_PORTS = ("head_port", "client_port", "dashboard_port")  # of the site's; 0 becomes a free one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Introduction:
+    """What a node said."""
+
+    address: str
+    interface: str
+    versions: dict[str, str]
+    free_ports: tuple[int, ...]  # as many as HEAD_PORTS
+    description: str  # JSON
+
+
+def introduce(
+    runner: Runner,
+    python: Sequence[str],
+    node: StartedNode,
+    interface: str | None,
+    toward: str,
+    describe: Sequence[str],
+    seconds: float,
+) -> Introduction:
+    """Ask one node. `interface` is the site's word on the one to use; `toward` the head's address, empty for the head.
+
+    Raises NodeError for a node that could not take part, Unreachable when the connection breaks.
+    """
+    answer = ask(
+        runner,
+        python,
+        "facts",
+        seconds=seconds,
+        candidates=_resolved(node.host),
+        toward=toward,
+        interface=interface,
+        describe=list(describe),
+        folder=node.folder,
+        ports=len(HEAD_PORTS),
+    )
+    if not answer["address"]:
+        found = ", ".join(f"{name} {address}" for name, address in answer["interfaces"].items()) or "none"
+        raise NodeError(
+            f"{node.name} has no address that the others could use (interfaces: {found}); "
+            "name one with network.interface in the site or inventory"
+        )
+    return Introduction(
+        address=answer["address"],
+        interface=answer["interface"],
+        versions=_versions(node.name, answer),
+        free_ports=tuple(answer["free_ports"]),
+        description=answer["description"],
+    )
+
+
+def own_versions(folder: Path, describe: Sequence[str], seconds: float) -> dict[str, str]:
+    """Versions of this machine. Raises NodeError where it could not drive a cluster."""
+    answer = ask(
+        LocalRunner(),
+        [sys.executable],
+        "facts",
+        seconds=seconds,
+        candidates=[],
+        toward="",
+        interface=None,
+        describe=list(describe),
+        folder=str(folder),
+        ports=0,
+    )
+    return _versions(THIS_MACHINE, answer)
+
+
+def _versions(name: str, answer: dict[str, Any]) -> dict[str, str]:
+    if lacks := absent(answer["versions"]):
+        raise NodeError(f"{name} lacks {', '.join(lacks)}; install the project there, or correct software.python")
+    if problem := answer["description_problem"]:
+        raise NodeError(f"{name} cannot run this project ({problem}); correct software.folder or install it there")
+    described: dict[str, Any] = json.loads(answer["description"])
+    return {**answer["versions"], **described.get("versions", {})}
+
+
+def _resolved(host: Host) -> list[str]:
+    """IPv4 addresses of the host's name as seen from here; the node may or may not have one of them."""
+    if host.is_local:
+        return []
+    with contextlib.suppress(socket.gaierror):
+        found = socket.getaddrinfo(host.address, None, socket.AF_INET, socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return []

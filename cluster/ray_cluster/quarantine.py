@@ -1,0 +1,65 @@
+"""Nodes that are not to be used for a while: by exact name, with a reason and an expiry, kept beside the cluster.
+
+By exact name, because a pattern such as `gpu1` would take gpu10 along; with an expiry, because a blacklist that nobody
+clears grows until nothing is left.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cluster.errors import UsageError
+from cluster.ray_cluster.state import write_private
+
+QUARANTINE_FILE = "quarantine.json"
+QUARANTINE_SECONDS = 900.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """Why a node is out, and until when (seconds since the epoch)."""
+
+    reason: str
+    until: float
+
+
+class Quarantine:
+    """The quarantine of a state directory. Reads the file each time: another program may have written it."""
+
+    def __init__(self, folder: Path, seconds: float = QUARANTINE_SECONDS) -> None:
+        self._path = folder / QUARANTINE_FILE
+        self._seconds = seconds
+
+    def entries(self, now: float | None = None) -> Mapping[str, Entry]:
+        """Nodes that are out now. Raises UsageError for a file that cannot be understood."""
+        now = time.time() if now is None else now
+        return {name: entry for name, entry in self._read().items() if entry.until > now}
+
+    def add(self, name: str, reason: str, now: float | None = None) -> None:
+        """Take a node out; one that is out already stays so for longer."""
+        now = time.time() if now is None else now
+        entries = {**self.entries(now), name: Entry(reason=reason, until=now + self._seconds)}
+        self._write(entries)
+
+    def release(self, name: str) -> None:
+        """Let a node in again."""
+        self._write({other: entry for other, entry in self.entries().items() if other != name})
+
+    def _write(self, entries: Mapping[str, Entry]) -> None:
+        plain = {name: asdict(entry) for name, entry in entries.items()}
+        write_private(self._path, json.dumps(plain, indent=1) + "\n")
+
+    def _read(self) -> dict[str, Entry]:
+        try:
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+            return {
+                name: Entry(reason=str(entry["reason"]), until=float(entry["until"])) for name, entry in found.items()
+            }
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{self._path} is no quarantine ({error}); remove it to let all nodes in again") from error

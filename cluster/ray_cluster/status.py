@@ -1,0 +1,56 @@
+"""What of a cluster lives, seen on the nodes themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cluster.ray_cluster.container import find_command
+from cluster.ray_cluster.down import docker, identity
+from cluster.ray_cluster.node import ask, on_all
+from cluster.ray_cluster.state import ClusterState, StartedNode
+from cluster.runner import Connect
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeStatus:
+    """One node of a cluster. `unknown` is a node that could not be asked."""
+
+    name: str
+    role: Literal["head", "worker"]
+    address: str
+    state: Literal["up", "down", "unknown"]
+    finding: str
+
+
+def cluster_status(state: ClusterState, connect: Connect, seconds: float) -> list[NodeStatus]:
+    """Every node of the cluster, in order."""
+    answers = on_all(state.nodes, lambda node: _look(node, connect, seconds))
+    return [_status(state, node, answer) for node, answer in zip(state.nodes, answers, strict=True)]
+
+
+def _look(node: StartedNode, connect: Connect, seconds: float) -> tuple[bool, str]:
+    """Whether Ray runs there, and one sentence."""
+    python = [node.python]
+    with connect(node.host, seconds) as runner:
+        if node.container:
+            ids = docker(runner, find_command(node.mark), seconds).stdout.split()
+            if not ids:
+                return False, "no container of ours"
+            python = ["docker", "exec", "--interactive", ids[0], node.python]
+        wanted = {name: value for name, value in identity(node).items() if name != "directory"}
+        answer = ask(runner, python, "status", seconds=seconds, **wanted)
+    if answer["raylet"]:
+        return True, f"{answer['processes']} processes"
+    return False, f"Ray is not running, {answer['processes']} processes of ours are left"
+
+
+def _status(state: ClusterState, node: StartedNode, answer: tuple[bool, str] | str) -> NodeStatus:
+    runs, finding = (None, answer) if isinstance(answer, str) else answer
+    return NodeStatus(
+        name=node.name,
+        role="head" if node is state.head else "worker",
+        address=node.address,
+        state="unknown" if runs is None else "up" if runs else "down",
+        finding=finding,
+    )

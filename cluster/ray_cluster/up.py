@@ -1,0 +1,237 @@
+"""Starting a cluster: health first, then versions and addresses, then the head, then all other nodes at once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import getpass
+import json
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import UsageError
+from cluster.inventory import Inventory, Node
+from cluster.ray_cluster.container import interpreter, run_command, uses_container
+from cluster.ray_cluster.down import docker, end_cluster, end_node
+from cluster.ray_cluster.introduction import HEAD_PORTS, THIS_MACHINE, introduce, own_versions
+from cluster.ray_cluster.node import NodeError, ask, on_all
+from cluster.ray_cluster.ray_commands import MAX_DIRECTORY_CHARACTERS, SETTINGS, head_command, worker_command
+from cluster.ray_cluster.state import ClusterState, Process, StartedNode, StateDirectory
+from cluster.ray_cluster.versions import mismatch
+from cluster.runner import Connect, Unreachable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Means:
+    """How nodes are reached and judged, and what the caller wants to know of each."""
+
+    connect: Connect
+    unfit: Callable[[Sequence[Node]], dict[str, str]]  # why not, by name of the node
+    # Arguments for the node's Python, run in its checkout: prints one JSON object, of which `versions` (text by name)
+    # must be equal on all nodes. Everything it prints is kept in the state.
+    describe: Sequence[str]
+    ranks: Callable[[Node, dict[str, Any]], int]  # how many fit on a node, by what it said of itself; raises ValueError
+    folder: Path  # our own checkout: where a site names none, the nodes have it at the same path
+    say: Callable[[str], None]
+    known_hosts: Path | None = None
+    seconds: float = 60.0  # for one answer of one node
+
+
+def start_cluster(inventory: Inventory, states: StateDirectory, means: Means) -> ClusterState:
+    """Start Ray on the inventory's healthy nodes, the first of them as head.
+
+    Raises UsageError, having ended what was started, when a cluster is recorded already, no node is healthy, versions
+    differ, or the head does not start. A worker that does not start is left out with a sentence.
+    """
+    if (old := states.load()) is not None:
+        how = "is up" if old.complete else "was left half started"
+        raise UsageError(
+            f"a cluster of {old.inventory} {how} (by {old.created_by}, {old.created_at}); `burst cluster down` ends it"
+        )
+    nodes = _healthy(inventory, means)
+    session = secrets.token_hex(4)
+    state = ClusterState(
+        session=session,
+        inventory=inventory.name,
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        created_by=f"{getpass.getuser()}@{socket.gethostname()}",
+        known_hosts=means.known_hosts,
+        head_port=nodes[0].site.ray.head_port,
+        complete=False,
+        versions="",
+        nodes=tuple(_intended(node, session, number, means) for number, node in enumerate(nodes)),
+    )
+    states.save_token(secrets.token_hex(32))
+    states.save(state)
+    try:
+        return _Start(states, state, nodes, means).run()
+    except BaseException as error:  # Ctrl-C as well: nothing half started stays
+        problems = end_cluster(states, states.load() or state, means.connect, means.seconds)
+        for name, sentence in problems.items():
+            means.say(f"{name} may still run what was started ({sentence}); `burst cluster down` tries again")
+        if isinstance(error, NodeError | Unreachable):
+            raise UsageError(str(error)) from error
+        raise
+
+
+def _healthy(inventory: Inventory, means: Means) -> list[Node]:
+    unfit = means.unfit(inventory.nodes)
+    for sentence in unfit.values():
+        means.say(f"left out: {sentence}")
+    nodes = [node for node in inventory.nodes if node.name not in unfit]
+    if not nodes:
+        raise UsageError(f"none of the {len(inventory.nodes)} nodes is usable; see burst check for each one's findings")
+    return nodes
+
+
+def _intended(node: Node, session: str, number: int, means: Means) -> StartedNode:
+    """What is known of a node before it is asked anything."""
+    base = node.site.ray.temp_dir or "/tmp"  # noqa: S108 - a new folder of mode 0700 is made in it
+    directory = f"{base.rstrip('/')}/burst-ray-{session}-{number}"
+    if len(directory) > MAX_DIRECTORY_CHARACTERS:
+        raise UsageError(
+            f"{node.name}: ray.temp_dir {base} is too long for Ray's Unix sockets; "
+            f"give one of at most {MAX_DIRECTORY_CHARACTERS - len(directory) + len(base)} characters"
+        )
+    return StartedNode(
+        name=node.name,
+        host=node.host,
+        address="",
+        interface="",
+        mark=f"{session}/{number}",
+        directory=directory,
+        python=node.site.software.python or sys.executable,
+        folder=node.site.software.folder or str(means.folder),
+        container=uses_container(node.site),
+    )
+
+
+class _Start:
+    """One attempt; `state` is saved after every step of it."""
+
+    def __init__(self, states: StateDirectory, state: ClusterState, nodes: Sequence[Node], means: Means) -> None:
+        self.states = states
+        self.state = state
+        self.nodes = {node.name: node for node in nodes}
+        self.means = means
+        self.token = states.token()
+        self._lock = threading.Lock()
+
+    def run(self) -> ClusterState:
+        head, *workers = self.state.nodes
+        self._each(self.state.nodes, self._start_container)
+        versions = {THIS_MACHINE: own_versions(self.means.folder, self.means.describe, self.means.seconds)}
+        versions[head.name] = self._introduce(head, toward="")
+        others = self._each(workers, lambda node: self._introduce(node, toward=self.state.head.address))
+        versions |= {node.name: answer for node, answer in zip(workers, others, strict=True)}
+        if problem := mismatch(versions):
+            raise UsageError(problem)
+        self._save(dataclasses.replace(self.state, versions=_sentence(versions[head.name])))
+        self._start_ray(self.state.head)
+        self._start_workers()
+        self._save(dataclasses.replace(self.state, complete=True))
+        return self.state
+
+    def _start_container(self, node: StartedNode) -> None:
+        site = self.nodes[node.name].site
+        if not node.container:
+            return
+        command = run_command(site.container, mark=node.mark, name=f"burst-ray-{node.mark.replace('/', '-')}")
+        with self.means.connect(node.host, self.means.seconds) as runner:
+            done = docker(runner, command, self.means.seconds)
+        self._learn(node, container_id=done.stdout.strip())
+
+    def _introduce(self, node: StartedNode, *, toward: str) -> dict[str, str]:
+        """Learn a node's address and ranks; returns its versions."""
+        site = self.nodes[node.name].site
+        with self.means.connect(node.host, self.means.seconds) as runner:
+            python = interpreter(site, node.python, self._now(node).container_id)
+            met = introduce(
+                runner, python, node, site.network.interface, toward, self.means.describe, self.means.seconds
+            )
+        try:
+            ranks = self.means.ranks(self.nodes[node.name], json.loads(met.description))
+        except ValueError as error:
+            raise UsageError(f"{node.name}: {error}") from error
+        if not toward:  # the head, which alone listens on ports that others must know
+            free = iter(met.free_ports)
+            ports: dict[str, Any] = {name: getattr(site.ray, name) or next(free) for name in HEAD_PORTS}
+            site = dataclasses.replace(site, ray=dataclasses.replace(site.ray, **ports))
+            self.nodes[node.name] = dataclasses.replace(self.nodes[node.name], site=site)
+            self._save(dataclasses.replace(self.state, head_port=site.ray.head_port))
+        self._learn(node, address=met.address, interface=met.interface, ranks=ranks, description=met.description)
+        return met.versions
+
+    def _start_workers(self) -> None:
+        """All but the head; what does not start is ended and left out."""
+        workers = [node for node in self.state.nodes if node is not self.state.head]
+        failed = {}
+        for node, answer in zip(workers, on_all(workers, self._start_ray), strict=True):
+            if isinstance(answer, str):
+                failed[node.name] = answer
+        for name, sentence in failed.items():
+            self.means.say(f"left out: {name} did not start ({sentence})")
+            node = next(node for node in self.state.nodes if node.name == name)
+            with contextlib.suppress(NodeError, Unreachable):
+                end_node(node, self.means.connect, self.means.seconds)
+                self._save(
+                    dataclasses.replace(self.state, nodes=tuple(old for old in self.state.nodes if old.name != name))
+                )
+
+    def _start_ray(self, node: StartedNode) -> None:
+        site = self.nodes[node.name].site
+        known = self._now(node)
+        common = {"address": known.address, "name": node.name, "directory": f"{node.directory}/ray"}
+        if known.name == self.state.head.name:
+            command = head_command(node.python, site.ray, **common)
+        else:
+            command = worker_command(node.python, site.ray, **common, head=self.state.head_address)
+        seconds = site.ray.ready_seconds
+        with self.means.connect(node.host, self.means.seconds) as runner:
+            answer = ask(
+                runner,
+                interpreter(site, node.python, known.container_id),
+                "start",
+                seconds=seconds + self.means.seconds,
+                mark=node.mark,
+                directory=node.directory,
+                token=self.token,
+                command=command,
+                environment={**SETTINGS, "PYTHONPATH": node.folder},
+                wait_seconds=seconds,
+            )
+        processes = tuple(Process(**process) for process in answer["processes"])
+        self._learn(node, session=answer["session"], processes=processes)
+
+    def _each(self, nodes: Sequence[StartedNode], work: Callable[[StartedNode], Any]) -> list[Any]:
+        """`work` on all nodes at once. Raises NodeError with every sentence when it failed on some."""
+        answers = on_all(nodes, work)
+        problems = [answer for answer in answers if isinstance(answer, str)]
+        if problems:
+            raise NodeError("; ".join(problems))
+        return answers
+
+    def _now(self, node: StartedNode) -> StartedNode:
+        """The node with everything learned since."""
+        return next(known for known in self.state.nodes if known.name == node.name)
+
+    def _learn(self, node: StartedNode, **facts: Any) -> None:
+        with self._lock:
+            self.state = self.state.with_node(dataclasses.replace(self._now(node), **facts))
+            self.states.save(self.state)
+
+    def _save(self, state: ClusterState) -> None:
+        with self._lock:
+            self.state = state
+            self.states.save(state)
+
+
+def _sentence(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in versions.items())

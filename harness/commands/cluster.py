@@ -1,0 +1,162 @@
+"""`burst cluster up | status | down`: Ray over SSH on the healthy nodes of an inventory."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.errors import UsageError
+
+if TYPE_CHECKING:
+    from cluster.ray_cluster.state import ClusterState, StateDirectory
+    from cluster.runner import Connect
+
+ALL_WELL, NOT_ALL = 0, 1
+
+
+class Cluster:
+    help = "start Ray on an inventory's healthy nodes over SSH, look at it, end it"
+    forwards = False
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        actions = parser.add_subparsers(dest="action", required=True, metavar="up|status|down")
+        up = actions.add_parser("up", help="check the nodes, then start Ray on those that are healthy")
+        up.add_argument("inventory", type=Path, metavar="INVENTORY", help="inventory, or a plain list of hosts")
+        up.add_argument("--nodes", metavar="NAMES", help="only these of it, such as gpu[01-04],gpu07")
+        up.add_argument("--known-hosts", type=Path, metavar="FILE", help="host keys; default: ~/.ssh/known_hosts")
+        up.add_argument(
+            "--accept-new-host-keys", action="store_true", help="add unknown hosts to known_hosts"
+        )  # fmt: skip
+        status = actions.add_parser("status", help="what of the cluster lives; exit code 1 unless all of it does")
+        down = actions.add_parser("down", help="end what up started, and nothing else; works after a crash of up, too")
+        down.add_argument(
+            "--forget", action="store_true",
+            help="do not keep nodes that cannot be reached in mind; what runs there is then yours to end",
+        )  # fmt: skip
+        for action in (up, status, down):
+            add_state_argument(action)
+            action.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="per node (default: 60)")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from cluster.ray_cluster.state import StateDirectory
+
+        if not 0 < arguments.timeout <= 3600:
+            raise UsageError(f"--timeout is {arguments.timeout:g}; expected seconds above 0 and at most 3600")
+        states = StateDirectory(state_directory(arguments))
+        action = {"up": _up, "status": _status, "down": _down}[arguments.action]
+        return action(arguments, states)
+
+
+def add_state_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--state", type=Path, metavar="DIR",
+        help="where the cluster that is up is remembered (default: ~/.local/state/burst/cluster)",
+    )  # fmt: skip
+
+
+def state_directory(arguments: argparse.Namespace) -> Path:
+    """The folder that `--state` names."""
+    from cluster.ray_cluster.state import default_directory
+
+    return arguments.state or default_directory()
+
+
+def node_connect(known_hosts: Path | None, accept_new_host_keys: bool = False) -> Connect:
+    """How nodes are reached: over SSH, and this machine without it."""
+    from cluster.ray_cluster.node import connect_any
+    from cluster.ssh import SshOptions, connector
+
+    named = {"known_hosts": known_hosts} if known_hosts else {}
+    return connect_any(connector(SshOptions(accept_new_host_keys=accept_new_host_keys, **named)))
+
+
+def _up(arguments: argparse.Namespace, states: StateDirectory) -> int:
+    from functools import partial
+
+    from cluster.inventory_file import read_inventory
+    from cluster.ray_cluster.fitness import unfit_nodes
+    from cluster.ray_cluster.up import Means, start_cluster
+    from harness.node_facts import ranks_of
+    from harness.provenance import PROJECT_ROOT
+
+    try:
+        inventory = read_inventory(arguments.inventory)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if arguments.nodes:
+        inventory = inventory.select(arguments.nodes.split(","))
+    connect = node_connect(arguments.known_hosts, arguments.accept_new_host_keys)
+    state = start_cluster(
+        inventory,
+        states,
+        Means(
+            connect=connect,
+            unfit=partial(unfit_nodes, connect=connect, timeout_seconds=arguments.timeout),
+            describe=("-m", "harness.node_facts"),
+            ranks=ranks_of,
+            folder=PROJECT_ROOT,
+            say=_say,
+            known_hosts=arguments.known_hosts.absolute() if arguments.known_hosts else None,
+            seconds=arguments.timeout,
+        ),
+    )
+    ranks = sum(node.ranks for node in state.nodes)
+    left_out = len(inventory.nodes) - len(state.nodes)
+    print(
+        f"{len(state.nodes)} nodes are up with room for {ranks} ranks, head {state.head.name} ({state.head_address}); "
+        f"{state.versions}"
+    )
+    print(f"Next: burst run EXP.yaml --nodes {arguments.inventory}, and burst cluster down at the end")
+    return NOT_ALL if left_out else ALL_WELL
+
+
+def _status(arguments: argparse.Namespace, states: StateDirectory) -> int:
+    from cluster.ray_cluster.quarantine import Quarantine
+    from cluster.ray_cluster.status import cluster_status
+
+    state = _recorded(states)
+    nodes = cluster_status(state, node_connect(state.known_hosts), arguments.timeout)
+    locked = Quarantine(states.path).entries()
+    width = max(len(node.name) for node in nodes)
+    for node in nodes:
+        note = f"; quarantined: {locked[node.name].reason}" if node.name in locked else ""
+        print(f"{node.name:<{width}}  {node.role:<6}  {node.address:<15}  {node.state:<7}  {node.finding}{note}")
+    up = sum(node.state == "up" for node in nodes)
+    started = "" if state.complete else "; its start was cut short, or its end: run burst cluster down"
+    print(f"{up} of {len(nodes)} nodes of {state.inventory} are up, since {state.created_at}{started}")
+    return ALL_WELL if up == len(nodes) and state.complete else NOT_ALL
+
+
+def _down(arguments: argparse.Namespace, states: StateDirectory) -> int:
+    from cluster.ray_cluster.down import end_cluster
+
+    state = _recorded(states)
+    problems = end_cluster(states, state, node_connect(state.known_hosts), arguments.timeout)
+    for name, sentence in problems.items():
+        _say(f"{name}: {sentence}")
+    if problems and arguments.forget:
+        states.clear()
+        print(f"{len(state.nodes) - len(problems)} nodes ended, {len(problems)} forgotten")
+        return NOT_ALL
+    if problems:
+        print(f"{len(problems)} nodes could not be asked; repeat burst cluster down, or give --forget if they are gone")
+        return NOT_ALL
+    print(f"{len(state.nodes)} nodes ended; nothing of ours is left on them")
+    return ALL_WELL
+
+
+def _recorded(states: StateDirectory) -> ClusterState:
+    """The cluster that is up, wholly or half. Raises UsageError when there is none."""
+    state = states.load()
+    if state is None:
+        raise UsageError(f"{states.path} knows of no cluster; start one with burst cluster up INVENTORY")
+    return state
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
+
+
+COMMAND = Cluster()

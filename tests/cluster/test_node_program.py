@@ -1,0 +1,151 @@
+"""The program that is sent to nodes, run here: it ends what it started and touches nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.local import LocalRunner
+from cluster.ray_cluster.node import NodeError, ask, on_all
+from cluster.runner import Unreachable
+
+# Stands for `ray start`: leaves a daemon in its own session that keeps the mark, one that overwrote its environment,
+# as Ray's agents do with their titles, and returns.
+PROGRAM = """
+import os, subprocess, sys
+marked = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+bare = subprocess.Popen(["sleep", "600"], env={})
+deaf = subprocess.Popen([sys.executable, "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"],
+    stdout=subprocess.PIPE)
+away = subprocess.Popen(["sleep", "600"], start_new_session=True)
+deaf.stdout.readline()
+open(sys.argv[1], "w").write(f"{marked.pid} {bare.pid} {deaf.pid} {away.pid} {os.environ['RAY_AUTH_TOKEN_PATH']}")
+"""
+
+
+def request(action: str, **fields: Any) -> dict[str, Any]:
+    return ask(LocalRunner(), [sys.executable], action, seconds=60, **fields)
+
+
+def start(folder: Path, mark: str, program: str = PROGRAM, wait_seconds: float = 60) -> dict[str, Any]:
+    return request(
+        "start",
+        mark=mark,
+        directory=str(folder / "own"),
+        token="s3cret",
+        command=[sys.executable, "-c", program, str(folder / "said")],
+        environment={"PYTHONPATH": "/x"},
+        wait_seconds=wait_seconds,
+    )
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_stop_ends_every_process_that_start_left_and_no_other(tmp_path):
+    bystander = subprocess.Popen(["sleep", "600"], env={"BURST_RAY_NODE": "test/10"})
+    try:
+        started = start(tmp_path, "test/1")
+        *pids, token = (tmp_path / "said").read_text().split()
+        assert Path(token).read_text() == "s3cret"
+        assert Path(token).stat().st_mode & 0o777 == 0o600
+        assert Path(token).parent.stat().st_mode & 0o777 == 0o700
+        known = {"mark": "test/1", "session": started["session"], "processes": started["processes"]}
+        assert request("status", **known)["processes"] == 4
+        stopped = request("stop", directory=str(tmp_path / "own"), **known)
+        assert stopped == {"ended": 4, "left": []}
+        assert not any(alive(int(pid)) for pid in pids)
+        assert not (tmp_path / "own").exists()
+        assert bystander.poll() is None
+        assert request("stop", directory=str(tmp_path / "own"), **known) == {"ended": 0, "left": []}
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_stop_finds_what_was_started_when_nothing_was_recorded_of_it(tmp_path):
+    start(tmp_path, "test/2")
+    *pids, _ = map(str, (tmp_path / "said").read_text().split())
+    stopped = request("stop", mark="test/2", directory=str(tmp_path / "own"), session=0, processes=[])
+    assert stopped["left"] == []
+    bare = int(pids[1])  # neither marked nor in a session known to be ours: nobody can tell whose it is
+    assert [alive(int(pid)) for pid in pids] == [False, True, False, False]
+    os.kill(bare, signal.SIGKILL)
+
+
+def test_a_number_given_out_again_is_not_ours(tmp_path):
+    bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        processes = [{"pid": str(bystander.pid), "started": "1"}]
+        stopped = request("stop", mark="test/3", directory="", session=bystander.pid, processes=processes)
+        assert stopped == {"ended": 0, "left": []}
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_folder_that_start_did_not_make_stays(tmp_path):
+    (tmp_path / "own").mkdir()
+    with pytest.raises(NodeError, match="FileExistsError"):
+        start(tmp_path, "test/4")
+    request("stop", mark="test/4", directory=str(tmp_path / "own"), session=0, processes=[])
+    assert (tmp_path / "own").exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "wait_seconds", "message"),
+    [
+        ("import sys; print('no route'); sys.exit(3)", 60, "ray start exited with 3: no route"),
+        ("import time; print('thinking', flush=True); time.sleep(600)", 2, "was not ready within 2 s: thinking"),
+    ],
+)
+def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path, program, wait_seconds, message):
+    with pytest.raises(NodeError, match=message):
+        start(tmp_path, f"test/5{wait_seconds}", program, wait_seconds)
+    assert not (tmp_path / "own").exists()
+
+
+def test_facts_name_address_versions_and_what_the_node_says_of_itself(tmp_path):
+    common = {"toward": "127.0.0.1", "folder": str(tmp_path), "ports": 2}
+    facts = request("facts", candidates=["127.0.0.1"], interface=None, describe=["-c", "print('{}')"], **common)
+    assert (facts["address"], facts["interface"], facts["description"]) == ("127.0.0.1", "lo", "{}")
+    assert len(set(facts["free_ports"])) == 2
+    assert facts["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    facts = request("facts", candidates=["192.0.2.1"], interface=None, describe=["-c", "raise OSError('x')"], **common)
+    assert (facts["address"], facts["description"]) == ("127.0.0.1", "")
+    assert facts["description_problem"] == "OSError: x"
+    facts = request("facts", candidates=[], interface="absent0", describe=["-c", ""], **common)
+    assert facts["address"] == ""
+
+
+def test_an_interpreter_that_is_none_is_one_sentence():
+    with pytest.raises(NodeError, match=r"false exited with 1 \(no message\); check software\.python"):
+        ask(LocalRunner(), ["false"], "status", seconds=20, mark="m", session=0, processes=[])
+    with pytest.raises(NodeError, match="/no/python does not exist"):
+        ask(LocalRunner(), ["/no/python"], "status", seconds=20, mark="m", session=0, processes=[])
+    with pytest.raises(NodeError, match="status was not done within 1 s"):
+        ask(LocalRunner(), ["sh", "-c", "sleep 600"], "status", seconds=1, mark="m", session=0, processes=[])
+
+
+def test_where_one_node_fails_the_others_still_answer():
+    def work(number: int) -> int:
+        if number == 1:
+            raise Unreachable("down")
+        time.sleep(0.01)
+        return number
+
+    assert on_all([0, 1, 2], work) == [0, "down", 2]
+    assert on_all([], work) == []

@@ -1,0 +1,184 @@
+"""Command lines of a cluster, as whole strings; what nodes must agree on; what is remembered, and for whom."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import UsageError
+from cluster.hosts import Host
+from cluster.inventory import Node
+from cluster.ray_cluster import container, ray_commands
+from cluster.ray_cluster.quarantine import Quarantine
+from cluster.ray_cluster.state import ClusterState, Process, StartedNode, StateDirectory
+from cluster.ray_cluster.versions import absent, mismatch
+from cluster.site import Container, Mount, RayPorts, Site
+from harness.machine import Machine
+from harness.node_facts import code_digest, ranks_of
+
+PORTS = RayPorts(head_port=7000, dashboard=False, worker_port_first=21000, worker_port_last=21099)
+
+
+def test_the_head_listens_where_the_site_says_and_takes_no_gpus():
+    command = ray_commands.head_command("/venv/bin/python", PORTS, address="10.0.0.1", name="gpu01", directory="/tmp/r")
+    assert shlex.join(command) == (
+        "/venv/bin/python -m ray.scripts.scripts start --node-ip-address=10.0.0.1 --node-manager-port=0 "
+        "--object-manager-port=0 --temp-dir=/tmp/r --object-store-memory=1073741824 --num-gpus=0 "
+        "--include-log-monitor=false --disable-usage-stats --head --port=7000 --ray-client-server-port=10001 "
+        "--include-dashboard=false --dashboard-host=127.0.0.1 --dashboard-port=8265 --num-cpus=1 "
+        "'--resources={\"burst_node_gpu01\": 1}' --min-worker-port=21000 --max-worker-port=21099"
+    )
+
+
+def test_a_worker_joins_the_head_and_a_guest_offers_nothing():
+    worker = ray_commands.worker_command(
+        "/venv/bin/python", PORTS, address="10.0.0.2", name="gpu02", directory="/tmp/r", head="10.0.0.1:7000"
+    )
+    assert "--address=10.0.0.1:7000" in worker
+    assert '--resources={"burst_node_gpu02": 1}' in worker
+    assert "--head" not in worker
+    guest = ray_commands.guest_command("/venv/bin/python", address="10.0.0.9", directory="/tmp/g", head="10.0.0.1:7000")
+    assert "--num-cpus=0" in guest
+    assert not any(part.startswith("--resources") for part in guest)
+    for command in (worker, guest):
+        assert "token" not in " ".join(command).lower()
+    assert ray_commands.SETTINGS["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+def test_a_container_gets_what_the_site_says_and_no_privileges():
+    image = Container(
+        engine="docker",
+        image="burst:1",
+        mounts=(Mount(source="/data"), Mount(source="/opt/x y", target="/x", read_only=True)),
+        extra_arguments=("--device", "/dev/infiniband"),
+    )
+    command = container.run_command(image, mark="abc/0", name="burst-ray-abc-0")
+    assert shlex.join(command) == (
+        "docker run --detach --init --name burst-ray-abc-0 --label burst.ray.node=abc/0 --network host --ipc host "
+        "--gpus all --ulimit memlock=-1 --ulimit stack=67108864 --mount type=bind,source=/data,target=/data "
+        "--mount 'type=bind,source=/opt/x y,target=/x,readonly' --device /dev/infiniband --entrypoint sleep burst:1 "
+        "infinity"
+    )
+    private = Container(engine="docker", image="burst:1", ipc="private", shm_size="64g", gpus="", privileged=True)
+    command = container.run_command(private, mark="abc/0", name="n")
+    assert shlex.join(command) == (
+        "docker run --detach --init --name n --label burst.ray.node=abc/0 --network host --ipc private --shm-size 64g "
+        "--ulimit memlock=-1 --ulimit stack=67108864 --privileged --entrypoint sleep burst:1 infinity"
+    )
+
+
+def test_only_containers_with_our_mark_are_looked_for_and_only_by_id_removed():
+    assert shlex.join(container.find_command("abc/0")) == (
+        "docker ps --all --quiet --no-trunc --filter label=burst.ray.node=abc/0"
+    )
+    assert container.remove_command(["f00d"]) == ["docker", "rm", "--force", "--volumes", "f00d"]
+    site = Site(container=Container(engine="docker", image="burst:1"))
+    assert container.interpreter(site, "/opt/python", "f00d") == [
+        "docker", "exec", "--interactive", "f00d", "/opt/python"
+    ]  # fmt: skip
+    assert container.interpreter(Site(), "/opt/python", "") == ["/opt/python"]
+
+
+def test_a_difference_in_versions_names_what_and_where():
+    same = {"python": "3.11.7", "ray": "2.60.0"}
+    assert mismatch({"a": same, "b": same}) == ""
+    sentence = mismatch({"a": same, "b": same, "c": {**same, "python": "3.11.9"}})
+    assert sentence.startswith("python is 3.11.7 on 2 of 3 nodes but 3.11.9 on c; install the same everywhere")
+    assert "code is not known on 2 of 3 nodes but x on c" in mismatch({"a": {}, "b": {}, "c": {"code": "x"}})
+    assert absent({"ray": "not installed", "torch": "2.13.0"}) == ["ray"]
+
+
+def test_the_code_digest_tells_edits_apart_and_places_not(tmp_path):
+    digests = []
+    for folder, text in (("a", "x = 1\n"), ("b", "x = 1\n"), ("c", "x = 2\n")):
+        (tmp_path / folder / "engine").mkdir(parents=True)
+        (tmp_path / folder / "engine" / "module.py").write_text(text)
+        (tmp_path / folder / "engine" / "module.pyc").write_text(folder)
+        digests.append(code_digest(tmp_path / folder))
+    assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said", "expected"),
+    [(8, None, 8), (8, 4, 4), (0, 2, 2), (0, None, "has no GPU"), (4, 8, "has 4 GPUs")],
+)
+def test_ranks_of_a_node_are_its_gpus_or_what_the_site_says(gpus, said, expected):
+    machine = Machine(hostname="n", device="cuda" if gpus else "cpu", cores=8, memory_gib=64, gpu_count=gpus)
+    node = Node(host=Host(name="n"), site=Site(ranks_per_node=said))
+    description = {"machine": {name: getattr(machine, name) for name in Machine.__dataclass_fields__}}
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            ranks_of(node, description)
+    else:
+        assert ranks_of(node, description) == expected
+
+
+def state(folder: Path) -> ClusterState:
+    jump = Host(name="bastion", address="10.9.9.9", key=folder / "key")
+    nodes = [
+        StartedNode(
+            name=name, host=Host(name=name, address=name, user="ops", jump=jump), address=f"10.0.0.{number}",
+            interface="eth0", mark=f"abc/{number}", directory=f"/tmp/r{number}", python="/p", folder="/f",
+            session=5, processes=(Process(pid="7", started="99"),), description='{"machine": {"x": "\\"é\\n"}}',
+        )
+        for number, name in enumerate(("gpu01", "gpu02"))
+    ]  # fmt: skip
+    return ClusterState(
+        session="abc", inventory="lab", created_at="2026-01-01T00:00:00+00:00", created_by="me@here",
+        known_hosts=folder / "known", head_port=6379, complete=False, versions="ray 2", nodes=tuple(nodes),
+    )  # fmt: skip
+
+
+def test_the_state_comes_back_whole_and_is_its_owners_alone(tmp_path):
+    states = StateDirectory(tmp_path / "state")
+    assert states.load() is None
+    states.save_token("secret")
+    states.save(state(tmp_path))
+    assert states.load() == state(tmp_path)
+    assert states.token() == "secret"
+    assert "secret" not in (states.path / "cluster.json").read_text()
+    assert {path.stat().st_mode & 0o777 for path in states.path.iterdir()} == {0o600}
+    assert states.path.stat().st_mode & 0o777 == 0o700
+    assert sorted(path.name for path in states.path.iterdir()) == ["cluster.json", "token"]
+    states.clear()
+    assert states.load() is None
+    assert list(states.path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 99}, "schema 99, expected 1"),
+        ({"nodez": []}, "unknown key nodez; did you mean nodes"),
+        ({"nodes": "gpu01"}, "nodes is 'gpu01'; expected a list"),
+    ],
+)
+def test_a_state_that_is_none_is_one_sentence(tmp_path, change, message):
+    states = StateDirectory(tmp_path)
+    states.save(state(tmp_path))
+    file = tmp_path / "cluster.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(UsageError, match=message):
+        states.load()
+
+
+def test_a_state_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="give --state a folder of yours"):
+        StateDirectory(tmp_path / "file" / "state").save(state(tmp_path))
+
+
+def test_quarantine_is_by_exact_name_and_ends_by_itself(tmp_path):
+    quarantine = Quarantine(tmp_path, seconds=100)
+    assert quarantine.entries() == {}
+    quarantine.add("gpu1", "lost", now=1000)
+    quarantine.add("gpu2", "full disk", now=1050)
+    assert set(quarantine.entries(now=1090)) == {"gpu1", "gpu2"}
+    assert "gpu10" not in quarantine.entries(now=1090)
+    assert set(Quarantine(tmp_path).entries(now=1101)) == {"gpu2"}
+    (tmp_path / "quarantine.json").write_text("[1]")
+    with pytest.raises(UsageError, match="remove it to let all nodes in again"):
+        quarantine.entries()
