@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.document import Node, merge, parse_yaml, read_yaml
-from engine.attention.masks import parse_mask
-from engine.settings import Checkpoint, ModelShape, Steps, Task, TrialSettings
+from cluster.document import Node, merge, read_yaml
+from engine.settings import Steps, Task
 from harness.errors import UsageError, nearest, one_of
-from harness.methods import method_named
-from harness.models import model_name, read_model
-from harness.schema import build, check_keys, convert, leaf_types
+from harness.models import model_name
+from harness.schema import build, check_keys, convert
+from harness.setting import SETTINGS, overriding, read_setting
 
 # Decided by sections of their own rather than under sweep or fixed; `model` may be swept as well.
 SECTION_OF = {"task": "task", "seed": "seeds", "model": "model", "steps": "steps"} | {
@@ -88,8 +87,7 @@ def load_experiment(path: str | Path, scale: str | None = None, overrides: Seque
 
 # Layers: mappings of sections in which sweep and fixed are flat, so that two of them can be laid over each other.
 
-_SETTINGS = leaf_types(TrialSettings)
-_SETTABLE = [key for key in _SETTINGS if key not in SECTION_OF]
+_SETTABLE = [key for key in SETTINGS if key not in SECTION_OF]
 _SECTIONS = ("title", "task", "model", "sweep", "exclude", "fixed", "steps", "seeds", "limits", "reference")
 
 
@@ -155,17 +153,12 @@ def _without(node: Node, keys: typing.AbstractSet[str]) -> Node:
 
 
 def _override(text: str) -> Node:
-    """One `key.path=value` as a layer: the value is YAML, the path leads through nested mappings."""
-    key_path, equals, value = text.partition("=")
-    place = f"--set {text}"
-    keys = key_path.strip().split(".")
-    if not equals or not all(keys):
-        raise UsageError(f"{place}: this is not path=value; write for example --set fixed.dtype=fp32")
-    if keys[0] == "scales":
-        raise UsageError(f"{place}: scales cannot be set here; choose one with --scale and set the keys it decides")
-    node = parse_yaml(value, place, lambda _line: place)
-    for key in reversed(keys):
-        node = Node({key: node}, place)
+    """One `key.path=value` as a layer."""
+    first, node = overriding(text, "fixed.dtype=fp32")
+    if first == "scales":
+        raise UsageError(
+            f"{node.place}: scales cannot be set here; choose one with --scale and set the keys it decides"
+        )
     return node
 
 
@@ -177,12 +170,12 @@ def _read(layer: Node, path: Path, scale: str | None) -> Experiment:
     where = f"{path} at scale {scale}" if scale else str(path)
 
     sweep = {
-        key: tuple(_setting(item, key, path) for item in _listed(node, f"sweep.{key}"))
+        key: tuple(read_setting(item, key, path.parent) for item in _listed(node, f"sweep.{key}"))
         for key, node in entries["sweep"].mapping("sweep").items()
     }
-    fixed = {key: _setting(node, key, path) for key, node in entries["fixed"].mapping("fixed").items()}
+    fixed = {key: read_setting(node, key, path.parent) for key, node in entries["fixed"].mapping("fixed").items()}
     if "model" in entries:
-        fixed = {"model": _setting(entries["model"], "model", path)} | fixed
+        fixed = {"model": read_setting(entries["model"], "model", path.parent)} | fixed
     for key in ("model", "method", "seq_len"):
         if key not in sweep and key not in fixed:
             choice = "model" if key == "model" else f"fixed.{key}"
@@ -215,43 +208,6 @@ def _listed(node: Node, what: str) -> list[Node]:
     return node.items()
 
 
-def _setting(node: Node, key: str, path: Path) -> Any:
-    """One value of one setting, of the right type and in range."""
-    if key == "model":
-        return read_model(node, path.parent)
-    if isinstance(node.value, list):
-        raise UsageError(f"{node.place}: {key} is a list; a setting takes one value, write a list under sweep.{key}")
-    value = convert(node, _SETTINGS[key], key)
-    try:
-        _check_range(key, value)
-    except ValueError as error:
-        raise UsageError(f"{node.place}: {error}") from error
-    return value
-
-
-_SAMPLE_MODEL = ModelShape(name="sample", layers=1, hidden=2, ffn=2, heads=1, kv_heads=1, head_dim=2, vocab=1)
-_SAMPLE = TrialSettings(task="train", method="burst", model=_SAMPLE_MODEL, seq_len=1)
-_DEFAULT_DATA = _SAMPLE.data
-
-
-def _check_range(key: str, value: Any) -> None:
-    """Raise ValueError when the setting cannot have this value, whatever the others are.
-
-    The settings classes judge: one harmless sample of them takes the value. A model's fields depend on each other
-    (heads on kv_heads), so they are judged when the plan puts them together.
-    """
-    if key == "method":
-        method_named(value)
-    elif key == "mask":
-        parse_mask(value)
-    elif key == "data" and value != _DEFAULT_DATA and not Path(value).is_file():
-        raise ValueError(f"data is {value!r}, which is no file here; give {_DEFAULT_DATA} or the path of a text file")
-    elif key.startswith("checkpoint."):
-        dataclasses.replace(Checkpoint(), **{key.removeprefix("checkpoint."): value})
-    elif "." not in key:
-        dataclasses.replace(_SAMPLE, **{key: value})
-
-
 def _seed(node: Node) -> int:
     seed: int = convert(node, int, "seeds")
     if seed < 0:
@@ -280,7 +236,7 @@ def _exclude(node: Node | None, path: Path) -> tuple[Mapping[str, tuple[Any, ...
 def _excluded(node: Node, key: str, path: Path) -> Any:
     if key == "model":
         return model_name(convert(node, str, "model"), path.parent)
-    return convert(node, _SETTINGS[key], key) if key in ("task", "seed") else _setting(node, key, path)
+    return convert(node, SETTINGS[key], key) if key in ("task", "seed") else read_setting(node, key, path.parent)
 
 
 def _reference(node: Node | None) -> dict[str, str]:
