@@ -12,7 +12,7 @@ V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +23,25 @@ from engine.attention.reference import dense_attention
 from engine.lm_head import plain_loss_sum
 from engine.settings import ModelShape
 
-Attend = Callable[..., tuple[Tensor, Any]]  # (q_BLND, k_BLKD, v_BLKD, stored=None) -> (out_BLND, lse)
+if TYPE_CHECKING:
+    from engine.attention.stored import Stored
+
+AttendCall = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q_BLND, k_BLKD, v_BLKD) -> (out_BLND, lse)
 Rotary = tuple[Tensor, Tensor]  # cos_LD, sin_LD over half of the head dim
-LayerFn = Callable[[Tensor, Rotary, Attend], Tensor]  # x_BLE -> x_BLE
-Activations = Callable[[LayerFn, Tensor, Rotary, Attend], Tensor]  # runs a layer, decides what backward will find
+LayerFn = Callable[[Tensor, Rotary, AttendCall], Tensor]  # x_BLE -> x_BLE
+Activations = Callable[[LayerFn, Tensor, Rotary, "Attend"], Tensor]  # runs a layer, decides what backward will find
 AddMLP = Callable[[nn.RMSNorm, "MLP", Tensor], Tensor]  # (norm, mlp, x_BLE) -> x + mlp(norm(x))
 LossSum = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden_TE, weight_VE, labels_T) -> sum of the losses
+
+
+class Attend(Protocol):
+    """Attention over the whole sequence, and how a part of its result is kept. See `engine.method.AttentionFn`."""
+
+    def __call__(
+        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, stored: Stored | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> Stored | None: ...
 
 
 def rotary_angles(positions_L: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> Rotary:
@@ -113,12 +126,17 @@ def activate(up_BLF: Tensor, gate_BLF: Tensor | None = None) -> Tensor:
     return F.gelu(up_BLF) if gate_BLF is None else F.silu(gate_BLF) * up_BLF
 
 
-def dense_causal(
-    q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, stored: tuple[Tensor, Any] | None = None
-) -> tuple[Tensor, Tensor]:
+class DenseCausal:
     """The default attention: dense, causal, one device. Plain autograd keeps its own intermediates, so a replay has no
-    use for `stored` and computes again."""
-    return dense_attention(q_BLND, k_BLKD, v_BLKD, Causal())
+    use for what is stored and computes again."""
+
+    def __call__(
+        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, stored: Stored | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return dense_attention(q_BLND, k_BLKD, v_BLKD, Causal())
+
+    def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> None:
+        return None
 
 
 def add_whole_mlp(norm: nn.RMSNorm, mlp: MLP, x_BLE: Tensor) -> Tensor:
@@ -144,14 +162,14 @@ class Block(nn.Module):
         self.attention = Attention(shape)
         self.mlp_norm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
         self.mlp = MLP(shape)
-        self.attend = dense_causal
+        self.attend = DenseCausal()
         self.activations = keep_all
         self.add_mlp = add_whole_mlp
 
     def forward(self, x_BLE: Tensor, rotary: Rotary) -> Tensor:
         return self.activations(self.layer, x_BLE, rotary, self.attend)
 
-    def layer(self, x_BLE: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+    def layer(self, x_BLE: Tensor, rotary: Rotary, attend: AttendCall) -> Tensor:
         """The layer's mathematics. Pure but for `attend`, so it may be run again to recompute activations."""
         out_BLND, _lse = attend(*self.attention.project(self.attention_norm(x_BLE), rotary))
         x_BLE = x_BLE + self.attention.output(out_BLND.flatten(-2))

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from engine import checkpoint
+from engine.checkpoint import set_activations
 from engine.initialise import initialise
 from engine.lm_head import fused_loss_sum, plain_loss_sum
 from engine.model import Attend, Decoder
@@ -36,8 +36,8 @@ def parallelize(model: Decoder, settings: TrialSettings, attend: Attend, mesh: D
     """Context parallelism, activation checkpointing, tiled MLP, loss fusion, then FSDP2 around all of them."""
     for block in model.blocks:
         block.attend = attend
-        block.activations = checkpoint.activations(settings.checkpoint)
         block.add_mlp = add_mlp_in(settings.mlp_tiles)
+    set_activations(settings.checkpoint, list(model.blocks))
     model.head.loss_sum = fused_loss_sum if settings.lm_head_fusion else plain_loss_sum
     shard_parameters(model, settings, mesh)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.attention.context import ContextParallel
 from engine.burst import METHOD
-from engine.checkpoint import activations
+from engine.checkpoint import set_activations
 from engine.model import Decoder
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 
@@ -43,7 +43,8 @@ def model_with(policy: str) -> tuple[Decoder, CountedAttention]:
     torch.nn.init.normal_(model.head.weight, std=0.1)
     attend = CountedAttention()
     for block in model.blocks:
-        block.attend, block.activations = attend, activations(POLICIES[policy])
+        block.attend = attend
+    set_activations(POLICIES[policy], list(model.blocks))
     return model, attend
 
 

@@ -1,0 +1,60 @@
+"""Attention that is computed by its first call and replayed by later ones, as far as its result was kept."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.attention.stored import Stored
+from engine.model import Attend
+from engine.offload import Kept, Store
+
+
+class AttendOnce:
+    """The attention of one layer in one forward.
+
+    It lives as long as that forward's graph, so several forwards may be open at once (gradient accumulation) and
+    backward may run repeatedly.
+
+    Args:
+        attend: the method's attention.
+        tail: fraction of the sequence, from its end, whose result is kept.
+        store: where it is kept.
+    """
+
+    def __init__(self, attend: Attend, tail: float, store: Store) -> None:
+        self._attend, self._tail, self._store = attend, tail, store
+        self._called = False
+        self._cut = 0
+        self._kept: Kept | None = None
+        self._ahead: Stored | None = None
+
+    def __call__(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
+        """(out, lse): computed and kept by the first call, replayed by the others."""
+        if not self._called:
+            self._called = True
+            out_BLND, lse_BNL = self._attend(q_BLND, k_BLKD, v_BLKD)
+            self._keep(self._attend.keep(out_BLND, lse_BNL, self._tail))
+            return out_BLND, lse_BNL
+        stored, self._ahead = self._ahead or self._fetched(), None
+        return self._attend(q_BLND, k_BLKD, v_BLKD, stored=stored)
+
+    def ahead(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
+        """A replay whose whole result is held for the next call, so that two in a row compute attention once."""
+        out_BLND, lse_BNL = self._attend(q_BLND, k_BLKD, v_BLKD, stored=self._fetched())
+        self._ahead = Stored(out_BLND.detach(), lse_BNL.detach())
+        return out_BLND, lse_BNL
+
+    def prefetch(self) -> None:
+        """A replay is near."""
+        if self._kept is not None and self._ahead is None:
+            self._kept.prefetch()
+
+    def _keep(self, stored: Stored | None) -> None:
+        if stored is not None:
+            self._cut, self._kept = stored.cut, self._store.put((stored.out_BLND, stored.lse_BNL))
+
+    def _fetched(self) -> Stored | None:
+        if self._kept is None:
+            return None
+        out_BLND, lse_BNL = self._kept.fetch()
+        return Stored(out_BLND, lse_BNL, self._cut)

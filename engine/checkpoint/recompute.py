@@ -1,0 +1,70 @@
+"""Layers that are computed again in backward, and where their inputs come from then."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from engine.checkpoint.attend_once import AttendOnce
+from engine.checkpoint.group import Group, Step
+from engine.model import Activations, Attend, AttendCall, LayerFn, Rotary
+from engine.offload import DeviceStore, HostStore, Store
+from engine.settings import Checkpoint
+
+
+class Recompute:
+    """The layers of one model, each computed again in backward. Evaluation keeps nothing.
+
+    torch's checkpoint is handed no tensor but RoPE's tables, which all layers share, since what it is given it keeps.
+    The layer's input comes from a source, which gives what the forward gave it once and asks the group afterwards.
+    """
+
+    def __init__(self, settings: Checkpoint, layers: int) -> None:
+        host = HostStore()
+        self.inputs: Store = host if settings.offload in ("inputs", "all") else DeviceStore()
+        self.attention: Store = host if settings.offload == "all" else DeviceStore()
+        self._settings, self._layers = settings, layers
+        self._group: Group | None = None  # that the running forward is filling
+
+    def of_layer(self, index: int, block: nn.Module) -> Activations:
+        """The activations of layer `index`, whose parameters are those of `block`."""
+        return partial(self._run, index, block)
+
+    def _run(
+        self, index: int, block: nn.Module, layer: LayerFn, x_BLE: Tensor, rotary: Rotary, attend: Attend
+    ) -> Tensor:
+        if not torch.is_grad_enabled():
+            return layer(x_BLE, rotary, attend)
+        if index % self._settings.every == 0:
+            self._group = Group(x_BLE, self.inputs, previous=self._group if index else None)
+        assert self._group is not None, "layers run in order"
+        once = AttendOnce(attend, self._settings.tail, self.attention)
+        place = self._group.add(Step(block=block, layer=layer, rotary=rotary, attend=once))
+        source = _Source(x_BLE, self._group, place)
+        if index + 1 == self._layers:
+            self._group = None  # from here on the graph alone holds what is kept
+        # No dropout anywhere, so no random state to restore.
+        return checkpoint(_layer_from, source, layer, rotary, once, use_reentrant=False, preserve_rng_state=False)
+
+
+class _Source:
+    """Input of a layer: once what the forward hands it, afterwards what its group computes."""
+
+    def __init__(self, given_BLE: Tensor, group: Group, place: int) -> None:
+        self._given: Tensor | None = given_BLE
+        self._requires_grad = given_BLE.requires_grad
+        self._group, self._place = group, place
+
+    def __call__(self) -> Tensor:
+        if self._given is not None:
+            given_BLE, self._given = self._given, None
+            return given_BLE
+        # The same tensors are saved again only if the input asks for a gradient as it did; nothing flows to it.
+        return self._group.input(self._place).detach().requires_grad_(self._requires_grad)
+
+
+def _layer_from(source: _Source, layer: LayerFn, rotary: Rotary, attend: AttendCall) -> Tensor:
+    return layer(source(), rotary, attend)
