@@ -1,6 +1,6 @@
 """Launchers: start the ranks of one trial, watch them, end them, and say how it went.
 
-One interface serves one machine without Ray (`local`), embedded Ray (`ray`), and later a Ray cluster.
+One interface serves one machine without Ray (`local`), embedded Ray, and a Ray cluster over SSH (both `ray`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,16 @@ from harness.record import Status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One host's share of a job over several: consecutive ranks, and where all ranks meet."""
+
+    first_rank: int
+    ranks: int  # the same number on every host of a job
+    address: str  # of the host that rank 0 runs on
+    port: int  # reserved there
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """One trial to execute: `ranks` processes of `command`, torchrun-style environment added per rank."""
 
@@ -24,7 +34,15 @@ class Job:
     environment: dict[str, str] = field(default_factory=dict)  # added to every rank's
     deadline_seconds: float = 1200.0
     grace_seconds: float | None = None  # from SIGTERM to SIGKILL when asked to stop; None: the launcher's usual few
-    emulate_nodes: int = 1  # logical nodes the host's ranks are split into
+    emulate_nodes: int = 1  # logical nodes the ranks are split into
+    part: Part | None = None  # None: all ranks, on one host
+
+    @property
+    def own_ranks(self) -> range:
+        """The ranks that the host which is given this job starts."""
+        if self.part is None:
+            return range(self.ranks)
+        return range(self.part.first_rank, self.part.first_rank + self.part.ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,18 +54,28 @@ def _with_users(values: Iterable[Value], user: Mapping[str, str]) -> dict[str, s
     return variables(overlaid(values, own, by="set in the shell burst was started from", origin="user"))
 
 
-def rank_environment(rank: int, *, ranks: int, port: int, emulate_nodes: int = 1) -> dict[str, str]:
-    """What torchrun would set for one rank of a job whose ranks are all on this host.
+def rank_environment(
+    rank: int,
+    *,
+    ranks: int,
+    port: int,
+    emulate_nodes: int = 1,
+    address: str = "127.0.0.1",
+    host_ranks: int | None = None,
+) -> dict[str, str]:
+    """What torchrun would set for one rank of a job: by default all its `ranks` are on this host, else consecutive
+    `host_ranks` of them on each host, and rank 0 on the host with `address`.
 
     With `emulate_nodes` above 1, consecutive ranks form that many logical nodes: NCCL takes hosts with different
     NCCL_HOSTID for different machines. The device index (LOCAL_RANK) stays that of the real host.
     """
+    host_ranks = host_ranks or ranks
     environment = {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank % host_ranks),
         "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
+        "LOCAL_WORLD_SIZE": str(host_ranks),
+        "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
     }
     if emulate_nodes > 1:

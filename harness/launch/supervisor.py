@@ -63,12 +63,20 @@ class Supervisor:
     def run(self, job: Job, on_progress: Progress | None = None) -> Outcome:
         """Execute one job to its end; see `harness.launch.Launcher.run`."""
         started = time.monotonic()
+        status, reason = judge(job, self.watch(job, on_progress))
+        return Outcome(
+            status=status, reason=reason, wall_seconds=time.monotonic() - started, hosts=[socket.gethostname()]
+        )
+
+    def watch(self, job: Job, on_progress: Progress | None = None) -> Watched:
+        """Execute one job, or this host's part of one, to its end, and say what was seen of it."""
+        started = time.monotonic()
         self._cancel.clear()
         kills_before = oom_kills()
         watched = Watched()
         (job.trial_dir / "logs").mkdir(parents=True, exist_ok=True)
         try:
-            with reserve_port() as port:
+            with _meeting_port(job) as port:
                 server = self._server_for(job)
                 try:
                     self._start_ranks(server, job, port)
@@ -82,10 +90,7 @@ class Supervisor:
             self.close()
             raise
         watched.oom_killed = oom_kills() > kills_before
-        status, reason = judge(job, watched)
-        return Outcome(
-            status=status, reason=reason, wall_seconds=time.monotonic() - started, hosts=[socket.gethostname()]
-        )
+        return watched
 
     def cancel(self) -> None:
         """End the running job, if any; its outcome is then `interrupted`."""
@@ -111,8 +116,15 @@ class Supervisor:
     def _start_ranks(self, server: ForkServer, job: Job, port: int) -> None:
         logs = (job.trial_dir / "logs").absolute()
         of_trial = trial_environment(str(logs), {**self._environment, **job.environment})
-        for rank in range(job.ranks):
-            own = rank_environment(rank, ranks=job.ranks, port=port, emulate_nodes=job.emulate_nodes)
+        for rank in job.own_ranks:
+            own = rank_environment(
+                rank,
+                ranks=job.ranks,
+                port=port,
+                emulate_nodes=job.emulate_nodes,
+                address=job.part.address if job.part else "127.0.0.1",
+                host_ranks=len(job.own_ranks),
+            )
             server.start(rank, job.command, {**of_trial, **own}, logs / f"rank{rank}.log")
 
     def _watch(
@@ -127,7 +139,7 @@ class Supervisor:
                 watched.progress = line
                 if on_progress is not None:
                     on_progress(line)
-            if len(watched.exits) == job.ranks:
+            if len(watched.exits) == len(job.own_ranks):
                 return
             if self._cancel.is_set():
                 watched.cancelled = True
@@ -152,9 +164,9 @@ class Supervisor:
             return []
         exits, asked = list(watched.exits), time.monotonic()
         with contextlib.suppress(ServerLost):  # `sweep` meets it too, and tells
-            if len(exits) < job.ranks:
+            if len(exits) < len(job.own_ranks):
                 server.terminate()
-            while len(exits) < job.ranks:
+            while len(exits) < len(job.own_ranks):
                 failed = any(end.returncode for end in exits) or any(_error_files(job))
                 patience = self._patience.terminate if failed or job.grace_seconds is None else job.grace_seconds
                 if time.monotonic() >= asked + patience:
@@ -166,6 +178,16 @@ class Supervisor:
 def _error_files(job: Job) -> Iterator[Path]:
     """What failing ranks have left so far."""
     return (job.trial_dir / ERRORS_DIRECTORY).glob("rank*.json")
+
+
+@contextlib.contextmanager
+def _meeting_port(job: Job) -> Iterator[int]:
+    """The port all ranks meet at: reserved here, unless the job's first host has done so already."""
+    if job.part is not None:
+        yield job.part.port
+        return
+    with reserve_port() as port:
+        yield port
 
 
 def _exits(events: list[dict[str, object]]) -> list[Exit]:

@@ -102,3 +102,15 @@ def test_secrets_are_redacted_by_their_names():
         **dict.fromkeys(sorted(secrets), "<redacted>"),
         "NCCL_DEBUG": "INFO",
     }
+
+
+def test_ranks_of_a_job_over_hosts_meet_on_the_first_host_and_count_locally():
+    environment = rank_environment(3, ranks=4, port=29500, address="10.0.0.1", host_ranks=2)
+    assert environment == {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+    }
