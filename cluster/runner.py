@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,12 +26,26 @@ class Completed:
 
 
 class Runner(Protocol):
-    """One host, ready to run commands."""
+    """One host, ready to run commands: program and arguments, no shell unless the program is one.
 
-    def run(self, command: Sequence[str], *, stdin: str = "", deadline_seconds: float) -> Completed:
-        """Run program and arguments (no shell unless the program is one) and wait for both streams and the status.
+    `stdin` is fed as text, or piece by piece as its source gives them, from a thread beside. Both methods raise
+    Unreachable when the connection breaks. `cluster.transfer.put` sends files.
+    """
 
-        Raises Unreachable when the connection breaks.
+    def run(self, command: Sequence[str], *, stdin: str | Iterable[bytes] = "", deadline_seconds: float) -> Completed:
+        """Wait for both streams and the status."""
+        ...
+
+    def stream(
+        self,
+        command: Sequence[str],
+        on_line: Callable[[str], None],
+        *,
+        stdin: str | Iterable[bytes] = "",
+        deadline_seconds: float,
+    ) -> int | None:
+        """Hand on each line of both streams, as it is printed and however many come; the exit status, None when the
+        deadline passed. `on_line` is called from another thread; what it raises closes the streams and is raised here.
         """
         ...
 

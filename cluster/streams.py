@@ -1,31 +1,40 @@
-"""Collecting the output of a command: both streams at once, up to a size and a point in time."""
+"""The streams of a command: read side by side up to a point in time, collected up to a size or handed on by lines."""
 
 from __future__ import annotations
 
+import codecs
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 _CHUNK_BYTES = 65536
+MAX_LINE_CHARACTERS = 2**20  # a stream without line breaks is handed on in pieces of this length
+
+
+class Reader(Protocol):
+    """Reads one stream to its end in some thread."""
+
+    def drain(self) -> bool:
+        """Read until the stream ends; False when it was left before, because it is too long."""
+        ...
 
 
 class Collector:
-    """Reads a stream to its end in some thread, while another may look at what has come so far."""
+    """Keeps what a stream said, while another thread may look at what has come so far."""
 
     def __init__(self, read: Callable[[int], bytes], limit_bytes: int) -> None:
         self._read = read
         self._limit_bytes = limit_bytes
         self._content = bytearray()
-        self.overflowed = False
 
-    def drain(self) -> None:
-        """Read until the stream ends or the limit is reached."""
+    def drain(self) -> bool:
         while chunk := self._read(_CHUNK_BYTES):
             self._content += chunk[: self._limit_bytes - len(self._content)]
             if len(self._content) >= self._limit_bytes:
-                self.overflowed = True
-                return
+                return False
+        return True
 
     @property
     def text(self) -> str:
@@ -33,24 +42,60 @@ class Collector:
         return bytes(self._content).decode("utf-8", errors="replace")
 
 
-def drain_all(collectors: Sequence[Collector], ends_at: float) -> bool:
+class LineReader:
+    """Hands on each line as it comes, without its line break and however long the whole gets."""
+
+    def __init__(self, read: Callable[[int], bytes], on_line: Callable[[str], None]) -> None:
+        self._read = read
+        self._on_line = on_line
+
+    def drain(self) -> bool:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        rest = ""
+        while chunk := self._read(_CHUNK_BYTES):
+            *lines, rest = (rest + decoder.decode(chunk)).split("\n")
+            for line in lines:
+                self._on_line(line.removesuffix("\r"))
+            if len(rest) > MAX_LINE_CHARACTERS:
+                self._on_line(rest)
+                rest = ""
+        rest += decoder.decode(b"", final=True)
+        if rest:
+            self._on_line(rest.removesuffix("\r"))
+        return True
+
+
+def chunks(stdin: str | Iterable[bytes]) -> Iterator[bytes]:
+    """What a command is fed: a text whole, or pieces as their source gives them."""
+    if isinstance(stdin, str):
+        yield stdin.encode()
+    else:
+        yield from stdin
+
+
+def drain_all(readers: Sequence[Reader], ends_at: float) -> bool:
     """Drain all of them side by side; True when every stream ended before `ends_at` (monotonic) and within its limit.
 
     A command whose one stream is full and unread would block, hence a thread each. The threads of streams that do not
-    end are left to end with their stream.
+    end are left to end with their stream. What a reader raises, as a line's receiver may, is raised here.
     """
-    finished: queue.SimpleQueue[Collector] = queue.SimpleQueue()
+    finished: queue.SimpleQueue[bool | BaseException] = queue.SimpleQueue()
 
-    def body(collector: Collector) -> None:
-        collector.drain()
-        finished.put(collector)
-
-    for collector in collectors:
-        threading.Thread(target=body, args=(collector,), daemon=True).start()
-    for _ in collectors:
+    def body(reader: Reader) -> None:
         try:
-            if finished.get(timeout=max(0.0, ends_at - time.monotonic())).overflowed:
-                return False
+            finished.put(reader.drain())
+        except BaseException as error:  # noqa: BLE001 - handed over, not hidden
+            finished.put(error)
+
+    for reader in readers:
+        threading.Thread(target=body, args=(reader,), daemon=True).start()
+    for _ in readers:
+        try:
+            ended = finished.get(timeout=max(0.0, ends_at - time.monotonic()))
         except queue.Empty:
+            return False
+        if isinstance(ended, BaseException):
+            raise ended
+        if not ended:
             return False
     return True
