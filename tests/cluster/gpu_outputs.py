@@ -1,0 +1,66 @@
+"""Nodes with several GPUs, made of the outputs of one (see outputs/README.md)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from cluster.checks import BoardCheck, Check
+from cluster.probe import Output
+from cluster.profiles import Board, find, load_profiles
+from cluster.site import GpuExpectation, Site
+from cluster.verdict import Verdict
+
+OUTPUTS = Path(__file__).parent / "outputs"
+MODELS = ("a100", "a800", "h100", "h200")
+BUSES = ("07", "0F", "47", "4E", "87", "90", "B7", "BD")
+NAMES = {
+    "a100": "NVIDIA A100-SXM4-80GB",
+    "a800": "NVIDIA A800-SXM4-80GB",
+    "h100": "NVIDIA H100 80GB HBM3",
+    "h200": "NVIDIA H200",
+}
+EIGHT = Site(gpus=GpuExpectation(count=8))
+STRANGER = Board(name="NVIDIA L40S", count=8)
+
+
+def board(model: str, count: int = 8) -> Board:
+    return Board(name=NAMES[model], count=count, profile=find(NAMES[model], load_profiles()))
+
+
+def report(model: str, broken: Callable[[str], str] = lambda gpu: gpu, count: int = 8) -> str:
+    """What nvidia-smi -q prints for `count` GPUs, of which the third is `broken`."""
+    text = (OUTPUTS / f"{model}_q.txt").read_text()
+    start = text.index("GPU 00000000:")
+    gpus = [text[start:].replace("00000000:07:00.0", f"00000000:{BUSES[n]}:00.0") for n in range(count)]
+    gpus[min(2, count - 1)] = broken(gpus[min(2, count - 1)])
+    return text[:start] + "".join(gpus)
+
+
+def nvlink(model: str, form: str, broken: Callable[[str], str] = lambda gpu: gpu, count: int = 8) -> str:
+    """What nvidia-smi nvlink -s or -e prints for `count` GPUs, of which the third is `broken`."""
+    text = (OUTPUTS / f"{model}_nvlink_{form}.txt").read_text()
+    gpus = [text.replace("GPU 0:", f"GPU {n}:") for n in range(count)]
+    gpus[min(2, count - 1)] = broken(gpus[min(2, count - 1)])
+    return "".join(gpus)
+
+
+def setting(path: str, value: str) -> Callable[[str], str]:
+    """Changes one entry of a report, found by the headings above it."""
+
+    def change(text: str) -> str:
+        *headings, key = path.split("/")
+        at = 0
+        for heading in headings:
+            at = text.index(f" {heading}", at)
+        changed, times = re.subn(rf"(\n +{re.escape(key)} +: ).*", rf"\g<1>{value}", text[at:], count=1)
+        assert times == 1, path
+        return text[:at] + changed
+
+    return change
+
+
+def judge(check: Check | BoardCheck, text: str, site: Site, gpus: Board, exit_status: int = 0) -> Verdict:
+    output = Output(text=text, exit_status=exit_status)
+    return check.judge(output, site, gpus) if isinstance(check, BoardCheck) else check.judge(output, site)

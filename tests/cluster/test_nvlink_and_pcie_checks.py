@@ -1,0 +1,140 @@
+"""Links between GPUs and to their host, judged on the outputs of four models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from cluster.checks import fabric_manager, nvlink, pcie
+from cluster.local import LocalRunner
+from cluster.probe import Output, parse_outputs, render_script
+from cluster.profiles import NO_GPUS
+from cluster.site import Site
+from tests.cluster import gpu_outputs
+from tests.cluster.gpu_outputs import EIGHT, MODELS, OUTPUTS, STRANGER, board
+
+LINKS = {"a100": 12, "a800": 8, "h100": 18, "h200": 18}
+
+
+def links(model: str, status: Callable[[str], str] = str, errors: Callable[[str], str] = str, count: int = 8) -> Output:
+    counted = gpu_outputs.nvlink(model, "e", errors, count)
+    shown = "\n".join(line for line in counted.splitlines() if not line.endswith(": 0"))
+    return Output(text=gpu_outputs.nvlink(model, "s", status, count) + "errors\n" + shown)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_all_links_up_without_errors_is_ok(model: str) -> None:
+    verdict = nvlink.judge(links(model), EIGHT, board(model))
+    assert (verdict.level, verdict.summary) == ("ok", f"{LINKS[model]} links up on each of 8 GPUs")
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("how", ["inactive", "absent", "still"])
+def test_one_link_less_fails_and_is_named(model: str, how: str) -> None:
+    speed = "26.562 GB/s" if model.startswith("h") else "25 GB/s"
+    line = f"\t Link 3: {speed}\n"
+    other = {"inactive": "\t Link 3: <inactive>\n", "absent": "", "still": "\t Link 3: 0 GB/s\n"}[how]
+    verdict = nvlink.judge(links(model, lambda gpu: gpu.replace(line, other)), EIGHT, board(model))
+    assert (verdict.level, verdict.action) == ("fail", "reset")
+    assert f"GPU 2 has {LINKS[model] - 1} of {LINKS[model]} links up" in verdict.summary
+    assert ("(down: 3)" in verdict.summary) == (how != "absent")
+
+
+@pytest.mark.parametrize(("errors", "level"), [(4, "ok"), (5, "warn")])
+def test_five_errors_are_worth_a_look_and_counted(errors: int, level: str) -> None:
+    change = f"Link 17: Replay Errors: {errors}"
+    verdict = nvlink.judge(
+        links("h200", errors=lambda gpu: gpu.replace("Link 17: Replay Errors: 0", change)), EIGHT, board("h200")
+    )
+    assert verdict.level == level
+    assert verdict.facts["counters"]["gpu2 errors"] == errors  # type: ignore[index]
+
+
+def test_a_lone_gpu_needs_no_links_but_the_last_of_eight_does() -> None:
+    alone = Output(text="GPU 0: NVIDIA H200 (UUID: GPU-1)\n\t Link 0: <inactive>\nerrors\n")
+    assert nvlink.judge(alone, Site(), board("h200", 1)).level == "ok"
+    assert nvlink.judge(alone, EIGHT, board("h200", 1)).level == "fail"
+
+
+def test_links_of_an_unknown_model_are_unknown() -> None:
+    assert nvlink.judge(links("h100"), EIGHT, STRANGER).level == "unknown"
+
+
+def test_the_probe_leaves_zeros_on_the_node_and_survives_drivers_without_counters(
+    install_nvidia_smi: Callable[[str], object],
+) -> None:
+    install_nvidia_smi(f'case $2 in -s) cat {OUTPUTS}/h200_nvlink_s.txt ;; -e) echo "not supported"; exit 3 ;; esac')
+    done = LocalRunner().run(["sh", "-s"], stdin=render_script({"nvlink": nvlink.PROBE}, "abc"), deadline_seconds=30)
+    output = parse_outputs(done.stdout, "abc")["nvlink"]
+    assert output.exit_status == 0
+    assert nvlink.judge(output, Site(), board("h200", 1)).level == "ok"
+    assert output.text.splitlines()[-2:] == ["errors", "no counters: not supported"]
+
+
+def devices(width: str, highest_width: str, speed: str, highest: str) -> Output:
+    """What sysfs says of eight GPUs, of which the third differs."""
+    rows = [f"gpu 0000:{bus}:00.0|16|16|32.0 GT/s PCIe|32.0 GT/s PCIe" for bus in gpu_outputs.BUSES]
+    rows[2] = f"gpu 0000:47:00.0|{width}|{highest_width}|{speed}|{highest}"
+    return Output(text="\n".join([*rows, "end"]))
+
+
+@pytest.mark.parametrize(
+    ("model", "row", "level", "words"),
+    [
+        ("h200", ("16", "16", "32.0 GT/s PCIe", "32.0 GT/s PCIe"), "ok", "8 GPUs at generation 5"),
+        ("h200", ("8", "16", "32.0 GT/s PCIe", "32.0 GT/s PCIe"), "fail", "8 of 16 lanes"),
+        ("a800", ("8", "16", "16.0 GT/s PCIe", "16.0 GT/s PCIe"), "ok", "with 8 lanes or more"),
+        ("a800", ("4", "16", "16.0 GT/s PCIe", "16.0 GT/s PCIe"), "fail", "4 of 8 lanes"),
+        ("a100", ("16", "16", "16.0 GT/s PCIe", "16.0 GT/s PCIe"), "ok", "generation 4"),
+        ("a100", ("16", "16", "8.0 GT/s PCIe", "8.0 GT/s PCIe"), "fail", "generation 3, its model does 4"),
+        ("h100", ("16", "16", "2.5 GT/s PCIe", "32.0 GT/s PCIe"), "warn", "again under load"),
+        ("h100", ("63", "63", "Unknown", "Unknown"), "unknown", "--skip pcie"),
+        ("h100", ("16", "16", "Unknown", "Unknown"), "unknown", "unknown speed"),
+        ("h100", ("?", "?", "?", "?"), "unknown", "cannot be read"),
+    ],
+)
+def test_lanes_and_generation_are_those_of_the_model(
+    model: str, row: tuple[str, str, str, str], level: str, words: str
+) -> None:
+    verdict = pcie.judge(devices(*row), EIGHT, board(model))
+    assert verdict.level == level
+    assert words in verdict.summary
+
+
+def test_pcie_of_an_unknown_model_is_unknown_and_of_no_gpu_ok() -> None:
+    healthy = devices("16", "16", "32.0 GT/s PCIe", "32.0 GT/s PCIe")
+    assert pcie.judge(healthy, EIGHT, STRANGER).level == "unknown"
+    assert pcie.judge(Output(text="end"), Site(), NO_GPUS).level == "ok"
+    assert pcie.judge(Output(text="end"), EIGHT, NO_GPUS).level == "unknown"
+
+
+def service(state: str, init: str = "systemd", process: str = "no") -> Output:
+    return Output(text=f"service {state}\ninit {init}\nprocess {process}")
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("output", "level"),
+    [
+        (service("active"), "ok"),
+        (service("inactive"), "fail"),
+        (service("failed"), "fail"),
+        (service(""), "fail"),
+        (service("inactive", process="yes"), "ok"),
+    ],
+)
+def test_boards_with_switches_need_their_fabric_manager(output: Output, level: str, model: str) -> None:
+    assert fabric_manager.judge(output, EIGHT, board(model)).level == level
+
+
+def test_in_a_container_the_boards_own_word_counts_where_it_has_one() -> None:
+    hidden = service("", init="other")
+    assert fabric_manager.judge(hidden, EIGHT, board("h100")).level == "ok"
+    assert fabric_manager.judge(hidden, EIGHT, board("a800")).level == "unknown"
+
+
+def test_a_lone_gpu_and_none_need_no_fabric_manager() -> None:
+    assert fabric_manager.judge(service("inactive"), Site(), board("h200", 1)).level == "ok"
+    assert fabric_manager.judge(service("inactive"), Site(), NO_GPUS).level == "ok"
+    assert fabric_manager.judge(service("inactive"), EIGHT, STRANGER).level == "unknown"
