@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -16,13 +17,18 @@ Answer = TypeVar("Answer")
 GRACE_SECONDS = 2.0  # for a node's own deadline to be noticed before ours
 
 
-def on_each(
-    nodes: Sequence[Node], work: Callable[[Node], Answer], seconds: float
-) -> Iterator[tuple[Node, Answer | Unreachable]]:
-    """Answers as they come; after `seconds` and a little grace, `Unreachable` for the nodes that gave none.
+# Each node at work has a few threads of ours. More nodes at once would not be quicker where all of them answer.
+AT_ONCE = 256
 
-    Each node has a thread that nothing waits for at exit: a name server or a kernel that hangs holds up nobody.
-    `work` may raise Unreachable, which is an answer; anything else it raises is raised here.
+
+def on_each(
+    nodes: Sequence[Node], work: Callable[[Node], Answer], seconds: float, at_once: int = AT_ONCE
+) -> Iterator[tuple[Node, Answer | Unreachable]]:
+    """Answers as they come; `Unreachable` for a node that gave none for `seconds`, and a little grace, from its start.
+
+    At most `at_once` nodes are at work; a node's time begins when its turn comes. Each has a thread that nothing waits
+    for at exit: a name server or a kernel that hangs holds up nobody. `work` may raise Unreachable, which is an answer;
+    anything else it raises is raised here.
     """
     answers: queue.SimpleQueue[tuple[int, Answer | BaseException]] = queue.SimpleQueue()
 
@@ -32,21 +38,24 @@ def on_each(
         except BaseException as error:  # noqa: BLE001 - handed over, not hidden
             answers.put((number, error))
 
-    waiting = set(range(len(nodes)))
-    for number in waiting:
-        threading.Thread(target=body, args=(number,), daemon=True).start()
-    ends_at = time.monotonic() + seconds + GRACE_SECONDS
-    while waiting:
+    queued = deque(range(len(nodes)))
+    ends_at: dict[int, float] = {}  # of the nodes at work, in the order they started: the first is the next to be late
+    while queued or ends_at:
+        while queued and len(ends_at) < at_once:
+            number = queued.popleft()
+            ends_at[number] = time.monotonic() + seconds + GRACE_SECONDS
+            threading.Thread(target=body, args=(number,), daemon=True).start()
+        late = next(iter(ends_at))
         try:
-            number, answer = answers.get(timeout=max(0.0, ends_at - time.monotonic()))
+            number, answer = answers.get(timeout=max(0.0, ends_at[late] - time.monotonic()))
         except queue.Empty:
-            break
+            del ends_at[late]
+            problem = f"no answer within {seconds:g} s; check that the node is up, or raise --timeout"
+            yield nodes[late], Unreachable(problem)
+            continue
+        if number not in ends_at:  # it was given up before it answered
+            continue
         if isinstance(answer, BaseException) and not isinstance(answer, Unreachable):
             raise answer
-        waiting.discard(number)
+        del ends_at[number]
         yield nodes[number], answer
-    for number in sorted(waiting):
-        yield (
-            nodes[number],
-            Unreachable(f"no answer within {seconds:g} s; check that the node is up, or raise --timeout"),
-        )
