@@ -102,13 +102,16 @@ class RunDirectory:
 
 
 @contextlib.contextmanager
-def opened_for_writing(path: Path, *, resume: bool) -> Iterator[tuple[RunDirectory, Path | None]]:
+def opened_for_writing(
+    path: Path, *, resume: bool, marker: str = RUN_FILE
+) -> Iterator[tuple[RunDirectory, Path | None]]:
     """Hold DIR against other runs. Yields it, and where an earlier run went that was not to be resumed (else None).
 
-    Raises UsageError when another run holds DIR, when there is nothing to resume, or when DIR holds something that is
-    not a run: that is neither overwritten nor moved.
+    `marker` is the file that makes a directory one of a run of this kind. Raises UsageError when another run holds DIR,
+    when there is nothing to resume, or when DIR holds something that is not a run: that is neither overwritten nor
+    moved.
     """
-    is_run = os.path.exists(path / RUN_FILE)
+    is_run = os.path.exists(path / marker)
     if resume and not is_run:
         raise UsageError(f"{path} holds no run to resume; leave --resume out, or name its directory with --out")
     make_writable(path)
@@ -122,7 +125,7 @@ def opened_for_writing(path: Path, *, resume: bool) -> Iterator[tuple[RunDirecto
                 f"{path} is the working directory, so the run in it is not moved aside; start from elsewhere"
             )
         with _lock(path):
-            moved = _free_name(path)
+            moved = free_name(path)
             make_writable(moved.parent)
             path.rename(moved)
         make_writable(path)
@@ -152,7 +155,8 @@ def _lock(directory: Path) -> Iterator[None]:
         yield
 
 
-def _free_name(path: Path) -> Path:
+def free_name(path: Path) -> Path:
+    """A name beside `path` that nothing has, for what is moved aside."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for number in range(1, 1000):
         candidate = path.with_name(f"{path.name}.{stamp}" + (f"-{number}" if number > 1 else ""))

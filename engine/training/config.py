@@ -19,9 +19,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.warmup < 0:
-            raise ValueError(f"schedule.warmup is {self.warmup}; give 0 steps or more")
+            raise ValueError(f"lr_schedule.warmup is {self.warmup}; give 0 steps or more")
         if not 0 <= self.minimum <= 1:
-            raise ValueError(f"schedule.minimum is {self.minimum:g}; give a part of learning_rate, from 0 to 1")
+            raise ValueError(f"lr_schedule.minimum is {self.minimum:g}; give a part of learning_rate, from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ class TrainingConfig:
     settings: TrialSettings
     steps: int
     optimizer: Recipe = field(default_factory=Recipe)
-    schedule: Schedule = field(default_factory=Schedule)
+    lr_schedule: Schedule = field(default_factory=Schedule)
     evaluate: Evaluation = field(default_factory=Evaluation)
     save: Saving = field(default_factory=Saving)
     metrics: MetricsChoice = field(default_factory=MetricsChoice)
@@ -78,9 +78,10 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps is {self.steps}; give at least 1")
-        if self.schedule.warmup > self.steps:
-            raise ValueError(f"schedule.warmup is {self.schedule.warmup}, which is more than the {self.steps} steps; "
-                             "give fewer")  # fmt: skip
+        if self.lr_schedule.warmup > self.steps:
+            raise ValueError(
+                f"lr_schedule.warmup is {self.lr_schedule.warmup}, which is more than the {self.steps} steps; give fewer"
+            )
 
     @property
     def sequences_per_step(self) -> int:

@@ -21,7 +21,7 @@ from engine.atomic import write_atomic
 
 MANIFEST_FILE = "checkpoint.json"
 LATEST_FILE = "latest"
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-\d{8,}")
 # Written aside or on their way out. Only the run that holds the directory makes them, so it may sweep them.
 _ASIDE = re.compile(r"\.step-\d{8,}\.(part|old)")
 
@@ -43,6 +43,11 @@ def checkpoint_path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(path.name.removeprefix("step-"))
+
+
 def aside_path(directory: Path, step: int) -> Path:
     """Where a checkpoint is written before it is whole."""
     return directory / f".step-{step:08d}.part"
@@ -52,8 +57,8 @@ def checkpoints(directory: Path) -> list[Path]:
     """All checkpoints, newest first, whole or not."""
     if not directory.is_dir():
         return []
-    named = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(named, reverse=True)]
+    named = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(named, key=step_of, reverse=True)
 
 
 def read_manifest(path: Path) -> Manifest:

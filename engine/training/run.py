@@ -88,7 +88,7 @@ class TrainingRun:
     def _step(self, on_progress: OnProgress) -> bool:
         """One optimizer step and its line of metrics; whether any rank was asked to stop."""
         config, task = self.config, self.task
-        rate = learning_rate(self.steps_done, config.steps, config.settings.learning_rate, config.schedule)
+        rate = learning_rate(self.steps_done, config.steps, config.settings.learning_rate, config.lr_schedule)
         for group in task.optimizer.param_groups:
             group["lr"] = rate
         task.cp.traffic.reset()

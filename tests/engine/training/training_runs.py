@@ -27,7 +27,7 @@ def config(**changes: Any) -> TrainingConfig:
         "task": "train", "method": "burst", "model": SHAPE, "seq_len": 32, "batch_size": 2, "dtype": "fp32",
         "learning_rate": 0.01, "checkpoint": Checkpoint(every=0),
     }  # fmt: skip
-    own = {"steps": 6, "schedule": Schedule(warmup=2), "save": Saving(every=2), "evaluate": Evaluation(every=3)}
+    own = {"steps": 6, "lr_schedule": Schedule(warmup=2), "save": Saving(every=2), "evaluate": Evaluation(every=3)}
     for name, value in changes.items():
         (settings if name in TrialSettings.__dataclass_fields__ and name != "steps" else own)[name] = value
     return TrainingConfig(settings=TrialSettings(**settings), **own)

@@ -1,0 +1,98 @@
+"""`burst train`: train a model on real data; checkpoints, metrics, and going on after any end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from harness.commands import command_line
+from harness.errors import UsageError
+from harness.launch.choose import LAUNCHERS, default_launcher, make_launcher
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Train:
+    help = "train a model on real data; Ctrl-C saves first, and --resume goes on from there"
+    forwards = False
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="training configuration")
+        parser.add_argument(
+            "--set", dest="overrides", action="append", default=[], metavar="PATH=VALUE",
+            help="replace one value, such as save.every=100; may be repeated",
+        )  # fmt: skip
+        parser.add_argument("--launcher", choices=LAUNCHERS, help="default: ray where it is installed, else local")
+        parser.add_argument(
+            "--out", type=Path, metavar="DIR", help="where everything goes (default: results/runs/<configuration>)"
+        )
+        parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in DIR")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from rich.console import Console
+
+        from harness.machine import discover
+        from harness.provenance import commit
+        from harness.training import Start, interruption, train
+        from harness.training_file import load_training
+        from harness.training_progress import TrainingView
+
+        file = load_training(arguments.config, arguments.overrides)
+        _check_packages(file.config.metrics.tensorboard)
+        with contextlib.closing(make_launcher(arguments.launcher or default_launcher())) as launcher:
+            start = Start(
+                machine=discover(),
+                launcher=launcher,
+                run_dir=arguments.out or Path("results", "runs", arguments.config.stem),
+                resume=arguments.resume,
+                commit=commit(),
+                again=command_line(arguments),
+            )
+            with TrainingView(Console(stderr=True), file.config.steps) as view, _announced(view.say):
+                try:
+                    code = train(file.config, start, view, view.say)
+                except KeyboardInterrupt:
+                    view.say(interruption(start))
+                    return 1
+        if code == 0:
+            print(f"Trained: {start.run_dir}")
+        return code
+
+
+def _check_packages(tensorboard: bool) -> None:
+    if tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise UsageError(
+            "metrics.tensorboard is true, but the tensorboard package is not installed; install it with: "
+            "pip install 'burst-harness[train]', or set metrics.tensorboard to false"
+        )
+
+
+@contextlib.contextmanager
+def _announced(say: Callable[[str], None]) -> Iterator[None]:
+    """Within the block the first request to stop says what happens next; it, and any later one, is a Ctrl-C."""
+    before = {number: signal.getsignal(number) for number in _STOPPING}
+    told = False
+
+    def stop(_: int, __: FrameType | None) -> NoReturn:
+        nonlocal told
+        if not told:
+            told = True
+            say("stopping: the step under way is finished and saved; a second signal ends at once")
+        raise KeyboardInterrupt
+
+    for number in _STOPPING:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+COMMAND = Train()
