@@ -28,6 +28,7 @@ _INSTALLATION = re.compile(
     r"(LD_(LIBRARY_PATH|PRELOAD)|PATH|PYTHON(PATH|HOME)|VIRTUAL_ENV|CONDA_.*|HOME|SHELL|USER|PWD)"
 )
 _HCA = re.compile(r"[A-Za-z0-9_]+(:\d+)?")
+_DRIVER = re.compile(r"mlx\d|.*[^\d:]")  # mlx5 or bnxt_re: the beginning of many names rather than a name
 _INTERFACE = re.compile(r"=?([A-Za-z0-9_][A-Za-z0-9_.:@-]{0,14})")
 _DEFAULTS = variables(process_values(device="cuda", cores=1, ranks=1))
 
@@ -138,7 +139,7 @@ def _adapters(assignment: Assignment) -> Finding:
     names = tuple(name for name in value.removeprefix("=").split(",") if name)
     if value.startswith("^") or not names or not all(_HCA.fullmatch(name) for name in names):
         return _finding(assignment, "drop", problem or "names no adapters; discovery chooses them")
-    if problem and not all(name.partition(":")[0][-1].isdigit() for name in names):
+    if problem and any(_DRIVER.fullmatch(name) for name in names):
         return _finding(assignment, "drop", "is a prefix that many adapters match; discovery chooses among them")
     return _finding(
         assignment,

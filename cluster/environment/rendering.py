@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from cluster.probe import printable
 from cluster.site import Site
 
 _TEMPLATES = Path(__file__).parent / "templates"
+_PLAIN = re.compile(r"[A-Za-z0-9_.,:%/-]+")
 _RAY_REPORTS = "RAY_USAGE_STATS_ENABLED"
 
 
@@ -102,6 +103,11 @@ def template(name: str) -> jinja2.Template:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    renderer.filters["shell"] = shlex.quote
+    renderer.filters["shell"] = _quoted
     renderer.filters["comment"] = printable  # a line break would end the comment and begin a command
     return renderer.get_template(name)
+
+
+def _quoted(value: str) -> str:
+    """The value as one word of any shell; zsh alone would read an unquoted `=name` as the path of a program."""
+    return value if _PLAIN.fullmatch(value) else "'" + value.replace("'", "'\"'\"'") + "'"

@@ -1,0 +1,115 @@
+"""`burst env` as an operator meets it."""
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from cluster.site import load_site
+from harness.cli import main
+
+HERE = socket.gethostname()
+
+
+def test_this_machine_is_shown_with_reasons(capsys):
+    assert main(["env"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0] == HERE
+    assert "GLOO_SOCKET_IFNAME" in out
+    assert "no other node takes part" in out
+    assert err == ""
+
+
+def test_json_holds_values_origins_and_reasons(capsys):
+    assert main(["env", "--json", "--head", "127.0.0.1", "--ranks", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (node,) = found["nodes"]
+    values = {entry["name"]: entry for entry in node["variables"]}
+    assert node["node"] == HERE
+    assert values["GLOO_SOCKET_IFNAME"]["value"] == "lo"
+    assert values["RAY_USAGE_STATS_ENABLED"] == {
+        "name": "RAY_USAGE_STATS_ENABLED",
+        "value": "0",
+        "origin": "default",
+        "reason": "Ray reports its use to its makers unless told not to",
+    }
+    assert (found["drift"], found["silent"], node["installed"]) == ([], {}, None)
+
+
+def test_write_leaves_a_file_per_node_here(tmp_path, capsys):
+    assert main(["env", "--write", str(tmp_path / "out")]) == 0
+    path = tmp_path / "out" / HERE / "env.sh"
+    assert "export RAY_USAGE_STATS_ENABLED=0\n" in path.read_text()
+    assert f"{path} written" in capsys.readouterr().err
+
+
+def test_install_writes_on_the_node_and_keeps_what_was_there(tmp_path, capsys):
+    path = tmp_path / "env.sh"
+    path.write_text("export MINE=1\n")
+    assert main(["env", "--install", str(path)]) == 0
+    assert "the earlier one is" in capsys.readouterr().err
+    assert sorted("MINE" in each.read_text() for each in tmp_path.iterdir()) == [False, True]
+    assert main(["env", "--install", str(path)]) == 0
+    assert "is as it should be" in capsys.readouterr().err
+
+
+def test_a_site_file_and_an_inventory_are_both_understood(tmp_path, capsys):
+    (tmp_path / "site.yaml").write_text("environment: {NCCL_DEBUG: WARN, A_TOKEN: hidden}\n")
+    assert main(["env", "--site", str(tmp_path / "site.yaml")]) == 0
+    out = capsys.readouterr().out
+    assert "NCCL_DEBUG" in out
+    assert "hidden" not in out
+    (tmp_path / "lab.yaml").write_text("nodes: ['127.0.0.1:1']\nsite: site.yaml\n")
+    assert main(["env", str(tmp_path / "lab.yaml"), "--timeout", "20"]) == 1
+    assert "127.0.0.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--method", "brust"], "did you mean burst?"),
+        (["--ranks", "0"], "--ranks is 0; expected 1 to 1024"),
+        (["--install", "env.sh"], "expected an absolute path on the nodes"),
+        (["--logs", "logs"], "expected an absolute path on the nodes"),
+        (["--timeout", "0"], "--timeout is 0; expected seconds above 0"),
+        (["--head", "no.such.host.invalid"], "give --head the address"),
+        (["missing.yaml"], "no such inventory"),
+        (["a[3-1]"], "counts down"),
+        (["{tmp}/list.txt", "gpu01"], "one inventory file, or hosts alone"),
+        (["--key", "{tmp}/none", "gpu01"], "is no file"),
+        (["--import", "{tmp}/none.sh"], "cannot be read"),
+        (["--import", "{tmp}/open.sh"], "open.sh:1: a quote is opened and never closed"),
+        (["--import", "{tmp}/list.txt", "gpu01"], "leave the nodes out"),
+        (["--write", "{tmp}/list.txt"], "was not written"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(tmp_path, capsys, arguments, sentence):
+    (tmp_path / "list.txt").write_text("gpu01\n")
+    (tmp_path / "open.sh").write_text("export A='b\n")
+    assert main(["env", *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments)]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+def test_import_prints_a_site_file_and_says_why(tmp_path, capsys):
+    (tmp_path / "env.sh").write_text("export NCCL_IB_HCA=mlx5_1\nexport NCCL_DEBUG=WARN\nmodprobe x\n")
+    assert main(["env", "--import", str(tmp_path / "env.sh")]) == 0
+    out, err = capsys.readouterr()
+    (tmp_path / "site.yaml").write_text(out)
+    site = load_site(tmp_path / "site.yaml")
+    assert (site.network.hcas, site.environment) == (("mlx5_1",), {"NCCL_DEBUG": "WARN"})
+    assert "mlx5_1 also matches mlx5_10" in err
+    assert err.splitlines()[-1].endswith("1 kept, 1 changed, 1 dropped")
+    assert main(["env", "--json", "--import", str(tmp_path / "env.sh")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [finding["fate"] for finding in found["findings"]] == ["change", "keep", "drop"]
+    assert found["site"] == out
+
+
+def test_help_asks_for_no_yaml_and_no_ssh():
+    program = "import sys; from harness.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    program += "assert not {'paramiko', 'jinja2', 'cluster.reach'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)

@@ -1,0 +1,127 @@
+"""Nodes asked and written to for real: on this machine, and over SSH on loopback."""
+
+import json
+import stat
+import subprocess
+
+import pytest
+
+from cluster.discovery.facts import NodeFacts
+from cluster.environment.install import install
+from cluster.environment.rendering import env_sh, render_node
+from cluster.environment.show import as_json, table
+from cluster.environment.survey import Wish, head_address, survey
+from cluster.errors import UsageError
+from cluster.hosts import Host, this_machine
+from cluster.inventory import Node
+from cluster.local import LocalRunner, connect_local
+from cluster.runner import Completed, Unreachable
+from cluster.site import NetworkExpectation, Site
+from cluster.ssh import SshOptions, connector
+
+SECONDS = 60.0
+
+
+def rendered(**environment):
+    return render_node(NodeFacts(node="gpu01"), Site(environment=environment))
+
+
+def put(environment, path):
+    return install(LocalRunner(), environment, str(path), deadline_seconds=SECONDS)
+
+
+def test_a_file_is_written_then_left_alone_then_replaced_and_kept(tmp_path):
+    path = tmp_path / "new folder" / "env.sh"
+    assert put(rendered(), path).what == "written"
+    first = path.read_text()
+    assert first == env_sh(rendered())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert put(rendered(), path).what == "unchanged"
+    replaced = put(rendered(NCCL_DEBUG="INFO"), path)
+    assert replaced.what == "replaced"
+    assert path.read_text() == env_sh(rendered(NCCL_DEBUG="INFO"))
+    kept = path.parent / replaced.kept
+    assert kept.read_text() == first
+    assert sorted(path.parent.iterdir()) == sorted([path, kept])  # nothing half-written is left
+
+
+def test_a_file_with_a_secret_is_for_its_owner_alone(tmp_path):
+    put(rendered(HF_TOKEN="abc"), tmp_path / "env.sh")
+    assert stat.S_IMODE((tmp_path / "env.sh").stat().st_mode) == 0o600
+    assert "abc" in (tmp_path / "env.sh").read_text()
+
+
+def test_a_link_is_replaced_and_what_it_meant_stays(tmp_path):
+    (tmp_path / "theirs").write_text("export A=1\n")
+    (tmp_path / "env.sh").symlink_to(tmp_path / "theirs")
+    kept = put(rendered(), tmp_path / "env.sh").kept
+    assert (tmp_path / "theirs").read_text() == "export A=1\n"
+    assert not (tmp_path / "env.sh").is_symlink()
+    assert (tmp_path / kept).is_symlink()
+
+
+def test_a_transfer_that_breaks_leaves_the_old_file(tmp_path):
+    path = tmp_path / "env.sh"
+    path.write_text("old\n")
+
+    class Half(LocalRunner):
+        def run(self, command, *, stdin="", deadline_seconds) -> Completed:
+            return super().run(command, stdin=stdin[: len(stdin) // 2], deadline_seconds=deadline_seconds)
+
+    with pytest.raises(Unreachable, match="did not arrive whole"):
+        install(Half(), rendered(), str(path), deadline_seconds=SECONDS)
+    assert path.read_text() == "old\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("name", "complaint"), [("", "is a folder"), ("file/env.sh", "not written")])
+def test_a_place_that_cannot_be_written_is_said(tmp_path, name, complaint):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Unreachable, match=complaint):
+        put(rendered(), tmp_path / name)
+
+
+def test_this_machine_is_asked_for_real():
+    found = survey([Node(host=this_machine(), site=Site())], connect_local, Wish(), SECONDS)
+    (environment,) = found.environments
+    assert found.silent == {}
+    assert environment.variables["GLOO_SOCKET_IFNAME"] == "lo"
+    assert environment.network.facts.cores >= 1
+    assert environment.network.facts.interface("lo") is not None
+
+
+def test_nodes_over_ssh_are_asked_and_written_to_and_a_silent_one_is_named(sshd, tmp_path):
+    hosts = [
+        Host(name="one", address="127.0.0.1", port=sshd.port, key=sshd.key),
+        Host(name="lost", address="127.0.0.2", port=1, key=sshd.key),
+    ]
+    site = Site(network=NetworkExpectation(interface="lo"), environment={"HF_TOKEN": "abc"})
+    nodes = [Node(host=host, site=site) for host in hosts]
+    path = tmp_path / "it's $HOME; here" / "env.sh"
+    wish = Wish(head=head_address(None, nodes), install=str(path))
+    found = survey(nodes, connector(SshOptions(known_hosts=sshd.known_hosts)), wish, SECONDS)
+    assert list(found.silent) == ["lost"]
+    assert found.installed["one"].what == "written"
+    done = subprocess.run(
+        ["sh", "-c", '. "$0"; printf "%s %s" "$GLOO_SOCKET_IFNAME" "$HF_TOKEN"', str(path)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "lo abc"
+    shown = json.dumps(as_json(found)) + table(found.environments[0])
+    assert "abc" not in shown
+
+
+def test_a_node_that_cannot_be_written_to_is_named_and_still_shown(tmp_path):
+    node = Node(host=Host(name="here"), site=Site())
+    found = survey([node], connect_local, Wish(install=str(tmp_path)), SECONDS)
+    assert "is a folder" in found.silent["here"]
+    assert len(found.environments) == 1
+
+
+def test_the_head_is_the_first_node_unless_named():
+    nodes = [Node(host=Host(name="a", address="127.0.0.3"), site=Site())]
+    assert head_address(None, nodes) == "127.0.0.3"
+    assert head_address("10.0.0.1", nodes) == "10.0.0.1"
+    assert head_address(None, [Node(host=this_machine(), site=Site())]) is None
+    with pytest.raises(UsageError, match="give --head the address"):
+        head_address("no.such.host.invalid", nodes)
