@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from harness.errors import UsageError
 
 # Without a GPU ranks are processes that share the cores: more of them than cores is slow but right, and that is
 # what a laptop needs to try CP 4 or 8. Beyond this, memory for one copy of torch per rank becomes the limit.
@@ -30,7 +33,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """One host: what trials may use of it."""
+    """What trials may use: one host, or several that are alike."""
 
     hostname: str
     device: Literal["cuda", "cpu"]
@@ -40,11 +43,43 @@ class Machine:
     gpu_count: int = 0
     gpu_memory_gib: float = 0.0  # of the smallest GPU
     gpu_problem: str = ""  # one sentence when GPUs seem to be there but cannot be used
+    nodes: int = 1  # hosts; every other figure is of one of them
+    ranks_per_node: int | None = None  # of one trial; None: one per GPU, or processes when there is no GPU
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of one trial that a host takes."""
+        if self.ranks_per_node is not None:
+            return self.ranks_per_node
+        return self.gpu_count if self.device == "cuda" else max(CPU_RANKS, self.cores)
 
     @property
     def max_ranks(self) -> int:
-        """Ranks one trial may have here: one per GPU, or processes when there is no GPU."""
-        return self.gpu_count if self.device == "cuda" else max(CPU_RANKS, self.cores)
+        """Ranks one trial may have here."""
+        return self.nodes * self.node_ranks
+
+    def nodes_for(self, ranks: int) -> int | None:
+        """Hosts that a trial of so many ranks takes: as few as hold them in equal shares. None when it cannot be."""
+        counts = range(-(-ranks // self.node_ranks), self.nodes + 1)
+        return next((count for count in counts if ranks % count == 0), None)
+
+
+def together(machines: Sequence[Machine], ranks_per_node: int) -> Machine:
+    """Several hosts as one machine: what each of them has at least. Raises UsageError when some have GPUs, some not."""
+    kinds = sorted({machine.gpu_name or "no GPU" for machine in machines})
+    if len({machine.device for machine in machines}) > 1:
+        raise UsageError(f"the nodes have {' and '.join(kinds)}; name nodes of one kind with --nodes")
+    return Machine(
+        hostname=",".join(machine.hostname for machine in machines),
+        device=machines[0].device,
+        cores=min(machine.cores for machine in machines),
+        memory_gib=min(machine.memory_gib for machine in machines),
+        gpu_name="" if machines[0].device == "cpu" else " + ".join(kinds),
+        gpu_count=min(machine.gpu_count for machine in machines),
+        gpu_memory_gib=min(machine.gpu_memory_gib for machine in machines),
+        nodes=len(machines),
+        ranks_per_node=ranks_per_node,
+    )
 
 
 def discover() -> Machine:

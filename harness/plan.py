@@ -188,6 +188,11 @@ def _layout_refusal(settings: TrialSettings) -> str | None:
 def _device_refusal(settings: TrialSettings, machine: Machine) -> str | None:
     """More ranks than the machine holds, or a kernel for another kind of device."""
     needs, holds = settings.world_size, machine.max_ranks
+    if machine.nodes > 1 and machine.nodes_for(needs) is None:
+        return (
+            f"{needs} ranks do not spread evenly over the {machine.nodes} nodes with {machine.node_ranks} each; "
+            f"choose a world_size that does, at most {holds}, or give --nodes more of them"
+        )
     if needs > holds:
         if machine.device == "cuda":
             found = f"{machine.gpu_count} GPU{'s' if machine.gpu_count > 1 else ''} ({machine.gpu_name})"

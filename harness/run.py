@@ -171,7 +171,7 @@ def _job(trial: Trial, method: Method, trial_dir: Path, host: Host) -> Job:
         settings,
         device=host.machine.device,
         cores=host.machine.cores,
-        host_ranks=settings.world_size,
+        host_ranks=settings.world_size // (host.machine.nodes_for(settings.world_size) or 1),
         user=host.environment,
     )
     return Job(
