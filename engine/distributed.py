@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from engine.attention.nodes import host_name, node_size_of, ranks_by_node
 from engine.settings import TrialSettings
 
 
@@ -26,7 +27,7 @@ class World:
     size: int
     replica: int  # data-parallel index
     device: torch.device
-    fsdp_mesh: DeviceMesh  # one axis over all ranks
+    fsdp_mesh: DeviceMesh  # one axis over all ranks; for hybrid sharding, nodes x ranks of a node
     cp_group: dist.ProcessGroup  # the ranks that share this replica's sequences, on communicators of their own
 
     def gather(self, value: object) -> list[object]:
@@ -104,7 +105,10 @@ def join(settings: TrialSettings) -> World:
 
 
 def arrange(settings: TrialSettings, device: torch.device) -> World:
-    """Group the ranks that are already there as `settings` wants them. Collective over all ranks."""
+    """Group the ranks that are already there as `settings` wants them. Collective over all ranks.
+
+    Raises ValueError when parameters are to be sharded within nodes and the nodes differ.
+    """
     replica, size = dist.get_rank() // settings.cp_size, dist.get_world_size()
     # Attention's traffic must not queue behind FSDP's, so its groups are never the world's own.
     groups = [
@@ -116,9 +120,25 @@ def arrange(settings: TrialSettings, device: torch.device) -> World:
         size=size,
         replica=replica,
         device=device,
-        fsdp_mesh=init_device_mesh(device.type, (size,), mesh_dim_names=("fsdp",)),
+        fsdp_mesh=_parameter_mesh(settings, device),
         cp_group=groups[replica],
     )
+
+
+def _parameter_mesh(settings: TrialSettings, device: torch.device) -> DeviceMesh:
+    """The ranks as parameters are sharded over: along the last axis, repeated along the one before it."""
+    size = dist.get_world_size()
+    if settings.sharding == "full":
+        return init_device_mesh(device.type, (size,), mesh_dim_names=("fsdp",))
+    hosts = [""] * size
+    dist.all_gather_object(hosts, host_name())
+    node_size = node_size_of(hosts)
+    if node_size is None:
+        raise ValueError(
+            f"sharding hybrid needs equally many consecutive ranks on every node, found runs of {ranks_by_node(hosts)} "
+            f"ranks on {len(set(hosts))} nodes; place the ranks evenly, one node after another, or choose sharding full"
+        )
+    return init_device_mesh(device.type, (size // node_size, node_size), mesh_dim_names=("replicate", "shard"))
 
 
 def leave(patience_seconds: float = 30.0) -> None:

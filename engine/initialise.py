@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from engine.model import Decoder
 
@@ -16,42 +16,58 @@ STD = 0.02  # GPT-2's; the two projections that end a residual branch are narrow
 EMBEDDING_STD = 1.0
 
 
+# The most that is drawn at once, 16 MiB in fp32. Larger parameters are drawn in blocks of rows, each from a generator
+# of its own, so that a rank draws the blocks it holds rows of and no others.
+BLOCK_ELEMENTS = 1 << 22
+
+
 def initialise(model: Decoder, seed: int, device: torch.device) -> None:
     """Materialise a meta-device model on `device`, whole or sharded by FSDP2, with seeded values.
 
-    Each parameter draws its full tensor from a generator seeded by (seed, its name) and keeps the local rows, so every
-    world size starts from the same numbers; at most one full parameter exists at a time. CPU and CUDA generators
-    differ, so values are equal between machines of one device type only.
+    Every block of a parameter's rows has a generator seeded by (seed, name, block), so every sharding starts from the
+    same numbers, and beyond its shards a rank holds one block. CPU and CUDA generators differ, so values are equal
+    between machines of one device type only.
     """
     model.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            full = _initial_value(name, parameter.shape, model.shape.layers, seed, local.dtype, device)
-            local.copy_(_local_rows(full, parameter))
+            first_row, local = _held(parameter)
+            if parameter.ndim == 1:  # norms
+                local.fill_(1.0)
+            elif local.numel():
+                _draw(local, first_row, parameter.shape[0], f"{seed}:{name}", _std(name, model.shape.layers))
 
 
-def _initial_value(
-    name: str, size: torch.Size, layers: int, seed: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    if len(size) == 1:  # norms
-        return torch.ones(size, dtype=dtype, device=device)
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    std = STD
+def _std(name: str, layers: int) -> float:
     if name == "embedding.weight":
-        std = EMBEDDING_STD
-    elif name.endswith(("attention.output.weight", "mlp.down.weight")):
-        std = STD / (2 * layers) ** 0.5
-    # Drawn in fp32 whatever the parameter's dtype: a float64 run starts from the numbers of the fp32 one.
-    return torch.empty(size, device=device).normal_(0.0, std, generator=generator).to(dtype)
+        return EMBEDDING_STD
+    return STD / (2 * layers) ** 0.5 if name.endswith(("attention.output.weight", "mlp.down.weight")) else STD
 
 
-def _local_rows(full: Tensor, parameter: Tensor) -> Tensor:
-    """The rows of `full` that this rank holds of `parameter`; all of them when it is not sharded."""
+def _draw(local: Tensor, first_row: int, all_rows: int, key: str, std: float) -> None:
+    """Fill `local`, the rows from `first_row` on of a matrix of `all_rows`, with its part of the whole's values."""
+    rows = max(1, BLOCK_ELEMENTS // local.shape[1])
+    end_row = first_row + local.shape[0]
+    for block in range(first_row // rows, -(-end_row // rows)):
+        start, end = block * rows, min((block + 1) * rows, all_rows)
+        generator = _generator(f"{key}:{block}" if block else key, local.device)
+        # Drawn in fp32 whatever the parameter's dtype: a float64 run starts from the numbers of the fp32 one.
+        drawn = torch.empty(end - start, local.shape[1], device=local.device).normal_(0.0, std, generator=generator)
+        low, high = max(start, first_row), min(end, end_row)
+        local[low - first_row : high - first_row].copy_(drawn[low - start : high - start])
+
+
+def _generator(key: str, device: torch.device) -> torch.Generator:
+    digest = hashlib.sha256(key.encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def _held(parameter: Tensor) -> tuple[int, Tensor]:
+    """(first row, rows) that this rank holds of a parameter; all of them when it is not sharded."""
     if not isinstance(parameter, DTensor):
-        return full
-    assert parameter.placements == (Shard(0),), f"expected rows sharded over one axis, found {parameter.placements}"
-    mesh = parameter.device_mesh
-    rows = -(-full.shape[0] // mesh.size())  # ceiling: the last ranks may hold fewer rows, or none
-    return full[rows * mesh.get_local_rank() : rows * (mesh.get_local_rank() + 1)]
+        return 0, parameter
+    mesh, placements = parameter.device_mesh, parameter.placements
+    expected = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+    assert placements == expected, f"expected {expected}, found {placements}"
+    rows = -(-parameter.shape[0] // mesh.size(mesh.ndim - 1))  # ceiling: the last ranks may hold fewer rows, or none
+    return rows * mesh.get_local_rank(mesh.ndim - 1), parameter.to_local()

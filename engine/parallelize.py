@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -23,7 +25,8 @@ def build_model(settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> De
     Args:
         settings: one trial.
         attend: the method's attention, already knowing its context-parallel ranks.
-        mesh: one axis over all ranks, data-parallel and context-parallel alike.
+        mesh: all ranks, data-parallel and context-parallel alike, on one axis; on two, parameters are sharded over the
+            second and repeated along the first.
     """
     with torch.device("meta"):
         model = Decoder(settings.model).to(torch.float64 if settings.dtype == "fp64" else torch.float32)
@@ -43,7 +46,7 @@ def parallelize(model: Decoder, settings: TrialSettings, attend: Attend, mesh: D
 
 
 def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) -> None:
-    """FSDP2, one unit per block: parameters, gradients and optimizer states sharded over all ranks of `mesh`.
+    """FSDP2, one unit per block: parameters, gradients and optimizer states sharded over the last axis of `mesh`.
 
     Compute runs in bf16 where asked, from fp32 master weights, and gradients are reduced in fp32. A world of one rank
     takes the same path, so that single-GPU figures include the same casts.
@@ -59,6 +62,10 @@ def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) 
     # The head's backward follows its forward at once: gathering the weight again would buy no memory.
     fully_shard(model.head, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=precision)
+    # One unit ahead in either direction, asked for before the present one computes.
+    for before, after in itertools.pairwise((model.embedding, *model.blocks, model.head)):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
     # Each rank's loss is its share of one global mean, so the gradients of the ranks are summed. FSDP2 divides by the
     # number of ranks unless told; plain SUM because gloo has no pre-multiplied reduction.
     for module in model.modules():

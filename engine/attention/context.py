@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +13,7 @@ from engine.attention.copy_engine import CopyEngine, copy_engine_missing
 from engine.attention.exchange import HELD_GRADIENTS, Direct, Pattern, Relay
 from engine.attention.head_exchange import HeadExchange
 from engine.attention.layout import Gathered, Layout, Segment, layout_named, rows_before, split_refusal
+from engine.attention.nodes import host_name, node_size_of
 from engine.attention.ring import Ring
 from engine.attention.transport import Nowhere, PointToPoint, Traffic, Transport
 
@@ -82,14 +81,8 @@ class ContextParallel:
         if self.size == 1:
             return 1
         hosts: list[str] = [""] * self.size
-        dist.all_gather_object(hosts, os.environ.get("NCCL_HOSTID") or socket.gethostname(), group=self.group)
-        node_size = hosts.count(hosts[0])
-        regular = (
-            self.size % node_size == 0
-            and all(hosts[rank] == hosts[rank // node_size * node_size] for rank in range(self.size))
-            and len(set(hosts)) == self.size // node_size
-        )
-        return node_size if regular else self.size
+        dist.all_gather_object(hosts, host_name(), group=self.group)
+        return node_size_of(hosts) or self.size
 
     def ring(self, schedule: str) -> Ring:
         """The order of meetings: one circle of all ranks (`ring`), or circles inside nodes joined by one across them.

@@ -11,9 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from engine.burst import METHOD
 from engine.data import open_tokens
-from engine.distributed import arrange
+from engine.distributed import World, arrange
 from engine.initialise import initialise
 from engine.model import Decoder
+from engine.optimizer import adamw
+from engine.recipe import Recipe
 from engine.settings import TrialSettings
 from engine.train import TrainTask, clip_gradients
 
@@ -41,13 +43,21 @@ def dense_run(settings: TrialSettings, dtype: torch.dtype = torch.float32) -> Re
     return {"loss": loss.item(), "grad_norm": norm, "gradients": gradients}
 
 
-def parallel_runs(cache: str, cases: dict[str, TrialSettings]) -> dict[str, Result]:
-    """Loss, norm and gathered gradients of each case on these ranks; gradients from rank 0 alone."""
+def task_of(settings: TrialSettings) -> tuple[World, TrainTask]:
+    """The training task of these ranks, on as many emulated nodes as the settings say, as a launcher names them."""
+    node = torch.distributed.get_rank() * settings.emulate_nodes // settings.world_size
+    os.environ["NCCL_HOSTID"] = f"node-{node}"
+    world = arrange(settings, torch.device("cpu"))
+    return world, TrainTask(settings, METHOD, world)
+
+
+def parallel_runs(cache: str, cases: dict[str, TrialSettings], steps: int = 0) -> dict[str, Result]:
+    """Loss, norm and gathered gradients of each case on these ranks, and its parameters after `steps` optimizer steps;
+    gradients and parameters from rank 0 alone."""
     os.environ["BURST_CACHE"] = cache
     results = {}
     for name, settings in cases.items():
-        world = arrange(settings, torch.device("cpu"))
-        task = TrainTask(settings, METHOD, world)
+        world, task = task_of(settings)
         total = task.gradients(1)
         torch.distributed.all_reduce(total)
         gradients = {}
@@ -59,7 +69,28 @@ def parallel_runs(cache: str, cases: dict[str, TrialSettings]) -> dict[str, Resu
             "gradients": gradients if world.rank == 0 else {},
             "grad_norm": clip_gradients(task.model).item(),
         }
+        task.optimizer.zero_grad()
+        for step in range(steps):
+            task.step(step)
+        whole = {key: parameter.full_tensor().detach().numpy() for key, parameter in task.model.named_parameters()}
+        results[name]["parameters"] = whole if steps and world.rank == 0 else {}
     return results
+
+
+def dense_parameters(settings: TrialSettings, steps: int) -> dict[str, Any]:
+    """Every parameter after some optimizer steps in one process, on whole batches."""
+    with torch.device("meta"):
+        model = Decoder(settings.model).double()
+    initialise(model, settings.seed, torch.device("cpu"))
+    optimizer = adamw(model, settings.learning_rate, Recipe())
+    store, size = open_tokens(settings.data), settings.batch_size * settings.gradient_accumulation * settings.dp_size
+    for step in range(steps):
+        tokens, labels = store.batch(step, 0, 1, size, settings.seq_len)
+        (model(tokens, torch.arange(settings.seq_len), labels) / labels.numel()).backward()
+        clip_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
 
 
 def errors(found: Result, truth: Result) -> dict[str, float]:

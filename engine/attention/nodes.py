@@ -1,0 +1,24 @@
+"""Which ranks share a node, from the name each rank's host goes by."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from itertools import groupby
+
+
+def host_name() -> str:
+    """What tells this rank's node from others. NCCL_HOSTID, with which NCCL emulates nodes, goes before the host's."""
+    return os.environ.get("NCCL_HOSTID") or socket.gethostname()
+
+
+def ranks_by_node(hosts: Sequence[str]) -> list[int]:
+    """Lengths of the runs of consecutive ranks on one host, in rank order."""
+    return [len(list(run)) for _, run in groupby(hosts)]
+
+
+def node_size_of(hosts: Sequence[str]) -> int | None:
+    """Consecutive ranks per node when every node has equally many, else None. `hosts` are all ranks' in rank order."""
+    runs = ranks_by_node(hosts)
+    return runs[0] if len(set(runs)) == 1 and len(runs) == len(set(hosts)) else None

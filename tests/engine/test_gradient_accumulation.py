@@ -1,0 +1,69 @@
+"""Micro-batches: the sequences of one big batch in its order, its mean, and one reduction."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.settings import ModelShape, TrialSettings
+from tests.engine.parity import errors, parallel_runs, task_of
+from tests.ranks import run_on_ranks
+
+SHAPE = ModelShape(name="odd", layers=2, hidden=18, ffn=30, heads=6, kv_heads=2, head_dim=6, vocab=257)
+# Two replicas of one rank, six sequences each.
+BIG = TrialSettings(task="train", method="burst", model=SHAPE, seq_len=16, world_size=2, batch_size=6, dtype="fp64")
+SMALL = dataclasses.replace(BIG, batch_size=2, gradient_accumulation=3)
+
+
+def tokens_and_targets(settings: TrialSettings) -> tuple[list[Any], set[int]]:
+    _, task = task_of(settings)
+    batches = task.batches(4)
+    whole = torch.cat([torch.stack([batch.tokens_BL, batch.labels_BL]) for batch in batches], dim=1)
+    return whole.tolist(), {int(batch.targets) for batch in batches}
+
+
+class Reductions(TorchDispatchMode):
+    """Counts the collectives that reduce sharded gradients."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.namespace == "c10d" and "reduce_scatter" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def reductions_of(settings: TrialSettings) -> int:
+    """Collectives that reduce parameters' gradients in one step."""
+    _, task = task_of(settings)
+    with Reductions() as reductions:
+        task.gradients(0)
+    return reductions.count
+
+
+def everything(cache: str) -> dict[str, Any]:
+    os.environ["BURST_CACHE"] = cache
+    both = {"big": BIG, "small": SMALL}
+    return {
+        "batches": {name: tokens_and_targets(settings) for name, settings in both.items()},
+        "reductions": {name: reductions_of(settings) for name, settings in both.items()},
+        "gradients": parallel_runs(cache, both),
+    }
+
+
+def test_micro_batches_are_one_big_batch_in_parts(tmp_path: Path) -> None:
+    ranks = run_on_ranks(2, everything, str(tmp_path))
+    for rank in ranks:
+        big, small = rank["batches"]["big"], rank["batches"]["small"]
+        assert np.array(big[0]).shape == (2, 6, 16)
+        assert small == big == (big[0], {2 * 6 * 16})
+        # Embedding, two blocks, head and the norm before it: once each, however many micro-batches there are.
+        assert rank["reductions"] == {"big": 5, "small": 5}
+    assert ranks[0]["batches"]["big"][0] != ranks[1]["batches"]["big"][0]  # replicas learn from different sequences
+    found, truth = ranks[0]["gradients"]["small"], ranks[0]["gradients"]["big"]
+    assert {what: error for what, error in errors(found, truth).items() if not error < 1e-12} == {}

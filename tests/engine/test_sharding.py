@@ -1,0 +1,147 @@
+"""Where parameters live: over all ranks or within nodes, drawn in parts, and never whole on one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import engine.initialise
+from engine.attention.nodes import node_size_of
+from engine.distributed import arrange
+from engine.initialise import initialise
+from engine.model import Decoder, dense_causal
+from engine.parallelize import parallelize
+from engine.settings import ModelShape, TrialSettings
+from tests.engine.parity import task_of
+from tests.ranks import run_on_ranks
+
+SHAPE = ModelShape(name="odd", layers=1, hidden=18, ffn=30, heads=3, kv_heads=1, head_dim=6, vocab=259)
+SETTINGS = TrialSettings(task="train", method="burst", model=SHAPE, seq_len=16, dtype="fp32")
+HYBRID = dataclasses.replace(SETTINGS, world_size=4, sharding="hybrid", emulate_nodes=2)
+MODELS = Path(__file__).parents[2] / "experiments" / "models"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "size"),
+    [("a", 1), ("aaaa", 4), ("aabb", 2), ("abcd", 1), ("aaab", None), ("abab", None), ("aabbaa", None)],
+)
+def test_nodes_are_equal_runs_of_consecutive_ranks_or_none(hosts: str, size: int | None) -> None:
+    assert node_size_of(list(hosts)) == size
+
+
+def placements_and_values(cache: str, settings: TrialSettings) -> tuple[set[Any], dict[str, list[float]], int]:
+    os.environ["BURST_CACHE"] = cache
+    engine.initialise.BLOCK_ELEMENTS = 5 * 18  # blocks that end inside shards
+    _, task = task_of(settings)
+    parameters = dict(task.model.named_parameters())
+    held = sum(parameter.to_local().numel() for parameter in parameters.values())
+    values = {name: parameter.full_tensor().flatten().tolist() for name, parameter in parameters.items()}
+    return {parameter.placements for parameter in parameters.values()}, values, held
+
+
+def whole_values() -> dict[str, list[float]]:
+    with torch.device("meta"):
+        model = Decoder(SHAPE)
+    initialise(model, SETTINGS.seed, torch.device("cpu"))
+    return {name: parameter.flatten().tolist() for name, parameter in model.named_parameters()}
+
+
+def test_hybrid_sharding_splits_within_nodes_and_repeats_on_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.initialise, "BLOCK_ELEMENTS", 5 * 18)
+    ranks = run_on_ranks(4, placements_and_values, str(tmp_path), HYBRID)
+    for placements, values, _ in ranks:
+        assert placements == {(Replicate(), Shard(0))}
+        assert values == whole_values()
+    # Two ranks of a node hold all parameters between them, and both nodes alike.
+    held = [held for *_, held in ranks]
+    assert held[:2] == held[2:]
+    assert sum(held[:2]) == SHAPE.parameters
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_values_drawn_in_blocks_do_not_depend_on_the_number_of_ranks(
+    world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.initialise, "BLOCK_ELEMENTS", 5 * 18)
+    whole = whole_values()
+    settings = dataclasses.replace(SETTINGS, world_size=world_size)
+    for placements, values, _ in run_on_ranks(world_size, placements_and_values, str(tmp_path), settings):
+        assert placements == {(Shard(0),)}
+        assert values == whole
+    for name, rows in whole.items():
+        assert len(set(rows)) > 0.99 * len(rows) or "norm" in name  # no block repeats another
+
+
+def refusal(hosts: str) -> str:
+    os.environ["NCCL_HOSTID"] = hosts[dist.get_rank()]
+    with pytest.raises(ValueError, match="hybrid") as error:
+        arrange(dataclasses.replace(HYBRID, world_size=3), torch.device("cpu"))
+    return str(error.value)
+
+
+def test_unequal_nodes_are_refused_for_hybrid_sharding() -> None:
+    assert set(run_on_ranks(3, refusal, "aab")) == {
+        "sharding hybrid needs equally many consecutive ranks on every node, found runs of [2, 1] ranks on 2 nodes; "
+        "place the ranks evenly, one node after another, or choose sharding full"
+    }
+
+
+class LargestDraw(TorchDispatchMode):
+    """The most elements that were drawn at once."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten.normal_:
+            self.elements = max(self.elements, args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_more_than_a_block_is_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.initialise, "BLOCK_ELEMENTS", 200)
+    with torch.device("meta"):
+        model = Decoder(SHAPE)
+    with LargestDraw() as draws:
+        initialise(model, 0, torch.device("cpu"))
+    assert draws.elements == 200 // 18 * 18
+
+
+def shards_of(shape: ModelShape, world_size: int, nodes: int) -> tuple[int, int, set[str]]:
+    """On rank 0 of a world that exists on paper only: parameters in its shards, most in one, and their devices."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    sizes, names = ((world_size,), ("fsdp",)) if nodes == 1 else ((nodes, world_size // nodes), ("replicate", "shard"))
+    settings = TrialSettings(task="train", method="burst", model=shape, seq_len=1 << 20, world_size=world_size)
+    with torch.device("meta"):
+        model = Decoder(shape)
+        parallelize(model, settings, dense_causal, init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    shards = []
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        shards.append(parameter.to_local())
+    elements = [shard.numel() for shard in shards]
+    return sum(elements), max(elements), {shard.device.type for shard in shards}
+
+
+@pytest.mark.parametrize(("world_size", "nodes"), [(64, 1), (64, 8)])
+def test_a_70b_model_is_sharded_without_a_byte_of_it_allocated(world_size: int, nodes: int) -> None:
+    fields = {key: value for key, value in yaml.safe_load((MODELS / "70b.yaml").read_text()).items()}
+    shape = ModelShape(name="70b", **{key: value for key, value in fields.items() if key != "parameters"})
+    [(held, largest, devices)] = run_on_ranks(1, shards_of, shape, world_size, nodes)
+    assert devices == {"meta"}
+    ranks = world_size // nodes
+    assert held == shape.parameters // ranks  # every dimension of the shape divides by the ranks
+    assert largest == shape.vocab * shape.hidden // ranks
