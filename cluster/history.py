@@ -102,14 +102,13 @@ class History:
         line = json.dumps({"time": entry.time, "verdict": entry.verdict, "counters": entry.counters}) + "\n"
         path = self._path(node)
         with self._locked():
-            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                os.write(descriptor, line.encode())
-            finally:
-                os.close(descriptor)
-            lines = path.read_bytes().splitlines(keepends=True)
-            if len(lines) > MAX_LINES:
-                self._replace(path, b"".join(lines[-MAX_LINES // 2 :]))
+            kept = path.read_bytes() if path.exists() else b""
+            broken = kept and not kept.endswith(b"\n")  # by a crash or a full disk
+            with open(path, "ab", buffering=0) as file:
+                file.write((b"\n" if broken else b"") + line.encode())
+            lines = kept.splitlines(keepends=True)
+            if len(lines) >= MAX_LINES:
+                self._replace(path, b"".join([*lines[-MAX_LINES // 2 :], line.encode()]))
 
     def _path(self, node: str) -> Path:
         name = quote(node, safe="@+,=")

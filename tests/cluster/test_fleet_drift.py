@@ -1,0 +1,94 @@
+"""Versions compared between nodes, and clocks compared with ours."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster import clock, drift
+from cluster.clock import ClockReading
+from cluster.health import NodeReport
+from cluster.hosts import Host
+from cluster.verdict import Verdict
+
+
+def node(
+    name: str, driver: str = "580", cuda: str = "13.0", vbios: str = "96.00", model: str = "NVIDIA H200"
+) -> NodeReport:
+    facts = {"driver": driver, "cuda": cuda, "vbios": {model: [vbios]}}
+    verdicts = {
+        "reachability": Verdict(level="ok", summary=""),
+        "gpu_versions": Verdict(level="ok", summary="", facts=facts),
+    }
+    return NodeReport(host=Host(name=name), verdicts=verdicts, seconds=0.0)
+
+
+def levels(*reports: NodeReport) -> dict[str, str]:
+    return {name: verdict.level for name, verdict in drift.judge(reports).items()}
+
+
+def test_nodes_that_agree_are_ok() -> None:
+    assert levels(node("a"), node("b"), node("c")) == {"a": "ok", "b": "ok", "c": "ok"}
+
+
+def test_the_node_that_differs_from_most_is_told() -> None:
+    verdicts = drift.judge([node("a"), node("b", driver="570"), node("c")])
+    assert {name: verdict.level for name, verdict in verdicts.items()} == {"a": "ok", "b": "warn", "c": "ok"}
+    assert verdicts["b"].summary == "driver 570, but 2 of 3 nodes have 580"
+
+
+def test_another_vbios_fails_and_outweighs_another_driver() -> None:
+    verdict = drift.judge([node("a"), node("b", driver="570", vbios="95.00"), node("c")])["b"]
+    assert (verdict.level, verdict.action) == ("fail", "isolate")
+    assert verdict.summary == "VBIOS 95.00, but 2 of 3 nodes have 96.00"
+
+
+def test_without_a_majority_all_are_told() -> None:
+    verdicts = drift.judge([node("a", cuda="13.0"), node("b", cuda="12.8")])
+    assert {name: verdict.summary for name, verdict in verdicts.items()} == {
+        "a": "CUDA 13.0, but others have 12.8",
+        "b": "CUDA 12.8, but others have 13.0",
+    }
+
+
+def test_only_nodes_with_the_same_gpus_are_compared() -> None:
+    old = [node(name, driver="535", vbios="92.00", model="NVIDIA A800-SXM4-80GB") for name in ("x", "y")]
+    assert levels(node("a"), node("b"), *old) == {"a": "ok", "b": "ok", "x": "ok", "y": "ok"}
+    assert levels(node("a"), old[0]) == {}
+
+
+def test_nodes_without_versions_are_left_out() -> None:
+    silent = NodeReport(
+        host=Host(name="z"), verdicts={"reachability": Verdict(level="unknown", summary="")}, seconds=0.0
+    )
+    assert levels(node("a"), silent) == {}
+
+
+def reading(ahead: float, out: float = 0.1, back: float = 0.1, work: float = 20.0) -> ClockReading:
+    sent = 1000.0
+    begun, ended = sent + out + ahead, sent + out + work + ahead
+    return ClockReading(sent=sent, begun=begun, ended=ended, received=sent + out + work + back)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "level", "words"),
+    [
+        (0.0, "ok", "within 0.10 s"),
+        (1.05, "ok", "within 1.05 s"),
+        (1.2, "warn", "1.2 s ahead of this machine"),
+        (-3600.0, "warn", "3600.0 s behind this machine"),
+    ],
+)
+def test_a_clock_is_judged_by_both_ways_however_long_the_work_took(ahead: float, level: str, words: str) -> None:
+    verdict = clock.judge(reading(ahead))
+    assert verdict.level == level
+    assert words in verdict.summary
+
+
+def test_a_slow_way_makes_the_offset_uncertain_not_wrong() -> None:
+    assert clock.judge(reading(0.0, out=5.0)).level == "ok"
+    assert clock.judge(reading(4.0, out=5.0)).level == "warn"
+
+
+@pytest.mark.parametrize(("begun", "ended"), [(None, None), (1.0, None)])
+def test_a_node_that_does_not_say_its_time_is_unknown(begun: float | None, ended: float | None) -> None:
+    assert clock.judge(ClockReading(sent=0.0, begun=begun, ended=ended, received=2.0)).level == "unknown"

@@ -1,0 +1,98 @@
+"""Processes, governors and NUMA balancing: outputs written by us after ps(1) and the kernel's documents."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from cluster.checks import cpu_governor, numa_balancing, processes
+from cluster.local import LocalRunner
+from cluster.probe import Output, Probe
+from cluster.profiles import NO_GPUS
+from cluster.site import Site
+from tests.cluster.gpu_outputs import board
+
+
+def run(probe: Probe) -> Output:
+    done = LocalRunner().run(["sh", "-c", probe.script], deadline_seconds=60)
+    return Output(text=done.stdout, exit_status=done.exit_status)
+
+
+def test_a_zombie_is_found_and_named() -> None:
+    # The child ends at once and its parent never asks for it.
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import os, sys, time\nif os.fork() == 0: os._exit(0)\nprint(flush=True); time.sleep(60)",
+        ],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        verdict = processes.judge(run(processes.PROBE), Site())
+    finally:
+        parent.kill()
+        parent.communicate()
+    assert verdict.level == "warn"
+    assert "zombie" in verdict.summary
+
+
+def test_processes_stuck_in_the_kernel_are_named_with_their_user() -> None:
+    text = "stuck D 4242 alice python3\nstuck D 4243 alice python3\nstuck Z 99 bob sh\nend"
+    verdict = processes.judge(Output(text=text), Site())
+    assert (verdict.level, verdict.action) == ("warn", "monitor")
+    assert verdict.summary == (
+        "2 stuck in the kernel: python3 (pid 4242, alice), python3 (pid 4243, alice); 1 zombie: sh (pid 99, bob)"
+    )
+
+
+def test_many_zombies_are_counted_and_a_few_named() -> None:
+    text = "\n".join([*(f"stuck Z {pid} root sh" for pid in range(40)), "end"])
+    summary = processes.judge(Output(text=text), Site()).summary
+    assert summary.startswith("40 zombie: sh (pid 0, root)")
+    assert summary.endswith(" ...")
+    assert summary.count("pid") == 5
+
+
+def test_no_stuck_process_is_ok_and_no_ps_unknown() -> None:
+    assert processes.judge(Output(text="end"), Site()).level == "ok"
+    assert processes.judge(Output(text="", exit_status=127), Site()).level == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "level"),
+    [
+        ("    128 performance\nend", True, "ok"),
+        ("    120 performance\n      8 schedutil\nend", True, "warn"),
+        ("    128 powersave\nend", True, "warn"),
+        ("    128 powersave\nend", False, "ok"),
+        ("end", True, "ok"),
+        ("", True, "unknown"),
+    ],
+)
+def test_cores_that_feed_gpus_keep_their_clock(text: str, gpus: bool, level: str) -> None:
+    assert cpu_governor.judge(Output(text=text), Site(), board("h200") if gpus else NO_GPUS).level == level
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "level"),
+    [
+        ("numa_balancing 0", True, "ok"),
+        ("numa_balancing absent", True, "ok"),
+        ("numa_balancing 1", True, "warn"),
+        ("numa_balancing 2", True, "warn"),
+        ("numa_balancing 1", False, "ok"),
+        ("numa_balancing ", True, "unknown"),
+    ],
+)
+def test_numa_balancing_is_off_where_gpus_copy(text: str, gpus: bool, level: str) -> None:
+    assert numa_balancing.judge(Output(text=text), Site(), board("h200") if gpus else NO_GPUS).level == level
+
+
+def test_these_probes_answer_on_any_linux() -> None:
+    assert cpu_governor.judge(run(cpu_governor.PROBE), Site()).level == "ok"
+    assert numa_balancing.judge(run(numa_balancing.PROBE), Site()).level == "ok"

@@ -1,0 +1,86 @@
+"""XID errors in kernel logs. The lines are written by us after the format NVIDIA's XID documentation shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.checks import xid
+from cluster.local import LocalRunner
+from cluster.probe import Output
+from cluster.profiles import NO_GPUS
+from cluster.site import Site
+from tests.cluster.gpu_outputs import EIGHT, MODELS, STRANGER, board
+
+MESSAGE = "NVRM: Xid (PCI:0000:{bus}:00): {number}, pid='<unknown>', name=<unknown>, something happened"
+
+
+def log(*events: tuple[float, int, str], uptime: float = 100_000.0, source: str = "dmesg") -> Output:
+    host = "gpu01 kernel: " if source == "journal" else ""
+    lines = [f"[{at:12.6f}] {host}{MESSAGE.format(number=number, bus=bus)}" for at, number, bus in events]
+    return Output(text="\n".join([f"uptime {uptime}", f"source {source}", *lines]))
+
+
+@pytest.mark.parametrize("source", ["dmesg", "journal"])
+def test_a_quiet_log_is_ok(source: str) -> None:
+    assert xid.judge(log(source=source), EIGHT, board("h200")).level == "ok"
+
+
+REBOOT = {"a100": {64, 79, 95}, "a800": {64, 79, 95}, "h100": {79}, "h200": {79}}
+SERIOUS = {48, 64, 79, 95, 109, 110, 119, 120, 136, 140, 143}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("source", ["dmesg", "journal"])
+@pytest.mark.parametrize("number", sorted(SERIOUS | {13, 31, 43, 63, 92, 94, 121, 154}))
+def test_every_number_asks_for_what_its_family_needs(number: int, source: str, model: str) -> None:
+    verdict = xid.judge(log((99_000.0, number, "47"), source=source), EIGHT, board(model))
+    expected = "reboot" if number in REBOOT[model] else "reset" if number in SERIOUS else "monitor"
+    assert verdict.action == expected
+    assert verdict.level == ("fail" if number in SERIOUS else "warn")
+    assert f"XID {number} within 2 hours (0000:47:00 x 1)" in verdict.summary
+    assert ("in no list" in verdict.summary) == (number == 154)
+
+
+def test_only_the_last_two_hours_count() -> None:
+    assert xid.judge(log((92_799.0, 79, "47")), EIGHT, board("h200")).level == "ok"
+    assert xid.judge(log((92_801.0, 79, "47")), EIGHT, board("h200")).level == "fail"
+
+
+def test_the_worst_of_several_is_the_verdict_and_all_are_counted() -> None:
+    verdict = xid.judge(log((99_000.0, 13, "07"), (99_001.0, 13, "07"), (99_002.0, 48, "BD")), EIGHT, board("h100"))
+    assert (verdict.level, verdict.action) == ("fail", "reset")
+    assert verdict.facts["counters"] == {"0000:07:00 xid13": 2, "0000:BD:00 xid48": 1}
+
+
+def test_an_xid_of_an_unknown_model_is_unknown() -> None:
+    assert xid.judge(log((99_000.0, 79, "47")), EIGHT, STRANGER).level == "unknown"
+    assert xid.judge(log(), EIGHT, STRANGER).level == "ok"
+
+
+def test_a_log_this_user_may_not_read_is_said_to_be_unseen() -> None:
+    denied = Output(text="uptime 5.0\ndenied dmesg: read kernel buffer failed: Operation not permitted")
+    verdict = xid.judge(denied, EIGHT, board("h200"))
+    assert (verdict.level, "group adm" in verdict.summary) == ("warn", True)
+    assert xid.judge(denied, Site(), NO_GPUS).level == "ok"
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_the_probe_reads_the_journal_where_there_is_one_and_dmesg_otherwise(
+    journal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = "[    1.500000] {}NVRM: Xid (PCI:0000:47:00): 79, GPU has fallen off the bus."
+    asked = 'case "$*" in *"-n 1 "*) echo entry ;; *) echo "' + line.format("gpu01 kernel: ") + '" ;; esac'
+    entries = asked if journal else "exit 1"
+    for program, body in (("journalctl", entries), ("dmesg", f"echo '{line.format('')}'; echo '[ 2.0] other'")):
+        (tmp_path / program).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    done = LocalRunner().run(["sh", "-c", xid.PROBE.script], deadline_seconds=30)
+    lines = done.stdout.splitlines()
+    assert lines[1:] == [
+        f"source {'journal' if journal else 'dmesg'}",
+        line.format("gpu01 kernel: " if journal else ""),
+    ]
+    assert lines[0].startswith("uptime ")
