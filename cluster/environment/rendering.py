@@ -83,7 +83,7 @@ def site_variables(site: Site) -> tuple[dict[str, str], list[str]]:
     """The site's own variables, less the one it cannot have, and the sentence that says so."""
     own = dict(site.environment)
     if own.pop(_RAY_REPORTS, "0") != "0":
-        return own, [f"the site sets {_RAY_REPORTS}, which stays 0 here; set it in your shell if you want the reports"]
+        return own, [f"the site sets {_RAY_REPORTS}, which stays 0: nothing started here reports; remove it"]
     return own, []
 
 

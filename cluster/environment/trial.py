@@ -11,7 +11,7 @@ def trial_values(directory: str) -> tuple[Value, ...]:
         Value(
             name="NCCL_DEBUG_FILE",
             value=f"{directory}/nccl.%h.%p.log",
-            reason="one file per host and process, once NCCL_DEBUG is INFO or TRACE",
+            reason="one file per host and process, once NCCL_DEBUG is WARN, INFO or TRACE",
         ),
         Value(
             name="TORCH_FR_DUMP_TEMP_FILE",

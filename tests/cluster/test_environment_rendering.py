@@ -1,6 +1,7 @@
 """The environment of whole machines, as the whole text of env.sh."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -107,7 +108,7 @@ export TORCH_FR_BUFFER_SIZE=2000
 # default: Ray reports its use to its makers unless told not to
 export RAY_USAGE_STATS_ENABLED=0
 
-# default: one file per host and process, once NCCL_DEBUG is INFO or TRACE
+# default: one file per host and process, once NCCL_DEBUG is WARN, INFO or TRACE
 export NCCL_DEBUG_FILE=/var/log/burst/nccl.%h.%p.log
 
 # default: beginning of the flight recorder's file names; the rank follows
@@ -244,3 +245,15 @@ def test_secrets_are_hidden_by_name_and_inside_addresses():
 def test_what_replaces_a_secret_does_not_tell_it():
     (value,) = overlaid([Value(name="A_TOKEN", value="hidden", reason="r")], {"A_TOKEN": "new"}, by="b", origin="user")
     assert value.reason == "b, instead of <redacted> (r)"
+
+
+def test_every_variable_stands_in_the_documentation(node):
+    page = (Path(__file__).parents[2] / "docs" / "environment.md").read_text()
+    h100(node)
+    site = Site(network=NetworkExpectation(gid_index=3))
+    rendered = [
+        render_node(node.facts(site), site, logs="/logs"),
+        render_node(NodeFacts(node="n"), Site()),
+    ]
+    names = {value.name for each in rendered for value in each.values} | {"NCCL_IB_DISABLE", "NCCL_HOSTID"}
+    assert [name for name in sorted(names) if f"| `{name}` |" not in page] == []
