@@ -63,7 +63,7 @@ def agreements(rows: Sequence[Row]) -> list[Agreement]:
 def function_of(row: Row) -> tuple[object, ...]:
     """Key of what a trial computes, however it computes it. Within one run, as devices may initialise differently."""
     shape = tuple((name, value) for name, value in sorted(row.items()) if name.startswith("model."))
-    sequences = row["batch_size"] * row["dp_size"]
+    sequences = row["batch_size"] * row["dp_size"] * row["gradient_accumulation"]
     names = ("run", "task", "seq_len", "dtype", "mask", "learning_rate", "data", "seed")
     return (*(row[name] for name in names), sequences, shape)
 

@@ -66,16 +66,16 @@ def visible_pairs(mask: str, seq_len: int) -> int:
 
 def attention_forward(settings: TrialSettings) -> float:
     """FLOPs of one attention forward over all replicas: 4 x N x D x visible pairs x sequences, whatever K is."""
-    sequences = settings.batch_size * settings.dp_size
     pairs = visible_pairs(settings.mask, settings.seq_len)
-    return 4.0 * settings.model.heads * settings.model.head_dim * pairs * sequences
+    return 4.0 * settings.model.heads * settings.model.head_dim * pairs * sequences_per_step(settings)
 
 
 def work_of(settings: TrialSettings) -> Work:
     """FLOPs of one training step, or of one attention call for task `attention`.
 
     Checkpointing every layer repeats its matrix multiplications once, and attention too unless its outputs are kept
-    (`checkpoint.tail` 1). The fused LM head forms its gradients in the forward pass and repeats nothing.
+    (`checkpoint.tail` 1). A tiled MLP whose layer is not recomputed repeats what lies before its last matrix. The fused
+    LM head forms its gradients in the forward pass and repeats nothing.
     """
     attention = attention_forward(settings)
     if settings.task == "attention":
@@ -88,14 +88,28 @@ def work_of(settings: TrialSettings) -> Work:
         layers=layers,
         head=2.0 * tokens * model.vocab * model.hidden,
         attention=attention * model.layers,
-        recomputed_layers=layers if checkpoint.every else 0.0,
+        recomputed_layers=layers if checkpoint.every else _repeated_by_tiles(settings),
         recomputed_attention=attention * model.layers if checkpoint.every and checkpoint.tail == 0.0 else 0.0,
     )
 
 
+def _repeated_by_tiles(settings: TrialSettings) -> float:
+    """A tiled MLP keeps its input alone: backward runs its first matrix again, or the first two of a gated one."""
+    if settings.mlp_tiles == 1:
+        return 0.0
+    model = settings.model
+    return 2.0 * tokens_per_step(settings) * model.layers * (2 if model.gated else 1) * model.hidden * model.ffn
+
+
+def sequences_per_step(settings: TrialSettings) -> int:
+    """Sequences of one optimizer step over all micro-batches and replicas; of one call for task `attention`."""
+    micro_batches = settings.gradient_accumulation if settings.task == "train" else 1
+    return settings.batch_size * settings.dp_size * micro_batches
+
+
 def tokens_per_step(settings: TrialSettings) -> int:
-    """Tokens of one step over all data-parallel replicas."""
-    return settings.seq_len * settings.batch_size * settings.dp_size
+    """Tokens of these sequences."""
+    return settings.seq_len * sequences_per_step(settings)
 
 
 def seconds_at_kernel_speed(work: Work, *, gemm: float, attention_forward: float, attention_backward: float) -> float:

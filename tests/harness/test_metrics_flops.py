@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.settings import Checkpoint, ModelShape
-from harness.flops import layer_matmul_parameters, seconds_at_kernel_speed, visible_pairs, work_of
+from harness.flops import layer_matmul_parameters, seconds_at_kernel_speed, tokens_per_step, visible_pairs, work_of
 from tests.harness.synthetic_records import LARGE, SMALL, settings
 
 # hidden 4, 2 query heads and 1 KV head of 2, gated MLP of 3, vocabulary 5, 2 layers.
@@ -45,6 +45,24 @@ def test_training_forward_matches_the_hand_count() -> None:
     assert work.attention == 4 * 2 * 2 * 21 * 2 * 6
     assert work.forward == 12096 + 1440 + 4032
     assert work.model == 3 * 17568
+
+
+def test_micro_batches_are_sequences_of_the_step() -> None:
+    big = settings(model=TOY, seq_len=6, batch_size=6, world_size=2, cp_size=1)
+    parts = settings(model=TOY, seq_len=6, batch_size=2, gradient_accumulation=3, world_size=2, cp_size=1)
+    assert work_of(parts) == work_of(big)
+    assert tokens_per_step(parts) == tokens_per_step(big) == 6 * 6 * 2
+    call = settings(task="attention", model=TOY, seq_len=6, batch_size=2, gradient_accumulation=3)
+    assert work_of(call) == work_of(settings(task="attention", model=TOY, seq_len=6, batch_size=2))
+
+
+def test_tiles_repeat_the_mlp_up_to_its_last_matrix_unless_the_layer_is_recomputed_anyway() -> None:
+    kept = settings(model=TOY, seq_len=6, mlp_tiles=2, checkpoint=Checkpoint(every=0))
+    assert work_of(kept).recomputed_layers == 2 * 6 * 2 * (2 * 4 * 3)  # tokens, layers, gate and up
+    assert work_of(kept).model == work_of(settings(model=TOY, seq_len=6)).model
+    assert work_of(settings(model=TOY, seq_len=6, checkpoint=Checkpoint(every=0))).recomputed_layers == 0
+    recomputed = settings(model=TOY, seq_len=6, mlp_tiles=2)
+    assert work_of(recomputed) == work_of(settings(model=TOY, seq_len=6))
 
 
 def test_an_ungated_mlp_has_two_matrices() -> None:
