@@ -80,7 +80,7 @@ class TrainingConfig:
             raise ValueError(f"steps is {self.steps}; give at least 1")
         if self.lr_schedule.warmup > self.steps:
             raise ValueError(
-                f"lr_schedule.warmup is {self.lr_schedule.warmup}, which is more than the {self.steps} steps; give fewer"
+                f"lr_schedule.warmup is {self.lr_schedule.warmup}, more than the {self.steps} steps; give fewer"
             )
 
     @property

@@ -1,0 +1,97 @@
+"""`burst data`: build a token store that training reads."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness.errors import UsageError
+
+
+class Data:
+    help = "turn text files into a token store for `data:` of experiments and training configurations"
+    forwards = False
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "texts", nargs="+", metavar="TEXT", help="UTF-8 text files, one document each, or python_docs"
+        )
+        parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the new store")
+        parser.add_argument(
+            "--tokenizer", default="bytes", metavar="bytes|FILE",
+            help="bytes, or a Hugging Face tokenizer.json (default: bytes)",
+        )  # fmt: skip
+        parser.add_argument(
+            "--validation", type=_fraction, default=0.01, metavar="PART",
+            help="part of the tokens held out for evaluation, at the end (default: 0.01)",
+        )  # fmt: skip
+        parser.add_argument(
+            "--replace", action="store_true", help="build anew where a store lies already; that one is moved aside"
+        )
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from engine.data.build import build_store
+        from engine.data.tokenizers import tokenizer_named
+
+        try:
+            tokenizer = tokenizer_named(arguments.tokenizer)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        _check_place(arguments.out, replace=arguments.replace)
+        try:
+            with _moved_aside(arguments.out) as moved:
+                header = build_store(arguments.texts, arguments.out, tokenizer, arguments.validation)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        except (PermissionError, NotADirectoryError) as error:
+            raise UsageError(f"{error.filename} cannot be used ({error.strerror}); choose another path") from error
+        if moved:
+            print(f"the earlier store is now {moved}")
+        print(
+            f"{arguments.out}: {header.count:,} tokens of {len(header.documents)} documents, {header.validation:,} of "
+            f"them held out; tokenizer {header.tokenizer}, vocabulary {header.vocabulary:,}, {header.dtype}"
+        )
+        return 0
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no part from 0 to below 1; give for example 0.01")
+    return value
+
+
+def _check_place(directory: Path, *, replace: bool) -> None:
+    """Raises UsageError for a path that holds something else, or a store that is not to be replaced."""
+    from engine.data.store import is_store
+
+    if not directory.exists():
+        return
+    if not is_store(directory):
+        raise UsageError(f"{directory} exists and is no token store; give --out a path that does not exist yet")
+    if not replace:
+        raise UsageError(f"{directory} holds a token store; give --out another path, or --replace to move it aside")
+
+
+@contextlib.contextmanager
+def _moved_aside(directory: Path) -> Iterator[Path | None]:
+    """Nothing is at `directory` within the block; yields where what was there went. Undone when the block fails."""
+    from harness.run_directory import free_name
+
+    if not directory.exists():
+        yield None
+        return
+    moved = directory.rename(free_name(directory))
+    try:
+        yield moved
+    except BaseException:
+        moved.rename(directory)
+        raise
+
+
+COMMAND = Data()
