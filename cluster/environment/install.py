@@ -10,30 +10,18 @@ from cluster.environment.rendering import NodeEnvironment, env_sh
 from cluster.environment.secrets import is_secret
 from cluster.probe import Output
 from cluster.runner import Runner, Unreachable
+from cluster.transfer import TransferFailed, put
 
-# Arguments: path, mode, SHA-256 of what is sent. The content is stdin; a connection that breaks half-way leaves a
-# shorter one, which the sum tells. `mv` within one folder is atomic: a shell that sources the file sees old or new.
-_SCRIPT = """\
+# Arguments: path, SHA-256 of what is to stand there. Makes the folder, and keeps a copy of what will be replaced.
+_MAKE_WAY = """\
 set -eu
-case $1 in /*) ;; *) echo "$1 is not an absolute path" >&2; exit 3 ;; esac
 [ ! -d "$1" ] || { echo "$1 is a folder" >&2; exit 3; }
-folder=$(dirname -- "$1")
-mkdir -p -- "$folder"
-umask 077
-aside=$(mktemp -- "$1.XXXXXXXX")
-trap 'rm -f -- "$aside"' EXIT
-cat > "$aside"
-[ "$(sha256sum < "$aside" | cut -d' ' -f1)" = "$3" ] || { echo "the file did not arrive whole" >&2; exit 3; }
-chmod "$2" "$aside"
-kept=
-if [ -e "$1" ] || [ -L "$1" ]; then
-    if [ ! -L "$1" ] && cmp -s -- "$aside" "$1"; then echo unchanged; exit 0; fi
-    kept=$1.$(date +%Y%m%d-%H%M%S).$$
-    cp -pP -- "$1" "$kept"
-fi
-mv -f -- "$aside" "$1"
-trap - EXIT
-if [ -n "$kept" ]; then printf 'replaced %s\\n' "$kept"; else echo written; fi
+mkdir -p -- "$(dirname -- "$1")"
+if [ ! -e "$1" ] && [ ! -L "$1" ]; then echo written; exit 0; fi
+if [ ! -L "$1" ] && [ "$(sha256sum < "$1" | cut -d' ' -f1)" = "$2" ]; then echo unchanged; exit 0; fi
+kept=$1.$(date +%Y%m%d-%H%M%S).$$
+cp -pP -- "$1" "$kept"
+printf 'replaced %s\\n' "$kept"
 """
 
 
@@ -57,16 +45,17 @@ def install(runner: Runner, environment: NodeEnvironment, path: str, *, deadline
 
     Raises Unreachable with the machine's own words when that fails; what was at `path` is then still there.
     """
-    content = env_sh(environment)
-    mode = "600" if any(is_secret(value.name, value.value) for value in environment.values) else "644"
-    digest = hashlib.sha256(content.encode()).hexdigest()
-    done = runner.run(
-        ["env", "LC_ALL=C", "sh", "-c", _SCRIPT, "install", path, mode, digest],
-        stdin=content,
-        deadline_seconds=deadline_seconds,
-    )
+    content = env_sh(environment).encode()
+    mode = 0o600 if any(is_secret(value.name, value.value) for value in environment.values) else 0o644
+    command = ["env", "LC_ALL=C", "sh", "-c", _MAKE_WAY, "sh", path, hashlib.sha256(content).hexdigest()]
+    done = runner.run(command, deadline_seconds=deadline_seconds)
     what, _, kept = done.stdout.rstrip("\n").partition(" ")
     if done.exit_status != 0 or what not in ("written", "replaced", "unchanged"):
         complaint = Output(text=done.stderr).first_line or "no answer in time"
         raise Unreachable(f"{path} was not written ({complaint}); check the path and its folder")
+    if what != "unchanged":
+        try:
+            put(runner, content, path, deadline_seconds=deadline_seconds, mode=mode)
+        except TransferFailed as error:
+            raise Unreachable(str(error)) from None
     return Installed(path=path, what=what, kept=kept)  # type: ignore[arg-type]  # one of the three, as just checked
