@@ -79,10 +79,9 @@ class HeadExchange:
     def _all_to_all(self, by_rank: Tensor) -> Arrival:
         received = torch.empty_like(by_rank)
         self._traffic.add(by_rank[1:])  # one part stays here
-        # gloo's all-to-all has no bf16
-        output, sent = (
-            (received, by_rank) if by_rank.is_cuda else (received.view(torch.uint8), by_rank.view(torch.uint8))
-        )
+        output, sent = received, by_rank
+        if not by_rank.is_cuda:  # gloo's all-to-all has no bf16; flat, because a last dimension of one has any stride
+            output, sent = received.flatten().view(torch.uint8), by_rank.flatten().view(torch.uint8)
         work = dist.all_to_all_single(output, sent, group=self.group, async_op=True)
 
         def arrived() -> Tensor:
