@@ -5,15 +5,14 @@ The values and their reasons are stated there, once, for launches and for `burst
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 from cluster.discovery.interface import InterfaceChoice
 from cluster.environment.network import socket_values
 from cluster.environment.processes import process_values
-from cluster.environment.rendering import NodeEnvironment
 from cluster.environment.trial import trial_values
-from cluster.environment.value import Value, overlaid, variables
+from cluster.environment.value import overlaid, variables
 from engine.settings import TrialSettings
 
 # A user's own variables with these prefixes change what a trial does, so they are recorded with it (and win over ours).
@@ -29,27 +28,15 @@ def render(
     cores: int,
     host_ranks: int,
     user: Mapping[str, str],
-    compute_capability: float | None = None,
 ) -> dict[str, str]:
     """Variables every rank of a trial on this machine gets, the user's among them.
 
-    `host_ranks` ranks share a host of `cores` cores; `user` is the environment `burst` was started with;
-    `compute_capability` is that of the GPUs, None when unknown. Pure, so the result is recorded and tested as it is.
+    `host_ranks` ranks share a host of `cores` cores; `user` is the environment `burst` was started with. Pure, so the
+    result is recorded and tested as it is.
     """
-    values = process_values(
-        device=device, cores=cores, ranks=host_ranks, method=settings.method, compute_capability=compute_capability
-    )
+    values = process_values(device=device, cores=cores, ranks=host_ranks, method=settings.method)
     if host_ranks >= settings.world_size:
         values += tuple(socket_values(_ONE_HOST))  # Gloo's own guess may be a dead interface
-    return _with_users(values, user)
-
-
-def render_on(node: NodeEnvironment, user: Mapping[str, str]) -> dict[str, str]:
-    """Variables every rank on one node of several gets, as `burst env` renders them, the user's over them."""
-    return _with_users(node.values, user)
-
-
-def _with_users(values: Iterable[Value], user: Mapping[str, str]) -> dict[str, str]:
     own = {name: value for name, value in user.items() if name.startswith(RECORDED_PREFIXES)}
     return variables(overlaid(values, own, by="set in the shell burst was started from", origin="user"))
 

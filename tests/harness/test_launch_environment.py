@@ -2,11 +2,8 @@
 
 import dataclasses
 
-from cluster.discovery.facts import NodeFacts, Route
-from cluster.environment.rendering import render_node
-from cluster.site import NetworkExpectation, Site
 from engine.settings import ModelShape, TrialSettings
-from harness.launch.environment import rank_environment, render, render_on, trial_environment
+from harness.launch.environment import rank_environment, render, trial_environment
 from harness.provenance import redact
 
 MODEL = ModelShape(name="m", layers=1, hidden=16, ffn=32, heads=2, kv_heads=2, head_dim=8, vocab=32)
@@ -47,29 +44,13 @@ def test_ranks_spread_over_hosts_leave_the_interface_to_the_host():
 
 
 def test_queues_between_host_and_gpu_follow_the_method():
-    upstream = dataclasses.replace(TWO_RANKS, method="megatron_cp_upstream")
-    hopper = render(upstream, device="cuda", cores=64, host_ranks=2, user={}, compute_capability=9.0)
-    assert hopper["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-    blackwell = render(upstream, device="cuda", cores=64, host_ranks=2, user={}, compute_capability=10.0)
-    assert blackwell["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
-    other = dataclasses.replace(TWO_RANKS, method="internevo_upstream")
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in render(other, device="cuda", cores=64, host_ranks=2, user={})
+    def queues(method):
+        settings = dataclasses.replace(TWO_RANKS, method=method)
+        return render(settings, device="cuda", cores=64, host_ranks=2, user={}).get("CUDA_DEVICE_MAX_CONNECTIONS")
 
-
-def test_ranks_on_a_node_get_what_was_rendered_for_it_and_the_users_own_above():
-    facts = NodeFacts(node="a", cores=8, head_route=Route(target="10.0.0.1", interface="ens1"))
-    site = Site(environment={"NCCL_DEBUG": "WARN"}, network=NetworkExpectation(hcas=("mlx5_2",)), ranks_per_node=2)
-    rendered = render_on(render_node(facts, site), {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "HOME": "/home/me"})
-    assert rendered == {
-        "NCCL_SOCKET_IFNAME": "=ens1",
-        "GLOO_SOCKET_IFNAME": "ens1",
-        "NCCL_IB_HCA": "=mlx5_2",
-        "OMP_NUM_THREADS": "3",
-        "OPENBLAS_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "NCCL_DEBUG": "INFO",
-    }
+    assert queues("ulysses") == "32"
+    assert queues("megatron_cp_upstream") == "1"
+    assert queues("internevo_upstream") is None
 
 
 def test_files_for_looking_into_a_hang_lie_in_the_trial_unless_the_user_says_where():
