@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 
 from cluster.discovery.facts import NodeFacts
 from cluster.discovery.parse import parse
@@ -17,7 +18,8 @@ def read_node(
 ) -> NodeFacts:
     """Ask one node. `head` is the head node's IPv4 address, None on a machine that works alone; `root` is put before
     /sys and /proc. Raises Unreachable when the connection breaks or the node's shell runs nothing."""
-    questions = probes(head=head, storage=site.storage.servers, python=site.software.python, root=root)
+    python = site.software.python or sys.executable
+    questions = probes(head=head, storage=site.storage.servers, python=python, root=root)
     mark = secrets.token_hex(8)
     completed = runner.run(["sh", "-s"], stdin=render_script(questions, mark), deadline_seconds=deadline_seconds)
     outputs = parse_outputs(completed.stdout, mark)

@@ -59,16 +59,15 @@ route() { printf '%s\\t' "$1"; ip -4 -json route get "$1" 2>/dev/null || echo; }
 NVIDIA_FIELDS = ("pci.bus_id", "name", "compute_cap", "driver_version")
 
 
-def probes(
-    *, head: str | None, storage: Sequence[str] = (), python: str | None = None, root: str = ""
-) -> dict[str, Probe]:
+def probes(*, head: str | None, storage: Sequence[str] = (), python: str, root: str = "") -> dict[str, Probe]:
     """What to run on a node. `head` is the head node's IPv4 address, `storage` those of file servers known beforehand;
-    `python` is the interpreter whose NCCL is asked about, None the first python3 on the node's path."""
+    `python` is the interpreter on the node whose NCCL is asked about."""
     begin = f"root={shlex.quote(root)}\n{_SHELL}"
     addresses = " ".join(map(shlex.quote, storage))
     mounts = "|".join(STORAGE_MOUNTS)
     return {
-        "cores": Probe(script="nproc"),
+        # nproc would take the caller's OMP_NUM_THREADS for the number of cores.
+        "cores": Probe(script="unset OMP_NUM_THREADS OMP_THREAD_LIMIT; nproc"),
         "interfaces": Probe(script=begin + _INTERFACES),
         # Linux 4.14's iproute2 and newer print JSON on one line; any other leaves the kernel's table to go by.
         "addresses": Probe(script="ip -json addr 2>/dev/null || :"),
@@ -86,7 +85,7 @@ for server in {addresses} $some; do route "$server"; done
         "ports": Probe(script=begin + _PORTS),
         "pci": Probe(script=begin + _GPUS),
         "nvidia_smi": Probe(script=nvidia_smi.REQUIRE + nvidia_smi.query(NVIDIA_FIELDS), seconds=nvidia_smi.SECONDS),
-        "nccl": Probe(script=f"{shlex.quote(python or 'python3')} -c {shlex.quote(_NCCL)} 2>/dev/null || :"),
+        "nccl": Probe(script=f"{shlex.quote(python)} -c {shlex.quote(_NCCL)} 2>/dev/null || :"),
     }
 
 
