@@ -40,15 +40,15 @@ class Inventory:
 
 
 def from_hosts(hosts: Iterable[Host], site: Site, name: str = "hosts") -> Inventory:
-    """An inventory of targets that all expect the same; each host once. Raises ValueError for a wrong jump host."""
+    """An inventory of targets that all expect the same; each host once."""
     once = distinct(reached(host, site) for host in hosts)
     return Inventory(name=name, nodes=tuple(Node(host=host, site=site) for host in once))
 
 
 def reached(host: Host, site: Site) -> Host:
-    """The host with what its target left open filled in from the site's `ssh`. Raises ValueError for a wrong jump."""
+    """The host with what its target left open filled in from the site's `ssh`."""
     if host.is_local:
         return host
     ssh = site.ssh
-    jump = parse_jump(ssh.jump, ssh.jump_key or ssh.key) if ssh.jump else None
+    jump = parse_jump(ssh.jump, ssh.jump_key or ssh.key) if ssh.jump is not None else None
     return host.with_defaults(user=ssh.user, port=ssh.port, key=ssh.key, jump=jump)

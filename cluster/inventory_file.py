@@ -162,10 +162,7 @@ def _nodes(base: Value, members: Iterable[_Member]) -> tuple[Node, ...]:
             for layer in member.layers:
                 merged = merge(merged, layer)
             sites[said] = strict_yaml.build(Site, merged)
-        try:
-            nodes.append(Node(host=reached(member.host, sites[said]), site=sites[said]))
-        except ValueError as error:
-            raise UsageError(f"{member.place}: {error}") from None
+        nodes.append(Node(host=reached(member.host, sites[said]), site=sites[said]))
     return tuple(nodes)
 
 

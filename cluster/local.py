@@ -40,7 +40,7 @@ class LocalRunner:
         ends_at = time.monotonic() + deadline_seconds
         process = _start(command, subprocess.STDOUT)
         assert process.stdout is not None
-        lines = LineReader(process.stdout.read1, on_line)  # type: ignore[attr-defined]
+        lines = LineReader(process.stdout.read1, on_line, threading.Lock())  # type: ignore[attr-defined]
         return _finish(process, stdin, [lines], ends_at)
 
 

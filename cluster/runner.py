@@ -44,8 +44,10 @@ class Runner(Protocol):
         stdin: str | Iterable[bytes] = "",
         deadline_seconds: float,
     ) -> int | None:
-        """Hand on each line of both streams, as it is printed and however many come; the exit status, None when the
-        deadline passed. `on_line` is called from another thread; what it raises closes the streams and is raised here.
+        """Hand on each line of both streams as it comes, however many; the exit status, None when the deadline passed.
+
+        Lines of one stream come in their order. `on_line` is called from other threads, once at a time; what it raises
+        closes the streams and is raised here.
         """
         ...
 

@@ -43,11 +43,15 @@ class Collector:
 
 
 class LineReader:
-    """Hands on each line as it comes, without its line break and however long the whole gets."""
+    """Hands on each line as it comes, without its line break and however long the whole gets.
 
-    def __init__(self, read: Callable[[int], bytes], on_line: Callable[[str], None]) -> None:
+    Readers that share a receiver share a lock, so that it is called once at a time.
+    """
+
+    def __init__(self, read: Callable[[int], bytes], on_line: Callable[[str], None], lock: threading.Lock) -> None:
         self._read = read
-        self._on_line = on_line
+        self._receiver = on_line
+        self._lock = lock
 
     def drain(self) -> bool:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -55,14 +59,18 @@ class LineReader:
         while chunk := self._read(_CHUNK_BYTES):
             *lines, rest = (rest + decoder.decode(chunk)).split("\n")
             for line in lines:
-                self._on_line(line.removesuffix("\r"))
+                self._on_line(line)
             if len(rest) > MAX_LINE_CHARACTERS:
                 self._on_line(rest)
                 rest = ""
         rest += decoder.decode(b"", final=True)
         if rest:
-            self._on_line(rest.removesuffix("\r"))
+            self._on_line(rest)
         return True
+
+    def _on_line(self, line: str) -> None:
+        with self._lock:
+            self._receiver(line.removesuffix("\r"))
 
 
 def chunks(stdin: str | Iterable[bytes]) -> Iterator[bytes]:

@@ -17,7 +17,7 @@ _TIDY_SECONDS = 10.0
 
 # $1 is the place aside. What is written is read back, so that a full disk or a bad cable is found here.
 _WRITE = 'umask 077; cat > "$1" && sha256sum < "$1"'
-_KEEP = 'chmod "$3" "$1" && mv -f -- "$1" "$2"'
+_KEEP = 'chmod "$3" "$1" && mv -fT -- "$1" "$2"'
 _DROP = 'rm -f -- "$1"'
 
 # Called with the bytes sent so far and the bytes in all, from another thread.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.hosts import parse_jump
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SshDefaults:
@@ -19,3 +21,5 @@ class SshDefaults:
     def __post_init__(self) -> None:
         if self.port is not None and not 0 < self.port < 65536:
             raise ValueError(f"ssh.port is {self.port}; expected a number from 1 to 65535")
+        if self.jump is not None:
+            parse_jump(self.jump, None)  # raises what is wrong with it

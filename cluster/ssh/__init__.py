@@ -6,5 +6,5 @@ are then added to the file; a host whose key has changed is refused always (Open
 
 from __future__ import annotations
 
-from cluster.ssh.connector import SshOptions as SshOptions
-from cluster.ssh.connector import connector as connector
+from cluster.ssh.opening import SshOptions as SshOptions
+from cluster.ssh.opening import connector as connector

@@ -89,6 +89,10 @@ class Tunnel:
     def recv(self, size: int) -> bytes:
         return self._channel.recv(size)
 
+    def fileno(self) -> int:
+        """Readable when the channel is."""
+        return self._channel.fileno()
+
     def settimeout(self, seconds: float | None) -> None:
         self._channel.settimeout(seconds)
 

@@ -42,8 +42,10 @@ class SshRunner:
     ) -> int | None:
         ends_at = time.monotonic() + deadline_seconds
         with self._started(command, deadline_seconds) as channel:
-            channel.set_combine_stderr(True)
-            return self._finish(channel, stdin, [LineReader(channel.recv, on_line)], ends_at)
+            one_at_a_time = threading.Lock()
+            # Not paramiko's combined stream, in which one stream's line may begin in the middle of the other's.
+            readers = [LineReader(read, on_line, one_at_a_time) for read in (channel.recv, channel.recv_stderr)]
+            return self._finish(channel, stdin, readers, ends_at)
 
     @contextmanager
     def _started(self, command: Sequence[str], seconds: float) -> Iterator[paramiko.Channel]:

@@ -9,6 +9,8 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +27,10 @@ class LoopbackSshd:
     key: Path  # private key it lets in
     host_key: str  # "ssh-ed25519 AAAA..."
     known_hosts: Path  # names every address it listens on
+    log: Path  # one line "Accepted publickey" for each login
+
+    def logins(self) -> int:
+        return self.log.read_text().count("Accepted publickey")
 
     def target(self, address: str = "127.0.0.1") -> str:
         return f"{getpass.getuser()}@{address}:{self.port}"
@@ -78,3 +84,42 @@ def wait_until_open(port: int, process: subprocess.Popen[bytes], log: Path) -> N
                 return
         time.sleep(0.05)
     pytest.fail(f"sshd does not listen on port {port}: {log.read_text()}")
+
+
+@contextmanager
+def running_sshd(
+    folder: Path, *, addresses: Sequence[str] = ("127.0.0.1", "127.0.0.2"), options: str = ""
+) -> Iterator[LoopbackSshd]:
+    """A server of its own with keys of its own in `folder`; skips where there is no sshd. Ended by its process id."""
+    program, reason = find_sshd()
+    if program is None:
+        pytest.skip(reason)
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd's privilege separation insists on it
+    host_key = make_key(folder / "host_key")
+    client_key = make_key(folder / "client_key")
+    (folder / "authorized_keys").write_text(client_key + "\n")
+    (folder / "home").mkdir()
+    port = free_port()
+    (folder / "sshd_config").write_text(
+        f"Port {port}\n"
+        + "".join(f"ListenAddress {address}\n" for address in addresses)
+        + f"HostKey {folder}/host_key\n"
+        f"PidFile none\nAuthorizedKeysFile {folder}/authorized_keys\n"
+        "StrictModes no\nUsePAM no\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
+        "PermitRootLogin prohibit-password\nMaxStartups 500\n"
+        # bash reads ~/.bashrc when sshd starts it, and what a developer has there can take longer than the test.
+        f"SetEnv HOME={folder}/home\n{options}"
+    )
+    known_hosts, log = folder / "known_hosts", folder / "log"
+    known_hosts.write_text("".join(f"[{address}]:{port} {host_key}\n" for address in addresses))
+    with open(log, "wb") as stream:
+        process = subprocess.Popen(
+            [program, "-D", "-e", "-f", str(folder / "sshd_config")], stdout=stream, stderr=stream
+        )
+    try:
+        wait_until_open(port, process, log)
+        yield LoopbackSshd(port=port, key=folder / "client_key", host_key=host_key, known_hosts=known_hosts, log=log)
+    finally:
+        process.terminate()
+        process.wait(10)

@@ -33,3 +33,38 @@ def test_a_silent_node_is_reported_after_its_time():
     never.set()
     assert answers["quick"] == "here"
     assert isinstance(answers["silent"], Unreachable)
+
+
+def test_five_hundred_slow_nodes_are_asked_side_by_side_but_not_more_at_once_than_said():
+    lock, now, most = threading.Lock(), 0, 0
+
+    def work(node):
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        threading.Event().wait(0.05)
+        with lock:
+            now -= 1
+        return node
+
+    answers = dict(on_each(range(500), work, 60, at_once=100))
+    assert answers == {node: node for node in range(500)}
+    assert 1 < most <= 100
+
+
+def test_a_nodes_time_begins_when_its_turn_comes():
+    # Ten turns of 0.4 s each: whoever gave all of them 1 s (and 2 s of grace) from the first start would lose some.
+    wait = threading.Event().wait
+    answers = dict(on_each(range(10), lambda node: wait(0.4) or "here", 1.0, at_once=1))
+    assert set(answers.values()) == {"here"}
+
+
+def test_a_node_that_hangs_gives_its_turn_to_the_next():
+    never = threading.Event()
+    answers = dict(
+        on_each(["silent", "next"], lambda node: never.wait() if node == "silent" else "here", 0.2, at_once=1)
+    )
+    never.set()
+    assert isinstance(answers["silent"], Unreachable)
+    assert answers["next"] == "here"

@@ -59,6 +59,54 @@ def test_a_command_that_does_not_read_its_input_is_judged_by_its_status(runner: 
     assert runner.run(["true"], stdin="x" * 5_000_000, deadline_seconds=10).exit_status == 0
 
 
+def test_input_is_fed_in_pieces_as_they_come(runner: Runner) -> None:
+    pieces = (bytes([number]) * 100_000 for number in b"abc")
+    done = runner.run(["cat"], stdin=pieces, deadline_seconds=30)
+    assert done.stdout == "a" * 100_000 + "b" * 100_000 + "c" * 100_000
+
+
+def test_lines_of_both_streams_are_handed_on_while_the_command_runs(runner: Runner, tmp_path: Path) -> None:
+    # The command goes on only after its first line was handed on.
+    script = (
+        f"echo one; until [ -e {tmp_path}/go ]; do sleep 0.05; done; echo two >&2; printf 'gr\\303\\266\\303\\237e'"
+    )
+    lines: list[str] = []
+
+    def on_line(line: str) -> None:
+        lines.append(line)
+        (tmp_path / "go").touch()
+
+    assert runner.stream(["sh", "-c", script], on_line, deadline_seconds=60) == 0
+    assert lines[0] == "one"
+    assert sorted(lines[1:]) == ["größe", "two"]  # two streams: which of them comes first is open
+
+
+def test_a_stream_may_be_longer_than_what_is_kept_of_an_output(runner: Runner) -> None:
+    count = 0
+
+    def on_line(line: str) -> None:
+        nonlocal count
+        count += len(line)
+
+    command = ["sh", "-c", f"head -c {MAX_OUTPUT_BYTES + 5_000_000} /dev/zero; exit 3"]
+    assert runner.stream(command, on_line, deadline_seconds=60) == 3
+    assert count == MAX_OUTPUT_BYTES + 5_000_000
+
+
+def test_a_streamed_command_has_a_deadline_too(runner: Runner) -> None:
+    lines: list[str] = []
+    assert runner.stream(["sh", "-c", "echo begun; sleep 60"], lines.append, deadline_seconds=1.0) is None
+    assert lines == ["begun"]
+
+
+def test_what_the_receiver_of_a_line_raises_is_raised(runner: Runner) -> None:
+    def on_line(line: str) -> None:
+        raise KeyError(line)
+
+    with pytest.raises(KeyError, match="one"):
+        runner.stream(["sh", "-c", "echo one; sleep 60"], on_line, deadline_seconds=2.0)
+
+
 def test_the_deadline_ends_the_command_and_keeps_what_it_printed(runner: Runner, tmp_path: Path) -> None:
     script = f"echo $$ > {tmp_path}/pid; echo begun; sleep 60"
     done = runner.run(["sh", "-c", script], deadline_seconds=1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import logging
+import select
 import socket
 import threading
 import time
@@ -24,7 +25,7 @@ from cluster.ssh.session import SshRunner
 
 CONNECT_SECONDS = 10.0  # each for TCP and for key exchange with login: slower than this is not a node to run on
 # Key exchange and login are our own processor's work, some 4 ms each (docs/inventory.md): more at once only makes all
-# of them late. Hosts that do not even answer to TCP wait outside.
+# of them late. Hosts that have not greeted us yet wait outside, as some never will.
 LOGINS_AT_ONCE = 64
 TURN_SECONDS = 60.0  # longer than this the others must be stuck
 KEEPALIVE_SECONDS = 30  # a firewall forgets a connection that is silent while a long command runs
@@ -76,7 +77,9 @@ class _Opener:
         port, user = host.port or SSH_PORT, host.user or getpass.getuser()
         with ExitStack() as stack:
             try:
-                connection = self._reach(host, port, time.monotonic() + seconds, stack)
+                ends_at = time.monotonic() + seconds
+                connection = self._reach(host, port, ends_at, stack)
+                _wait_for_greeting(connection, ends_at)
                 with self._turn():
                     ends_at = time.monotonic() + seconds  # waiting for a turn is not the host's fault
                     transport = stack.enter_context(self._transport(connection, host_name(host.address, port), ends_at))
@@ -127,6 +130,14 @@ class _Opener:
             yield transport
         finally:
             transport.close()
+
+
+def _wait_for_greeting(connection: socket.socket | Tunnel, ends_at: float) -> None:
+    """Wait until the other side has said something, as an sshd does unasked; it stays unread."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    if not poll.poll(1000 * _left(ends_at)):
+        raise TimeoutError
 
 
 def _left(ends_at: float) -> float:

@@ -1,0 +1,47 @@
+"""Many nodes at once over SSH: one connection each, all of them answered for."""
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+from cluster.fleet import on_each
+from cluster.hosts import Host
+from cluster.runner import Unreachable
+from cluster.ssh import SshOptions, connector
+
+
+def test_sixty_four_connections_to_one_server_each_run_a_command(sshd):
+    user = sshd.target().partition("@")[0]
+    hosts = [
+        Host(name=f"n{number}", address=f"127.0.0.{1 + number % 2}", user=user, port=sshd.port, key=sshd.key)
+        for number in range(64)
+    ]
+    connect, before = connector(SshOptions(known_hosts=sshd.known_hosts)), sshd.logins()
+
+    def work(host):
+        with connect(host, 60.0) as runner:
+            return runner.run(["echo", host.name], deadline_seconds=60).stdout
+
+    assert dict(on_each(hosts, work, 120)) == {host: f"{host.name}\n" for host in hosts}
+    assert sshd.logins() == before + 64
+
+
+def test_a_host_that_never_speaks_does_not_take_the_turn_of_one_that_does(sshd, monkeypatch):
+    monkeypatch.setattr("cluster.ssh.opening.LOGINS_AT_ONCE", 1)
+    monkeypatch.setattr("cluster.ssh.opening.TURN_SECONDS", 5.0)  # the mute host is given ten
+    user = sshd.target().partition("@")[0]
+    connect = connector(SshOptions(known_hosts=sshd.known_hosts))
+    good = Host(name="good", address="127.0.0.1", user=user, port=sshd.port, key=sshd.key)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(30)
+        mute = Host(name="mute", address="127.0.0.1", user=user, port=server.getsockname()[1], key=sshd.key)
+
+        def work(host):
+            with connect(host, 30.0) as runner:
+                return runner.run(["echo", host.name], deadline_seconds=60).stdout
+
+        with ThreadPoolExecutor(1) as pool:
+            silent = pool.submit(work, mute)
+            accepted, _ = server.accept()
+            assert work(good) == "good\n"
+            accepted.close()
+            assert isinstance(silent.exception(30), Unreachable)
