@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.attention.masks import parse_mask
+from engine.attention.layout import tail_cut
+from engine.attention.masks import FirstRows, parse_mask
 from engine.settings import ModelShape, TrialSettings
 
 # Attention forward is two products (QK^T, PV). Its backward needs four (dV, dP, dQ, dK); kernels that never store the
@@ -73,9 +74,10 @@ def attention_forward(settings: TrialSettings) -> float:
 def work_of(settings: TrialSettings) -> Work:
     """FLOPs of one training step, or of one attention call for task `attention`.
 
-    Checkpointing every layer repeats its matrix multiplications once, and attention too unless its outputs are kept
-    (`checkpoint.tail` 1). A tiled MLP whose layer is not recomputed repeats what lies before its last matrix. The fused
-    LM head forms its gradients in the forward pass and repeats nothing.
+    Checkpointing repeats each layer's matrix multiplications once, with `checkpoint.every` k those of k - 1 of k layers
+    twice, and attention for the part of the sequence whose outputs are not kept (`checkpoint.tail`). A tiled MLP whose
+    layer is not recomputed repeats what lies before its last matrix. The fused LM head forms its gradients in the
+    forward pass and repeats nothing.
     """
     attention = attention_forward(settings)
     if settings.task == "attention":
@@ -83,14 +85,27 @@ def work_of(settings: TrialSettings) -> Work:
     model, checkpoint = settings.model, settings.checkpoint
     tokens = tokens_per_step(settings)
     layers = 2.0 * tokens * model.layers * layer_matmul_parameters(model)
-    assert checkpoint.tail in (0.0, 1.0), "a fractional tail needs the visible pairs of the recomputed head"
     return Work(
         layers=layers,
         head=2.0 * tokens * model.vocab * model.hidden,
         attention=attention * model.layers,
-        recomputed_layers=layers if checkpoint.every else _repeated_by_tiles(settings),
-        recomputed_attention=attention * model.layers if checkpoint.every and checkpoint.tail == 0.0 else 0.0,
+        recomputed_layers=layers * _layers_again(settings) if checkpoint.every else _repeated_by_tiles(settings),
+        recomputed_attention=attention * model.layers * _attention_again(settings) if checkpoint.every else 0.0,
     )
+
+
+def _layers_again(settings: TrialSettings) -> float:
+    """Forwards of all layers that backward runs: one for the activations, and in every group of k layers one more of
+    all but the last for their inputs."""
+    layers = settings.model.layers
+    return 2 - -(-layers // settings.checkpoint.every) / layers
+
+
+def _attention_again(settings: TrialSettings) -> float:
+    """Fraction of attention's forward, in visible pairs, that belongs to the head of the sequence and is not kept."""
+    mask, seq_len = parse_mask(settings.mask), settings.seq_len
+    cut = tail_cut(settings.checkpoint.tail, seq_len, settings.cp_size)
+    return FirstRows(mask, cut).area(seq_len) / max(1, mask.area(seq_len))
 
 
 def _repeated_by_tiles(settings: TrialSettings) -> float:

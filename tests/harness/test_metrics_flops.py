@@ -106,6 +106,22 @@ def test_recomputation_counts_in_hardware_flops_only(
     assert work.model == work_of(settings(model=SMALL, checkpoint=Checkpoint(every=0))).model
 
 
+def test_a_fractional_tail_repeats_the_pairs_of_the_head_alone() -> None:
+    work = work_of(settings(model=TOY, seq_len=8, checkpoint=Checkpoint(tail=0.25)))
+    assert work.recomputed_attention == work.attention * 21 / 36  # 6 of 8 queries: 6 x 7 / 2 of 8 x 9 / 2 pairs
+    full = work_of(settings(model=TOY, seq_len=8, mask="full", checkpoint=Checkpoint(tail=0.25)))
+    assert full.recomputed_attention == 0.75 * full.attention
+
+
+def test_groups_of_layers_run_all_but_their_last_layer_twice() -> None:
+    five = replace(TOY, layers=5)
+    layer = work_of(settings(model=five)).layers / 5
+    for every, repeated in ((1, 5), (2, 5 + 2), (3, 5 + 3), (9, 5 + 4)):
+        work = work_of(settings(model=five, checkpoint=Checkpoint(every=every, tail=0.0)))
+        assert work.recomputed_layers == pytest.approx(repeated * layer)
+        assert work.recomputed_attention == work.attention  # found computed the second time
+
+
 def test_fused_lm_head_repeats_nothing() -> None:
     assert work_of(settings(lm_head_fusion=True)) == work_of(settings(lm_head_fusion=False))
 
