@@ -111,6 +111,8 @@ def _judge(assignment: Assignment) -> Finding:
         return _finding(assignment, "drop", "is a command, which is not executed; a site file holds values alone")
     if is_secret(name, value):
         return _finding(assignment, "drop", "is a secret, and site files are shared; set it in your own shell")
+    if assignment.is_conditional:
+        return _finding(assignment, "drop", "stands in a branch, loop or function, which is not run; write it out it")
     if assignment.is_expanded:
         return _finding(assignment, "drop", "would be expanded by a shell; write its value out and import again")
     if name == "RAY_USAGE_STATS_ENABLED":

@@ -8,12 +8,15 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.errors import UsageError
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _EXPORTS = (("export",), ("declare", "-x"), ("typeset", "-x"))
+_OPEN = frozenset({"if", "for", "while", "until", "case", "select"})
+_CLOSE = frozenset({"fi", "done", "esac", "}"})
+_CONTINUE = frozenset({"then", "else", "do"})  # which a statement may follow on the same line
 # Stand-ins, from Unicode's private area, for the two characters where quotes or a backslash took their meaning away.
 _LITERAL = {"$": "\ue000", "`": "\ue001"}
 _BACK = {ord(stand_in): character for character, stand_in in _LITERAL.items()}
@@ -27,18 +30,29 @@ class Assignment:
     name: str  # "" for a command
     value: str  # as the shell would pass it on; a command's own text where there is no name
     is_expanded: bool = False  # the shell would put something else in place of a part of it
+    is_conditional: bool = False  # it stands in a branch, a loop or a function, which may or may not be run
 
 
 def read_assignments(text: str, origin: str) -> list[Assignment]:
     """All statements of the file in order. Raises UsageError, naming `origin` and the line, for an unclosed quote."""
     found: list[Assignment] = []
+    depth = 0
     for line, statement in _statements(text):
         try:
             words = shlex.split(statement, comments=False, posix=True)
         except ValueError:
             raise UsageError(f"{origin}:{line}: a quote is opened and never closed; close it there") from None
-        found += _assignments(line, words, statement.translate(_BACK).strip())
+        depth = max(0, depth + _deeper(words))
+        for assignment in _assignments(line, words, statement.translate(_BACK).strip()):
+            found.append(replace(assignment, is_conditional=depth > 0))
     return found
+
+
+def _deeper(words: list[str]) -> int:
+    """How many blocks a statement opens, less those it closes."""
+    begin = next((word for word in words if word not in _CONTINUE), "")
+    opened = (begin in _OPEN) + bool(words and words[-1] == "{")
+    return opened - (begin in _CLOSE)
 
 
 def _assignments(line: int, words: list[str], statement: str) -> Iterator[Assignment]:

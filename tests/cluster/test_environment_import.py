@@ -104,6 +104,17 @@ def test_nothing_secret_is_shown():
     assert "me:secret" not in text
 
 
+def test_what_a_condition_decides_is_left_to_people():
+    text = "if test -d /x; then\n  export A=1\nelse\n  export A=2\nfi\nf() {\nexport B=1\n}\nexport C=1\n"
+    found = [finding for finding in import_env(text, "env.sh").findings if finding.name]
+    assert [(finding.name, finding.line, finding.fate) for finding in found] == [
+        ("A", 2, "drop"), ("A", 4, "drop"), ("B", 7, "drop"), ("C", 9, "keep"),
+    ]  # fmt: skip
+    nested = "if a; then if b; then\nexport A=1\nfi\nexport B=1\nfi\nfor i in 1 2; do\nexport D=1\ndone\nexport C=1\n"
+    kept = [finding.name for finding in import_env(nested, "env.sh").findings if finding.fate == "keep"]
+    assert kept == ["C"]
+
+
 @pytest.mark.parametrize(
     ("value", "fate", "hcas"),
     [
