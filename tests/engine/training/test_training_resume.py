@@ -2,27 +2,94 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from engine.training.config import Evaluation
 from tests.engine.training.training_runs import SHAPE, config, curve, order, several
 from tests.ranks import run_on_ranks
 
+ALLOWED = "what only changes its course"
+PER_STEP = "sequences per step (batch_size x gradient_accumulation x replicas)"
+CHANGES = {
+    "seq_len 32, and the run now says 16": config(seq_len=16),
+    f"{PER_STEP} 2, and the run now says 4": config(batch_size=4),
+    "seed 0, and the run now says 1": config(seed=1),
+    "model.layers 2, and the run now says 1": config(model=replace(SHAPE, layers=1)),
+    ALLOWED: config(steps=5, learning_rate=0.002, evaluate=Evaluation()),
+}
+
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory) -> tuple[Path, list[dict]]:
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> list[dict]:
     """Two context-parallel ranks: six steps at once, then three and, resumed, three more."""
-    folder = tmp_path_factory.mktemp("runs")
     whole, parts = str(folder / "whole"), str(folder / "parts")
     six = config(cp_size=2)
     starts = [(whole, order(six), None), (parts, order(six), 3), (parts, order(six, resume=True), None)]
-    return folder, run_on_ranks(2, several, str(folder / "cache"), starts)[0]
+    return run_on_ranks(2, several, str(folder / "cache"), starts)[0]
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: Path, two_ranks: list[dict]) -> dict[str, dict]:
+    """What one rank makes of copies of the two-rank run: as it was after step 4, changed, and damaged."""
+    starts = {"elsewhere": (copy(folder, "elsewhere", steps=[4]), config())}
+    changed = copy(folder, "changed", steps=[4])
+    starts |= {words: (changed, case) for words, case in CHANGES.items()}
+    (folder / "other.txt").write_text("other words, " * 2500)
+    starts["other data"] = (changed, config(data=str(folder / "other.txt")))
+    starts["newest damaged"] = (copy(folder, "newest", steps=[4, 6]), config())
+    damage(folder / "newest", 6)
+    starts["newest half written"] = (copy(folder, "half", steps=[4, 6]), config())
+    (folder / "half" / "checkpoints" / "step-00000006" / "checkpoint.json").unlink()
+    starts["all damaged"] = (copy(folder, "all", steps=[4, 6]), config())
+    damage(folder / "all", 6)
+    damage(folder / "all", 4)
+    starts["finished"] = (copy(folder, "finished", steps=[4, 6]), config())
+    results = run_on_ranks(
+        1,
+        several,
+        str(folder / "cache"),
+        [(run, order(case, resume=True), None) for run, case in starts.values()],
+    )[0]
+    return dict(zip(starts, results, strict=True))
+
+
+def copy(folder: Path, name: str, steps: list[int]) -> str:
+    """A copy of the two-rank run with the checkpoints of these steps."""
+    shutil.copytree(folder / "parts", folder / name)
+    for path in (folder / name / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) not in steps:
+            shutil.rmtree(path)
+    return str(folder / name)
+
+
+def damage(run: Path, step: int) -> None:
+    """Turn one bit in the middle of what rank 1 wrote."""
+    path = run / "checkpoints" / f"step-{step:08d}" / "__1_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def assert_same_curve(found: dict, truth: dict, done: int) -> None:
+    """Equal up to step `done`, and within fp32 rounding from there on."""
+    assert curve(found)[:done] == curve(truth)[:done]
+    for line, expected in zip(curve(found)[done:], curve(truth)[done:], strict=True):
+        assert line[:2] == expected[:2]
+        assert line[2:] == pytest.approx(expected[2:], rel=2e-5)
+    assert curve(found, "evaluation")[-1][2] == pytest.approx(curve(truth, "evaluation")[-1][2], rel=2e-5)
 
 
 def test_a_resumed_run_repeats_the_loss_curve_and_the_parameters_bit_for_bit(two_ranks) -> None:
-    _, (whole, first, second) = two_ranks
+    whole, first, second = two_ranks
     assert (first["finished"], first["steps_done"]) == (False, 3)
     assert (second["finished"], second["steps_done"], second["notes"]) == (True, 6, [])
     assert [line[0] for line in curve(whole)] == [1, 2, 3, 4, 5, 6]
@@ -32,70 +99,65 @@ def test_a_resumed_run_repeats_the_loss_curve_and_the_parameters_bit_for_bit(two
 
 
 def test_evaluation_comes_before_the_first_step_when_due_and_at_the_end(two_ranks) -> None:
-    _, (whole, *_) = two_ranks
-    assert [line[0] for line in curve(whole, "evaluation")] == [0, 3, 6]
-    first, *_, last = curve(whole, "evaluation")
+    first, *later, last = curve(two_ranks[0], "evaluation")
+    assert [line[0] for line in (first, *later, last)] == [0, 3, 6]
     assert last[2] < first[2]
 
 
-def test_the_newest_checkpoints_stay_and_the_pointer_names_the_last(two_ranks) -> None:
-    folder, _ = two_ranks
+def test_the_newest_checkpoints_stay_and_the_pointer_names_the_last(two_ranks, folder: Path) -> None:
     directory = folder / "parts" / "checkpoints"
     assert sorted(path.name for path in directory.iterdir()) == ["latest", "step-00000004", "step-00000006"]
     assert (directory / "latest").read_text() == "step-00000006\n"
 
 
-def from_step_4(folder: Path, name: str) -> str:
-    """A copy of the two-rank run as it was after step 4."""
-    import shutil
+def test_a_run_goes_on_with_one_rank(two_ranks, one_rank) -> None:
+    assert_same_curve(one_rank["elsewhere"], two_ranks[0], done=4)
 
-    copy = folder / name
-    shutil.copytree(folder / "parts", copy)
-    shutil.rmtree(copy / "checkpoints" / "step-00000006")
-    return str(copy)
+
+def test_a_run_goes_on_with_four_ranks_in_two_replicas(two_ranks, folder: Path) -> None:
+    replicas = config(world_size=4, cp_size=2, batch_size=1)
+    starts = [(copy(folder, "replicas", steps=[4]), order(replicas, resume=True), None)]
+    [found] = run_on_ranks(4, several, str(folder / "cache"), starts)[0]
+    assert_same_curve(found, two_ranks[0], done=4)
+
+
+@pytest.mark.parametrize("words", [words for words in CHANGES if words != ALLOWED])
+def test_what_would_change_the_run_is_refused(one_rank, words: str) -> None:
+    sentence = one_rank[words]["refused"]
+    assert sentence.startswith("checkpoint step-00000004 cannot be gone on from: it was made with")
+    assert words in sentence
+    assert sentence.endswith("give what it was made with, or start anew without --resume")
+
+
+def test_other_data_are_refused_and_another_course_is_not(one_rank) -> None:
+    assert "it was made with data of sha256" in one_rank["other data"]["refused"]
+    assert one_rank[ALLOWED]["steps_done"] == 5
+    assert one_rank[ALLOWED]["metrics"][-1]["learning_rate"] < 0.002
 
 
 @pytest.mark.parametrize(
-    ("ranks", "changes"),
-    [(1, {}), (4, {"world_size": 4, "cp_size": 2, "batch_size": 1}), (2, {"world_size": 2, "batch_size": 1})],
+    ("case", "problem"),
+    [
+        ("newest damaged", "its file __1_0.distcp has changed since it was written"),
+        ("newest half written", "its checkpoint.json cannot be read (FileNotFoundError)"),
+    ],
 )
-def test_a_run_goes_on_with_other_ranks(two_ranks, ranks: int, changes: dict) -> None:
-    folder, (whole, *_) = two_ranks
-    run = from_step_4(folder, f"elsewhere{ranks}")
-    starts = [(run, order(config(**changes), resume=True), None)]
-    [elsewhere] = run_on_ranks(ranks, several, str(folder / "cache"), starts)[0]
-    found, expected = curve(elsewhere), curve(whole)
-    assert found[:4] == expected[:4]
-    for line, truth in zip(found[4:], expected[4:], strict=True):
-        assert line[:2] == truth[:2]
-        assert line[2:] == pytest.approx(truth[2:], rel=2e-5)
-    assert curve(elsewhere, "evaluation")[-1][2] == pytest.approx(curve(whole, "evaluation")[-1][2], rel=2e-5)
+def test_a_checkpoint_that_is_not_whole_is_passed_over_with_a_sentence(two_ranks, one_rank, folder, case, problem):
+    result = one_rank[case]
+    assert result["notes"] == [
+        f"checkpoint step-00000006 is passed over because {problem}; it is now broken-step-00000006"
+    ]
+    assert result["progress"][0]["note"] == result["notes"][0]
+    assert_same_curve(result, two_ranks[0], done=4)
 
 
-def test_what_would_change_the_run_is_refused_and_what_only_changes_its_course_is_not(two_ranks) -> None:
-    folder, _ = two_ranks
-    run = from_step_4(folder, "changed")
-    other_text = folder / "other.txt"
-    other_text.write_text("other words, " * 2500)
-    cases = [
-        config(seq_len=16),
-        config(batch_size=4),
-        config(seed=1),
-        config(data=str(other_text)),
-        config(model=replace(SHAPE, layers=1)),
-        config(steps=5, learning_rate=0.002),
-    ]
-    starts = [(run, order(case, resume=True), None) for case in cases]
-    *refused, allowed = run_on_ranks(1, several, str(folder / "cache"), starts)[0]
-    expected = [
-        "seq_len 32, and the run now says 16",
-        "sequences per step (batch_size x gradient_accumulation x replicas) 2, and the run now says 4",
-        "seed 0, and the run now says 1",
-        "and the run now says",
-        "model.layers 2, and the run now says 1",
-    ]
-    for result, words in zip(refused, expected, strict=True):
-        assert result["refused"].startswith("checkpoint step-00000004 cannot be gone on from: it was made with")
-        assert words in result["refused"]
-    assert "data of sha256" in refused[3]["refused"]
-    assert allowed["steps_done"] == 5
+def test_without_any_whole_checkpoint_the_run_does_not_start_over_by_itself(one_rank) -> None:
+    sentence = one_rank["all damaged"]["refused"]
+    assert sentence.startswith("there is no checkpoint to go on from (checkpoint step-00000006 is passed over because")
+    assert sentence.count("is passed over") == 2
+
+
+def test_a_finished_run_stays_finished(two_ranks, one_rank) -> None:
+    assert one_rank["finished"]["finished"]
+    assert one_rank["finished"]["parameters"] == two_ranks[0]["parameters"]
+    assert curve(one_rank["finished"]) == curve(two_ranks[0])

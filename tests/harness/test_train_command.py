@@ -1,0 +1,169 @@
+"""`burst data`, `burst train` and `burst export` in real processes: stopped by signals, gone on, exported."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BURST = [sys.executable, "-m", "harness"]
+PROJECT = Path(__file__).parents[2]
+PATIENCE = 180.0  # of waiting for something to happen on a busy machine
+CONFIG = """\
+model: {layers: 1, hidden: 16, ffn: 24, heads: 2, kv_heads: 2, head_dim: 8, vocab: 256}
+data: store
+seq_len: 32
+cp_size: 2
+dtype: fp32
+checkpoint: {every: 0}
+steps: 100000
+learning_rate: 0.01
+evaluate: {every: 1000, sequences: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    (folder / "train.yaml").write_text(CONFIG)
+    (folder / "text.txt").write_text("a line of text to learn from\n" * 400)
+    return folder
+
+
+def start(workplace: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "BURST_CACHE": str(workplace / "cache")}
+    return subprocess.Popen(
+        [*BURST, *arguments], cwd=workplace, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def burst(workplace: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code, and everything printed."""
+    process = start(workplace, *arguments)
+    out, error = process.communicate(timeout=PATIENCE)
+    return process.returncode, out + error
+
+
+def train(workplace: Path, *arguments: str) -> subprocess.Popen[str]:
+    return start(workplace, "train", "train.yaml", "--launcher", "local", *arguments)
+
+
+def metrics(run: Path) -> list[dict]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
+    give_up = time.monotonic() + PATIENCE
+    while not any(line["kind"] == "step" and line["step"] >= step for line in metrics(run)):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < give_up, f"no step {step}"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def store(workplace: Path) -> str:
+    code, said = burst(workplace, "data", "text.txt", "--out", "store", "--validation", "0.1")
+    assert code == 0, said
+    return said
+
+
+@pytest.fixture(scope="module")
+def stopped(workplace: Path, store: str) -> tuple[int, str]:
+    """A run of far too many steps that gets SIGTERM during its third or a later one: exit code and what it said."""
+    process = train(workplace, "--out", "run")
+    wait_for_step(process, workplace / "run", 3)
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate(timeout=PATIENCE)
+    return process.returncode, out + error
+
+
+def test_a_store_says_what_it_holds_and_is_not_overwritten(workplace: Path, store: str) -> None:
+    assert "11,600 tokens of 1 documents, 1,160 of them held out; tokenizer bytes, vocabulary 256, uint8" in store
+    code, said = burst(workplace, "data", "text.txt", "--out", "store")
+    assert (code, "holds a token store; give --out another path, or --replace" in said) == (2, True)
+
+
+def test_sigterm_saves_and_says_how_to_go_on(workplace: Path, stopped: tuple[int, str]) -> None:
+    code, said = stopped
+    assert code == 1, said
+    last = metrics(workplace / "run")[-1]["step"]
+    assert "stopping: the step under way is finished and saved; a second signal ends at once" in said
+    assert f"stopped; the state after step {last} is saved, go on with: burst train train.yaml" in said
+    assert said.rstrip().endswith("--resume")
+    assert (workplace / "run" / "checkpoints" / "latest").read_text() == f"step-{last:08d}\n"
+
+
+def test_a_stopped_run_goes_on_to_its_end_and_exports(workplace: Path, stopped: tuple[int, str]) -> None:
+    last = metrics(workplace / "run")[-1]["step"]
+    process = train(workplace, "--out", "run", "--resume", "--set", f"steps={last + 2}")
+    out, error = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, error
+    assert out == "Trained: run\n"
+    lines = metrics(workplace / "run")
+    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, last + 3))
+    losses = [line["loss"] for line in lines if line["kind"] == "evaluation"]
+    assert losses[-1] < losses[0]
+
+    pytest.importorskip("safetensors", reason="the safetensors library is not installed")
+    code, said = burst(workplace, "export", "run", "--out", "model")
+    assert code == 0, said
+    assert json.loads((workplace / "model" / "config.json").read_text())["hidden_size"] == 16
+    code, said = burst(workplace, "export", "run", "--out", "other", "--step", "1")
+    assert (code, f"holds no checkpoint after step 1; it holds those after {last + 2} or {last}" in said) == (2, True)
+
+
+def test_a_second_signal_ends_a_run_that_cannot_save(workplace: Path, store: str) -> None:
+    process = train(workplace, "--out", "stuck")
+    wait_for_step(process, workplace / "stuck", 1)
+    ranks = grandchildren(process.pid)
+    assert len(ranks) == 2
+    for rank in ranks:  # they can neither step nor save any more; only SIGKILL still ends them
+        os.kill(rank, signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr is not None
+    while "stopping:" not in (line := process.stderr.readline()):
+        assert line, "ended without a word"
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=PATIENCE)  # less than the 300 s that saving may take
+    assert process.returncode == 1
+    assert "stopped before a checkpoint was written; start again" in error
+    assert not any(map(alive, ranks))
+
+
+def test_an_impossible_start_changes_nothing(workplace: Path, store: str) -> None:
+    before = sorted(path.name for path in workplace.iterdir())
+    for arguments, words in {
+        ("--resume", "--out", "nowhere"): "nowhere holds no run to resume",
+        ("--set", "seq_len=33"): "this run cannot start: ",
+        ("--set", "cp_size=64", "--set", "seq_len=1k"): "this run cannot start: 64 ranks are more than",
+        ("--set", "model=no_such"): "unknown model no_such",
+    }.items():
+        process = train(workplace, "--out", "nowhere", *arguments)
+        _, error = process.communicate(timeout=PATIENCE)
+        assert (process.returncode, words in error, error.count("\n")) == (2, True, 1), error
+    assert sorted(path.name for path in workplace.iterdir()) == before
+
+
+def grandchildren(pid: int) -> list[int]:
+    """The ranks: children of the fork server, which is a child of the command."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return [child for child, parent in parents.items() if parents.get(parent) == pid]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

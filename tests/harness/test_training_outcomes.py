@@ -1,0 +1,125 @@
+"""How a training run ends, with a launcher whose outcomes the test decides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.measurement import write_json
+from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.training.config import TrainingConfig
+from harness.errors import UsageError
+from harness.flops import work_of
+from harness.hardware import hardware_for
+from harness.launch import Job, Outcome
+from harness.machine import Machine
+from harness.training import Start, order_of, train
+
+MODEL = ModelShape(name="m", layers=1, hidden=16, ffn=32, heads=2, kv_heads=2, head_dim=8, vocab=256)
+SETTINGS = TrialSettings(
+    task="train", method="burst", model=MODEL, seq_len=64, cp_size=2, checkpoint=Checkpoint(every=1, tail=0.0)
+)
+CONFIG = TrainingConfig(settings=SETTINGS, steps=10)
+CPU = Machine(hostname="here", device="cpu", cores=2, memory_gib=8.0)
+PORT_TAKEN = "rank 0: DistNetworkError: EADDRINUSE, message: address already in use (see logs/rank0.log)"
+
+
+class ScriptedLauncher:
+    """Ends each job as it is told; an implementation of the protocol, so that ends are tested without torch."""
+
+    name = "scripted"
+
+    def __init__(self, *ends: tuple[str, str, dict[str, object] | None], saved: int | None = None) -> None:
+        self.ends, self.saved = list(ends), saved
+        self.jobs: list[Job] = []
+
+    def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
+        status, reason, left = self.ends[len(self.jobs)]
+        self.jobs.append(job)
+        if left is not None:
+            write_json(job.trial_dir / "outcome.json", left)
+        if self.saved is not None:
+            (job.trial_dir.parents[1] / "checkpoints" / f"step-{self.saved:08d}").mkdir(parents=True, exist_ok=True)
+        return Outcome(status=status, reason=reason, wall_seconds=1.0, hosts=["here"])  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        pass
+
+
+def ended(run_dir: Path, launcher: ScriptedLauncher, resume: bool = False) -> tuple[int, list[str]]:
+    said: list[str] = []
+    start = Start(
+        machine=CPU,
+        launcher=launcher,
+        run_dir=run_dir,
+        resume=resume,
+        commit="abc",
+        again=["burst", "train", "a b.yaml"],
+    )
+    return train(CONFIG, start, lambda line: None, said.append), said
+
+
+def test_a_finished_run_says_nothing_and_leaves_what_it_was(tmp_path: Path) -> None:
+    launcher = ScriptedLauncher(("ok", "", {"step": 10, "finished": True}))
+    assert ended(tmp_path / "run", launcher) == (0, [])
+    facts = json.loads((tmp_path / "run" / "training.json").read_text())
+    assert (facts["commit"], facts["config"]["settings"]["seq_len"]) == ("abc", 64)
+    [job] = launcher.jobs
+    assert (job.ranks, job.grace_seconds) == (2, 300.0)
+    order = json.loads((job.trial_dir / "order.json").read_text())
+    assert (order["resume"], order["method"], order["peak_tflops"]) == (False, "engine.burst", None)
+
+
+def test_ranks_that_were_asked_to_stop_leave_a_run_to_go_on_with(tmp_path: Path) -> None:
+    launcher = ScriptedLauncher(("ok", "", {"step": 4, "finished": False}), saved=4)
+    code, [sentence] = ended(tmp_path / "run", launcher)
+    assert code == 1
+    assert sentence == ("stopped; the state after step 4 is saved, go on with: burst train 'a b.yaml' --resume")
+
+
+def test_a_failure_names_its_reason_where_to_look_and_what_is_saved(tmp_path: Path) -> None:
+    code, said = ended(tmp_path / "run", ScriptedLauncher(("oom", "rank 1: out of memory", None), saved=7))
+    assert code == 1
+    assert said[0].startswith("training ended (oom): rank 1: out of memory; see ")
+    assert said[0].endswith("run/attempts/1")
+    assert said[1].startswith("the state after step 7 is saved, go on with: ")
+    code, said = ended(tmp_path / "other", ScriptedLauncher(("failed", "rank 0: broke", None)))
+    assert (code, said[1]) == (1, "no checkpoint was written; start again")
+
+
+def test_what_the_ranks_refuse_is_the_users_to_mend(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="this run cannot start: the sequences are too long"):
+        ended(tmp_path / "run", ScriptedLauncher(("refused", "the sequences are too long", None)))
+
+
+def test_a_port_lost_to_another_process_is_tried_once_more(tmp_path: Path) -> None:
+    launcher = ScriptedLauncher(("failed", PORT_TAKEN, None), ("ok", "", {"step": 10, "finished": True}))
+    assert ended(tmp_path / "run", launcher) == (0, [])
+    assert [job.trial_dir.name for job in launcher.jobs] == ["1", "2"]
+
+
+def test_a_new_start_moves_the_earlier_run_aside_and_a_resumed_one_goes_on_in_it(tmp_path: Path) -> None:
+    for resume, attempts in ((False, "1"), (True, "2"), (False, "1")):
+        launcher = ScriptedLauncher(("ok", "", {"step": 10, "finished": True}))
+        _, said = ended(tmp_path / "run", launcher, resume)
+        assert launcher.jobs[0].trial_dir.name == attempts
+        assert json.loads((launcher.jobs[0].trial_dir / "order.json").read_text())["resume"] is resume
+    [moved] = [path for path in tmp_path.iterdir() if path.name != "run"]
+    assert said == [f"the earlier run in {tmp_path / 'run'} is now {moved}"]
+
+
+def test_mfu_counts_the_models_own_work_against_the_gpus_peak_in_bf16_alone(tmp_path: Path) -> None:
+    gpu = Machine(
+        hostname="here", device="cuda", cores=8, memory_gib=64.0, gpu_name="NVIDIA H200", gpu_count=2,
+        gpu_memory_gib=140.0,
+    )  # fmt: skip
+    order = order_of(CONFIG, gpu, resume=False)
+    assert order.peak_tflops == hardware_for("NVIDIA H200").peak_bf16_tflops
+    whole = replace(SETTINGS, checkpoint=Checkpoint(every=0))
+    assert order.model_flops_per_step == work_of(whole).model
+    fp32 = replace(CONFIG, settings=replace(SETTINGS, dtype="fp32"))
+    assert order_of(fp32, gpu, resume=False).peak_tflops is None
