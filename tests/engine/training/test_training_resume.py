@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.settings import Checkpoint
 from engine.training.config import Evaluation
 from tests.engine.training.training_runs import SHAPE, config, curve, order, several
 from tests.ranks import run_on_ranks
@@ -40,7 +41,9 @@ def two_ranks(folder: Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def one_rank(folder: Path, two_ranks: list[dict]) -> dict[str, dict]:
     """What one rank makes of copies of the two-rank run: as it was after step 4, changed, and damaged."""
-    starts = {"elsewhere": (copy(folder, "elsewhere", steps=[4]), config())}
+    starts = {"alone": (copy(folder, "alone", steps=[4]), config())}
+    micro_batches = config(batch_size=1, gradient_accumulation=2)
+    starts["in micro-batches"] = (copy(folder, "micro", steps=[4]), micro_batches)
     changed = copy(folder, "changed", steps=[4])
     starts |= {words: (changed, case) for words, case in CHANGES.items()}
     (folder / "other.txt").write_text("other words, " * 2500)
@@ -110,15 +113,18 @@ def test_the_newest_checkpoints_stay_and_the_pointer_names_the_last(two_ranks, f
     assert (directory / "latest").read_text() == "step-00000006\n"
 
 
-def test_a_run_goes_on_with_one_rank(two_ranks, one_rank) -> None:
-    assert_same_curve(one_rank["elsewhere"], two_ranks[0], done=4)
+@pytest.mark.parametrize("how", ["alone", "in micro-batches"])
+def test_a_run_goes_on_with_one_rank(two_ranks, one_rank, how: str) -> None:
+    assert_same_curve(one_rank[how], two_ranks[0], done=4)
 
 
-def test_a_run_goes_on_with_four_ranks_in_two_replicas(two_ranks, folder: Path) -> None:
-    replicas = config(world_size=4, cp_size=2, batch_size=1)
-    starts = [(copy(folder, "replicas", steps=[4]), order(replicas, resume=True), None)]
-    [found] = run_on_ranks(4, several, str(folder / "cache"), starts)[0]
-    assert_same_curve(found, two_ranks[0], done=4)
+def test_a_run_goes_on_with_four_ranks_in_two_replicas_and_with_other_levers(two_ranks, folder: Path) -> None:
+    replicas = {"world_size": 4, "cp_size": 2, "batch_size": 1}
+    levers = {"sharding": "hybrid", "emulate_nodes": 2, "optimizer_offload": True, "checkpoint": Checkpoint(tail=0.5)}
+    cases = {"replicas": config(**replicas), "levers": config(**replicas, **levers)}
+    starts = [(copy(folder, name, steps=[4]), order(case, resume=True), None) for name, case in cases.items()]
+    for found in run_on_ranks(4, several, str(folder / "cache"), starts)[0]:
+        assert_same_curve(found, two_ranks[0], done=4)
 
 
 @pytest.mark.parametrize("words", [words for words in CHANGES if words != ALLOWED])
