@@ -44,7 +44,11 @@ def parser(prog: str = "check_nodes.py") -> argparse.ArgumentParser:
         "--profiles", type=Path, action="append", default=[], metavar="DIR", help="more GPU profiles; later ones win"
     )
     what.add_argument(
-        "--active", action="store_true", help="also load the free nodes: GEMM, copies, NVLink, all-reduce, pairs"
+        "--active",
+        nargs="?",
+        choices=["cuda", "cpu"],
+        const="cuda",
+        help="also load the free nodes: GEMM, copies, NVLink, all-reduce, pairs; cpu: tiny, to try it out",
     )
     history = what.add_mutually_exclusive_group()
     history.add_argument(

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cluster import checks, drift, history
+from cluster.active.fleet import Plan, run_active
+from cluster.active.pairing import Pair
 from cluster.check_arguments import chosen_connect, chosen_nodes, parser
 from cluster.checks import AnyCheck
 from cluster.health import NodeReport, check_nodes
@@ -39,6 +41,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "check_nodes.py") -> int
     except ValueError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return BAD_USAGE
+    except KeyboardInterrupt:
+        print(
+            f"{prog}: interrupted during the active tests; their commands end at their own deadlines", file=sys.stderr
+        )
+        return EXIT_CODES["unknown"]
 
 
 def _check(
@@ -63,13 +70,39 @@ def _check(
         return EXIT_CODES["unknown"]
     for name, verdict in drift.judge(list(reports.values())).items():
         reports[name] = reports[name].also("drift", verdict)
+    pairs = _run_active(arguments, nodes, connect, profiles, reports, prog) if arguments.active else {}
     in_order = [reports[node.name] for node in nodes]
     _print(arguments, in_order)
     if arguments.html:
-        from cluster.render.html import html_page, write_page
+        from cluster.render.html import html_page, pair_map, write_page
 
-        write_page(arguments.html, html_page(in_order))
+        write_page(arguments.html, html_page(in_order, [pair_map(pairs)] if pairs else []))
     return EXIT_CODES[worst_level(report.level for report in in_order)]
+
+
+def _run_active(
+    arguments: argparse.Namespace,
+    nodes: Sequence[Node],
+    connect: Connect,
+    profiles: Mapping[str, Profile],
+    reports: dict[str, NodeReport],
+    prog: str,
+) -> Mapping[Pair, float | None]:
+    """Load the usable nodes and add what was found to their reports; the speed of each pair."""
+    free = [node for node in nodes if reports[node.name].usable]
+
+    def say(sentence: str) -> None:
+        print(f"{prog}: {sentence}", file=sys.stderr)
+
+    if not free:
+        say("no node is usable, so none is loaded with active tests")
+        return {}
+    plan = Plan(connect=connect, profiles=profiles, device=arguments.active, say=say)
+    findings = run_active(free, plan)
+    for name, tests in findings.verdicts.items():
+        for test, verdict in tests.items():
+            reports[name] = reports[name].also(test, verdict)
+    return findings.pairs
 
 
 def _print(arguments: argparse.Namespace, reports: Sequence[NodeReport]) -> None:

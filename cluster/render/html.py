@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from cluster.active.pairing import Pair, nodes_of
 from cluster.errors import UsageError
 from cluster.health import NodeReport
-from cluster.render.heat_map import HeatMap
+from cluster.render.heat_map import HeatMap, heat_map
 from cluster.render.table import headline, summary_line, worst_first
 
 
@@ -35,6 +37,14 @@ def html_page(reports: Sequence[NodeReport], heat_maps: Sequence[HeatMap] = (), 
         nodes=[(report, headline(report), worst_first(report)) for report in reports],
         heat_maps=heat_maps,
     )
+
+
+def pair_map(speeds: Mapping[Pair, float | None]) -> HeatMap:
+    """The exchanges between nodes, each beside the median of all."""
+    good = [speed for speed in speeds.values() if speed is not None]
+    by_pair = {frozenset(pair): speed for pair, speed in speeds.items()}
+    title = "Send and receive between two nodes, GB/s both ways together"
+    return heat_map(title, nodes_of(speeds), by_pair, statistics.median(good) if good else None)
 
 
 def write_page(path: Path, page: str) -> None:

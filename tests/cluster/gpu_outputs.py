@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from cluster.checks import BoardCheck, Check
 from cluster.probe import Output
-from cluster.profiles import Board, find, load_profiles
+from cluster.profiles import Board, Profile, find, load_profiles
 from cluster.site import GpuExpectation, Site
 from cluster.verdict import Verdict
 
@@ -25,8 +26,13 @@ EIGHT = Site(gpus=GpuExpectation(count=8))
 STRANGER = Board(name="NVIDIA L40S", count=8)
 
 
+@cache
+def _profiles() -> dict[str, Profile]:
+    return load_profiles()
+
+
 def board(model: str, count: int = 8) -> Board:
-    return Board(name=NAMES[model], count=count, profile=find(NAMES[model], load_profiles()))
+    return Board(name=NAMES[model], count=count, profile=find(NAMES[model], _profiles()))
 
 
 def report(model: str, broken: Callable[[str], str] = lambda gpu: gpu, count: int = 8) -> str:

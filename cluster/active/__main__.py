@@ -1,0 +1,102 @@
+"""The worker of active tests, as it runs on a node.
+
+`speeds` measures the node by itself; `pair` one end of an exchange with another node: node 0 opens a store and prints
+its port, node 1 is told it. Every answer is a marked line of JSON (cluster/active/measurement.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+
+from cluster.active.interface import interface_towards
+from cluster.active.measurement import NodeSpeeds, line, speeds_line
+from cluster.active.sizes import SIZES, Device
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when the answer was measured, 1 when it is a reason."""
+    parser = argparse.ArgumentParser(prog="python -m cluster.active", description=__doc__)
+    parser.add_argument("what", choices=["speeds", "pair"])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--seconds", type=float, default=300.0, help="until a collective must have ended")
+    parser.add_argument("--node", type=int, choices=[0, 1], help="which end of the pair this is")
+    parser.add_argument("--peer", help="address of the other node")
+    parser.add_argument("--port", type=int, default=0, help="of node 0's store")
+    arguments = parser.parse_args(argv)
+    reason = _unavailable(arguments.device)
+    if reason:
+        print(line("unavailable", {"reason": reason}), flush=True)
+        return 1
+    try:
+        if arguments.what == "speeds":
+            print(speeds_line(_speeds(arguments.device, arguments.seconds)), flush=True)
+        else:
+            speed = _exchange(arguments.device, arguments.node, arguments.peer, arguments.port, arguments.seconds)
+            print(line("pair", {"gb_per_second": speed}), flush=True)
+    except (RuntimeError, OSError, ValueError) as error:
+        words = " ".join(str(error).split())[:300] or type(error).__name__
+        print(line("failure", {"reason": words}), flush=True)
+        return 1
+    return 0
+
+
+def _unavailable(device: Device) -> str:
+    """Why nothing can be measured here; empty when something can."""
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        return f"{error.name} is not installed in {sys.executable} of the node; set software.python in the site"
+    if device == "cuda" and not torch.cuda.is_available():
+        return "torch sees no GPU on the node"
+    return ""
+
+
+def _speeds(kind: Device, seconds: float) -> NodeSpeeds:
+    import torch
+
+    from cluster.active import collective, kernels
+
+    sizes = SIZES[kind]
+    found = kernels.devices(kind)
+    host = [kernels.host_gb_per_second(device, sizes) for device in found]
+    gemm = [kernels.gemm_tflops(device, sizes) for device in found]
+    hbm = [kernels.hbm_gb_per_second(device, sizes) for device in found]
+    peers = kernels.peer_gb_per_second(found, sizes)
+    if kind == "cuda":
+        torch.cuda.empty_cache()  # the ranks of the all-reduce are processes of their own
+    return NodeSpeeds(
+        gpu=torch.cuda.get_device_name(0) if kind == "cuda" else "cpu",
+        gemm_tflops=gemm,
+        hbm_gb_per_second=hbm,
+        to_device_gb_per_second=[to_device for to_device, _ in host],
+        from_device_gb_per_second=[from_device for _, from_device in host],
+        peer_gb_per_second=peers,
+        all_reduce_gb_per_second=collective.all_reduce_gb_per_second(kind, seconds),
+    )
+
+
+def _exchange(kind: Device, node: int, peer: str, port: int, seconds: float) -> float:
+    import torch.distributed as dist
+
+    from cluster.active import collective
+
+    # Left to themselves, both libraries may choose a bridge or loopback.
+    name = interface_towards(socket.gethostbyname(peer))
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+    ranks = collective.ranks_per_node(kind)
+    if node == 1:
+        return collective.exchange_gb_per_second(kind, peer, port, 1, ranks, seconds)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    print(line("port", {"port": store.port}), flush=True)
+    return collective.exchange_gb_per_second(kind, "127.0.0.1", store.port, 0, ranks, seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

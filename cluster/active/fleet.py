@@ -1,0 +1,176 @@
+"""Running the active tests: the worker on every free node, then the exchanges between them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from cluster.active.judge import judge_pairs, judge_speeds
+from cluster.active.measurement import NodeSpeeds, Unavailable, found, read_speeds
+from cluster.active.pairing import Pair, rounds, second_pass
+from cluster.active.sizes import Device
+from cluster.fleet import on_each
+from cluster.inventory import Node
+from cluster.profiles import Profile
+from cluster.runner import Connect, Runner, Unreachable
+from cluster.site import Site
+from cluster.verdict import Verdict
+
+_OUR_FOLDER = Path(__file__).parents[2]
+_LIBRARIES = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "UCX_", "LD_LIBRARY_PATH")
+_START_SECONDS = 60.0  # from a command to its first word: an interpreter, torch and a driver have to start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How the active tests are run."""
+
+    connect: Connect
+    profiles: Mapping[str, Profile]
+    device: Device = "cuda"
+    node_seconds: float = 300.0
+    pair_seconds: float = 120.0
+    say: Callable[[str], None] = lambda sentence: None  # told before each step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """Verdicts by node, then by test; and the speed of every pair that was tried, None where it failed."""
+
+    verdicts: Mapping[str, Mapping[str, Verdict]]
+    pairs: Mapping[Pair, float | None]
+
+
+def run_active(nodes: Sequence[Node], plan: Plan) -> Findings:
+    """Load these nodes. Nobody else may be on them."""
+    by_name = {node.name: node for node in nodes}
+    plan.say(f"active tests: {len(nodes)} nodes by themselves")
+    told: dict[str, NodeSpeeds | Unavailable] = {}
+    for node, answer in on_each(nodes, partial(_measure, plan), plan.node_seconds + _START_SECONDS):
+        told[node.name] = Unavailable(reason=str(answer)) if isinstance(answer, Unreachable) else answer
+    verdicts = {node: dict(tests) for node, tests in judge_speeds(told, plan.profiles).items()}
+    able = [node.name for node in nodes if isinstance(told[node.name], NodeSpeeds)]
+    pairs: dict[Pair, float | None] = {}
+    reasons: dict[Pair, str] = {}
+    for number, group in enumerate(steps := rounds(able), start=1):
+        plan.say(f"active tests: pairs, round {number} of {len(steps)}")
+        _exchange_all(plan, by_name, group, pairs, reasons)
+    again: dict[Pair, float | None] = {}
+    for group in second_pass({pair: speed is not None for pair, speed in pairs.items()}):
+        plan.say("active tests: nodes that failed, each with one that did not")
+        _exchange_all(plan, by_name, group, again, reasons)
+    for name, verdict in judge_pairs(pairs, again, reasons).items():
+        verdicts[name]["active_pairs"] = verdict
+    return Findings(verdicts=verdicts, pairs=pairs)
+
+
+def worker_command(site: Site, *arguments: str) -> list[str]:
+    """The worker on a node of this site, with the variables the site gives to communication libraries."""
+    chosen = {name: value for name, value in site.environment.items() if name.startswith(_LIBRARIES)}
+    if site.network.interface:
+        chosen = {"GLOO_SOCKET_IFNAME": site.network.interface,
+                  "NCCL_SOCKET_IFNAME": f"={site.network.interface}"} | chosen  # fmt: skip
+    if site.network.hcas:
+        chosen = {"NCCL_IB_HCA": "=" + ",".join(site.network.hcas)} | chosen
+    chosen["PYTHONPATH"] = site.software.folder or str(_OUR_FOLDER)
+    variables = [f"{name}={value}" for name, value in chosen.items()]
+    return ["env", *variables, site.software.python or sys.executable, "-m", "cluster.active", *arguments]
+
+
+def _measure(plan: Plan, node: Node) -> NodeSpeeds | Unavailable:
+    if node.site.container.engine != "none":
+        return Unavailable(reason="active tests do not start containers; run them inside one, or with engine: none")
+    command = worker_command(node.site, "speeds", "--device", plan.device, "--seconds", f"{plan.node_seconds:g}")
+    with plan.connect(node.host, _START_SECONDS) as runner:
+        done = runner.run(command, deadline_seconds=plan.node_seconds)
+    if done.exit_status is None:
+        return Unavailable(reason=f"the node's own tests did not end within {plan.node_seconds:g} s; look for a hang")
+    return read_speeds(done.stdout) or Unavailable(reason=_why(done.stdout, done.stderr))
+
+
+def _exchange_all(
+    plan: Plan,
+    by_name: Mapping[str, Node],
+    group: Sequence[Pair],
+    speeds: dict[Pair, float | None],
+    reasons: dict[Pair, str],
+) -> None:
+    """One round: all its pairs side by side."""
+    work = partial(_exchange, plan, by_name)
+    for pair, answer in on_each(group, work, plan.pair_seconds + _START_SECONDS):
+        if isinstance(answer, float):
+            speeds[pair] = answer
+        else:
+            speeds[pair] = None
+            reasons[pair] = str(answer)
+
+
+def _exchange(plan: Plan, by_name: Mapping[str, Node], pair: Pair) -> float | str:
+    """GB/s between two nodes, or why there was none."""
+    one, other = (by_name[name] for name in pair)
+    common = ("--device", plan.device, "--seconds", f"{plan.pair_seconds:g}")
+    with plan.connect(one.host, _START_SECONDS) as first, plan.connect(other.host, _START_SECONDS) as second:
+        opener = _Opener()
+        command = worker_command(one.site, "pair", *common, "--node", "0", "--peer", _address(other))
+        thread = threading.Thread(target=opener.run, args=(first, command, plan.pair_seconds), daemon=True)
+        thread.start()
+        port = opener.wait_for_port(_START_SECONDS)
+        if port is None:
+            return f"{one.name}: {opener.why()}"
+        arguments = ("--node", "1", "--peer", _address(one), "--port", str(port))
+        done = second.run(worker_command(other.site, "pair", *common, *arguments), deadline_seconds=plan.pair_seconds)
+        answer = found(done.stdout, "pair")
+        if answer is None:
+            return f"{other.name}: {_why(done.stdout, done.stderr)}"
+        thread.join(_START_SECONDS)
+        if found(opener.text, "pair") is None:
+            return f"{one.name}: {opener.why()}"
+        return float(answer["gb_per_second"])
+
+
+class _Opener:
+    """Node 0 of a pair: its command runs in a thread, while what it prints tells where to connect."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._port_or_end = threading.Event()
+        self._broken = ""
+
+    def run(self, runner: Runner, command: Sequence[str], seconds: float) -> None:
+        try:
+            runner.stream(command, self._hear, deadline_seconds=seconds)
+        except Unreachable as error:
+            self._broken = str(error)
+        finally:
+            self._port_or_end.set()
+
+    def wait_for_port(self, seconds: float) -> int | None:
+        self._port_or_end.wait(seconds)
+        answer = found(self.text, "port")
+        return int(answer["port"]) if answer else None
+
+    def why(self) -> str:
+        return self._broken or _why(self.text, "")
+
+    def _hear(self, line: str) -> None:
+        self.text += line.rstrip("\n") + "\n"
+        if found(line, "port"):
+            self._port_or_end.set()
+
+
+def _address(node: Node) -> str:
+    return node.host.address or "127.0.0.1"
+
+
+def _why(stdout: str, stderr: str) -> str:
+    """The worker's own reason, else the last line of what went wrong."""
+    for kind in ("failure", "unavailable"):
+        content = found(stdout, kind)
+        if content:
+            return str(content.get("reason"))
+    lines = [line.strip() for line in (stderr or stdout).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "the worker ended without a word"

@@ -1,0 +1,66 @@
+"""What the worker tells the launching side: one marked line of JSON, whatever else a node prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+MARK = "burst-active "
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeSpeeds:
+    """Speeds of one node by itself. TFLOP/s and GB/s (1e9 bytes); lists are by device."""
+
+    gpu: str
+    gemm_tflops: list[float]
+    hbm_gb_per_second: list[float]  # bytes read and written by a copy within the device
+    to_device_gb_per_second: list[float]  # from pinned host memory
+    from_device_gb_per_second: list[float]
+    peer_gb_per_second: dict[str, float] = field(default_factory=dict)  # "0-1": from device 0 to device 1
+    all_reduce_gb_per_second: float | None = None  # bus bandwidth over all devices; None with fewer than two
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unavailable:
+    """Why a node cannot run active tests at all."""
+
+    reason: str
+
+
+def line(kind: str, content: Mapping[str, Any]) -> str:
+    """One line for stdout."""
+    return MARK + json.dumps({"kind": kind, **content}, allow_nan=False)
+
+
+def speeds_line(speeds: NodeSpeeds) -> str:
+    return line("speeds", asdict(speeds))
+
+
+def found(text: str, kind: str) -> dict[str, Any] | None:
+    """The last line of this kind, without its kind; None when there is none."""
+    for printed in reversed(text.splitlines()):
+        if printed.startswith(MARK):
+            try:
+                content = json.loads(printed.removeprefix(MARK))
+            except ValueError:
+                continue
+            if isinstance(content, dict) and content.pop("kind", None) == kind:
+                return content
+    return None
+
+
+def read_speeds(text: str) -> NodeSpeeds | Unavailable | None:
+    """What a worker said of its node; None when it said nothing of ours."""
+    unavailable = found(text, "unavailable")
+    if unavailable:
+        return Unavailable(reason=str(unavailable.get("reason")))
+    content = found(text, "speeds")
+    if content is None:
+        return None
+    try:
+        return NodeSpeeds(**content)
+    except TypeError:
+        return Unavailable(reason="the node runs another version of this project; update it")
