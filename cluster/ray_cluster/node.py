@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from importlib import resources
 from typing import Any, TypeVar
 
-from cluster.hosts import Host
-from cluster.local import connect_local
 from cluster.ray_cluster.node_program import REPLY
-from cluster.runner import Connect, Runner, Unreachable
+from cluster.runner import Runner, Unreachable
 
 MAX_NODES_AT_ONCE = 64
 
@@ -50,15 +47,6 @@ def ask(runner: Runner, python: Sequence[str], action: str, *, seconds: float, *
         f"{' '.join(python)} exited with {done.exit_status} ({said[-1][:200] if said else 'no message'}); "
         "check software.python in the site"
     )
-
-
-def connect_any(over_ssh: Connect) -> Connect:
-    """`Connect` for hosts of both kinds: this machine without SSH, every other with `over_ssh`."""
-
-    def connect(host: Host, seconds: float) -> AbstractContextManager[Runner]:
-        return connect_local(host, seconds) if host.is_local else over_ssh(host, seconds)
-
-    return connect
 
 
 def on_all(items: Sequence[T], work: Callable[[T], R]) -> list[R | str]:

@@ -11,7 +11,6 @@ from harness.errors import UsageError
 
 if TYPE_CHECKING:
     from cluster.ray_cluster.state import ClusterState, StateDirectory
-    from cluster.runner import Connect
 
 ALL_WELL, NOT_ALL = 0, 1
 
@@ -63,20 +62,12 @@ def state_directory(arguments: argparse.Namespace) -> Path:
     return arguments.state or default_directory()
 
 
-def node_connect(known_hosts: Path | None, accept_new_host_keys: bool = False) -> Connect:
-    """How nodes are reached: over SSH, and this machine without it."""
-    from cluster.ray_cluster.node import connect_any
-    from cluster.ssh import SshOptions, connector
-
-    named = {"known_hosts": known_hosts} if known_hosts else {}
-    return connect_any(connector(SshOptions(accept_new_host_keys=accept_new_host_keys, **named)))
-
-
 def _up(arguments: argparse.Namespace, states: StateDirectory) -> int:
     from functools import partial
 
     from cluster.inventory_file import read_inventory
     from cluster.ray_cluster.fitness import unfit_nodes
+    from cluster.ray_cluster.reach import node_connect
     from cluster.ray_cluster.up import Means, start_cluster
     from harness.node_facts import ranks_of
     from harness.provenance import PROJECT_ROOT
@@ -114,6 +105,7 @@ def _up(arguments: argparse.Namespace, states: StateDirectory) -> int:
 
 def _status(arguments: argparse.Namespace, states: StateDirectory) -> int:
     from cluster.ray_cluster.quarantine import Quarantine
+    from cluster.ray_cluster.reach import node_connect
     from cluster.ray_cluster.status import cluster_status
 
     state = _recorded(states)
@@ -131,6 +123,7 @@ def _status(arguments: argparse.Namespace, states: StateDirectory) -> int:
 
 def _down(arguments: argparse.Namespace, states: StateDirectory) -> int:
     from cluster.ray_cluster.down import end_cluster
+    from cluster.ray_cluster.reach import node_connect
 
     state = _recorded(states)
     problems = end_cluster(states, state, node_connect(state.known_hosts), arguments.timeout)

@@ -7,8 +7,10 @@ import contextlib
 from pathlib import Path
 
 from harness.commands import command_line
+from harness.commands.cluster import add_state_argument, state_directory
+from harness.errors import UsageError
 from harness.experiment_arguments import add_experiment_arguments, chosen_experiment
-from harness.launch.choose import LAUNCHERS, default_launcher, make_launcher
+from harness.launch.choose import LAUNCHERS, cluster_launcher, default_launcher, make_launcher
 
 
 class Run:
@@ -18,6 +20,11 @@ class Run:
     def configure(self, parser: argparse.ArgumentParser) -> None:
         add_experiment_arguments(parser)
         parser.add_argument("--launcher", choices=LAUNCHERS, help="default: ray where it is installed, else local")
+        parser.add_argument(
+            "--nodes", type=Path, metavar="FILE",
+            help="inventory or list of hosts: run on those of them that burst cluster up has started",
+        )  # fmt: skip
+        add_state_argument(parser)
         parser.add_argument(
             "--out", type=Path, metavar="DIR", help="where everything goes (default: results/runs/<experiment>)"
         )
@@ -36,16 +43,21 @@ class Run:
         from harness.run import Host, Resume, run_experiment
 
         experiment = chosen_experiment(arguments)
-        machine = discover()
-        trials = plan(experiment, machine)
         run_dir = arguments.out or Path("results", "runs", experiment.name)
         console = Console(stderr=True)
 
         def say(message: str) -> None:
             console.print(message, markup=False, highlight=False, soft_wrap=True)
 
+        if arguments.nodes:
+            if arguments.launcher == "local":
+                raise UsageError("--launcher local starts ranks on this machine alone; leave it out with --nodes")
+            machine, launcher = cluster_launcher(arguments.nodes, state_directory(arguments), say)
+        else:
+            machine, launcher = discover(), make_launcher(arguments.launcher or default_launcher())
+        trials = plan(experiment, machine)
         resume = Resume(retry_failed=arguments.retry_failed) if arguments.resume or arguments.retry_failed else None
-        with contextlib.closing(make_launcher(arguments.launcher or default_launcher())) as launcher:
+        with contextlib.closing(launcher):
             code = run_experiment(
                 experiment.name,
                 trials,

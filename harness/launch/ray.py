@@ -74,7 +74,7 @@ class RayLauncher:
 
     def __init__(self) -> None:
         """Raises UsageError when Ray is not installed. Ray itself is started by the first job."""
-        self._ray = _import_ray()
+        self._ray = import_ray()
         # What the user's shell gives: in Ray's workers CUDA_VISIBLE_DEVICES and OMP_NUM_THREADS are Ray's.
         self._environment = dict(os.environ)
         self._directory = ""  # Ray's own files; empty while no Ray runs
@@ -168,7 +168,7 @@ class RayLauncher:
         # Ray keeps Unix sockets below its directory, whose paths may have 107 characters: TMPDIR can be too long.
         self._directory = tempfile.mkdtemp(prefix="burst-ray-", dir="/tmp")
         self._janitor = Janitor(self._directory)
-        with _environment({**RAY_SETTINGS, MARK: self._directory}, without=UNSET), _signal_handlers_kept():
+        with environment_set({**RAY_SETTINGS, MARK: self._directory}, without=UNSET), signal_handlers_kept():
             self._ray.init(
                 address="local",  # a new one, whatever RAY_ADDRESS or a running Ray suggests
                 num_cpus=1,
@@ -183,7 +183,8 @@ class RayLauncher:
             )
 
 
-def _import_ray() -> ModuleType:
+def import_ray() -> ModuleType:
+    """Ray. Raises UsageError where it is not installed."""
     try:
         import ray
     except ImportError as error:
@@ -195,7 +196,7 @@ def _import_ray() -> ModuleType:
 
 
 @contextlib.contextmanager
-def _environment(added: Mapping[str, str], without: Sequence[str]) -> Iterator[None]:
+def environment_set(added: Mapping[str, str], without: Sequence[str]) -> Iterator[None]:
     """Variables for the processes started within the block."""
     before = {name: os.environ.get(name) for name in (*added, *without)}
     os.environ.update(added)
@@ -212,7 +213,7 @@ def _environment(added: Mapping[str, str], without: Sequence[str]) -> Iterator[N
 
 
 @contextlib.contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
+def signal_handlers_kept() -> Iterator[None]:
     """Undo what `ray.init` does to SIGTERM, which the program has given a meaning of its own."""
     if threading.current_thread() is not threading.main_thread():
         yield

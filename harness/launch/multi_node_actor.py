@@ -1,0 +1,112 @@
+"""One host's end of a cluster launcher: a Ray actor that supervises its ranks and hands over the files they left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from cluster.ray_cluster.node_program import USER_GPUS
+from harness.launch import Job
+from harness.launch.ports import reserve_port
+from harness.launch.supervisor import Supervisor
+from harness.launch.verdict import Watched
+
+# What Ray gives its workers and ranks must not have: its own settings, and its idea of threads and GPUs.
+_RAYS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+FETCH_BYTES = 64 * 2**20  # of one trial's files from one host; logs that have run away are cut
+_LOG_BYTES = 8 * 2**20
+
+Files = dict[str, tuple[bytes, float]]  # content and time of change, by path relative to the trial directory
+
+
+class NodeActor:
+    """Runs parts of jobs, one after another. Asked for progress, and cancelled, while it runs (`max_concurrency`)."""
+
+    def __init__(self) -> None:
+        self._supervisor = Supervisor(node_environment(os.environ))
+        self._progress: list[dict[str, object]] = []
+        self._port = contextlib.ExitStack()
+
+    def reserve(self) -> int:
+        """A port for the ranks to meet at, held until `release`."""
+        self.release()
+        return self._port.enter_context(reserve_port())
+
+    def release(self) -> None:
+        self._port.close()
+
+    def sees(self, path: str, content: str) -> bool:
+        """Whether the launcher's file is here too, as on shared storage."""
+        try:
+            return Path(path).read_text(encoding="utf-8") == content
+        except OSError:
+            return False
+
+    def stage(self, trial_dir: str, files: Mapping[str, bytes]) -> None:
+        """Make a trial directory of this host's own, in place of one that an earlier attempt left."""
+        shutil.rmtree(trial_dir, ignore_errors=True)
+        for name, content in files.items():
+            path = Path(trial_dir, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+    def watch(self, job: Job) -> Watched:
+        """Run this host's part of a job to its end."""
+        self._progress = []
+        return self._supervisor.watch(job, self._progress.append)
+
+    def progress(self, seen: int) -> list[dict[str, object]]:
+        """Progress lines of the running job after the first `seen`."""
+        return self._progress[seen:]
+
+    def fetch(self, trial_dir: str) -> Files:
+        """What the ranks left in a directory of this host's own, which is then removed."""
+        found = left_files(Path(trial_dir))
+        shutil.rmtree(trial_dir, ignore_errors=True)
+        return found
+
+    def cancel(self) -> None:
+        self._supervisor.cancel()
+
+    def close(self) -> None:
+        self.release()
+        self._supervisor.close()
+
+
+def node_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a shell on the node would give, out of what a Ray worker there has."""
+    own = {name: value for name, value in environment.items() if not name.startswith("RAY_") and name not in _RAYS}
+    if (gpus := own.pop(USER_GPUS, None)) is not None:
+        own["CUDA_VISIBLE_DEVICES"] = gpus
+    return own
+
+
+def left_files(trial_dir: Path) -> Files:
+    """All files below a directory, logs by their end, up to FETCH_BYTES together; the small ones first."""
+    found: Files = {}
+    room = FETCH_BYTES
+    paths = [path for path in trial_dir.rglob("*") if path.is_file() and not path.is_symlink()]
+    for path in sorted(paths, key=lambda path: path.stat().st_size):
+        status = path.stat()
+        keep = min(status.st_size, _LOG_BYTES if path.suffix == ".log" else room)
+        if keep > room or (path.suffix != ".log" and keep < status.st_size):
+            continue
+        with open(path, "rb") as file:
+            file.seek(status.st_size - keep)
+            found[str(path.relative_to(trial_dir))] = (file.read(keep), status.st_mtime)
+        room -= keep
+    return found
+
+
+def receive_files(trial_dir: Path, files: Files) -> None:
+    """Put a host's files into the launcher's trial directory, with their times, by which failures are ordered."""
+    for name, (content, changed) in files.items():
+        path = trial_dir / name
+        if not path.resolve().is_relative_to(trial_dir.resolve()):
+            continue  # a host's word on a name is not taken further than the trial
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        os.utime(path, (changed, changed))
