@@ -29,6 +29,9 @@ class BoundAttention:
         self._schedule, self._backward, self._exchange = schedule, backward, exchange
         self._head_parts = head_parts
         self._mask = parse_mask(settings.mask)
+        checkpoint = settings.checkpoint
+        # With `every` above 1 a layer's own recomputation replays what its group's has computed, whatever the tail.
+        self._replayed = settings.task == "train" and (checkpoint.every > 1 or checkpoint.every * checkpoint.tail > 0)
         self._plans: dict[object, AttentionPlan] = {}
 
     def __call__(
@@ -48,8 +51,11 @@ class BoundAttention:
                 deterministic=self._settings.deterministic,
                 gradient_wire=self._settings.gradient_wire,
                 head_parts=self._head_parts,
+                replayed=self._replayed,
             )
-        out_BLND, lse_BNL = run_attention(self._plans[key], q_BLND, k_BLKD, v_BLKD, stored=stored, return_lse=True)
+        out_BLND, lse_BNL = run_attention(
+            self._plans[key], q_BLND, k_BLKD, v_BLKD, stored=stored, replayed=self._replayed, return_lse=True
+        )
         return out_BLND, lse_BNL
 
     def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> Stored | None:

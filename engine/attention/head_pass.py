@@ -37,9 +37,22 @@ class HeadPlan:
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
         """(out_BLND, lse_BNL) of this rank's queries over the whole sequence."""
+        return self._forward(q_BLND, k_BLKD, v_BLKD, lambda *_: None)
 
-        def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward_keeping(
+        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """`forward`, and what `backward_kept` wants: Q, K and V as they arrived, so that they are not sent twice."""
+        kept: list[Tensor] = []
+        out_BLND, lse_BNL = self._forward(q_BLND, k_BLKD, v_BLKD, lambda *tensors: kept.extend(tensors))
+        return out_BLND, lse_BNL, tuple(kept)
+
+    def _forward(
+        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, keep: Callable[..., None]
+    ) -> tuple[Tensor, Tensor]:
+        def attend(part: int, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor) -> tuple[Tensor, Tensor]:
             out_BTHD, lse_BHT = self.inner.forward(q_BTHD, k_BTHD, v_BTHD)
+            keep(q_BTHD, k_BTHD, v_BTHD, lse_BHT)
             return out_BTHD, lse_BHT.transpose(1, 2).contiguous()
 
         out_BLND, lse_BLN = self._exchanged((q_BLND, k_BLKD, v_BLKD), attend)
@@ -64,7 +77,9 @@ class HeadPlan:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
 
-        def differentiate(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rows_BTH2: Tensor) -> tuple[Tensor, ...]:
+        def differentiate(
+            part: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rows_BTH2: Tensor
+        ) -> tuple[Tensor, ...]:
             lse_BHT, delta_BHT = (row.transpose(1, 2).contiguous() for row in rows_BTH2.unbind(-1))
             # Complete sums: they cross in the inputs' dtype, nothing is added to them on the other side.
             return self.inner.backward(q, k, v, dout, lse_BHT, delta_BHT)
@@ -73,16 +88,28 @@ class HeadPlan:
         dq, dk, dv = self._exchanged((q_BLND, k_BLKD, v_BLKD, dout_BLND, rows_BLN2), differentiate)
         return dq, dk, dv
 
+    def backward_kept(
+        self, kept: tuple[Tensor, ...], dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`backward` of what `forward_keeping` kept: four tensors cross in place of seven."""
+
+        def differentiate(part: int, dout: Tensor, delta_BTH: Tensor) -> tuple[Tensor, ...]:
+            q, k, v, lse_BHT = kept[4 * part : 4 * part + 4]
+            return self.inner.backward(q, k, v, dout, lse_BHT, delta_BTH.transpose(1, 2).contiguous())
+
+        dq, dk, dv = self._exchanged((dout_BLND, delta_BNL.transpose(1, 2)), differentiate)
+        return dq, dk, dv
+
     def _exchanged(self, tensors: tuple[Tensor, ...], compute: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What `compute` makes of the whole sequence's tensors of each part of this rank's heads, all heads of its own
-        tokens together again."""
+        """What `compute(part, ...)` makes of the whole sequence's tensors of each part of this rank's heads, all heads
+        of its own tokens together again."""
         coming = self._to_heads(tensors, 0)
         returning: list[list[Arrival]] = []
         for part in range(self.parts):
             here = tuple(arrival() for arrival in coming)
             if part + 1 < self.parts:  # on its way before the device is given this part's work
                 coming = self._to_heads(tensors, part + 1)
-            returning.append([self.heads.to_tokens(result, self.pieces) for result in compute(*here)])
+            returning.append([self.heads.to_tokens(result, self.pieces) for result in compute(part, *here)])
         return tuple(whole_heads([arrival() for arrival in arrivals]) for arrivals in zip(*returning, strict=True))
 
     def _to_heads(self, tensors: tuple[Tensor, ...], part: int) -> list[Arrival]:

@@ -46,24 +46,33 @@ class _BurstAttention(torch.autograd.Function):
         v_BLKD: Tensor,
         plan: AttentionPlan,
         stored: Stored | None,
+        replayed: bool,
     ) -> tuple[Tensor, Tensor]:
-        out_BLND, lse_BNL = _forward(plan, q_BLND, k_BLKD, v_BLKD, stored)
-        ctx.plan = plan
-        ctx.save_for_backward(q_BLND, k_BLKD, v_BLKD, out_BLND, lse_BNL)
+        kept: tuple[Tensor, ...] = (q_BLND, k_BLKD, v_BLKD)
+        ctx.plan, ctx.as_given = plan, replayed or stored is not None
+        if ctx.as_given:
+            out_BLND, lse_BNL = _forward(plan, q_BLND, k_BLKD, v_BLKD, stored)
+        else:
+            out_BLND, lse_BNL, kept = plan.forward_keeping(q_BLND, k_BLKD, v_BLKD)
+        ctx.save_for_backward(out_BLND, lse_BNL, *kept)
         # Autograd wants fresh outputs, not its own inputs back; a view costs nothing.
         return (out_BLND.view_as(out_BLND), lse_BNL.view_as(lse_BNL)) if stored is not None else (out_BLND, lse_BNL)
 
     @staticmethod
     def backward(ctx: Any, dout_BLND: Tensor, dlse_BNL: Tensor | None) -> tuple[Tensor | None, ...]:
-        q_BLND, k_BLKD, v_BLKD, out_BLND, lse_BNL = ctx.saved_tensors
+        out_BLND, lse_BNL, *kept = ctx.saved_tensors
         plan: AttentionPlan = ctx.plan
         dout_BLND = dout_BLND.contiguous()
         # d lse / d score is the probability itself, so a gradient of LSE enters exactly where delta leaves.
         delta_BNL = row_dot(dout_BLND, out_BLND)
         if dlse_BNL is not None:
             delta_BNL -= dlse_BNL
-        gradients = plan.backward(q_BLND, k_BLKD, v_BLKD, dout_BLND, lse_BNL, delta_BNL)
-        return *gradients, None, None
+        if ctx.as_given:
+            q_BLND, k_BLKD, v_BLKD = kept
+            gradients = plan.backward(q_BLND, k_BLKD, v_BLKD, dout_BLND, lse_BNL, delta_BNL)
+        else:
+            gradients = plan.backward_kept(tuple(kept), dout_BLND, lse_BNL, delta_BNL)
+        return *gradients, None, None, None
 
 
 def _forward(
@@ -116,6 +125,7 @@ def plan_attention(
     deterministic: bool = False,
     gradient_wire: str = "fp32",
     head_parts: int | None = None,
+    replayed: bool = False,
 ) -> AttentionPlan:
     """Resolve every `auto` for shards of this shape, dtype and device. Raises ValueError when nothing fits."""
     batch, tokens, heads, head_dim = q_BLND.shape
@@ -134,6 +144,7 @@ def plan_attention(
         query_bytes=q_BLND.numel() * q_BLND.itemsize,
         gradient_factor=gradient_bytes / q_BLND.itemsize,
         forward_flops=4.0 * batch * heads * head_dim * mask.area(seq_len) / cp.size,
+        replayed=replayed,
     )
     estimate = None
     if schedule == "auto":
@@ -205,6 +216,7 @@ def burst_attention(
     gradient_wire: str = "fp32",
     head_parts: int | None = None,
     stored: Stored | None = None,
+    replayed: bool = False,
     return_lse: bool = False,
 ) -> Any:
     """Attention of this rank's queries over the whole sequence. Collective over `cp`.
@@ -227,6 +239,8 @@ def burst_attention(
             cost model's choice when None.
         stored: what `engine.attention.stored.keep_tail` kept of an earlier call with the same inputs: the forward is
             computed again for the other rows alone.
+        replayed: under activation checkpointing, a call that will be repeated with `stored`. Both then leave the same
+            tensors to backward; otherwise heads that were traded for tokens are kept as they arrived.
         return_lse: also return lse_BNL, the natural-log sum-exp of scaled scores; it is differentiable.
 
     Returns:
@@ -249,8 +263,9 @@ def burst_attention(
         deterministic=deterministic,
         gradient_wire=gradient_wire,
         head_parts=head_parts,
+        replayed=replayed,
     )
-    return run_attention(plan, q_BLND, k_BLKD, v_BLKD, stored=stored, return_lse=return_lse)
+    return run_attention(plan, q_BLND, k_BLKD, v_BLKD, stored=stored, replayed=replayed, return_lse=return_lse)
 
 
 def run_attention(
@@ -260,8 +275,9 @@ def run_attention(
     v_BLKD: Tensor,
     *,
     stored: Stored | None = None,
+    replayed: bool = False,
     return_lse: bool = False,
 ) -> Any:
     """`burst_attention` with its choices already made."""
-    out_BLND, lse_BNL = _BurstAttention.apply(q_BLND, k_BLKD, v_BLKD, plan, stored)
+    out_BLND, lse_BNL = _BurstAttention.apply(q_BLND, k_BLKD, v_BLKD, plan, stored, replayed)
     return (out_BLND, lse_BNL) if return_lse else out_BLND

@@ -112,6 +112,19 @@ class RingPlan:
         """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
         return _ring_backward(self, q_BLND, k_BLKD, v_BLKD, dout_BLND, lse_BNL, delta_BNL)
 
+    def forward_keeping(
+        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """`forward`, and what `backward_kept` wants."""
+        return *self.forward(q_BLND, k_BLKD, v_BLKD), (q_BLND, k_BLKD, v_BLKD)
+
+    def backward_kept(
+        self, kept: tuple[Tensor, ...], dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`backward` of what `forward_keeping` kept."""
+        q_BLND, k_BLKD, v_BLKD = kept
+        return self.backward(q_BLND, k_BLKD, v_BLKD, dout_BLND, lse_BNL, delta_BNL)
+
     def chosen(self) -> dict[str, str]:
         """What was decided, for the record."""
         estimated = {"estimate": str(self.estimate)} if self.estimate else {}

@@ -49,6 +49,7 @@ class Share:
     query_bytes: int  # of Q on one rank; K and V have kv_heads / heads of it each
     gradient_factor: float  # bytes of a gradient on the wire over those of its tensor
     forward_flops: float  # of one rank
+    replayed: bool = False  # checkpointing calls attention twice, and what arrived in an exchange is not kept
 
     @property
     def nodes(self) -> int:
@@ -103,9 +104,9 @@ def estimate(schedule: str, share: Share, speeds: Speeds, parts: int = 1) -> flo
     query, key, nodes = share.query_bytes, share.key_bytes, share.nodes
 
     def traded(ranks: int, far: float, inner: float) -> float:
-        """Seconds of `inner` between exchanges of q, k, v, out, dout, dq, dk, dv (q, k, v twice); `far` of the bytes
-        leave the node."""
-        nbytes = 5 * query + 6 * key
+        """Seconds of `inner` between exchanges of q, k, v, out, dout, dq, dk, dv, and of q, k, v again when replayed;
+        `far` of the bytes leave the node."""
+        nbytes = 4 * query + 4 * key + (query + 2 * key if share.replayed else 0)
         copies = 4 * nbytes / (speeds.memory_gib * GIB)  # sorted by rank before, by token after: each reads and writes
         travel = nbytes * ((ranks - 1) / ranks - far) / inside + nbytes * far / across
         overlapped = max(inner + travel / parts, travel + inner / parts) if parts > 1 else inner + travel

@@ -62,8 +62,8 @@ def test_a_baseline_equals_dense_float64(name, world_size, replay) -> None:
 def test_ulysses_sends_a_fixed_share_of_every_tensor() -> None:
     world_size, tokens, batch, head_dim, item = 4, 8, 2, 8, 8
     per_head = batch * tokens * head_dim * item
-    # Forward q, k, v, out and LSE; backward q, k, v, dout, dq, dk, dv, and LSE and delta for every row and query head.
-    heads, rows = (8 + 4 + 4 + 8) + (8 + 4 + 4 + 8 + 8 + 4 + 4), 1 + 2
+    # Forward q, k, v, out; backward dout, dq, dk, dv; LSE there and delta back for every row and query head.
+    heads, rows = (8 + 4 + 4 + 8) + (8 + 8 + 4 + 4), 1 + 1
     expected = (per_head * heads + rows * batch * tokens * 8 * item) * (world_size - 1) // world_size
     for _, sent in run_on_ranks(world_size, attention_errors, "ulysses", False):
         assert sent == expected

@@ -48,6 +48,36 @@ def test_parts_send_no_byte_more() -> None:
     assert run_on_ranks(2, sent, 4) == run_on_ranks(2, sent, 1)
 
 
+def sent_in_backward(replayed: bool) -> int:
+    cp = ContextParallel()
+    q, k, v = (torch.ones(1, 8, heads, 4, requires_grad=True) for heads in (8, 4, 4))
+    out = burst_attention(q, k, v, cp=cp, schedule="head_exchange", head_parts=2, replayed=replayed)
+    cp.traffic.reset()
+    out.sum().backward()
+    return cp.traffic.sent_bytes
+
+
+def test_what_arrived_in_forward_is_not_sent_again_in_backward() -> None:
+    tokens, item, head_dim, half = 8, 4, 4, 2
+    row = tokens * 8 * item // half
+    gradients = tokens * (8 + 8 + 4 + 4) * head_dim * item // half
+    inputs = tokens * (8 + 4 + 4) * head_dim * item // half
+    assert set(run_on_ranks(2, sent_in_backward, False)) == {gradients + row}
+    assert set(run_on_ranks(2, sent_in_backward, True)) == {gradients + inputs + 2 * row}
+
+
+def repeated_backward() -> bool:
+    cp = ContextParallel()
+    q, k, v = (torch.randn(1, 8, 4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    out = burst_attention(q, k, v, cp=cp, schedule="head_exchange", head_parts=2, kernel="reference").sum()
+    first, second = (torch.autograd.grad(out, (q, k, v), retain_graph=True) for _ in range(2))
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_backward_may_run_again() -> None:
+    assert all(run_on_ranks(2, repeated_backward))
+
+
 def refusal() -> str:
     cp = ContextParallel()
     q = torch.zeros(1, 8, 4, 4)
