@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from engine.checkpoint import set_activations
 from engine.initialise import initialise
-from engine.lm_head import fused_loss_sum, plain_loss_sum
+from engine.lm_head.choose import loss_sum_of
 from engine.model import Attend, Decoder
 from engine.settings import TrialSettings
 from engine.tiled_mlp import add_mlp_in
@@ -41,7 +41,7 @@ def parallelize(model: Decoder, settings: TrialSettings, attend: Attend, mesh: D
         block.attend = attend
         block.add_mlp = add_mlp_in(settings.mlp_tiles)
     set_activations(settings.checkpoint, list(model.blocks))
-    model.head.loss_sum = fused_loss_sum if settings.lm_head_fusion else plain_loss_sum
+    model.head.loss_sum = loss_sum_of(settings, mesh.device_type)
     shard_parameters(model, settings, mesh)
 
 

@@ -11,7 +11,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Task = Literal["train", "attention"]
+Task = Literal["train", "attention", "lm_head"]
 Dtype = Literal["fp64", "fp32", "bf16"]
 Layout = Literal["auto", "contiguous", "zigzag", "striped", "split_zigzag"]
 Schedule = Literal["auto", "ring", "double_ring", "head_exchange", "heads_inside", "heads_across"]
@@ -19,6 +19,7 @@ Backward = Literal["auto", "query", "key_value"]
 Kernel = Literal["auto", "reference", "cpu", "fa2", "cudnn", "fa4", "flex"]
 ExchangeName = Literal["auto", "relay", "direct", "copy_engine"]
 GradientWire = Literal["fp32", "input"]
+LossKernel = Literal["own", "liger", "cce"]
 Offload = Literal["none", "inputs", "all"]
 Sharding = Literal["full", "hybrid"]
 
@@ -125,7 +126,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """How many optimizer steps (task train) or calls (task attention) are run, and how many of them are timed."""
+    """How many optimizer steps (task train) or calls (other tasks) are run, and how many of them are timed."""
 
     warmup: int = 1
     measured: int = 3
@@ -159,6 +160,7 @@ class TrialSettings:
     gradient_wire: GradientWire = "fp32"  # dtype of partial gradients between ranks
     deterministic: bool = False
     lm_head_fusion: bool = True
+    loss_kernel: LossKernel = "own"  # who fuses: the engine, or a library
     z_loss: float = 0.0  # weight of the squared log-partition added to each token's loss
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     mlp_tiles: int = 1  # runs of tokens the MLP is computed in, one after another

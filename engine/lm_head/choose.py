@@ -1,0 +1,29 @@
+"""The LM head's loss that a trial's settings ask for."""
+
+from __future__ import annotations
+
+import functools
+
+from engine.lm_head.cce import cce_loss_sum
+from engine.lm_head.fused import fused_loss_sum
+from engine.lm_head.liger import liger_loss_sum
+from engine.lm_head.plain import plain_loss_sum
+from engine.loss_kernel import refusal
+from engine.model import LossSum
+from engine.settings import TrialSettings
+
+
+def loss_sum_of(settings: TrialSettings, device_type: str) -> LossSum:
+    """(hidden_TE, weight_VE, labels_T) -> sum of this rank's losses, z-loss included; `device_type` is cuda or cpu.
+
+    Raises ValueError with one sentence when that device or this machine cannot run what is asked for.
+    """
+    reason = refusal(settings, device_type)
+    if reason:
+        raise ValueError(reason)
+    if not settings.lm_head_fusion:
+        return functools.partial(plain_loss_sum, z_loss=settings.z_loss)
+    if settings.loss_kernel == "cce":
+        return cce_loss_sum  # a z-loss has been refused
+    own_or_liger = {"own": fused_loss_sum, "liger": liger_loss_sum}[settings.loss_kernel]
+    return functools.partial(own_or_liger, z_loss=settings.z_loss)

@@ -1,0 +1,71 @@
+"""How many tokens and how much of the vocabulary have logits at one time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.lm_head.plain import IGNORE
+
+# Bytes of one tile's logits in fp32. Every tile of tokens adds to the V x E weight gradient, which is read and written
+# whole: with a 128256 x 4096 head 1 GiB is 2K tokens, whose matmuls outweigh that traffic several times on an H200.
+TILE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+
+# Fewest tokens of a tile that holds the whole vocabulary. Fewer would spend more time on the weight gradient's traffic
+# than a tiled vocabulary spends on its second computation of the logits: docs/lm-head.md has the sums.
+FEWEST_TOKENS = {"cuda": 512, "cpu": 64}
+
+_STEP = 128  # tiles of part of the vocabulary are whole multiples of it, so that matmuls start at aligned addresses
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """The logits that exist at one time: those of `tokens` tokens for `words` words of the vocabulary."""
+
+    tokens: int
+    words: int
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.words < 1:
+            raise ValueError(f"a tile of {self.tokens} tokens x {self.words} words holds no logit; give at least 1 x 1")
+
+
+def choose_tile(vocabulary: int, device_type: str) -> Tile:
+    """The tile that fills `TILE_BYTES` of the device: the whole vocabulary, unless that leaves too few tokens.
+
+    With part of the vocabulary, each tile moves 8 E bytes per word (weight gradient, read and written in fp32) and 8 E
+    bytes per token (gradient of the hidden states, likewise); a square tile moves the least for its area.
+    """
+    area = TILE_BYTES[device_type] // 4
+    if area >= FEWEST_TOKENS[device_type] * vocabulary:
+        return Tile(tokens=area // vocabulary, words=vocabulary)
+    side = math.isqrt(area) // _STEP * _STEP
+    return Tile(tokens=side, words=min(side, vocabulary))
+
+
+def runs(length: int, size: int) -> Iterator[slice]:
+    """0 .. length in runs of `size`, the last one shorter."""
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
+
+
+def runs_with_labels(labels_T: Tensor, size: int, vocabulary: int) -> list[tuple[slice, bool]]:
+    """Runs of `size` tokens, each with whether any of its labels counts: the others need no logits.
+
+    Reads the labels on the host, once. Raises ValueError for a label that is no word, which a GPU kernel would take as
+    an address.
+    """
+    counted_T = labels_T != IGNORE
+    wrong_T = counted_T & ((labels_T < 0) | (labels_T >= vocabulary))
+    slices = list(runs(labels_T.shape[0], size))
+    *present, wrong = torch.stack([*(counted_T[run].any() for run in slices), wrong_T.any()]).tolist()
+    if wrong:
+        raise ValueError(
+            f"label {labels_T[wrong_T][0].item()} is no word of a vocabulary of {vocabulary}; expected 0 to "
+            f"{vocabulary - 1}, or {IGNORE} for a token that predicts nothing"
+        )
+    return list(zip(slices, present, strict=True))
