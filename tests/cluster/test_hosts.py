@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.hosts import Host, distinct, expand, parse_hosts, read_hosts, this_machine
+from cluster.hosts import Host, distinct, expand, parse_hosts, parse_jump, read_hosts, this_machine
 
 
 @pytest.mark.parametrize(
@@ -97,3 +97,20 @@ def test_defaults_fill_only_what_the_target_left_open() -> None:
 def test_this_machine_needs_no_address() -> None:
     assert this_machine().is_local
     assert not parse_hosts("localhost")[0].is_local
+
+
+def test_an_ipv6_range_expands_like_any_other() -> None:
+    assert [host.target for host in parse_hosts("ops@fd00::[1-2]")] == ["ops@[fd00::1]", "ops@[fd00::2]"]
+
+
+def test_jump_hosts_are_a_chain_whose_last_is_nearest_to_the_node() -> None:
+    jump = parse_jump("ops@outer:2200, inner", Path("k"))
+    assert (jump.target, jump.key) == ("inner", Path("k"))
+    assert jump.jump is not None
+    assert (jump.jump.target, jump.jump.key, jump.jump.jump) == ("ops@outer:2200", Path("k"), None)
+
+
+@pytest.mark.parametrize("text", ["", "a,", "gpu[1-2]", "a;b"])
+def test_a_jump_host_is_one_host(text: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        parse_jump(text, None)

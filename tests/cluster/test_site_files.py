@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.site import DiskLimit, Site, load_site
+from cluster.site import DiskLimit, Mount, SharedPath, Site, load_site
 
 SITES = Path(__file__).parents[2] / "experiments" / "sites"
 
@@ -35,6 +35,30 @@ def test_a_site_states_gpus_disks_memory_and_login(tmp_path: Path) -> None:
     assert (site.ssh.user, site.ssh.port, site.ssh.key) == ("ops", 2222, Path("~/.ssh/lab"))
 
 
+def test_network_storage_container_and_environment_are_read_as_they_are_written(tmp_path: Path) -> None:
+    site = load_site(
+        write(
+            tmp_path,
+            "network: {interface: ib0, hcas: ['mlx5_2:1'], port_rate_gbps: 400}\n"
+            "storage: {shared: [{path: /data, write: false}], servers: [10.0.0.9]}\n"
+            "container: {engine: docker, image: 'burst:1', mounts: [{source: /data}], ulimits: {memlock: -1}}\n"
+            "environment: {NCCL_IB_TC: 106, NCCL_DEBUG: INFO}\n",
+        )
+    )
+    assert (site.network.interface, site.network.hcas) == ("ib0", ("mlx5_2:1",))
+    assert site.network.port_rate_gbps == 400.0
+    assert site.storage.shared == (SharedPath(path="/data", write=False),)
+    assert site.container.mounts == (Mount(source="/data"),)
+    assert site.container.ulimits == {"memlock": "-1"}
+    assert site.environment == {"NCCL_IB_TC": "106", "NCCL_DEBUG": "INFO"}
+    assert not site.container.privileged
+
+
+def test_no_adapters_and_any_adapters_are_told_apart(tmp_path: Path) -> None:
+    assert load_site(write(tmp_path, "network: {hcas: []}\n")).network.hcas == ()
+    assert load_site(write(tmp_path, "network: {hcas: null}\n")).network.hcas is None
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -55,6 +79,32 @@ def test_a_site_states_gpus_disks_memory_and_login(tmp_path: Path) -> None:
         ("name: x\nname: y\n", ":2: the key name was already given at .*:1; keep one of the two"),
         ("name: [x\n", ":2: not readable as YAML"),
         ("name: !!python/object/apply:os.system [x]\n", ":1: found the YAML tag .*; write plain values without tags"),
+        ("network: {interface: 'eth0;id'}\n", "network.interface is 'eth0;id'; expected one interface's name"),
+        ("network: {hcas: ['=mlx5_1']}\n", "network.hcas has '=mlx5_1'; expected names such as mlx5_2"),
+        ("network: {hcas: mlx5_1}\n", ":1: network.hcas is 'mlx5_1'; expected a list"),
+        ("network: {port_rate_gbps: 0}\n", "network.port_rate_gbps is 0; expected more than 0"),
+        ("network: {gid_index: -1}\n", "network.gid_index is -1; expected 0 to 255"),
+        ("storage: {shared: [{path: data}]}\n", "storage.shared has the path 'data'; expected an absolute path"),
+        ("storage: {servers: [filer]}\n", "storage.servers has 'filer'; expected an IP address"),
+        ("software: {python: venv/bin/python}\n", "software.python is 'venv/bin/python'; expected an absolute path"),
+        ("container: {engine: podman}\n", ":1: container.engine is 'podman'; expected none or docker"),
+        ("container: {engine: docker}\n", "container.engine is docker but container.image is empty"),
+        ("container: {image: '--privileged'}\n", "container.image is '--privileged'; expected a name"),
+        ("container: {image_id: latest}\n", "container.image_id is 'latest'; expected sha256:"),
+        ("container: {shm_size: 64g}\n", "container.shm_size has no effect with ipc: host"),
+        ("container: {mounts: [{source: data}]}\n", "container.mounts has 'data'; expected an absolute path"),
+        ("container: {ulimits: {memlock: lots}}\n", "container.ulimits has memlock: lots; expected numbers"),
+        ("container: {ulimits: {memlock: true}}\n", "container.ulimits.memlock is true; expected text"),
+        ("ray: {head_port: 70000}\n", "ray.head_port is 70000; expected 0 to 65535"),
+        ("ray: {head_port: 20001}\n", "ray would use port 20001 twice"),
+        ("ray: {client_port: 6379}\n", "ray would use port 6379 twice"),
+        ("ray: {worker_port_first: 30000}\n", "ray's worker ports are 30000 to 20999; expected a range"),
+        ("ray: {temp_dir: tmp}\n", "ray.temp_dir is 'tmp'; expected an absolute path"),
+        ("ranks_per_node: 0\n", "ranks_per_node is 0; expected 1 to 1024"),
+        ("environment: {A-B: x}\n", "environment has the name 'A-B'; expected letters"),
+        ("environment: {NCCL_DEBUG: true}\n", "environment.NCCL_DEBUG is true; expected text; put it in quotes"),
+        ("environment: [NCCL_DEBUG]\n", ":1: environment is a list; expected a mapping of names to text"),
+        ("ssh: {jump: 'a;b'}\n", ":1: 'a;b' is not a host"),
         ("", "is empty"),
         ("- a\n", "the site file is a list; expected a mapping"),
     ],
