@@ -10,11 +10,12 @@ from pathlib import Path
 from cluster import checks, drift, history
 from cluster.active.fleet import Plan, run_active
 from cluster.active.pairing import Pair
-from cluster.check_arguments import chosen_connect, chosen_nodes, parser
+from cluster.check_arguments import chosen_nodes, parser
 from cluster.checks import AnyCheck
 from cluster.health import NodeReport, check_nodes
 from cluster.inventory import Node
 from cluster.profiles import Profile, load_profiles
+from cluster.reach import connection
 from cluster.render.json_lines import json_line
 from cluster.render.live import live_table
 from cluster.render.nagios import nagios_line
@@ -29,12 +30,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "check_nodes.py") -> int
     """Check the nodes and print what was found; the result is the exit code. Raises SystemExit for --help only."""
     try:
         arguments = parser(prog).parse_args(argv)
-        if not 0 < arguments.timeout <= 86400:
-            raise ValueError(f"--timeout is {arguments.timeout:g}; expected seconds above 0 and at most 86400")
         chosen = checks.select(arguments.only, arguments.skip)
         profiles = load_profiles(*arguments.profiles)
         nodes = chosen_nodes(arguments)
-        connect = chosen_connect(arguments, nodes)
+        connect = connection(arguments, [node.host for node in nodes])
         if arguments.html and not arguments.html.parent.is_dir():
             raise ValueError(f"--html {arguments.html} is in no folder that exists; create it or name another")
         return _check(arguments, nodes, connect, chosen, profiles, prog)

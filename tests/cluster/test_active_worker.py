@@ -62,7 +62,7 @@ def test_a_node_measures_itself_and_every_two_nodes_each_other() -> None:
 def stand_in(path: Path, exchanges: bool) -> str:
     """An interpreter that answers as a worker does, at once; real workers run in the tests beside."""
     lists = ("gemm_tflops", "hbm_gb_per_second", "to_device_gb_per_second", "from_device_gb_per_second")
-    speeds = line("speeds", {"gpu": "cpu", **dict.fromkeys(lists, [1.0])})
+    speeds = line("speeds", {"gpu": "cpu", **{key: [1.0] for key in lists}})
     answer = line("pair", {"gb_per_second": 40.0}) if exchanges else line("failure", {"reason": "no route to host"})
     port = line("port", {"port": 9}) if exchanges else ""
     path.write_text(

@@ -79,8 +79,8 @@ def test_a_site_with_gpus_fails_a_machine_without(
         (["--only", "disks"], "there is no check 'disks'; did you mean disk?"),
         (["--only", "disk", "--skip", "disk"], "leave no check"),
         (["--json", "--nagios"], "not allowed with"),
-        (["--nodes", "/absent.yaml"], "no such inventory"),
-        (["--nodes", "a.yaml", "--hosts", "b"], "give one of the two"),
+        (["/absent.yaml"], "no such inventory"),
+        (["/absent.yaml", "gpu01"], "a file among 2 targets"),
         (["--profiles", "/absent"], "/absent holds no profile"),
         (["--html", "/absent/page.html"], "no folder that exists"),
         (["--history", "/proc/none"], "--history cannot be used"),
@@ -234,3 +234,48 @@ def test_a_fleet_reports_every_node_in_order_and_frees_only_the_good_ones(
         "127.0.0.2",
     ]
     assert "3 nodes: 2 ok, 1 unknown; 2 usable" in table
+
+
+def test_an_inventory_judges_each_node_by_its_own_expectations(
+    sshd: LoopbackSshd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inventory = tmp_path / "lab.yaml"
+    inventory.write_text(
+        f"ssh: {{port: {sshd.port}, key: {sshd.key}}}\n"
+        "disks: [{path: /, warn_percent: 100, fail_percent: 100}]\n"
+        "nodes:\n  - {hosts: one, address: 127.0.0.1}\n  - {hosts: two, address: 127.0.0.2}\n"
+        "overrides: {two: {storage: {shared: [{path: /absent}]}}}\n"
+    )
+    arguments = [str(inventory), "--known-hosts", str(sshd.known_hosts), "--only", "disk,shared_storage", "--json"]
+    assert main(arguments) == 2
+    reports = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(node["node"], node["verdict"]) for node in reports] == [("one", "ok"), ("two", "fail")]
+    assert reports[1]["checks"]["shared_storage"]["summary"] == "/absent is absent; mount it"
+
+
+def test_a_counter_that_rose_since_the_last_look_is_told(
+    tmp_path: Path, install_nvidia_smi: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = install_nvidia_smi(f"[ $1 = -q ] && sed \"s/DRAM Correctable .*/DRAM Correctable : $(cat $STATE/count)/\" "
+                               f"{ROOT}/tests/cluster/outputs/h200_q.txt")  # fmt: skip
+    arguments = ["--only", "gpu_ecc", "--history", str(tmp_path / "kept"), "--json"]
+    levels = []
+    for count in (3, 3, 7):
+        (state / "count").write_text(str(count))
+        main(arguments)
+        levels.append(json.loads(capsys.readouterr().out)["checks"]["history"])
+    assert [one["verdict"] for one in levels] == ["ok", "ok", "warn"]
+    assert "00000000:07:00.0 corrected by 4" in levels[2]["summary"]
+    main(["--only", "gpu_ecc", "--no-history", "--json"])
+    assert "history" not in json.loads(capsys.readouterr().out)["checks"]
+
+
+def test_nagios_and_html_come_from_one_look(
+    tmp_path: Path, roomy_site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "nodes.html"
+    assert main(["--nagios", "--html", str(page), "--site", str(roomy_site), *QUIET]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("NODES OK - 1 of 1 usable | usable=1;;;0;1 ")
+    assert printed.count("\n") == 1
+    assert socket.gethostname() in page.read_text()
