@@ -24,16 +24,13 @@ from cluster.ssh.sentences import FAILURES, explain
 from cluster.ssh.session import SshRunner
 
 CONNECT_SECONDS = 10.0  # each for TCP and for key exchange with login: slower than this is not a node to run on
-# Key exchange and login are our own processor's work, some 4 ms each (docs/inventory.md): more at once only makes all
+# Key exchange and login are our own processor's work, some 3 ms each (docs/inventory.md): more at once only makes all
 # of them late. Hosts that have not greeted us yet wait outside, as some never will.
 LOGINS_AT_ONCE = 64
 TURN_SECONDS = 60.0  # longer than this the others must be stuck
 KEEPALIVE_SECONDS = 30  # a firewall forgets a connection that is silent while a long command runs
 _SYSTEM_KNOWN_HOSTS = Path("/etc/ssh/ssh_known_hosts")
 
-# The cheapest of what OpenSSH 7.4 (2016) and later offer first; the others stay on offer for hosts that lack them.
-_FIRST_KEY_EXCHANGES = ("curve25519-sha256@libssh.org",)
-_FIRST_CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com")  # no separate MAC over each packet
 _RSA_SIGNATURES = ("rsa-sha2-512", "rsa-sha2-256")  # what a key known as ssh-rsa signs with
 
 # paramiko logs tracebacks of its own threads to the root logger; what matters of them reaches us as exceptions.
@@ -116,8 +113,6 @@ class _Opener:
         try:
             transport.banner_timeout = _left(ends_at)
             options = transport.get_security_options()
-            options.kex = _first(_FIRST_KEY_EXCHANGES, options.kex)
-            options.ciphers = _first(_FIRST_CIPHERS, options.ciphers)
             options.key_types = _first(_signatures(self._known.kinds(name)), options.key_types)
             done = threading.Event()
             transport.start_client(event=done)
