@@ -69,6 +69,11 @@ class TrainTask:
             raise ValueError(refusal)
         self.settings, self.world, self.recipe = settings, world, recipe or Recipe()
         self.store: Sequences = sequences or open_tokens(settings.data)
+        if self.store.vocabulary > settings.model.vocab:
+            raise ValueError(
+                f"model {settings.model.name} has a vocabulary of {settings.model.vocab}, but the tokens of "
+                f"{settings.data} need {self.store.vocabulary}; choose a model with at least that many"
+            )
         self.cp: ContextParallel = context_parallel(settings, method, world)
         self.attend = RefusingAttention(method.attention(self.cp, settings))
         self.model: Decoder = build_model(settings, self.attend, world.fsdp_mesh)

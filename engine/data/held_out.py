@@ -49,5 +49,9 @@ class ShuffledSequences(Sequences):
         place = permuted(place, self._span.sequences(seq_len), f"{self._seed}:{epoch}")
         return self._store.window(self._span.start + place * seq_len, seq_len + 1)
 
+    @property
+    def vocabulary(self) -> int:
+        return self._store.vocabulary
+
     def describe(self) -> dict[str, Any]:
         return self._store.describe()

@@ -16,6 +16,11 @@ class Sequences(ABC):
     def sequence(self, number: int, seq_len: int) -> Tensor:
         """`seq_len` tokens and the one after them, int64 [seq_len + 1]. `number` has no upper end."""
 
+    @property
+    @abstractmethod
+    def vocabulary(self) -> int:
+        """Every token id is below it."""
+
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Where the tokens come from, as plain values."""

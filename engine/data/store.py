@@ -69,6 +69,10 @@ class TokenStore(Sequences):
     def sequence(self, number: int, seq_len: int) -> Tensor:
         return self.window(number * seq_len, seq_len + 1)
 
+    @property
+    def vocabulary(self) -> int:
+        return self.header.vocabulary
+
     def describe(self) -> dict[str, Any]:
         """The header as plain values, for the record."""
         return asdict(self.header)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch import Tensor
 from engine.data.held_out import Span
 from engine.data.store import TokenStore
 from engine.lm_head import IGNORE
+from engine.lm_head.choose import loss_sum_of
 from engine.train import TrainTask
 
 
@@ -27,12 +30,14 @@ class Evaluator:
                 "or build a store with a larger `burst data --validation`"
             )
         self._task, self._store, self._span, self._sequences = task, store, span, sequences
+        # What is learnt from may hold a z-loss besides; what a model is judged by is the cross-entropy alone.
+        self._loss_sum = loss_sum_of(replace(task.settings, z_loss=0.0), task.world.device.type)
 
     def loss(self) -> float:
         """Mean loss per target token. Collective."""
         task = self._task
         total = torch.zeros(2, dtype=torch.float64, device=task.world.device)  # sum of the losses, target tokens
-        with torch.no_grad():
+        with torch.no_grad(), self._judging():
             for tokens_BS, labels_BS in self._rounds():
                 labels_BL = task.cp.shard(labels_BS, dim=1).to(task.world.device)
                 tokens_BL = task.cp.shard(tokens_BS, dim=1).to(task.world.device)
@@ -41,6 +46,16 @@ class Evaluator:
         dist.all_reduce(total)
         loss_sum, targets = total.tolist()
         return float(loss_sum / targets)
+
+    @contextlib.contextmanager
+    def _judging(self) -> Iterator[None]:
+        """The model with the loss it is judged by."""
+        head = self._task.model.head
+        learning, head.loss_sum = head.loss_sum, self._loss_sum
+        try:
+            yield
+        finally:
+            head.loss_sum = learning
 
     def _rounds(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of this replica. All replicas take part in all rounds, because their ranks hold each other's

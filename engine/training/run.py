@@ -151,13 +151,8 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _check_data(config: TrainingConfig, header: Header, sequences: int) -> None:
-    """Raises ValueError when the tokens cannot be learnt from with this model and length."""
+    """Raises ValueError when there is nothing to learn from at this length."""
     settings = config.settings
-    if header.vocabulary > settings.model.vocab:
-        raise ValueError(
-            f"model {settings.model.name} has a vocabulary of {settings.model.vocab}, but the tokens of "
-            f"{settings.data} need {header.vocabulary}; choose a model with at least that many"
-        )
     if not sequences:
         raise ValueError(
             f"seq_len is {settings.seq_len}, but the tokens of {settings.data} to learn from hold no such sequence "

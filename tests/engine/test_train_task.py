@@ -11,6 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from engine.burst import METHOD
+from engine.data.build import build_store
+from engine.data.tokenizers import ByteTokenizer
 from engine.distributed import arrange
 from engine.initialise import initialise
 from engine.model import Decoder
@@ -61,14 +63,22 @@ def outcomes(cache: str, cases: list[TrialSettings]) -> list[str]:
 
 
 def test_impossible_and_diverging_trials_end_in_one_sentence(tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.vocabulary = 300
+    build_store(["python_docs"], tmp_path / "store", tokenizer)
     cases = [
         SETTINGS,
+        dataclasses.replace(SETTINGS, data=str(tmp_path / "store")),
         dataclasses.replace(SETTINGS, model=dataclasses.replace(SHAPE, vocab=100)),
         dataclasses.replace(SETTINGS, data="/no/such/text"),
         dataclasses.replace(SETTINGS, learning_rate=1e38),
     ]
-    (ran, small, missing, diverged) = run_on_ranks(1, outcomes, str(tmp_path), cases)[0]
+    (ran, large, small, missing, diverged) = run_on_ranks(1, outcomes, str(tmp_path), cases)[0]
     assert ran == "ran"
+    assert large == (
+        f"ValueError: model odd has a vocabulary of 259, but the tokens of {tmp_path}/store need 300; "
+        "choose a model with at least that many"
+    )
     assert small.startswith("ValueError: model odd has a vocabulary of 100, but byte tokens need 256")
     assert missing.startswith("ValueError: data '/no/such/text' is no file and no token store")
     assert diverged.startswith("FloatingPointError: step 2 has loss nan")

@@ -43,8 +43,9 @@ def evaluations(cache: str, folder: str) -> list[float]:
     """Evaluation losses of fresh runs in every arrangement of the ranks that are there."""
     size = dist.get_world_size()
     found = []
-    for cp_size in (1, size):
-        case = config(world_size=size, cp_size=cp_size, evaluate=Evaluation(every=1, sequences=SEQUENCES))
+    for cp_size, z_loss in ((1, 0.0), (size, 0.1)):  # a z-loss is learnt from, not judged by
+        judged = Evaluation(every=1, sequences=SEQUENCES)
+        case = config(world_size=size, cp_size=cp_size, z_loss=z_loss, evaluate=judged)
         training = begin(cache, Path(folder, f"{size}-{cp_size}"), order(case))
         assert training.evaluator is not None
         found += [training.evaluator.loss(), training.evaluator.loss()]
