@@ -45,8 +45,8 @@ class Data:
                 header = build_store(arguments.texts, arguments.out, tokenizer, arguments.validation)
         except ValueError as error:
             raise UsageError(str(error)) from error
-        except (PermissionError, NotADirectoryError) as error:
-            raise UsageError(f"{error.filename} cannot be used ({error.strerror}); choose another path") from error
+        except PermissionError as error:
+            raise UsageError(f"{error.filename} cannot be accessed ({error.strerror}); choose another path") from error
         if moved:
             print(f"the earlier store is now {moved}")
         print(
@@ -69,7 +69,9 @@ def _fraction(text: str) -> float:
 def _check_place(directory: Path, *, replace: bool) -> None:
     """Raises UsageError for a path that holds something else, or a store that is not to be replaced."""
     from engine.data.store import is_store
+    from harness.writable import make_writable
 
+    make_writable(directory.parent)
     if not directory.exists():
         return
     if not is_store(directory):

@@ -20,7 +20,11 @@ class Status:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.launch.tail import ProgressTail
+        from harness.training_status import is_training_run, training_status
 
+        if is_training_run(arguments.directory):
+            print(training_status(arguments.directory))
+            return 0
         directory = RunDirectory(arguments.directory)
         facts = directory.description()
         running = directory.in_use()

@@ -83,7 +83,8 @@ def _announced(say: Callable[[str], None]) -> Iterator[None]:
         nonlocal told
         if not told:
             told = True
-            say("stopping: the step under way is finished and saved; a second signal ends at once")
+            with contextlib.suppress(OSError):  # the terminal may be what is gone
+                say("stopping: the step under way is finished and saved; a second signal ends at once")
         raise KeyboardInterrupt
 
     for number in _STOPPING:

@@ -12,12 +12,14 @@ import pytest
 from engine.measurement import write_json
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from engine.training.config import TrainingConfig
+from engine.training.metrics import MetricsWriter
 from harness.errors import UsageError
 from harness.flops import work_of
 from harness.hardware import hardware_for
 from harness.launch import Job, Outcome
 from harness.machine import Machine
 from harness.training import Start, order_of, train
+from harness.training_status import is_training_run, training_status
 
 MODEL = ModelShape(name="m", layers=1, hidden=16, ffn=32, heads=2, kv_heads=2, head_dim=8, vocab=256)
 SETTINGS = TrialSettings(
@@ -110,6 +112,24 @@ def test_a_new_start_moves_the_earlier_run_aside_and_a_resumed_one_goes_on_in_it
         assert json.loads((launcher.jobs[0].trial_dir / "order.json").read_text())["resume"] is resume
     [moved] = [path for path in tmp_path.iterdir() if path.name != "run"]
     assert said == [f"the earlier run in {tmp_path / 'run'} is now {moved}"]
+
+
+def test_status_says_how_far_a_run_has_come(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended(run, ScriptedLauncher(("ok", "", {"step": 4, "finished": False})))
+    assert is_training_run(run)
+    assert training_status(run).startswith("run is not running; no step of 10 yet; no checkpoint yet; started 2")
+    writer = MetricsWriter(run, from_step=0, tensorboard=False)
+    writer.write("step", 4, 256, loss=2.5, seconds=0.25)
+    writer.write("evaluation", 3, 192, loss=2.75)
+    (run / "checkpoints" / "step-00000004").mkdir(parents=True)
+    assert training_status(run).startswith(
+        "run is not running; step 4 of 10, loss 2.5000, 0.25 s per step; evaluation loss 2.7500 after step 3; "
+        "saved after step 4; started 2"
+    )
+    (run / "training.json").write_text("{}")
+    with pytest.raises(UsageError, match="does not describe a training run"):
+        training_status(run)
 
 
 def test_mfu_counts_the_models_own_work_against_the_gpus_peak_in_bf16_alone(tmp_path: Path) -> None:
