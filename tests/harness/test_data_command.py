@@ -40,7 +40,7 @@ def test_texts_become_one_store_in_their_order(here: Path, capsys: pytest.Captur
         (["a.txt", "--tokenizer", "a.txt"], "tokenizer 'a.txt' is no Hugging Face tokenizer"),
         (["a.txt", "--validation", "0.01"], "0.01 of 12 tokens is less than one token; hold out a larger fraction"),
         (["a.txt", "--out", "folder"], "folder exists and is no token store; give --out a path that does not exist"),
-        (["a.txt", "--out", "a.txt/store"], "a.txt"),
+        (["a.txt", "--out", "a.txt/store"], "a.txt is a file; give --out a directory"),
     ],
 )
 def test_what_cannot_be_built_is_one_sentence_and_leaves_nothing(here, capsys, arguments, words) -> None:
