@@ -22,6 +22,7 @@ import torch._dynamo  # every optimizer loads it when constructed; here a fork s
 
 from engine.attention_task import AttentionTask
 from engine.distributed import World, check_world_size, join, leave, limit_threads
+from engine.lm_head_task import HeadTask
 from engine.measurement import write_json, write_measurement
 from engine.method import NativeMethod
 from engine.settings import TrialSettings, from_json
@@ -30,7 +31,11 @@ from engine.train import TrainTask
 
 REASON_CHARACTERS = 200  # of an error's reason; the traceback has all of it
 
-TASKS: dict[str, type[TrainTask] | type[AttentionTask]] = {"train": TrainTask, "attention": AttentionTask}
+TASKS: dict[str, type[TrainTask] | type[AttentionTask] | type[HeadTask]] = {
+    "train": TrainTask,
+    "attention": AttentionTask,
+    "lm_head": HeadTask,
+}
 
 
 def main(arguments: list[str]) -> int:

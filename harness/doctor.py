@@ -7,6 +7,7 @@ import platform
 from dataclasses import dataclass
 from importlib import metadata
 
+from engine import loss_kernel
 from harness.machine import Machine, discover
 from harness.methods import all_methods
 from harness.provenance import commit, version
@@ -25,7 +26,7 @@ class Finding:
 def examine() -> list[Finding]:
     """All findings, in sections. Imports torch, because only it knows which kernels it was built with."""
     machine = discover()
-    return [*_software(), *_devices(machine), *_kernels(), *_launchers(), *_methods()]
+    return [*_software(), *_devices(machine), *_kernels(), *_loss_kernels(machine), *_launchers(), *_methods()]
 
 
 def _software() -> list[Finding]:
@@ -74,6 +75,11 @@ def _kernels() -> list[Finding]:
     from engine.attention.kernels import available
 
     return [Finding(section="kernels", name=name, ok=ok, sentence=sentence) for name, ok, sentence in available()]
+
+
+def _loss_kernels(machine: Machine) -> list[Finding]:
+    lines = loss_kernel.available(machine.device)
+    return [Finding(section="loss kernels", name=name, ok=ok, sentence=sentence) for name, ok, sentence in lines]
 
 
 def _launchers() -> list[Finding]:

@@ -72,22 +72,25 @@ def attention_forward(settings: TrialSettings) -> float:
 
 
 def work_of(settings: TrialSettings) -> Work:
-    """FLOPs of one training step, or of one attention call for task `attention`.
+    """FLOPs of one training step, or of one call for the other tasks.
 
     Checkpointing repeats each layer's matrix multiplications once, with `checkpoint.every` k those of k - 1 of k layers
     twice, and attention for the part of the sequence whose outputs are not kept (`checkpoint.tail`). A tiled MLP whose
     layer is not recomputed repeats what lies before its last matrix. The fused LM head forms its gradients in the
     forward pass and repeats nothing.
     """
+    model, checkpoint = settings.model, settings.checkpoint
+    tokens = tokens_per_step(settings)
+    head = 2.0 * tokens * model.vocab * model.hidden
+    if settings.task == "lm_head":
+        return Work(layers=0.0, head=head, attention=0.0)
     attention = attention_forward(settings)
     if settings.task == "attention":
         return Work(layers=0.0, head=0.0, attention=attention)
-    model, checkpoint = settings.model, settings.checkpoint
-    tokens = tokens_per_step(settings)
     layers = 2.0 * tokens * model.layers * layer_matmul_parameters(model)
     return Work(
         layers=layers,
-        head=2.0 * tokens * model.vocab * model.hidden,
+        head=head,
         attention=attention * model.layers,
         recomputed_layers=layers * _layers_again(settings) if checkpoint.every else _repeated_by_tiles(settings),
         recomputed_attention=attention * model.layers * _attention_again(settings) if checkpoint.every else 0.0,
@@ -117,7 +120,7 @@ def _repeated_by_tiles(settings: TrialSettings) -> float:
 
 
 def sequences_per_step(settings: TrialSettings) -> int:
-    """Sequences of one optimizer step over all micro-batches and replicas; of one call for task `attention`."""
+    """Sequences of one optimizer step over all micro-batches and replicas; of one call for the other tasks."""
     micro_batches = settings.gradient_accumulation if settings.task == "train" else 1
     return settings.batch_size * settings.dp_size * micro_batches
 

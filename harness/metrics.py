@@ -24,6 +24,8 @@ FORMULAS: dict[str, str] = {
     "recomputation not counted",
     "tflops_per_gpu (attention)": "TFLOP/s/GPU = 3.5 × 4 × heads × head_dim × visible pairs × sequences "
     "÷ (median seconds of forward + backward × ranks); backward counted 2.5 × forward, as kernels recompute QKᵀ",
+    "tflops_per_gpu (lm_head)": "TFLOP/s/GPU = 6 × tokens × vocabulary × hidden ÷ (median seconds of forward + "
+    "backward × ranks); logits computed again not counted",
     "mfu": "MFU = 3 × forward FLOPs ÷ (median step seconds × ranks × dense bf16 peak), recomputation not counted",
     "mfu_ceiling": "MFU ceiling = MFU of the same work at the measured GEMM and attention kernel speeds of this "
     "hardware, nothing recomputed by checkpointing and no transfer exposed",
@@ -104,8 +106,11 @@ def metrics_of(record: Record) -> Metrics:
 
 
 def kernel_bound_seconds(work: Work, hardware: Hardware, kernel: str) -> float | None:
-    """Seconds one GPU needs for `work` at this hardware's measured GEMM and attention speeds; None if unmeasured."""
-    ceiling = hardware.kernel_ceilings.get(kernel)
+    """Seconds one GPU needs for `work` at this hardware's measured GEMM and attention speeds; None if unmeasured.
+
+    Work without attention, as of task lm_head, needs no speed of an attention kernel.
+    """
+    ceiling = hardware.kernel_ceilings.get(kernel) if work.attention else {"forward": 1.0, "backward": 1.0}
     if ceiling is None or not hardware.gemm_tflops:
         return None
     return seconds_at_kernel_speed(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from engine import loss_kernel
 from engine.attention.layout import split_refusal
 from engine.attention.masks import parse_mask
 from engine.settings import Checkpoint, ModelShape, Task, TrialSettings, to_json, vocabulary_refusal
@@ -57,6 +58,7 @@ def refusal(settings: TrialSettings, machine: Machine) -> str | None:
         or vocabulary_refusal(settings)
         or method.refuse(settings)
         or _layout_refusal(settings)
+        or _head_refusal(settings, machine)
         or _device_refusal(settings, machine)
     )
 
@@ -183,6 +185,15 @@ def _layout_refusal(settings: TrialSettings) -> str | None:
     """A sequence that does not split. Only native methods say how they lay it out; foreign ones judge by themselves."""
     layout = getattr(method_named(settings.method), "layout", None)
     return None if layout is None else split_refusal(layout(settings), settings.seq_len, settings.cp_size)
+
+
+def _head_refusal(settings: TrialSettings, machine: Machine) -> str | None:
+    """An LM head that this machine cannot run as asked, or that has nothing to do with the method."""
+    if settings.task == "lm_head" and settings.method != "burst":
+        return (
+            f"task lm_head runs no attention, so {settings.method} would measure the same as burst; set method to burst"
+        )
+    return None if settings.task == "attention" else loss_kernel.refusal(settings, machine.device)
 
 
 def _device_refusal(settings: TrialSettings, machine: Machine) -> str | None:

@@ -15,6 +15,7 @@ from engine.atomic import write_atomic
 from harness import figures, tables
 from harness.errors import UsageError
 from harness.figures import all_figures, render, save_figure
+from harness.head_table import head_table
 from harness.headline import summary_sentences
 from harness.ideal import ideal_table
 from harness.lengths import format_length
@@ -48,6 +49,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], Table | None]] = {
     "agreement": agreement_table,
     "accuracy": accuracy_table,
     "ideal": ideal_table,
+    "lm_head": head_table,
     "results": results_table,
 }
 

@@ -12,10 +12,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from engine.atomic import write_atomic
-from engine.settings import TrialSettings, to_json
+from engine.settings import Task, TrialSettings, to_json
 from harness.metrics import metrics_of
 from harness.record import Record
 
@@ -31,6 +31,7 @@ COLUMNS: tuple[str, ...] = (
 
 _NO_COLUMN = ("model.name", "model.note")  # the one is column `model`, the other no setting
 _SETTINGS = frozenset(field.name for field in fields(TrialSettings))
+_TASKS = get_args(Task)
 
 # Order of methods in tables, legends and palettes: ours, then the systems it is compared with, then the rest by name.
 METHOD_ORDER: tuple[str, ...] = (
@@ -139,7 +140,7 @@ def sortable(value: object) -> tuple[bool, float, str]:
 def _order(row: Row) -> tuple[Any, ...]:
     return (
         row["experiment"],
-        row["task"] != "train",
+        _TASKS.index(row["task"]),
         row["model"],
         row["dtype"],
         row["seq_len"],

@@ -182,7 +182,7 @@ def _read(layer: Node, path: Path, scale: str | None) -> Experiment:
             raise UsageError(f"{where}: no {key} is given; add {choice} or sweep.{key}")
 
     if "task" not in entries:
-        raise UsageError(f"{where}: no task is given; add task: train, task: attention or a list of both")
+        raise UsageError(f"{where}: no task is given; add task: train, attention, lm_head or a list of them")
     tasks = [convert(item, Task, "task") for item in _listed(entries["task"], "task")]
     seeds = [_seed(item) for item in _listed(entries["seeds"], "seeds")] if "seeds" in entries else [0]
     return Experiment(

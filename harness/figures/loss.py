@@ -28,7 +28,7 @@ class LossAgreement:
     place = 40
 
     def applies(self, rows: Sequence[Row]) -> bool:
-        return any(row["loss_by_step"] for row in rows)
+        return any(row["task"] == "train" and row["loss_by_step"] for row in rows)
 
     def draw(self, rows: Sequence[Row]) -> Figure:
         found = agreements(rows)

@@ -168,7 +168,7 @@ WRONG = [
     ("title: A question", "title: [broken", r":\d: not readable as YAML \(.+\); correct the syntax there"),
     ("title: A question", "<<: {title: x}", r":1: found the merge key <<"),
     ("task: train", "task: trian", r":2: task is 'trian'; did you mean train\?"),
-    ("task: train\n", "", r"question.yaml: no task is given; add task: train, task: attention or a list of both"),
+    ("task: train\n", "", r"question.yaml: no task is given; add task: train, attention, lm_head or a list of them"),
     ("model: tiny\n", "", r"question.yaml: no model is given; add model or sweep.model"),
     ("  seq_len: [1k, 2k]\n", "", r"question.yaml: no seq_len is given; add fixed.seq_len or sweep.seq_len"),
     ("model: tiny", "model: tinny", r":3: unknown model tinny; did you mean tiny\?"),
