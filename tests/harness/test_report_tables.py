@@ -60,8 +60,10 @@ def test_trials_that_compute_something_else_are_not_compared() -> None:
     assert all(pair.row is pair.reference for pair in agreements(rows_of([record(), *others])))
 
 
-def test_the_same_batch_spread_over_replicas_is_compared() -> None:
-    found = agreements(rows_of([record(batch_size=2), record(batch_size=1, world_size=2)]))
+def test_the_same_batch_spread_over_replicas_or_micro_batches_is_compared() -> None:
+    spread = [record(batch_size=1, world_size=2), record(batch_size=1, gradient_accumulation=2)]
+    found = agreements(rows_of([record(batch_size=2), *spread]))
+    assert len(found) == 3
     assert {pair.reference["trial_id"] for pair in found} == {found[0].row["trial_id"]}
 
 

@@ -1,0 +1,96 @@
+"""What each memory lever saves, counted in bytes, and the table of docs/memory.md that says so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.attention.context import ContextParallel
+from engine.burst import METHOD
+from engine.checkpoint import set_activations
+from engine.lm_head import fused_loss_sum
+from engine.model import Decoder
+from engine.optimizer import adamw
+from engine.recipe import Recipe
+from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.tiled_mlp import add_mlp_in
+from tests.engine.live_bytes import LiveBytes
+
+PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
+MIB = 1 << 20
+# Wide MLP, many layers, small vocabulary: each lever has something to save.
+SHAPE = ModelShape(name="counted", layers=12, hidden=64, ffn=256, heads=4, kv_heads=4, head_dim=16, vocab=256)
+TOKENS = 1024
+ROWS: dict[str, dict[str, Any]] = {
+    "`checkpoint: {every: 0}`": {"checkpoint": Checkpoint(every=0)},
+    "`checkpoint: {every: 0}`, `mlp_tiles: 8`": {"checkpoint": Checkpoint(every=0), "mlp_tiles": 8},
+    "the defaults (`every: 1`, `tail: 1`)": {},
+    "`checkpoint.every: 4`": {"checkpoint": Checkpoint(every=4)},
+    "`checkpoint.offload: all`": {"checkpoint": Checkpoint(offload="all")},
+    "`mlp_tiles: 8`": {"mlp_tiles": 8},
+    "`optimizer_offload: true`": {"optimizer_offload": True},
+    "`every: 4`, `offload: all`, `mlp_tiles: 8`, `optimizer_offload`": {
+        "checkpoint": Checkpoint(every=4, offload="all"),
+        "mlp_tiles": 8,
+        "optimizer_offload": True,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads of small operations would wait for each other longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def counted(row: str) -> tuple[float, float]:
+    """MiB of gradients, optimizer states and activations: at the peak of forward and backward, and between steps."""
+    settings = TrialSettings(task="train", method="burst", model=SHAPE, seq_len=TOKENS, dtype="fp32", **ROWS[row])
+    torch.manual_seed(0)
+    model = Decoder(SHAPE)
+    torch.nn.init.normal_(model.head.weight)
+    attend = METHOD.attention(ContextParallel.single(), settings)
+    for block in model.blocks:
+        block.attend, block.add_mlp = attend, add_mlp_in(settings.mlp_tiles)
+    set_activations(settings.checkpoint, list(model.blocks))
+    model.head.loss_sum = fused_loss_sum
+    optimizer = adamw(model, 1e-3, Recipe(), offload=settings.optimizer_offload)
+    tokens = torch.randint(SHAPE.vocab, (1, TOKENS + 1))
+    with LiveBytes() as live:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()  # states are there from now on
+        optimizer.zero_grad()
+        held = live.peak = live.now
+        (model(tokens[:, :-1], torch.arange(TOKENS), tokens[:, 1:]) / TOKENS).backward()
+        return live.peak / MIB, held / MIB
+
+
+def test_each_lever_saves_what_the_memory_page_says() -> None:
+    bytes_of = {row: counted(row) for row in ROWS}
+    found = re.findall(r"^\| (.+?) \| ([\d.]+) \| ([\d.]+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [row for row, *_ in found] == list(ROWS)
+    for row, peak, held in found:
+        # Versions of torch differ a little in what they keep.
+        assert bytes_of[row] == (
+            pytest.approx(float(peak), rel=0.05),
+            pytest.approx(float(held), rel=0.05, abs=0.01),
+        ), row
+
+    peaks = [peak for peak, _ in bytes_of.values()]
+    keep, keep_tiled, default, *alone, together = peaks
+    assert all(peak < default < keep for peak in alone)
+    assert together < min(alone)
+    # Kept by torch for each layer's MLP: up, gate, SiLU of gate, their product. In tiles, of one run and one layer.
+    assert keep - keep_tiled > (SHAPE.layers - 1) * 4 * (4 * TOKENS * SHAPE.ffn / MIB)
+
+    states = 2 * 4 * SHAPE.parameters / MIB  # two moments in fp32 are all that is held between steps
+    assert {round(held / states, 2) for _, held in bytes_of.values()} == {0.0, 1.0}
