@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -27,7 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--node", type=int, choices=[0, 1], help="which end of the pair this is")
     parser.add_argument("--peer", help="address of the other node")
     parser.add_argument("--port", type=int, default=0, help="of node 0's store")
+    parser.add_argument("--attended", action="store_true", help="end when standard input does: nobody waits any more")
     arguments = parser.parse_args(argv)
+    if arguments.attended:
+        threading.Thread(target=_end_with_input, daemon=True).start()
     reason = _unavailable(arguments.device)
     if reason:
         print(line("unavailable", {"reason": reason}), flush=True)
@@ -43,6 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(line("failure", {"reason": words}), flush=True)
         return 1
     return 0
+
+
+def _end_with_input() -> None:
+    """End this process and its ranks when whoever started it has gone; runners give each command its own group."""
+    while os.read(0, 4096):  # not sys.stdin, whose lock a thread that waits would hold when the program ends
+        pass
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def _unavailable(device: Device) -> str:

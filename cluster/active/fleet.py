@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -78,15 +79,15 @@ def worker_command(site: Site, *arguments: str) -> list[str]:
         chosen = {"NCCL_IB_HCA": "=" + ",".join(site.network.hcas)} | chosen
     chosen["PYTHONPATH"] = site.software.folder or str(_OUR_FOLDER)
     variables = [f"{name}={value}" for name, value in chosen.items()]
-    return ["env", *variables, site.software.python or sys.executable, "-m", "cluster.active", *arguments]
+    return ["env", *variables, site.software.python or sys.executable, "-m", "cluster.active", *arguments, "--attended"]
 
 
 def _measure(plan: Plan, node: Node) -> NodeSpeeds | Unavailable:
     if node.site.container.engine != "none":
         return Unavailable(reason="active tests do not start containers; run them inside one, or with engine: none")
     command = worker_command(node.site, "speeds", "--device", plan.device, "--seconds", f"{plan.node_seconds:g}")
-    with plan.connect(node.host, _START_SECONDS) as runner:
-        done = runner.run(command, deadline_seconds=plan.node_seconds)
+    with plan.connect(node.host, _START_SECONDS) as runner, _lifeline() as line:
+        done = runner.run(command, stdin=line, deadline_seconds=plan.node_seconds)
     if done.exit_status is None:
         return Unavailable(reason=f"the node's own tests did not end within {plan.node_seconds:g} s; look for a hang")
     return read_speeds(done.stdout) or Unavailable(reason=_why(done.stdout, done.stderr))
@@ -100,7 +101,7 @@ def _exchange_all(
     reasons: dict[Pair, str],
 ) -> None:
     """One round: all its pairs side by side."""
-    work = partial(_exchange, plan, by_name)
+    work = partial(exchange, plan, by_name)
     for pair, answer in on_each(group, work, plan.pair_seconds + _START_SECONDS):
         if isinstance(answer, float):
             speeds[pair] = answer
@@ -109,20 +110,26 @@ def _exchange_all(
             reasons[pair] = str(answer)
 
 
-def _exchange(plan: Plan, by_name: Mapping[str, Node], pair: Pair) -> float | str:
+def exchange(plan: Plan, by_name: Mapping[str, Node], pair: Pair) -> float | str:
     """GB/s between two nodes, or why there was none."""
     one, other = (by_name[name] for name in pair)
     common = ("--device", plan.device, "--seconds", f"{plan.pair_seconds:g}")
-    with plan.connect(one.host, _START_SECONDS) as first, plan.connect(other.host, _START_SECONDS) as second:
+    with (
+        plan.connect(one.host, _START_SECONDS) as first,
+        plan.connect(other.host, _START_SECONDS) as second,
+        _lifeline() as line,
+    ):
         opener = _Opener()
         command = worker_command(one.site, "pair", *common, "--node", "0", "--peer", _address(other))
-        thread = threading.Thread(target=opener.run, args=(first, command, plan.pair_seconds), daemon=True)
+        thread = threading.Thread(target=opener.run, args=(first, command, line, plan.pair_seconds), daemon=True)
         thread.start()
         port = opener.wait_for_port(_START_SECONDS)
         if port is None:
             return f"{one.name}: {opener.why()}"
         arguments = ("--node", "1", "--peer", _address(one), "--port", str(port))
-        done = second.run(worker_command(other.site, "pair", *common, *arguments), deadline_seconds=plan.pair_seconds)
+        command = worker_command(other.site, "pair", *common, *arguments)
+        with _lifeline() as other_line:
+            done = second.run(command, stdin=other_line, deadline_seconds=plan.pair_seconds)
         answer = found(done.stdout, "pair")
         if answer is None:
             return f"{other.name}: {_why(done.stdout, done.stderr)}"
@@ -140,9 +147,9 @@ class _Opener:
         self._port_or_end = threading.Event()
         self._broken = ""
 
-    def run(self, runner: Runner, command: Sequence[str], seconds: float) -> None:
+    def run(self, runner: Runner, command: Sequence[str], line: Iterable[bytes], seconds: float) -> None:
         try:
-            runner.stream(command, self._hear, deadline_seconds=seconds)
+            runner.stream(command, self._hear, stdin=line, deadline_seconds=seconds)
         except Unreachable as error:
             self._broken = str(error)
         finally:
@@ -160,6 +167,21 @@ class _Opener:
         self.text += line.rstrip("\n") + "\n"
         if found(line, "port"):
             self._port_or_end.set()
+
+
+@contextlib.contextmanager
+def _lifeline() -> Iterator[Iterable[bytes]]:
+    """Standard input that stays open until the block is left, or until we are gone: an attended worker ends with it."""
+    left = threading.Event()
+
+    def hold() -> Iterator[bytes]:
+        left.wait()
+        yield from ()
+
+    try:
+        yield hold()
+    finally:
+        left.set()
 
 
 def _address(node: Node) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -128,6 +129,7 @@ def test_the_workers_command_is_whole_and_carries_no_secret() -> None:
     assert worker_command(site, "speeds") == [
         "env", "NCCL_IB_HCA==mlx5_0,mlx5_1:1", "GLOO_SOCKET_IFNAME=bond0", "NCCL_SOCKET_IFNAME==eth9",
         "NCCL_DEBUG=WARN", "PYTHONPATH=/opt/burst", "/opt/env/bin/python", "-m", "cluster.active", "speeds",
+        "--attended",
     ]  # fmt: skip
 
 
@@ -149,3 +151,17 @@ def test_the_program_adds_what_was_measured_to_its_page(
     assert code in (0, 1)  # a loaded machine's cores may differ in speed, which is what the test is for
     assert "active_gemm" in page.read_text()
     assert "active tests: 1 nodes by themselves" in printed.err
+
+
+def test_a_worker_ends_when_nobody_waits_for_it_any_more() -> None:
+    command = [sys.executable, "-m", "cluster.active", "pair", "--device", "cpu", "--node", "0", "--peer", "127.0.0.1",
+               "--attended"]  # fmt: skip
+    worker = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    assert "port" in worker.stdout.readline()  # now it waits for its partner, for minutes
+    worker.stdin.close()
+    assert worker.wait(60) == -signal.SIGKILL
+    worker.stdout.close()
