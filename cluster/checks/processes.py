@@ -8,10 +8,14 @@ from cluster.site import Site
 from cluster.verdict import Verdict
 
 _SHOWN = 5
-# Both states are normal for a moment, so only what a second look finds again is reported.
+# Both states are normal for a moment, so only what a second look finds again is reported. Threads of the kernel (their
+# parent is process 2) wait in state D by design.
 PROBE = Probe(
     script="""
-look() { ps -eo state=,pid=,user=,comm= | awk '$1 ~ /^[ZD]/ { print substr($1, 1, 1), $2, $3, $4 }'; }
+look() {
+    ps -eo state=,ppid=,pid=,user=,comm= |
+        awk '$1 ~ /^Z/ || ($1 ~ /^D/ && $2 != 2) { print substr($1, 1, 1), $3, $4, $5 }'
+}
 command -v ps >/dev/null 2>&1 || exit 127
 first=$(look)
 if [ -n "$first" ]; then
