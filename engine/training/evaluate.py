@@ -37,11 +37,12 @@ class Evaluator:
         """Mean loss per target token. Collective."""
         task = self._task
         total = torch.zeros(2, dtype=torch.float64, device=task.world.device)  # sum of the losses, target tokens
+        positions_L = task.cp.positions(task.settings.seq_len, device=task.world.device)
         with torch.no_grad(), self._judging():
             for tokens_BS, labels_BS in self._rounds():
                 labels_BL = task.cp.shard(labels_BS, dim=1).to(task.world.device)
                 tokens_BL = task.cp.shard(tokens_BS, dim=1).to(task.world.device)
-                total[0] += task.model(tokens_BL, task.positions_L, labels_BL).double()
+                total[0] += task.model(tokens_BL, positions_L, labels_BL).double()
                 total[1] += (labels_BL != IGNORE).sum()
         dist.all_reduce(total)
         loss_sum, targets = total.tolist()

@@ -6,6 +6,7 @@ random state and no data position in it: the order of the data follows from seed
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -142,7 +143,9 @@ def whole_parameters(path: Path) -> tuple[ModelShape, Mapping[str, Tensor]]:
         sizes = {name: parameter.shape for name, parameter in Decoder(shape).named_parameters()}
     dtype = torch.float64 if manifest.facts["dtype"] == "fp64" else torch.float32
     parameters = {name: torch.empty(size, dtype=dtype) for name, size in sizes.items()}
-    dcp.load({"model": parameters}, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    with warnings.catch_warnings():  # that there is no process group is what `no_dist` says
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        dcp.load({"model": parameters}, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     return shape, parameters
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from engine.settings import Checkpoint
 from engine.training.config import Evaluation
+from engine.training.saving import whole_parameters
 from tests.engine.training.training_runs import SHAPE, config, curve, order, several
 from tests.ranks import run_on_ranks
 
@@ -99,6 +100,16 @@ def test_a_resumed_run_repeats_the_loss_curve_and_the_parameters_bit_for_bit(two
     assert curve(second) == curve(whole)
     assert curve(second, "evaluation") == curve(whole, "evaluation")
     assert second["parameters"] == whole["parameters"]
+
+
+def test_one_process_reads_the_parameters_whole_and_refuses_what_has_changed(two_ranks, folder: Path) -> None:
+    shape, parameters = whole_parameters(folder / "parts" / "checkpoints" / "step-00000006")
+    assert shape == SHAPE
+    assert {name: value.flatten().tolist() for name, value in parameters.items()} == two_ranks[0]["parameters"]
+    run = Path(copy(folder, "unreadable", steps=[6]))
+    damage(run, 6)
+    with pytest.raises(ValueError, match="has changed since it was written"):
+        whole_parameters(run / "checkpoints" / "step-00000006")
 
 
 def test_evaluation_comes_before_the_first_step_when_due_and_at_the_end(two_ranks) -> None:
