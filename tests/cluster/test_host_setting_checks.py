@@ -21,15 +21,12 @@ def run(probe: Probe) -> Output:
 
 
 def test_a_zombie_is_found_and_named() -> None:
-    # The child ends at once and its parent never asks for it.
-    parent = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import os, sys, time\nif os.fork() == 0: os._exit(0)\nprint(flush=True); time.sleep(60)",
-        ],
-        stdout=subprocess.PIPE,
+    # The child ends at once, its parent sees that and yet never takes its status.
+    program = (
+        "import os, time\npid = os.fork() or os._exit(0)\n"
+        "os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)\nprint(flush=True)\ntime.sleep(60)"
     )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     try:
         assert parent.stdout is not None
         parent.stdout.readline()
