@@ -126,16 +126,23 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """How many optimizer steps (task train) or calls (other tasks) are run, and how many of them are timed."""
+    """How many optimizer steps (task train) or calls (other tasks) are run, and how many of them are timed.
+
+    Where a step takes minutes, `warmup_seq_len` warms up on shorter sequences: kernels are compiled, connections opened
+    and optimizer states made all the same.
+    """
 
     warmup: int = 1
     measured: int = 3
+    warmup_seq_len: int = 0  # tokens of a sequence of the warm-up steps of task train; 0: those of the trial
 
     def __post_init__(self) -> None:
         if self.warmup < 0:
             raise ValueError(f"steps.warmup is {self.warmup}; expected 0 or more")
         if self.measured < 1:
             raise ValueError(f"steps.measured is {self.measured}; expected 1 or more")
+        if self.warmup_seq_len < 0:
+            raise ValueError(f"steps.warmup_seq_len is {self.warmup_seq_len}; expected 0 or a number of tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

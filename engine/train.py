@@ -37,6 +37,7 @@ class Batch:
     """This rank's tokens of one micro-batch."""
 
     tokens_BL: Tensor
+    positions_L: Tensor  # of the tokens in the whole sequence
     labels_BL: Tensor
     targets: Tensor  # how many labels count, over all ranks and micro-batches of the step; 0-dim
 
@@ -78,7 +79,7 @@ class TrainTask:
         self.attend = RefusingAttention(method.attention(self.cp, settings))
         self.model: Decoder = build_model(settings, self.attend, world.fsdp_mesh)
         self.optimizer = adamw(self.model, settings.learning_rate, self.recipe, offload=settings.optimizer_offload)
-        self.positions_L = self.cp.positions(settings.seq_len, device=world.device)
+        self.cp.segments(settings.steps.warmup_seq_len or settings.seq_len)  # refuses what does not split
         self._clock = StepClock(world.device)
 
     def run(self, on_progress: OnProgress) -> Measurement:
@@ -149,7 +150,7 @@ class TrainTask:
 
     def forward(self, batch: Batch) -> Tensor:
         """This rank's share of the mean loss, 0 where no label counts: all ranks' and micro-batches' add up to it."""
-        loss_sum = self.model(batch.tokens_BL, self.positions_L, batch.labels_BL)
+        loss_sum = self.model(batch.tokens_BL, batch.positions_L, batch.labels_BL)
         return loss_sum / batch.targets.clamp(min=1)
 
     def batches(self, index: int) -> list[Batch]:
@@ -157,20 +158,26 @@ class TrainTask:
 
         One batch of `gradient_accumulation` times the size would hold the same sequences in the same order. Collective.
         """
-        settings, device = self.settings, self.world.device
+        settings, device, seq_len = self.settings, self.world.device, self.seq_len(index)
         # A replica's sequences of a step follow one another, so its micro-batches are dealt as if they were replicas.
         turn, micro_batches = index * settings.dp_size + self.world.replica, settings.gradient_accumulation
         whole = [
-            self.store.batch(turn, number, micro_batches, settings.batch_size, settings.seq_len)
+            self.store.batch(turn, number, micro_batches, settings.batch_size, seq_len)
             for number in range(micro_batches)
         ]
         shards = [(self.cp.shard(tokens, dim=1), self.cp.shard(labels, dim=1).to(device)) for tokens, labels in whole]
         targets = torch.stack([(labels_BL != IGNORE).sum() for _, labels_BL in shards]).sum()
         dist.all_reduce(targets)
+        positions_L = self.cp.positions(seq_len, device=device)
         return [
-            Batch(tokens_BL=tokens_BL.to(device), labels_BL=labels_BL, targets=targets)
+            Batch(tokens_BL=tokens_BL.to(device), positions_L=positions_L, labels_BL=labels_BL, targets=targets)
             for tokens_BL, labels_BL in shards
         ]
+
+    def seq_len(self, index: int) -> int:
+        """Tokens of a sequence of step `index`: warm-up steps may be shorter."""
+        steps = self.settings.steps
+        return (index < steps.warmup and steps.warmup_seq_len) or self.settings.seq_len
 
 
 def clip_gradients(model: Decoder, max_norm: float = 1.0) -> Tensor:

@@ -64,7 +64,7 @@ class BoundAttention:
     def chosen(self) -> dict[str, str]:
         if not self._plans:
             return {}
-        plan = next(iter(self._plans.values()))
+        plan = next(reversed(self._plans.values()))  # warm-up may have had shorter sequences
         return plan.chosen() | self._tail_shares(plan)
 
     def _tail_shares(self, plan: AttentionPlan) -> dict[str, str]:

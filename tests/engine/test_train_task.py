@@ -83,3 +83,27 @@ def test_impossible_and_diverging_trials_end_in_one_sentence(tmp_path: Path) -> 
     assert missing.startswith("ValueError: data '/no/such/text' is no file and no token store")
     assert diverged.startswith("FloatingPointError: step 2 has loss nan")
     assert diverged.endswith("try a learning_rate below 1e+38")
+
+
+def warmed_up(cache: str, settings: TrialSettings) -> tuple[list[int], int, str]:
+    """Tokens that each step's model was given here, and what was measured and chosen."""
+    os.environ["BURST_CACHE"] = cache
+    task = TrainTask(settings, METHOD, arrange(settings, torch.device("cpu")))
+    seen: list[int] = []
+    task.model.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].shape[1]))
+    measurement = task.run(lambda step: None)
+    assert len(measurement.loss) == settings.steps.warmup + settings.steps.measured
+    return seen, len(measurement.step_seconds), measurement.chosen["schedule"]
+
+
+def test_warm_up_may_take_shorter_sequences_than_the_measured_steps(tmp_path: Path) -> None:
+    steps = Steps(warmup=2, measured=1, warmup_seq_len=16)
+    settings = dataclasses.replace(SETTINGS, cp_size=2, world_size=2, steps=steps)
+    assert run_on_ranks(2, warmed_up, str(tmp_path), settings) == [([8, 8, 16], 1, "ring")] * 2
+
+
+def test_a_warm_up_length_that_does_not_split_is_refused(tmp_path: Path) -> None:
+    steps = Steps(warmup=1, measured=1, warmup_seq_len=18)
+    settings = dataclasses.replace(SETTINGS, cp_size=2, world_size=2, steps=steps)
+    for found in run_on_ranks(2, outcome, str(tmp_path), settings):
+        assert "seq_len 18 does not split" in found
