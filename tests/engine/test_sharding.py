@@ -20,7 +20,7 @@ import engine.initialise
 from engine.attention.nodes import node_size_of
 from engine.distributed import arrange
 from engine.initialise import initialise
-from engine.model import Decoder, dense_causal
+from engine.model import Decoder
 from engine.parallelize import parallelize
 from engine.settings import ModelShape, TrialSettings
 from tests.engine.parity import task_of
@@ -127,7 +127,7 @@ def shards_of(shape: ModelShape, world_size: int, nodes: int) -> tuple[int, int,
     settings = TrialSettings(task="train", method="burst", model=shape, seq_len=1 << 20, world_size=world_size)
     with torch.device("meta"):
         model = Decoder(shape)
-        parallelize(model, settings, dense_causal, init_device_mesh("cpu", sizes, mesh_dim_names=names))
+        parallelize(model, settings, model.blocks[0].attend, init_device_mesh("cpu", sizes, mesh_dim_names=names))
     shards = []
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
