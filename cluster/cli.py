@@ -61,7 +61,7 @@ def _check(
     try:
         with live_table([] if plain else nodes) as show:
             for report in check_nodes(nodes, connect, chosen, arguments.timeout, profiles):
-                report = _with_history(report, past, chosen) if past and report.answered else report
+                report = _with_history(report, past, chosen, prog) if past and report.answered else report
                 reports[report.host.name] = report
                 show(report)
     except KeyboardInterrupt:
@@ -133,11 +133,16 @@ def _open_history(folder: Path | None, prog: str) -> history.History | None:
         return None
 
 
-def _with_history(report: NodeReport, past: history.History, chosen: Mapping[str, AnyCheck]) -> NodeReport:
+def _with_history(report: NodeReport, past: history.History, chosen: Mapping[str, AnyCheck], prog: str) -> NodeReport:
+    """The report and what rose since the last one; a full disk here says nothing about the node."""
     name = report.host.target or report.host.name  # two fleets may both call a node gpu01
     now = history.entry_of(report)
-    judged = report.also("history", history.judge(past.last(name), now, chosen))
-    past.append(name, now)
+    try:
+        judged = report.also("history", history.judge(past.last(name), now, chosen))
+        past.append(name, now)
+    except OSError as error:
+        print(f"{prog}: counters of {report.host.name} are not kept ({error.strerror}); make room", file=sys.stderr)
+        return report
     return judged
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from cluster.checks import discover
 from cluster.cli import main
+from cluster.history import History
 from tests.cluster.loopback_sshd import LoopbackSshd, free_port, make_key
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +82,8 @@ def test_a_site_with_gpus_fails_a_machine_without(
         (["--only", "disk", "--skip", "disk"], "leave no check"),
         (["--json", "--nagios"], "not allowed with"),
         (["/absent.yaml"], "no such inventory"),
+        (["--nodes", "/absent"], "no such inventory"),
+        (["--nodes", "a.yaml", "--hosts", "b"], "give one of the two"),
         (["/absent.yaml", "gpu01"], "a file among 2 targets"),
         (["--profiles", "/absent"], "/absent holds no profile"),
         (["--html", "/absent/page.html"], "no folder that exists"),
@@ -251,6 +255,10 @@ def test_an_inventory_judges_each_node_by_its_own_expectations(
     reports = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(node["node"], node["verdict"]) for node in reports] == [("one", "ok"), ("two", "fail")]
     assert reports[1]["checks"]["shared_storage"]["summary"] == "/absent is absent; mount it"
+    assert main(["one", "--nodes", *arguments]) == 0
+    assert json.loads(capsys.readouterr().out)["node"] == "one"
+    assert main(["three", "--nodes", *arguments]) == 3
+    assert "three is no node of the inventory lab" in capsys.readouterr().err
 
 
 def test_a_counter_that_rose_since_the_last_look_is_told(
@@ -279,3 +287,16 @@ def test_nagios_and_html_come_from_one_look(
     assert printed.startswith("NODES OK - 1 of 1 usable | usable=1;;;0;1 ")
     assert printed.count("\n") == 1
     assert socket.gethostname() in page.read_text()
+
+
+def test_a_history_that_cannot_be_written_costs_the_history_and_not_the_check(
+    tmp_path: Path, roomy_site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(History, "append", full)
+    assert main(["--only", "disk", "--site", str(roomy_site), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert set(json.loads(printed.out)["checks"]) == {"reachability", "clock", "disk"}
+    assert "are not kept (No space left on device); make room" in printed.err
