@@ -15,7 +15,7 @@ from harness.lengths import parse_length
 T = TypeVar("T")
 
 # Counted in tokens, so 64k may be written. Not every integer: a 32k vocabulary usually means 32,000.
-LENGTHS = frozenset({"seq_len"})
+LENGTHS = frozenset({"seq_len", "warmup_seq_len", "steps.warmup_seq_len"})
 
 
 def leaf_types(cls: type[Any], prefix: str = "") -> dict[str, Any]:
