@@ -84,9 +84,7 @@ class HostStore:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def put(self, tensors: Tensors) -> Kept:
-        away = _Away(self, tensors)
-        self.held_bytes += away.nbytes
-        return away
+        return _Away(self, tensors)
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
         """A host buffer of that size: one that was given back, or a new one."""
@@ -129,11 +127,12 @@ class _Away:
     def __init__(self, store: HostStore, tensors: Tensors) -> None:
         self._store = store
         self._likes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-        self._sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
         self._device = tensors[0].device
         self._coming: tuple[Tensors, torch.cuda.Event | None] | None = None
-        self.nbytes = sum(self._sizes)
-        self._buffers = [store.take(size, self._device) for size in self._sizes]
+        self._buffers: list[Tensor] = []
+        for tensor in tensors:  # one by one: what is here goes back when the host has no more
+            self._buffers.append(store.take(tensor.numel() * tensor.itemsize, self._device))
+            store.held_bytes += self._buffers[-1].numel()
         copies = store.copies(self._device)
         contiguous = tuple(tensor.contiguous() for tensor in tensors)
         if copies is None:
@@ -147,8 +146,8 @@ class _Away:
         if self._coming is not None and self._coming[1] is not None:
             # On its way and never wanted: its memory is free for what comes after the copy.
             torch.cuda.current_stream(self._device).wait_event(self._coming[1])
-        self._store.held_bytes -= self.nbytes
         for buffer in self._buffers:
+            self._store.held_bytes -= buffer.numel()
             self._store.give_back(buffer, self._device)
 
     def _hosted(self) -> list[Tensor]:

@@ -73,6 +73,23 @@ def test_the_host_copy_owes_nothing_to_the_tensors_it_was_made_of(device: str) -
     assert found.eq(1).all()
 
 
+def test_a_put_that_finds_no_memory_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HostStore()
+    take, taken = store.take, []
+
+    def take_one(nbytes: int, device: torch.device) -> torch.Tensor:
+        if taken:
+            raise MemoryError("no more")
+        taken.append(nbytes)
+        return take(nbytes, device)
+
+    monkeypatch.setattr(store, "take", take_one)
+    with pytest.raises(MemoryError, match="no more"):
+        store.put((torch.ones(8), torch.ones(9)))
+    assert taken == [32]
+    assert store.held_bytes == 0
+
+
 def buffer_addresses(store: HostStore, sizes: list[int]) -> set[int]:
     """Where copies of tensors of these sizes lie when all of them are held at once."""
     kept = [store.put((torch.randn(size),)) for size in sizes]

@@ -212,6 +212,23 @@ def test_the_settings_decide_whether_the_tail_counts() -> None:
     assert "nearest lengths" in (refusal or "")
 
 
+def test_a_trial_records_what_its_worst_rank_keeps_and_computes_again() -> None:
+    shape = ModelShape(name="s", layers=1, hidden=8, ffn=8, heads=2, kv_heads=2, head_dim=4, vocab=256)
+
+    def chosen(**changes) -> dict[str, str]:
+        values = {"task": "train", "method": "burst", "model": shape, "seq_len": 64, "dtype": "fp32"}
+        fn = METHOD.attention(ContextParallel.single(), TrialSettings(**values | changes))
+        fn(*(torch.randn(1, 64, 2, 4) for _ in range(3)))
+        return fn.chosen()
+
+    quarter = chosen(checkpoint=Checkpoint(tail=0.25))
+    assert (quarter["kept_share"], quarter["recompute_share"]) == ("0.2500", f"{48 * 49 / (64 * 65):.4f}")
+    whole = chosen()
+    assert (whole["kept_share"], whole["recompute_share"]) == ("1.0000", "0.0000")
+    for changes in ({"task": "attention"}, {"checkpoint": Checkpoint(every=0)}):
+        assert "kept_share" not in chosen(**changes)
+
+
 def bytes_of_replays(routes: list[tuple[str, str]], tails: tuple[float, ...]) -> list[list[int]]:
     """Bytes this rank sends on each route for one whole forward and for the replay from each tail, causal."""
     cps = [ContextParallel(layout=SplitZigzag(tail)) for tail in tails]
