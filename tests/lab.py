@@ -24,7 +24,13 @@ from tests.debian import find_or_install
 
 PREFIX = "bl"
 SSH_PORT = 22  # of each host's own namespace
-INTERFACES = ("eth0", "ens1", "lan2", "net3")  # another name on every host, as on machines bought in different years
+INTERFACES = (
+    "eth0",
+    "ens1",
+    "lan2",
+    "net3",
+    "p4p1",
+)  # another name on every host, as on machines bought in different years
 _labs = itertools.count()
 
 
@@ -202,7 +208,7 @@ class Lab:
 
 @contextlib.contextmanager
 def open_lab(count: int, folder: Path) -> Iterator[Lab]:
-    """`count` hosts (at most four) for the block; `folder` is a new one for their files."""
+    """`count` hosts (at most five) for the block; `folder` is a new one for their files."""
     assert 1 <= count <= len(INTERFACES), count
     _remove_orphans()
     lab = Lab(count, folder)

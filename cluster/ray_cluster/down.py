@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from cluster.ray_cluster.node import NodeError, ask, on_all
 from cluster.ray_cluster.state import ClusterState, StartedNode, StateDirectory
 from cluster.runner import Completed, Connect, Runner
 
+LATE_START_SECONDS = 2.0
 STOP_SECONDS = 40.0  # TERM, KILL, and a process that takes its time in a driver call
 
 
@@ -20,6 +22,11 @@ def end_cluster(states: StateDirectory, state: ClusterState, connect: Connect, s
     Nodes where nothing is left are dropped from the state, the others stay in it for the next attempt.
     """
     answers = on_all(state.nodes, lambda node: end_node(node, connect, seconds))
+    if not state.complete:
+        # A start that was under way when its launcher died may have begun on a node after we had looked there.
+        time.sleep(LATE_START_SECONDS)
+        again = on_all(state.nodes, lambda node: end_node(node, connect, seconds))
+        answers = [second if isinstance(second, str) else first for first, second in zip(answers, again, strict=True)]
     problems = {node.name: answer for node, answer in zip(state.nodes, answers, strict=True) if isinstance(answer, str)}
     if problems:
         left = tuple(node for node in state.nodes if node.name in problems)

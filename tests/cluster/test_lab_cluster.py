@@ -1,0 +1,265 @@
+"""Ray over SSH on hosts of the lab, from inventory to report: started, used by sweeps, half of it lost, ended.
+
+One cluster serves the sweeps, because starting it takes the longest. Every test counts what runs on each host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import lab as lab_module
+from tests.cluster.test_lab_checks import write_inventory
+from tests.lab import Lab, LabHost, open_lab
+
+if reason := lab_module.unavailable():
+    pytest.skip(reason, allow_module_level=True)
+pytest.importorskip("ray")
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 240.0  # seconds; a loaded two-core machine needs a minute for what an idle one does in ten seconds
+
+EXPERIMENT = """
+title: Attention over hosts
+task: attention
+model: tiny
+sweep: {{cp_size: [{cp_sizes}]}}
+fixed: {{method: burst, seq_len: 256, dtype: fp32}}
+steps: {{warmup: 1, measured: {steps}}}
+seeds: [{seeds}]
+limits: {{trial_seconds: 600}}
+"""
+
+
+class Site:
+    """The lab, an inventory of it, and `burst` on the machine beside it."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.inventory = write_inventory(lab, Path("/"))
+        self.state = lab.folder / "state"
+        self.runs = lab.folder / "runs"
+        self.programs: list[subprocess.Popen[str]] = []
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        program = subprocess.Popen(
+            [sys.executable, "-m", "harness", *arguments, "--state", str(self.state)],
+            cwd=ROOT,
+            env={**os.environ, "COLUMNS": "200"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.programs.append(program)
+        return program
+
+    def close(self) -> None:
+        """After a test that failed half-way: end what it started, and what that left in the hosts' common /tmp."""
+        for program in self.programs:
+            program.kill()
+            program.communicate()
+        if (state := self.state / "cluster.json").exists():
+            for node in json.loads(state.read_text())["nodes"]:
+                shutil.rmtree(node["directory"], ignore_errors=True)
+
+    def burst(self, *arguments: str) -> tuple[int, str]:
+        """Exit code, and everything it printed."""
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=PATIENCE)
+        return process.returncode, out + err
+
+    def up(self) -> tuple[int, str]:
+        return self.burst("cluster", "up", str(self.inventory), "--known-hosts", str(self.lab.known_hosts))
+
+    def experiment(self, name: str, cp_sizes: str, steps: int, seeds: str = "0") -> list[str]:
+        path = self.lab.folder / f"{name}.yaml"
+        path.write_text(EXPERIMENT.format(cp_sizes=cp_sizes, steps=steps, seeds=seeds))
+        return ["run", str(path), "--nodes", str(self.inventory), "--out", str(self.runs / name)]
+
+    def records(self, name: str) -> list[dict]:
+        """In the order of the plan."""
+        plan = json.loads((self.runs / name / "run.json").read_text())["trials"]
+        files = [self.runs / name / "trials" / trial / "record.json" for trial in plan]
+        return [json.loads(file.read_text()) for file in files if file.exists()]
+
+    def wait_for_progress(self, name: str, trial: int = 0) -> None:
+        """Until a trial has measured something."""
+
+        def measured() -> bool:
+            plan = self.runs / name / "run.json"
+            if not plan.exists():
+                return False
+            file = self.runs / name / "trials" / json.loads(plan.read_text())["trials"][trial] / "progress.jsonl"
+            return file.exists() and file.stat().st_size > 0
+
+        wait_until(measured, f"no progress of trial {trial} in {name}")
+
+    def ranks(self, host: LabHost) -> list[int]:
+        """Processes on a host that write a rank's log."""
+        return [pid for pid in self.lab.processes(host) if "/logs/rank" in output_of(pid)]
+
+    def rays(self) -> list[str]:
+        """What runs on the hosts besides sshd."""
+        found = []
+        for host in self.lab.hosts:
+            for pid in self.lab.processes(host):
+                line = read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+                if line and not line.startswith("sshd"):
+                    found.append(f"{host.name}: {line[:120]}")
+        return found
+
+
+def read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:  # it ended meanwhile
+        return b""
+
+
+def output_of(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/fd/1")
+    except OSError:  # it ended meanwhile
+        return ""
+
+
+def wait_until(condition: Callable[[], bool], complaint: str) -> None:
+    give_up = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < give_up, complaint
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def opened_site(count: int, folder: Path) -> Iterator[Site]:
+    with open_lab(count, folder) as lab, contextlib.closing(Site(lab)) as site:
+        yield site
+    assert lab.left_behind() == []
+
+
+def guests() -> set[Path]:
+    """Folders of launchers that take part in some cluster."""
+    return set(Path("/tmp").glob("burst-guest-*"))
+
+
+def test_a_cluster_is_started_swept_over_half_lost_and_ended(tmp_path):
+    guests_before = guests()
+    with opened_site(4, tmp_path) as site:
+        lab = site.lab
+        head, second, third, down = lab.hosts
+        lab.stop_sshd(down)
+
+        code, said = site.up()
+        assert code == 1, said  # one node was left out
+        assert "3 nodes are up with room for 3 ranks, head lab1" in said
+        assert "left out: lab4 is not usable" in said
+        token = (site.state / "token").read_text()
+        assert token not in said
+        for host in (head, second, third):
+            for pid in lab.processes(host):
+                assert token.encode() not in read(f"/proc/{pid}/cmdline") + read(f"/proc/{pid}/environ")
+        code, said = site.burst("cluster", "status")
+        assert (code, said.count(" up ")) == (0, 3), said
+        assert "is up" in site.up()[1]  # and is not started twice
+
+        # A sweep over one host and over two, which meet through interfaces of different names.
+        code, said = site.burst(*site.experiment("sweep", cp_sizes="1, 2", steps=2))
+        assert code == 0, said
+        one, two = site.records("sweep")
+        assert (one["hosts"], two["hosts"]) == (["lab1"], ["lab1", "lab2"])
+        assert {record["launcher"] for record in (one, two)} == {"ray"}
+        assert len(two["measurement"]["peak_rss_bytes"]) == 2
+        trial = site.runs / "sweep" / "trials" / two["trial_id"]
+        rendered = [json.loads((trial / "environment" / f"{name}.json").read_text()) for name in two["hosts"]]
+        assert [node["environment"]["GLOO_SOCKET_IFNAME"] for node in rendered] == [head.interface, second.interface]
+        assert [node["ranks"] for node in rendered] == [[0], [1]]
+        assert (site.runs / "sweep" / "report.html").stat().st_size > 1000
+        rows = (site.runs / "sweep" / "results.csv").read_text().splitlines()
+        assert len(rows) == 3
+        assert not any(map(site.ranks, lab.hosts))
+
+        # A host is lost in the middle of the first trial: the sweep goes on with the others.
+        run = site.start(*site.experiment("loss", cp_sizes="2", steps=400, seeds="0, 1"))
+        site.wait_for_progress("loss")
+        lab.kill(second)
+        site.wait_for_progress("loss", trial=1)
+        assert site.ranks(head)
+        assert site.ranks(third)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=PATIENCE)
+        assert run.returncode == 1, out + err
+        lost, stopped = site.records("loss")
+        assert lost["status"] == "node_lost"
+        assert lost["reason"].startswith("lab2 was lost (")
+        assert "the ranks on lab1 were ended" in lost["reason"]
+        assert stopped["status"] == "interrupted"
+        assert not any(map(site.ranks, lab.hosts))
+        assert guests() <= guests_before
+
+        # What is out is said; what cannot be reached is not forgotten.
+        code, said = site.burst("cluster", "status", "--timeout", "10")
+        assert code == 1
+        assert "2 of 3 nodes of inventory are up" in said
+        assert "quarantined: " in next(line for line in said.splitlines() if line.startswith("lab2"))
+        code, said = site.burst("cluster", "down", "--timeout", "10")
+        assert (code, "repeat burst cluster down" in said) == (1, True), said
+        lab.revive(second)
+        code, said = site.burst("cluster", "down")
+        assert (code, "1 nodes ended" in said) == (0, True), said
+        assert site.rays() == []
+        assert site.burst("cluster", "down")[0] == 2
+
+
+def test_a_killed_start_and_a_killed_run_leave_what_down_can_end(tmp_path):
+    guests_before = guests()
+    with opened_site(2, tmp_path) as site:
+        starting = site.start("cluster", "up", str(site.inventory), "--known-hosts", str(site.lab.known_hosts))
+        wait_until(lambda: any("gcs_server" in line for line in site.rays()), "no head was started")
+        starting.kill()
+        starting.communicate()
+        code, said = site.burst("cluster", "status")
+        assert code == 1
+        assert "cut short" in said
+        assert "left half started" in site.up()[1]
+        assert site.burst("cluster", "down")[0] == 0
+        wait_until(lambda: site.rays() == [], "something of a half started cluster is left")
+
+        assert site.up()[0] == 0
+        run = site.start(*site.experiment("killed", cp_sizes="2", steps=2000))
+        site.wait_for_progress("killed")
+        assert all(map(site.ranks, site.lab.hosts))
+        run.kill()
+        run.communicate()
+        wait_until(lambda: not any(map(site.ranks, site.lab.hosts)), "ranks outlived the run that started them")
+        wait_until(lambda: guests() <= guests_before, "the guest outlived the run that started it")
+        assert site.burst("cluster", "down")[0] == 0
+        assert site.rays() == []
+
+
+def test_a_cluster_that_is_none_is_said_in_one_sentence(tmp_path, capsys):
+    from harness.cli import main
+
+    hosts = tmp_path / "hosts"
+    hosts.write_text("gpu[01-02]\n")
+    state = ["--state", str(tmp_path / "state")]
+    experiment = str(ROOT / "experiments" / "quickstart.yaml")
+    assert main(["run", experiment, "--nodes", str(hosts), *state]) == 2
+    assert "no cluster is up" in capsys.readouterr().err
+    assert main(["run", experiment, "--nodes", str(hosts), "--launcher", "local", *state]) == 2
+    assert "--launcher local starts ranks on this machine alone" in capsys.readouterr().err
+    assert main(["run", experiment, "--nodes", str(tmp_path / "absent.yaml"), *state]) == 2
+    assert main(["cluster", "up", str(tmp_path / "absent.yaml"), *state]) == 2
+    assert main(["cluster", "status", "--timeout", "0", *state]) == 2
+    for action in ("status", "down"):
+        assert main(["cluster", action, *state]) == 2
+    capsys.readouterr()
