@@ -133,15 +133,10 @@ class TrainTask:
 
     def gradients(self, index: int) -> Tensor:
         """Form the gradients of step `index`; returns this rank's share of the mean loss, 0-dim. Collective."""
-        batches = self.batches(index)
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(self.batches(index)):
             if number:
                 self._clock.mark()
-            # Gradients stay whole on every rank until the last micro-batch, and their sum is reduced once.
-            last = number == len(batches) - 1
-            self.model.set_requires_gradient_sync(last)
-            self.model.set_is_last_backward(last)
             loss = self.forward(batch)
             self._clock.mark()
             loss.backward()

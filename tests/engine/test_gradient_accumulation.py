@@ -1,4 +1,4 @@
-"""Micro-batches: the sequences of one big batch in its order, its mean, and one reduction."""
+"""Micro-batches: the sequences of one big batch in its order, its mean, and gradients that never pile up whole."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_micro_batches_are_one_big_batch_in_parts(tmp_path: Path) -> None:
         big, small = rank["batches"]["big"], rank["batches"]["small"]
         assert np.array(big[0]).shape == (2, 6, 16)
         assert small == big == (big[0], {2 * 6 * 16})
-        # Embedding, two blocks, head and the norm before it: once each, however many micro-batches there are.
-        assert rank["reductions"] == {"big": 5, "small": 5}
+        # Embedding, two blocks, head and the norm before it: once each and micro-batch, so that no rank keeps them whole.
+        assert rank["reductions"] == {"big": 5, "small": 15}
     assert ranks[0]["batches"]["big"][0] != ranks[1]["batches"]["big"][0]  # replicas learn from different sequences
     found, truth = ranks[0]["gradients"]["small"], ranks[0]["gradients"]["big"]
     assert {what: error for what, error in errors(found, truth).items() if not error < 1e-12} == {}
