@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 
-def add_node_arguments(parser: argparse.ArgumentParser) -> None:
+def add_node_arguments(parser: argparse.ArgumentParser, timeout_seconds: float = 60.0) -> None:
     """Which nodes, and how they are logged in to."""
     parser.add_argument(
         "nodes",
@@ -20,4 +20,7 @@ def add_node_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accept-new-host-keys", action="store_true", help="add unknown hosts to known_hosts; changed keys stay errors"
     )
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="per node (default: 60)")
+    parser.add_argument(
+        "--timeout", type=float, default=timeout_seconds, metavar="SECONDS",
+        help=f"per node (default: {timeout_seconds:g})",
+    )  # fmt: skip

@@ -1,0 +1,166 @@
+"""An image to all nodes: look at each, save it once, bring it to those that lack it, verify."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from cluster.fleet import on_each
+from cluster.images.archive import Archive, save
+from cluster.images.delivery import Delivered, Target, Watch, collect, deliver, deposit, look, withdraw
+from cluster.images.engine import Image, ImageFailed
+from cluster.runner import Connect, Unreachable
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How one node came out of a push."""
+
+    node: str
+    image: str
+    state: Literal["present", "loaded", "failed"]
+    finding: str  # a sentence
+    sent_bytes: int = 0
+    seconds: float = 0.0  # from its turn to its end, where something was brought
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Why a node has no answer."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """How images travel."""
+
+    connect: Connect
+    shared: bool  # one copy in a folder all nodes see, instead of one for each
+    archives: Path  # here, until all nodes have them
+    keep: bool  # archives stay, here and in the shared folder
+    at_once: int
+    seconds: float  # per node
+    watch: Watch
+    on_saved: Callable[[str, int], None]  # image and bytes written so far
+
+
+def push(targets: Sequence[Target], images: Mapping[str, Image], way: Way) -> list[Outcome]:
+    """Bring to each target the image of its name, which `images` has as it is here; outcomes in the targets' order.
+
+    What one node does not manage is its own outcome. Raises ImageFailed when an image cannot be saved here.
+    """
+    outcomes: dict[str, Outcome] = {}
+    missing: list[Target] = []
+    for target, found in _asked(targets, way, partial(_look, way=way)):
+        here = images[target.image]
+        if isinstance(found, Image) and found.same_as(here):
+            outcomes[target.name] = _outcome(target, "present", _has(found, here))
+        elif isinstance(found, _Refusal):
+            outcomes[target.name] = _outcome(target, "failed", found.reason)
+        else:
+            missing.append(target)
+    for name in dict.fromkeys(target.image for target in missing):
+        archive = save(images[name], way.archives, partial(way.on_saved, name))
+        lacking = [target for target in missing if target.image == name]
+        brought = _by_shared_folder(lacking, archive, way) if way.shared else _bring(lacking, archive, way, deliver)
+        outcomes |= {outcome.node: outcome for outcome in brought}
+        if not way.keep and all(outcomes[target.name].state == "loaded" for target in lacking):
+            archive.path.unlink(missing_ok=True)
+    return [outcomes[target.name] for target in targets]
+
+
+def _look(target: Target, way: Way) -> Image | None:
+    return look(target, way.connect, way.seconds, way.watch)
+
+
+def _by_shared_folder(targets: Sequence[Target], archive: Archive, way: Way) -> list[Outcome]:
+    """One copy for each folder, written through the first node that manages it; then all nodes load it."""
+    outcomes: list[Outcome] = []
+    for folder in dict.fromkeys(target.folder for target in targets):
+        those = [target for target in targets if target.folder == folder]
+        refusals: dict[str, Outcome] = {}
+        for writer in those:
+            try:
+                sent = deposit(writer, archive, way.connect, way.seconds, way.watch)
+            except (ImageFailed, Unreachable) as error:
+                refusals[writer.name] = _outcome(writer, "failed", str(error))
+                continue
+            loaded = _bring(those, archive, way, collect)
+            outcomes += [replace(one, sent_bytes=sent) if one.node == writer.name else one for one in loaded]
+            if not way.keep and all(outcome.state == "loaded" for outcome in loaded):
+                # Every node has its image: that a copy stays when this fails costs disk space and nothing else.
+                with suppress(Unreachable):
+                    withdraw(writer, archive, way.connect, way.seconds)
+            break
+        else:
+            outcomes += refusals.values()
+    return outcomes
+
+
+def _bring(
+    targets: Sequence[Target],
+    archive: Archive,
+    way: Way,
+    bring: Callable[[Target, Archive, Connect, float, Watch], Delivered],
+) -> list[Outcome]:
+    """All of them side by side."""
+
+    def timed(target: Target) -> tuple[Delivered, float]:
+        began = time.monotonic()
+        done = bring(target, archive, way.connect, way.seconds, way.watch)
+        return done, time.monotonic() - began
+
+    outcomes = []
+    for target, answer in _asked(targets, way, timed):
+        if isinstance(answer, _Refusal):
+            outcomes.append(_outcome(target, "failed", answer.reason))
+            continue
+        done, seconds = answer
+        finding = _has(done.node_image, archive.image)
+        if done.attempts > 1:
+            finding += f"; took {done.attempts} attempts"
+        outcomes.append(_outcome(target, "loaded", finding, sent_bytes=done.sent_bytes, seconds=seconds))
+    return outcomes
+
+
+def _asked(
+    targets: Sequence[Target], way: Way, work: Callable[[Target], Answer]
+) -> Iterator[tuple[Target, Answer | _Refusal]]:
+    """As `on_each`, where a node that fails is an answer too."""
+
+    def guarded(target: Target) -> Answer | _Refusal:
+        try:
+            return work(target)
+        except ImageFailed as error:
+            return _Refusal(str(error))
+
+    for target, answer in on_each(targets, guarded, way.seconds, way.at_once):
+        yield target, _Refusal(str(answer)) if isinstance(answer, Unreachable) else answer
+
+
+def _has(found: Image, here: Image) -> str:
+    """What the node has, and a word when its engine counts ids differently."""
+    if found.image_id == here.image_id:
+        return found.image_id[:19]
+    return f"the same content as {here.image_id[:19]}, which this node's engine calls {found.image_id[:19]}"
+
+
+def _outcome(
+    target: Target,
+    state: Literal["present", "loaded", "failed"],
+    finding: str,
+    *,
+    sent_bytes: int = 0,
+    seconds: float = 0.0,
+) -> Outcome:
+    return Outcome(
+        node=target.name, image=target.image, state=state, finding=finding, sent_bytes=sent_bytes, seconds=seconds
+    )
