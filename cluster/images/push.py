@@ -58,15 +58,12 @@ def push(targets: Sequence[Target], images: Mapping[str, Image], way: Way) -> li
     What one node does not manage is its own outcome. Raises ImageFailed when an image cannot be saved here.
     """
     outcomes: dict[str, Outcome] = {}
-    missing: list[Target] = []
     for target, found in _asked(targets, way, partial(_look, way=way)):
-        here = images[target.image]
-        if isinstance(found, Image) and found.same_as(here):
-            outcomes[target.name] = _outcome(target, "present", _has(found, here))
-        elif isinstance(found, _Refusal):
+        if isinstance(found, _Refusal):
             outcomes[target.name] = _outcome(target, "failed", found.reason)
-        else:
-            missing.append(target)
+        elif found is not None and found.same_as(images[target.image]):
+            outcomes[target.name] = _outcome(target, "present", _has(found, images[target.image]))
+    missing = [target for target in targets if target.name not in outcomes]
     for name in dict.fromkeys(target.image for target in missing):
         archive = save(images[name], way.archives, partial(way.on_saved, name))
         lacking = [target for target in missing if target.image == name]
