@@ -1,8 +1,8 @@
 """Softmax, loss and the gradient of the logits in one Triton kernel, for a run of tokens with its whole vocabulary.
 
-Its torch twin is `engine.lm_head.softmax.Softmax`, which passes over the logits five times and reads or writes 22 bytes
-per logit; this kernel reads each fp32 logit twice and writes its gradient once, in place, 10 bytes for bf16. Source of
-the running maximum and sum: online softmax, arXiv:1805.02867.
+Its torch twin is `engine.lm_head.softmax.Softmax`, which passes over the logits five times and moves 30 bytes per
+logit; this kernel reads each fp32 logit twice and writes its bf16 gradient once, in place: 10 bytes. Source of the
+running maximum and sum: online softmax, arXiv:1805.02867.
 """
 
 from __future__ import annotations
