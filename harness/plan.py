@@ -96,7 +96,8 @@ def plan_table(trials: Sequence[Trial]) -> list[dict[str, Any]]:
     `model_tflop` is what one step or call computes over all ranks, in 1e12 model FLOPs.
     """
     always = ["task", "method", "model", "seq_len", "cp_size", "world_size"]
-    keys = always + [key for key in varying_settings(trials) if key not in always]
+    # Fields of the model are left out: its name, which is there, changes with them.
+    keys = always + [key for key in varying_settings(trials) if key not in always and not key.startswith("model.")]
     rows = []
     for trial in trials:
         flat = _flat(trial.settings)

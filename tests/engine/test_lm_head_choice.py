@@ -15,7 +15,7 @@ from engine.loss_kernel import LIBRARIES, available, refusal
 from engine.settings import ModelShape, TrialSettings
 from harness.doctor import examine
 from harness.machine import Machine
-from harness.plan import plan
+from harness.plan import plan, plan_table
 from harness.spec import load_experiment
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +106,13 @@ def reasons(machine: Machine, *overrides: str) -> dict[tuple[str, bool], set[str
 def test_the_experiment_compares_four_forms_where_there_is_a_gpu(installed) -> None:
     forms = [("own", True), ("liger", True), ("cce", True), ("own", False)]
     assert reasons(NODE) == {form: {None} for form in forms}
+
+
+def test_its_plan_shows_models_by_name_and_what_else_varies() -> None:
+    rows = plan_table(plan(load_experiment(ROOT / "experiments" / "lm_head.yaml"), LAPTOP))
+    assert {row["model"] for row in rows} == {"llama3_8b", "7b"}
+    assert {"lm_head_fusion", "loss_kernel"} <= rows[0].keys()
+    assert not [column for column in rows[0] if column.startswith("model.")]
 
 
 def test_the_plan_refuses_the_libraries_without_a_gpu_and_keeps_the_rest(installed) -> None:
