@@ -110,10 +110,13 @@ class ClusterLauncher:
     def _take_losses(self, lost: Mapping[str, str]) -> None:
         for name, why in lost.items():
             self._pool.lose(name, why)
-            if self._team is not None:
+            if self._team is not None and self._state.head.name not in lost:
                 self._team.drop(name)
         if self._state.head.name in lost:
             self._broken = f"the cluster's head {self._state.head.name} was lost ({lost[self._state.head.name]})"
+            self._team = (
+                None  # every question to Ray would now wait for the head; its nodes end their ranks by themselves
+            )
             self.close()
 
 
@@ -152,8 +155,9 @@ class _Run:
                 self.lost = dict(watch.lost)
                 self._fetch()
         finally:
-            with contextlib.suppress(HostLost):
-                first.call("release")
+            if not self.lost:  # the port goes with the host, or at the next job
+                with contextlib.suppress(HostLost):
+                    first.call("release")
         if watch.lost:
             others = [member.name for member in self._members if member.name not in watch.lost]
             return "node_lost", lost_sentence(watch.lost, watch.last_progress, others)

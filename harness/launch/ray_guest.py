@@ -21,7 +21,7 @@ from harness.provenance import PROJECT_ROOT
 
 _UNSET = ("RAY_ADDRESS", "RAY_AUTH_TOKEN")  # the user's own, about some other Ray
 START_SECONDS = 60.0
-SHUTDOWN_SECONDS = 20.0  # of Ray's own, which waits for a head that may be gone
+SHUTDOWN_SECONDS = 10.0  # of Ray's own, which waits for a head that may be gone
 
 
 class ClusterLost(Exception):

@@ -246,6 +246,28 @@ def test_a_killed_start_and_a_killed_run_leave_what_down_can_end(tmp_path):
         assert site.rays() == []
 
 
+def test_without_its_head_a_run_ends_with_a_reason_and_no_rank_is_left(tmp_path):
+    guests_before = guests()
+    with opened_site(2, tmp_path) as site:
+        head, other = site.lab.hosts
+        assert site.up()[0] == 0
+        run = site.start(*site.experiment("headless", cp_sizes="2", steps=2000, seeds="0, 1"))
+        site.wait_for_progress("headless")
+        site.lab.kill(head)
+        out, err = run.communicate(timeout=PATIENCE)
+        assert run.returncode == 1, out + err
+        first, second = site.records("headless")
+        assert (first["status"], second["status"]) == ("node_lost", "node_lost"), out + err
+        assert first["reason"].startswith("lab1 was lost (")
+        assert "head lab1 was lost" in second["reason"]
+        assert (site.runs / "headless" / "report.html").exists(), out + err
+        wait_until(lambda: not site.ranks(other), "ranks outlived the head")
+        wait_until(lambda: guests() <= guests_before, "the guest outlived the run")
+        site.lab.revive(head)
+        assert site.burst("cluster", "down")[0] == 0
+        assert site.rays() == []
+
+
 def test_a_cluster_that_is_none_is_said_in_one_sentence(tmp_path, capsys):
     from harness.cli import main
 
