@@ -35,7 +35,8 @@ def _loss_and_gradient_kernel(  # type: ignore[no-untyped-def]
     others = 0.0  # sum of exp(x - top) over all words but the label: 1 - p of a sure label without cancellation
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        value = tl.load(logits + column, mask=(column < vocabulary) & (column != label), other=none)
+        value = tl.load(logits + column, mask=column < vocabulary, other=none)
+        value = tl.where(column == label, none, value)  # not by the mask, which would split the load into single words
         above = tl.maximum(top, tl.max(value, axis=0))
         shift = tl.where(above == none, 0.0, above)  # nothing but -inf so far: each adds exp(-inf - 0) = 0
         others = others * tl.exp(top - shift) + tl.sum(tl.exp(value - shift), axis=0)
