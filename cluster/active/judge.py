@@ -1,4 +1,4 @@
-"""What measured speeds mean: each device beside the median of its like in the fleet, and beside the best ever seen."""
+"""What measured speeds mean: each device beside the median of its like in the fleet, and what is published."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from cluster.active.pairing import Pair, culprits, nodes_of, speeds_of
 from cluster.profiles import Profile, find
 from cluster.verdict import Verdict, merge
 
-# Shares below the fleet's median that are worth a warning. 5% by the checks of GPU fleets; copies to the host and
-# between nodes vary more with placement, and their shares are this project's judgement.
+# Shares below the fleet's median that are worth a warning, by this project's judgement; copies to the host and between
+# nodes vary more with placement.
 _DEVICE_TOLERANCE = 0.05
 _HOST_TOLERANCE = 0.20
 _PEER_TOLERANCE = 0.10
 _PAIR_TOLERANCE = 0.10
-# A fleet that is slow as a whole has a median that says nothing: below this share of the best seen, warn as well.
-_OF_BEST = 0.80
+# A fleet that is slow as a whole has a median that says nothing: below this share of what is published, warn as well.
+_OF_PUBLISHED = 0.80
 
 Told = Mapping[str, NodeSpeeds | Unavailable]
 
@@ -36,23 +36,23 @@ def judge_speeds(told: Told, profiles: Mapping[str, Profile]) -> dict[str, dict[
         groups[speeds.gpu][node] = speeds
     for gpu, group in groups.items():
         profile = find(gpu, profiles)
-        best_gemm = profile.gemm.tflops if profile else None
-        best_bus = profile.all_reduce.gb_per_second if profile else None
+        published_gemm = profile.gemm.tflops if profile else None
+        published_bus = profile.all_reduce.gb_per_second if profile else None
         for node, speeds in group.items():
 
             def beside(
                 values: Callable[[NodeSpeeds], list[float]],
                 tolerance: float,
                 unit: str,
-                best: float | None = None,
+                published: float | None = None,
                 speeds: NodeSpeeds = speeds,
                 group: Mapping[str, NodeSpeeds] = group,
             ) -> Verdict:
                 median = statistics.median(value for other in group.values() for value in values(other))
-                return _beside(values(speeds), median, tolerance, unit, best)
+                return _beside(values(speeds), median, tolerance, unit, published)
 
             verdicts[node] = {
-                "active_gemm": beside(lambda one: one.gemm_tflops, _DEVICE_TOLERANCE, "TFLOP/s", best_gemm),
+                "active_gemm": beside(lambda one: one.gemm_tflops, _DEVICE_TOLERANCE, "TFLOP/s", published_gemm),
                 "active_copy": merge(
                     [
                         _named("device memory", beside(lambda one: one.hbm_gb_per_second, _DEVICE_TOLERANCE, "GB/s")),
@@ -64,8 +64,8 @@ def judge_speeds(told: Told, profiles: Mapping[str, Profile]) -> dict[str, dict[
             if speeds.peer_gb_per_second:
                 verdicts[node]["active_peers"] = _peers(speeds, group)
             if speeds.all_reduce_gb_per_second is not None:
-                best = best_bus if len(speeds.gemm_tflops) == 8 else None  # the best seen is that of 8 GPUs
-                verdicts[node]["active_all_reduce"] = beside(_bus, _DEVICE_TOLERANCE, "GB/s", best)
+                published = published_bus if len(speeds.gemm_tflops) == 8 else None  # published for 8 GPUs
+                verdicts[node]["active_all_reduce"] = beside(_bus, _DEVICE_TOLERANCE, "GB/s", published)
     return verdicts
 
 
@@ -116,24 +116,24 @@ def _judge_node(
     return Verdict(level="ok", summary=summary, facts=facts)
 
 
-def _beside(values: list[float], median: float, tolerance: float, unit: str, best: float | None) -> Verdict:
-    """The devices of one node beside the fleet's median and, where it is known, the best ever seen."""
-    facts = {"values": [round(value, 3) for value in values], "fleet_median": round(median, 3), "best_seen": best}
+def _beside(values: list[float], median: float, tolerance: float, unit: str, published: float | None) -> Verdict:
+    """The devices of one node beside the fleet's median and, where there is one, the published figure."""
+    facts = {"values": [round(value, 3) for value in values], "fleet_median": round(median, 3), "published": published}
     slow = {index: value for index, value in enumerate(values) if value < median * (1 - tolerance)}
-    seen = f"; best seen is {best:g}" if best else ""
+    known = f"; published is {published:g}" if published else ""
     if slow:
         named = ", ".join(f"GPU {index}: {value:.3g}" for index, value in slow.items())
         return Verdict(
             level="warn",
-            summary=f"{named} {unit}, more than {tolerance:.0%} below the fleet's median of {median:.3g}{seen}",
+            summary=f"{named} {unit}, more than {tolerance:.0%} below the fleet's median of {median:.3g}{known}",
             action="monitor",
             facts=facts,
         )
     lowest = min(values)
-    if best and lowest < best * _OF_BEST:
-        summary = f"{lowest:.3g} {unit}, less than {_OF_BEST:.0%} of the best seen ({best:g}), as the fleet is"
+    if published and lowest < published * _OF_PUBLISHED:
+        summary = f"{lowest:.3g} {unit}, less than {_OF_PUBLISHED:.0%} of the published {published:g}, as the fleet is"
         return Verdict(level="warn", summary=summary, action="monitor", facts=facts)
-    return Verdict(level="ok", summary=f"{lowest:.3g} {unit} or more, fleet's median {median:.3g}{seen}", facts=facts)
+    return Verdict(level="ok", summary=f"{lowest:.3g} {unit} or more, fleet's median {median:.3g}{known}", facts=facts)
 
 
 def _peers(speeds: NodeSpeeds, group: Mapping[str, NodeSpeeds]) -> Verdict:

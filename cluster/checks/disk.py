@@ -61,4 +61,4 @@ def _judge_path(disk: DiskLimit, lines: list[str]) -> Verdict:
     return Verdict(level="ok", summary=summary, facts=facts)
 
 
-CHECK = Check(source="df, POSIX format; 95% from Azure/azurehpc-health-checks", probe=probe, judge=judge)
+CHECK = Check(source="df, POSIX format; 95% from imbue-ai/cluster-health", probe=probe, judge=judge)

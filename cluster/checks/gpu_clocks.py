@@ -60,5 +60,7 @@ def _drift(gpu: GpuReport, clocks: Clocks) -> list[Verdict]:
 
 
 CHECK = BoardCheck(
-    source="facebookresearch/gcm (30 and 75 MHz); NVML clocks event reasons", probe=lambda site: PROBE, judge=judge
+    source="facebookresearch/gcm, clock_policy (30 and 75 MHz); NVML clocks event reasons",
+    probe=lambda site: PROBE,
+    judge=judge,
 )

@@ -72,7 +72,7 @@ def _sum(gpu: GpuReport, period: str, kind: str, memory: str = "") -> int:
 
 
 CHECK = BoardCheck(
-    source="Azure/azurehpc-health-checks; stas00/ml-engineering (more than 4 SRAM errors: return)",
+    source="facebookresearch/gcm; stas00/ml-engineering (more than 4 SRAM errors: return)",
     probe=lambda site: PROBE,
     judge=judge,
     rise=Rise(level="warn", action="monitor", meaning="GPU memory is wearing out", least=1),

@@ -39,5 +39,5 @@ def judge(output: Output, site: Site) -> Verdict:
 
 
 CHECK = Check(
-    source="stas00/ml-engineering; 16 GiB from this project's list of checks", probe=lambda site: PROBE, judge=judge
+    source="NCCL user guide, troubleshooting; 16 GiB is this project's judgement", probe=lambda site: PROBE, judge=judge
 )

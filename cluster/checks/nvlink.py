@@ -89,7 +89,7 @@ def _read(text: str) -> dict[int, _Links]:
 
 
 CHECK = BoardCheck(
-    source="nvidia-smi nvlink -s and -e; link counts from the model's datasheet",
+    source="nvidia-smi nvlink -s and -e; links and errors of the model in cluster/profiles",
     probe=lambda site: PROBE,
     judge=judge,
     rise=Rise(level="warn", action="monitor", meaning="the link repeats transfers and slows its ring down", least=5),

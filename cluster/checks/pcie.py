@@ -95,5 +95,7 @@ def _judge(row: list[str], wanted: Pcie) -> Verdict:
 
 
 CHECK = BoardCheck(
-    source="sysfs-bus-pci of the kernel; Azure/azurehpc-health-checks", probe=lambda site: PROBE, judge=judge
+    source="sysfs-bus-pci of the kernel; imbue-ai/cluster-health (links that are limited)",
+    probe=lambda site: PROBE,
+    judge=judge,
 )

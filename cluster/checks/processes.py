@@ -55,4 +55,4 @@ def judge(output: Output, site: Site) -> Verdict:
     return Verdict(level="ok", summary="no zombie, and none stuck in the kernel")
 
 
-CHECK = Check(source="ps(1); imbue-ai/cluster-health", probe=lambda site: PROBE, judge=judge)
+CHECK = Check(source="ps(1); facebookresearch/gcm (zombies)", probe=lambda site: PROBE, judge=judge)

@@ -72,7 +72,7 @@ def _judge(number: int, where: list[str], board: Board) -> Verdict:
 
 
 CHECK = BoardCheck(
-    source="NVIDIA XID errors; lists of actions per number and GPU family in cluster/profiles",
+    source="NVIDIA Xid catalog; actions in cluster/profiles; 2 hours: Azure/azurehpc-health-checks",
     probe=lambda site: PROBE,
     judge=judge,
     rise=Rise(level="warn", action="monitor", meaning="the GPU goes on failing"),

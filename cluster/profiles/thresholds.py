@@ -16,7 +16,7 @@ class _Sourced:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nvlink(_Sourced):
-    """Links of every GPU; more than `warn_errors` counted errors on a GPU are worth a look."""
+    """Links of every GPU; `warn_errors` counted errors on a GPU, or more, are worth a look."""
 
     links: int
     warn_errors: int = 5
@@ -79,14 +79,14 @@ class Xids(_Sourced):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gemm(_Sourced):
-    """Best bf16 GEMM seen, in TFLOP/s: shown beside the fleet's median, which judges."""
+    """bf16 GEMM of a healthy GPU, in TFLOP/s: shown beside the fleet's median, which judges."""
 
     tflops: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllReduce(_Sourced):
-    """Bus bandwidth of an all-reduce of at least 1 GiB over the 8 GPUs of a node, in GB/s."""
+    """Bus bandwidth of a large all-reduce over the 8 GPUs of a healthy node, in GB/s."""
 
     gb_per_second: float
 

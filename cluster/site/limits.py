@@ -59,7 +59,7 @@ class DiskLimit:
 
     path: str
     warn_percent: float = 90.0
-    fail_percent: float = 95.0  # source: Azure/azurehpc-health-checks
+    fail_percent: float = 95.0  # source: imbue-ai/cluster-health
 
     def __post_init__(self) -> None:
         if not self.path.startswith("/"):

@@ -56,8 +56,12 @@ def test_a_folder_of_ones_own_adds_and_replaces(tmp_path: Path) -> None:
     [
         ("links: 18", "link: 18", "unknown key nvlink.link; did you mean links?"),
         ("links: 18", "links: many", "nvlink.links is 'many'; expected a whole number"),
-        ("  source: NVIDIA H200 datasheet\n", "", "pcie lacks source"),
-        ("source: NVIDIA H200 datasheet\n", "source: ' '\n", "source is empty"),
+        (
+            "  source: NVIDIA H200 specifications, 128 GB/s, which is 16 lanes of generation 5\n",
+            "",
+            "pcie lacks source",
+        ),
+        ("source: leptonai/gpud and Azure/azurehpc-health-checks, 400 Gb/s\n", "source: ' '\n", "source is empty"),
         ("[79]", "[79, 48]", "xids names 48 under two actions"),
         ("[NVIDIA H200]", "[]", "has no names"),
     ],
