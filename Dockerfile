@@ -1,26 +1,41 @@
 # syntax=docker/dockerfile:1
-# The environment of `burst` on GPU machines: one image, every version pinned. Not built by anybody yet.
-#   docker build --build-arg BURST_COMMIT=$(git rev-parse HEAD) --tag burst .
-#   docker run --rm --gpus all --shm-size 8g burst doctor
+# The environment of `burst` on GPU machines, and one stage for each system it is compared with. Nobody has built it yet.
+#   burst image build                                                       CUDA 13
+#   TORCH_INDEX_URL=... burst image build --cuda 12 --tag burst:cuda12      CUDA 12, for older drivers
+# docs/image.md says more.
 
-# CUDA's libraries come with torch's wheels; the base says which driver the image needs. Another CUDA 13 image will do.
-ARG CUDA_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04
-FROM ${CUDA_IMAGE}
+# CUDA's libraries come with torch's wheels; the base says which driver the image needs.
+ARG CUDA=13
+ARG CUDA_13_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04
+ARG CUDA_12_IMAGE=nvidia/cuda:12.6.3-base-ubuntu24.04
+# What a compared system runs in: with compilers, for what pip has to build. Copies of the paper want another: docs/image.md.
+ARG DEVEL_IMAGE=nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
+ARG BASELINE_IMAGE=devel
 
-# Triton and FlashAttention-4 build their kernels' launchers when first called, which takes a C compiler and headers.
+FROM ${CUDA_13_IMAGE} AS cuda13
+FROM ${CUDA_12_IMAGE} AS cuda12
+
+# Python, and what Triton and FlashAttention-4 build their kernels' launchers with when first called.
+FROM cuda${CUDA} AS base
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev python3.12 python3.12-dev python3.12-venv \
     && rm -rf /var/lib/apt/lists/*
-
-RUN python3.12 -m venv /opt/burst
 ENV PATH=/opt/burst/bin:$PATH \
-    PIP_NO_CACHE_DIR=1 \
-    PIP_DISABLE_PIP_VERSION_CHECK=1
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_CACHE_DIR=1
+
+# The virtual environment. Nothing of this stage but its results is in the image: no index address, no build tool.
+FROM base AS build
+ARG CUDA
+RUN python3.12 -m venv /opt/burst
 
 # pyproject.toml says what is needed and which versions will do; these are the ones taken.
 COPY <<PINS /opt/burst/pins.txt
+cut-cross-entropy==25.1.1
+deepspeed==0.19.8
 flash-attn-4==4.0.0b36
 jinja2==3.1.6
+liger-kernel==0.8.5
 matplotlib==3.11.2
 numpy==2.4.6
 nvidia-cutlass-dsl==4.8.1
@@ -31,22 +46,93 @@ pyyaml==6.0.3
 quack-kernels==0.6.5
 ray==2.60.0
 rich==15.0.0
+ring-flash-attn==0.1.8
+safetensors==0.8.0
+tensorboard==2.21.0
+tokenizers==0.23.3
 torch==2.13.0
+yunchang==0.6.4
 PINS
 
-# torch is most of the image and changes least, so it has a layer of its own.
-RUN pip install --constraint /opt/burst/pins.txt torch
+# torch is most of the image and changes least, so it has a layer of its own. pip's own index has its builds for CUDA 13.
+ARG TORCH_INDEX_URL
+RUN if [ "$CUDA" != 13 ] && [ -z "$TORCH_INDEX_URL" ]; then echo "CUDA $CUDA needs TORCH_INDEX_URL" >&2; exit 2; fi; \
+    pip install --constraint /opt/burst/pins.txt ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch
+RUN python -c "import torch; cuda = str(torch.version.cuda); assert cuda.split('.')[0] == '$CUDA', 'torch has CUDA ' + cuda"
+
+# FlashAttention-4 is built on CUTLASS's DSL, whose libraries for CUDA 12 come always and those for CUDA 13 as an extra.
 WORKDIR /burst
 COPY . .
-RUN pip install --constraint /opt/burst/pins.txt --editable '.[gpu]' \
-    && python -m compileall -q engine baselines cluster harness \
-    && useradd --create-home --uid 10001 burst \
-    && install --directory --owner burst results/runs
+RUN case "$CUDA" in \
+        13) set -- --editable '.[gpu,peers,train]' ;; \
+        *) set -- --editable '.[peers,train]' flash-attn-4 nvidia-cutlass-dsl nvidia-ml-py quack-kernels ;; \
+    esac; \
+    DS_BUILD_OPS=0 pip install --constraint /opt/burst/pins.txt "$@"
+RUN python -m compileall -q engine baselines cluster harness \
+    && mkdir -p results/runs
+
+# Compared systems: fetched as baselines/<system>/pin.yaml says, then installed where nothing of ours is.
+FROM build AS fetch
+RUN apt-get update && apt-get install --yes --no-install-recommends ca-certificates git && rm -rf /var/lib/apt/lists/*
+ARG FLAVOUR=paper
+
+FROM fetch AS megatron-lm-source
+RUN python -m baselines.checkout megatron_lm --flavour "$FLAVOUR" --into /opt/baseline
+FROM fetch AS megatron-deepspeed-source
+RUN python -m baselines.checkout megatron_deepspeed --flavour "$FLAVOUR" --into /opt/baseline
+FROM fetch AS internevo-source
+RUN python -m baselines.checkout internevo --flavour "$FLAVOUR" --into /opt/baseline
+
+FROM ${DEVEL_IMAGE} AS devel
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ ninja-build python3.12 python3.12-dev python3.12-venv \
+    && rm -rf /var/lib/apt/lists/*
+
+FROM ${BASELINE_IMAGE} AS baseline
+ENV PATH=/opt/baseline/venv/bin:$PATH \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_CACHE_DIR=1
+# The copies of the paper use the torch of their image, hence its packages are seen.
+RUN python3 -m venv --system-site-packages /opt/baseline/venv \
+    && useradd --create-home --uid 10001 burst
+WORKDIR /opt/baseline
+HEALTHCHECK NONE
+
+FROM baseline AS megatron-lm
+COPY --from=megatron-lm-source /opt/baseline /opt/baseline
+# TransformerEngine is compiled against the torch that is there, so torch comes first and the build looks at it.
+RUN grep '^torch==' requirements.txt | xargs --no-run-if-empty pip install ninja pybind11 setuptools wheel \
+    && pip install --no-build-isolation --requirement requirements.txt
+USER burst
+
+FROM baseline AS megatron-deepspeed
+COPY --from=megatron-deepspeed-source /opt/baseline /opt/baseline
+RUN DS_BUILD_OPS=0 pip install --requirement requirements.txt
+USER burst
+
+FROM baseline AS internevo
+COPY --from=internevo-source /opt/baseline /opt/baseline
+RUN pip install --requirement requirements.txt
+USER burst
+
+# The last stage is what `docker build` makes when nobody asks for another.
+FROM base AS burst
+RUN useradd --create-home --uid 10001 burst
+COPY --from=build /opt/burst /opt/burst
+COPY --from=build /burst /burst
+WORKDIR /burst
+RUN install --directory --owner burst results/runs
 
 # The commit records name: an image has no git history.
+ARG CUDA
 ARG BURST_COMMIT=
 ENV BURST_COMMIT=${BURST_COMMIT}
+LABEL org.opencontainers.image.title="burst-harness" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.revision="${BURST_COMMIT}" \
+    burst.cuda="${CUDA}"
 
+HEALTHCHECK NONE
 USER burst
 ENTRYPOINT ["burst"]
 CMD ["doctor"]

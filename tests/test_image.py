@@ -1,6 +1,11 @@
-"""The image installs what pyproject.toml asks for, in the versions `make` installs. It is not built here."""
+"""The image installs what pyproject.toml asks for, in the versions `make` installs. It is not built here; what its RUN
+lines say to a shell is executed, with programs that note how they were called in the place of those that need root, a
+network or an hour."""
 
+import fnmatch
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -9,11 +14,25 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from baselines.checkout import main as check_out
+from baselines.pin import pinned_systems
+from tests.dockerfile import parse
+
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+INSTRUCTIONS = parse(DOCKERFILE)
+RUNS = [instruction for instruction in INSTRUCTIONS if instruction.keyword == "RUN"]
+STAGES = [instruction.stage for instruction in INSTRUCTIONS if instruction.keyword == "FROM"]
+SYSTEMS = ["internevo", "megatron-deepspeed", "megatron-lm"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-NEEDED = [Requirement(line) for line in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["gpu"]]
-PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", DOCKERFILE, re.MULTILINE))
+EXTRAS = PROJECT["optional-dependencies"]
+NEEDED = [Requirement(line) for line in [*PROJECT["dependencies"], *EXTRAS["gpu"], *EXTRAS["peers"], *EXTRAS["train"]]]
+PINS = dict(line.split("==") for one in INSTRUCTIONS for text in one.documents.values() for line in text.split())
+ARGUMENTS = {
+    instruction.text.partition("=")[0]: instruction.text.partition("=")[2]
+    for instruction in INSTRUCTIONS
+    if instruction.keyword == "ARG" and not instruction.stage
+}
 
 
 @pytest.mark.parametrize("requirement", NEEDED, ids=lambda requirement: requirement.name)
@@ -31,16 +50,239 @@ def test_make_and_the_image_install_the_same_torch():
     assert re.findall(r"torch==(\S+)", makefile) == [PINS["torch"]]
 
 
-def test_the_images_python_and_cuda_are_ones_the_project_allows():
+def test_the_images_python_is_one_the_project_allows():
     python = set(re.findall(r"python(\d\.\d+)", DOCKERFILE))
-    assert len(python) == 1
+    assert python == {"3.12"}
     assert SpecifierSet(PROJECT["requires-python"]).contains(python.pop())
-    cuda = re.search(r"^ARG CUDA_IMAGE=\S+:(\d+)\.", DOCKERFILE, re.MULTILINE)
-    assert cuda
-    assert [needed.extras for needed in NEEDED if needed.name == "flash-attn-4"] == [{f"cu{cuda[1]}"}]
 
 
-def test_the_program_does_not_run_as_root():
-    users = re.findall(r"^USER (\w+)", DOCKERFILE, re.MULTILINE)
-    assert users == ["burst"]
-    assert "useradd --create-home --uid 10001 burst" in DOCKERFILE
+@pytest.mark.parametrize("cuda", ["12", "13"])
+def test_each_cuda_has_a_base_of_that_cuda_and_the_same_ubuntu(cuda):
+    assert re.fullmatch(rf"nvidia/cuda:{cuda}\.\d+\.\d+-base-ubuntu24\.04", ARGUMENTS[f"CUDA_{cuda}_IMAGE"])
+    assert f"cuda{cuda}" in STAGES
+
+
+def test_the_default_cuda_is_the_one_the_projects_gpu_extra_is_for():
+    assert [needed.extras for needed in NEEDED if needed.name == "flash-attn-4"] == [{f"cu{ARGUMENTS['CUDA']}"}]
+
+
+def test_no_index_or_registry_is_named():
+    assert not re.search(r"https?:|pypi|pytorch\.org|[\w-]+\.(com|org|io|net)/", DOCKERFILE)
+    assert [one.text for one in INSTRUCTIONS if "INDEX" in one.text and one.keyword == "ARG"] == ["TORCH_INDEX_URL"]
+
+
+def test_the_index_is_no_part_of_a_stage_that_ships():
+    shipped = ancestors("burst") | {stage for system in SYSTEMS for stage in ancestors(system)}
+    assert "build" not in shipped
+    assert {one.stage for one in INSTRUCTIONS if "TORCH_INDEX_URL" in one.text} == {"build"}
+
+
+def test_no_program_runs_as_root_and_no_server_is_inside():
+    for stage in ("burst", *SYSTEMS):
+        assert [one.text for one in INSTRUCTIONS if one.keyword == "USER" and one.stage == stage] == ["burst"]
+        own = ancestors(stage) | {stage}
+        assert any("useradd --create-home --uid 10001 burst" in run.text for run in RUNS if run.stage in own)
+        assert any(one.text == "NONE" for one in INSTRUCTIONS if one.keyword == "HEALTHCHECK" and one.stage in own)
+    assert "openssh" not in DOCKERFILE
+    assert STAGES[-1] == "burst"  # what is built when no stage is asked for
+
+
+def test_the_commit_is_a_label_and_what_records_read():
+    (label,) = [one.text for one in INSTRUCTIONS if one.keyword == "LABEL"]
+    assert 'org.opencontainers.image.revision="${BURST_COMMIT}"' in label
+    assert f'org.opencontainers.image.licenses="{PROJECT["license"]}"' in label
+    assert any(one.text == "BURST_COMMIT=${BURST_COMMIT}" for one in INSTRUCTIONS if one.keyword == "ENV")
+
+
+def test_stages_take_from_stages_named_before_them():
+    seen = set()
+    for instruction in INSTRUCTIONS:
+        if instruction.keyword == "FROM":
+            source = bases(instruction)
+            assert source <= seen or all("/" in image for image in source), instruction
+            seen.add(instruction.stage)
+        for stage in re.findall(r"--from=(\S+)", instruction.text):
+            assert stage in seen, instruction
+
+
+def test_what_the_build_needs_is_not_ignored():
+    ignored = [line for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines() if not line.startswith("#")]
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout, so its files cannot be told from others")
+    kept = {"pyproject.toml", "README.md", "LICENSE", "check_nodes.py"}
+    for path in listed.stdout.splitlines():
+        if path in kept or path.split("/")[0] in {"harness", "engine", "baselines", "cluster", "experiments"}:
+            assert not any(fnmatch.fnmatch(path, f"{line}*") for line in ignored), path
+    assert {".git/", ".venv/", "results/runs/", "baselines/*/upstream/"} <= set(ignored)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.stage}: {run.text[:30]}")
+def test_each_run_line_is_shell(run):
+    done = subprocess.run(["sh", "-n"], input=run.text, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+NOTING = """\
+#!/bin/sh
+exec >> {log}
+printf %s {name}
+for word; do printf ' %s' "$word"; done
+echo "${{DS_BUILD_OPS+ (DS_BUILD_OPS=$DS_BUILD_OPS)}}"
+"""
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Executes a RUN line in a folder of its own; programs named in `noted` are noted and do nothing."""
+
+    def execute(run, noted=(), path=(), **variables):
+        folder = tmp_path / "bin"
+        folder.mkdir(exist_ok=True)
+        for name in noted:
+            (folder / name).write_text(NOTING.format(name=name, log=tmp_path / "log"))
+            (folder / name).chmod(0o755)
+        work = tmp_path / "work"
+        work.mkdir(exist_ok=True)
+        environment = {"PATH": ":".join([str(folder), *path, "/usr/bin", "/bin"]), **variables}
+        done = subprocess.run(
+            ["/bin/sh", "-f", "-c", run.text], cwd=work, env=environment, capture_output=True, text=True, check=False
+        )
+        log = tmp_path / "log"
+        calls = log.read_text().splitlines() if log.exists() else []
+        log.unlink(missing_ok=True)
+        return done, calls
+
+    return execute
+
+
+def run_line(stage: str, word: str):
+    (found,) = [run for run in RUNS if run.stage == stage and word in run.text]
+    return found
+
+
+PIP = "pip install --constraint /opt/burst/pins.txt"
+
+
+@pytest.mark.parametrize(
+    ("stage", "word", "variables", "expected"),
+    [
+        ("build", "--index-url", {"CUDA": "13"}, [f"{PIP} torch"]),
+        ("build", "--index-url", {"CUDA": "12", "TORCH_INDEX_URL": "a b"}, [f"{PIP} --index-url a b torch"]),
+        ("build", "case", {"CUDA": "13"}, [f"{PIP} --editable .[gpu,peers,train] (DS_BUILD_OPS=0)"]),
+        (
+            "build", "case", {"CUDA": "12"},
+            [f"{PIP} --editable .[peers,train] flash-attn-4 nvidia-cutlass-dsl nvidia-ml-py quack-kernels"
+             " (DS_BUILD_OPS=0)"],
+        ),
+        ("build", "venv", {}, ["python3.12 -m venv /opt/burst"]),
+        (
+            "base", "apt-get", {},
+            ["apt-get update",
+             "apt-get install --yes --no-install-recommends gcc libc6-dev python3.12 python3.12-dev python3.12-venv",
+             "rm -rf /var/lib/apt/lists/*"],
+        ),
+        (
+            "fetch", "apt-get", {},
+            ["apt-get update", "apt-get install --yes --no-install-recommends ca-certificates git",
+             "rm -rf /var/lib/apt/lists/*"],
+        ),
+        (
+            "devel", "apt-get", {},
+            ["apt-get update",
+             "apt-get install --yes --no-install-recommends g++ ninja-build python3.12 python3.12-dev python3.12-venv",
+             "rm -rf /var/lib/apt/lists/*"],
+        ),
+        (
+            "baseline", "venv", {},
+            ["python3 -m venv --system-site-packages /opt/baseline/venv", "useradd --create-home --uid 10001 burst"],
+        ),
+        ("burst", "useradd", {}, ["useradd --create-home --uid 10001 burst"]),
+        ("burst", "install --directory", {}, ["install --directory --owner burst results/runs"]),
+        ("megatron-deepspeed", "pip", {}, ["pip install --requirement requirements.txt (DS_BUILD_OPS=0)"]),
+        ("internevo", "pip", {}, ["pip install --requirement requirements.txt"]),
+    ],
+)  # fmt: skip
+def test_what_a_run_line_calls(shell, stage, word, variables, expected):
+    noted = ("pip", "python3.12", "python3", "apt-get", "rm", "useradd", "install")
+    done, calls = shell(run_line(stage, word), noted, **variables)
+    assert done.returncode == 0, done.stderr
+    assert calls == expected
+
+
+def test_cuda_12_without_an_index_is_one_sentence_and_installs_nothing(shell):
+    done, calls = shell(run_line("build", "--index-url"), ("pip",), CUDA="12")
+    assert (done.returncode, done.stderr, calls) == (2, "CUDA 12 needs TORCH_INDEX_URL\n", [])
+
+
+@pytest.mark.parametrize(("found", "fits"), [("'13.0'", True), ("'12.6'", False), ("None", False)])
+def test_a_torch_for_another_cuda_ends_the_build(shell, tmp_path, found, fits):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("from . import version\n")
+    (tmp_path / "torch" / "version.py").write_text(f"cuda = {found}\n")
+    python = str(Path(sys.executable).parent)
+    done, _ = shell(run_line("build", "import torch"), path=[python], CUDA="13", PYTHONPATH=str(tmp_path))
+    assert (done.returncode == 0) == fits
+    assert fits or "AssertionError: torch has CUDA" in done.stderr
+
+
+def test_the_code_is_compiled_and_the_folder_for_results_is_there(shell, tmp_path):
+    run = run_line("build", "compileall")
+    packages = re.findall(r"compileall -q ([\w ]+)", run.text)[0].split()
+    for name in packages:
+        assert (ROOT / name / "__init__.py").exists() or name == "harness"
+        (tmp_path / "work" / name).mkdir(parents=True)
+        (tmp_path / "work" / name / "module.py").write_text("x = 1\n")
+    done, _ = shell(run, path=[str(Path(sys.executable).parent)])
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "work").glob("*/__pycache__/module.*.pyc"))) == len(packages)
+    assert (tmp_path / "work" / "results" / "runs").is_dir()
+
+
+def test_every_pinned_system_has_a_stage_that_fetches_it(shell, capsys):
+    fetched = []
+    for system in SYSTEMS:
+        _, calls = shell(run_line(f"{system}-source", "checkout"), ("python",), FLAVOUR="paper")
+        words = calls[0].split()
+        assert words[:3] == ["python", "-m", "baselines.checkout"]
+        assert words[4:] == ["--flavour", "paper", "--into", "/opt/baseline"]
+        fetched.append(words[3])
+        assert check_out([*words[3:6], "--into", str(ROOT)]) == 2  # known to the program, which refuses what exists
+        assert "give --into a path that does not" in capsys.readouterr().err
+    assert fetched == pinned_systems()
+
+
+def test_packages_are_installed_after_the_torch_they_are_compiled_against(shell, tmp_path):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "requirements.txt").write_text("torch==2.11.0\nmegatron-core==0.19.2\n")
+    done, calls = shell(run_line("megatron-lm", "pip"), ("pip",))
+    assert done.returncode == 0
+    assert calls == [
+        "pip install ninja pybind11 setuptools wheel torch==2.11.0",
+        "pip install --no-build-isolation --requirement requirements.txt",
+    ]
+
+
+def test_a_copy_without_packages_installs_none(shell, tmp_path):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "requirements.txt").write_text("")
+    python = str(Path(sys.executable).parent)
+    done, _ = shell(
+        run_line("megatron-lm", "pip"), path=[python], HOME=str(tmp_path), PIP_DISABLE_PIP_VERSION_CHECK="1"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "install" not in done.stdout.lower()
+
+
+def bases(instruction) -> set[str]:
+    """What a FROM may stand for, its build arguments filled in: with CUDA 12 as with CUDA 13."""
+    source = instruction.text.split(" AS ")[0]
+    filled = {source.replace("${CUDA}", cuda) for cuda in ("12", "13")}
+    return {re.sub(r"\$\{(\w+)\}", lambda found: ARGUMENTS[found[1]], one) for one in filled}
+
+
+def ancestors(stage: str) -> set[str]:
+    """The stages whose layers are part of this one."""
+    (start,) = [one for one in INSTRUCTIONS if one.keyword == "FROM" and one.stage == stage]
+    found = {base for base in bases(start) if base in STAGES}
+    return found.union(*(ancestors(base) for base in found))
