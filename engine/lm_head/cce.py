@@ -1,8 +1,8 @@
 """Cut Cross-Entropy (arXiv:2411.09009) behind the engine's call.
 
 Logits live in a kernel's registers only: once in forward for the log-partition, once more in backward for the
-gradients. As shipped, backward leaves out blocks of the softmax below a fraction of what bf16 can tell from 0, and sums
-both gradients in the inputs' dtype.
+gradients. As shipped, backward leaves out blocks of the logits' gradient that are all below 2^-12, a part of what bf16
+tells from 1, and sums both gradients in the inputs' dtype.
 """
 
 from __future__ import annotations
