@@ -47,7 +47,12 @@ def save(image: Image, folder: Path, on_bytes: Callable[[int], None]) -> Archive
     Raises ImageFailed when the disk has no room, a program is missing or docker fails; nothing is left then.
     """
     program, options, ending = _compressor()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ImageFailed(
+            f"{folder} cannot be made ({error.strerror}); give --archives a folder for saved images"
+        ) from error
     # The archive carries the name beside the content, hence both are in its own.
     key = hashlib.sha256(f"{image.name}\n{image.image_id}".encode()).hexdigest()[:32]
     path = folder / f"{key}{ending}"

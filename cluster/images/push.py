@@ -55,7 +55,7 @@ class Way:
 def push(targets: Sequence[Target], images: Mapping[str, Image], way: Way) -> list[Outcome]:
     """Bring to each target the image of its name, which `images` has as it is here; outcomes in the targets' order.
 
-    What one node does not manage is its own outcome. Raises ImageFailed when an image cannot be saved here.
+    What one node does not manage is its own outcome; an image that cannot be saved here is that of all nodes it is for.
     """
     outcomes: dict[str, Outcome] = {}
     for target, found in _asked(targets, way, partial(_look, way=way)):
@@ -65,8 +65,12 @@ def push(targets: Sequence[Target], images: Mapping[str, Image], way: Way) -> li
             outcomes[target.name] = _outcome(target, "present", _has(found, images[target.image]))
     missing = [target for target in targets if target.name not in outcomes]
     for name in dict.fromkeys(target.image for target in missing):
-        archive = save(images[name], way.archives, partial(way.on_saved, name))
         lacking = [target for target in missing if target.image == name]
+        try:
+            archive = save(images[name], way.archives, partial(way.on_saved, name))
+        except ImageFailed as error:
+            outcomes |= {target.name: _outcome(target, "failed", str(error)) for target in lacking}
+            continue
         brought = _by_shared_folder(lacking, archive, way) if way.shared else _bring(lacking, archive, way, deliver)
         outcomes |= {outcome.node: outcome for outcome in brought}
         if not way.keep and all(outcomes[target.name].state == "loaded" for target in lacking):

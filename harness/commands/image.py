@@ -99,7 +99,8 @@ def _push(arguments: argparse.Namespace) -> int:
     from cluster.images.push import Way, push
     from cluster.images.show import outcome_table, progress_on_stderr
     from cluster.images.targets import check_ids, targets_of
-    from cluster.reach import connection, named_nodes
+    from cluster.named_nodes import named_nodes
+    from cluster.reach import connection
     from harness.terminal import stdout_console
 
     if not arguments.nodes:
@@ -121,7 +122,11 @@ def _push(arguments: argparse.Namespace) -> int:
             targets,
             images,
             Way(
-                connect=connection(arguments, [target.host for target in targets]),
+                connect=connection(
+                    [target.host for target in targets],
+                    known_hosts=arguments.known_hosts,
+                    accept_new_host_keys=arguments.accept_new_host_keys,
+                ),
                 shared=arguments.via == "shared",
                 archives=(arguments.archives or default_folder()).absolute(),
                 keep=arguments.keep,

@@ -156,6 +156,38 @@ def test_push_over_shared_storage_takes_the_sites_writable_folder(docker, invent
     assert all(engine.holds(NAME) == docker.holds(NAME) for _, engine in servers)
 
 
+def test_each_node_gets_the_image_of_its_own_site(docker, inventory, servers, tmp_path):
+    docker.add(NAME, 1, layers(1000))
+    docker.add("lab/burst:cuda12", 2, layers(1000))
+    path = Path(inventory[0])
+    content = json.loads(path.read_text())
+    content["overrides"] = {"node2": {"container": {"image": "lab/burst:cuda12"}}}
+    path.write_text(json.dumps(content))
+    assert main(["image", "push", *inventory, "--folder", str(tmp_path / "stage")]) == 0
+    assert [engine.holds("lab/burst:cuda12") is not None for _, engine in servers] == [False, True]
+    assert [engine.holds(NAME) is not None for _, engine in servers] == [True, False]
+
+
+def test_an_image_that_cannot_be_saved_fails_its_nodes_and_no_others(docker, inventory, servers, tmp_path, capsys):
+    docker.add(NAME, 1, b"layers")
+    servers[0][1].add(NAME, 1, b"layers")
+    (tmp_path / "taken").write_text("a file where the folder should be")
+    assert main(["image", "push", *inventory, "--archives", str(tmp_path / "taken")]) == 1
+    printed = capsys.readouterr().out
+    assert "1 of 2 nodes have their image" in printed
+    assert f"{tmp_path}/taken" in "".join(printed.split())
+
+
+def test_on_a_terminal_every_node_has_a_bar(docker, inventory, tmp_path, monkeypatch, capsys):
+    docker.add(NAME, 1, layers(200_000))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich's word for: this is a terminal
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["image", "push", *inventory, "--folder", str(tmp_path / "stage")]) == 0
+    said = capsys.readouterr().err
+    assert all(node in said for node in ("node1", "node2", NAME))
+    assert "\x1b[2K" in said  # lines that are drawn again
+
+
 def test_a_site_that_wants_another_image_of_that_name_is_told(docker, inventory, capsys):
     docker.add(NAME, 1, b"layers")
     path = Path(inventory[0])
