@@ -133,8 +133,8 @@ class _Away:
         for tensor in tensors:  # one by one: what is here goes back when the host has no more
             self._buffers.append(store.take(tensor.numel() * tensor.itemsize, self._device))
             store.held_bytes += self._buffers[-1].numel()
-        copies = store.copies(self._device)
         contiguous = tuple(tensor.contiguous() for tensor in tensors)
+        copies = store.copies(self._device)  # after `contiguous`, which the copies have to wait for
         if copies is None:
             self._copy_out(contiguous)
             return

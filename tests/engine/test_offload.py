@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.host_memory import host_buffer, host_like
 from engine.offload import DeviceStore, HostStore
@@ -88,6 +89,26 @@ def test_a_put_that_finds_no_memory_leaves_nothing_behind(monkeypatch: pytest.Mo
         store.put((torch.ones(8), torch.ones(9)))
     assert taken == [32]
     assert store.held_bytes == 0
+
+
+class Order(TorchDispatchMode):
+    """Notes what is launched, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.noted.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_stream_of_copies_waits_for_the_contiguous_copy_of_a_tensor_that_has_gaps(monkeypatch) -> None:
+    store, order = HostStore(), Order()
+    monkeypatch.setattr(store, "copies", lambda device: order.noted.append("wait"))  # for what is launched so far
+    with order:
+        store.put((torch.ones(4, 6).T,))
+    assert order.noted.index("clone") < order.noted.index("wait")
 
 
 def buffer_addresses(store: HostStore, sizes: list[int]) -> set[int]:
