@@ -16,6 +16,7 @@ from harness.launch.verdict import Watched
 POLL_SECONDS = 0.2
 FAILURE_SECONDS = 4.0  # from one host's failure, for the others to see it and to write down what they saw
 HEAD_PROBE_SECONDS = 3.0  # between looks at the head, without which Ray tells nothing about anybody
+HEADLESS_SECONDS = 10.0  # for the ranks on the other hosts to end
 HEAD_PROBES = 3  # failed in a row, before the head counts as lost
 
 
@@ -94,8 +95,10 @@ class JobWatch:
         self._probed_at = time.monotonic()
         self._probes_failed = 0 if answers(self._head_address, self._head_port) else self._probes_failed + 1
         if self._probes_failed >= HEAD_PROBES:
-            # Without it, no word comes from any host; Ray's own parts end their ranks when they notice.
+            # Calls to supervisors need no head, so the other hosts' ranks are ended; news of a loss would never come.
             self.lost[self._head_name] = "the cluster's head does not answer"
+            self._cancel()
+            self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=HEADLESS_SECONDS)
             self._pending.clear()
 
     def _trouble(self) -> bool:

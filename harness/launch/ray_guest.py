@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import secrets
 import shutil
@@ -67,6 +68,8 @@ class RayGuest:
         leaving = threading.Thread(target=self.ray.shutdown, daemon=True)
         leaving.start()
         leaving.join(SHUTDOWN_SECONDS)
+        if leaving.is_alive():
+            atexit.unregister(self.ray.shutdown)  # it would wait once more at the end of the program
         if self._directory:
             with contextlib.suppress(NodeError):  # the janitor ends what is left
                 ask(
