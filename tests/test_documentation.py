@@ -63,8 +63,8 @@ def test_the_readmes_tree_leaves_out_no_folder():
 def test_every_command_and_option_a_page_shows_is_known(page):
     unknown = []
     for words in commands_of(page.read_text(encoding="utf-8")):
-        first = "" if words[0].startswith("-") else words[0]
-        known = burst_help(" ".join([first, *words[1:2]])) or burst_help(first)  # the second may be a subcommand
+        named = [word for word in words[:2] if not word.startswith(("-", "["))]  # the second may be a subcommand
+        known = burst_help(" ".join(named)) or burst_help(" ".join(named[:1]))
         options = [re.split(r"[=\]]", word)[0].lstrip("[") for word in words if word.lstrip("[").startswith("-")]
         if known is None or any(option not in known for option in options):
             unknown.append(" ".join(words))
