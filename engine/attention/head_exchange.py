@@ -53,7 +53,8 @@ class HeadExchange:
     def to_heads(self, tensor_BLND: Tensor, pieces: tuple[Piece, ...], part: int = 0, parts: int = 1) -> Arrival:
         """Some tokens of all heads -> the group's tokens, in order, of a part of this rank's heads: [B, T, H, ...]."""
         if self.size == 1:
-            return lambda: tensor_BLND
+            mine = tensor_BLND.chunk(parts, dim=2)[part]
+            return lambda: mine
         by_part = tensor_BLND.unflatten(2, (self.size, parts, tensor_BLND.shape[2] // (self.size * parts)))
         arrival = self._all_to_all(by_part.select(3, part).movedim(2, 0).contiguous())
 

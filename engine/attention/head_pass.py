@@ -106,11 +106,14 @@ class HeadPlan:
         coming = self._to_heads(tensors, 0)
         returning: list[list[Arrival]] = []
         for part in range(self.parts):
-            here = tuple(arrival() for arrival in coming)
+            # An arrival holds what it received: each is let go when its tensor has been put in order.
+            here = [coming.pop(0)() for _ in tensors]
             if part + 1 < self.parts:  # on its way before the device is given this part's work
                 coming = self._to_heads(tensors, part + 1)
-            returning.append([self.heads.to_tokens(result, self.pieces) for result in compute(part, *here)])
-        return tuple(whole_heads([arrival() for arrival in arrivals]) for arrivals in zip(*returning, strict=True))
+            results = [*compute(part, *here)]
+            del here
+            returning.append([self.heads.to_tokens(results.pop(0), self.pieces) for _ in range(len(results))])
+        return tuple(whole_heads([arrivals.pop(0)() for arrivals in returning]) for _ in range(len(returning[0])))
 
     def _to_heads(self, tensors: tuple[Tensor, ...], part: int) -> list[Arrival]:
         return [self.heads.to_heads(tensor, self.pieces, part, self.parts) for tensor in tensors]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
 from engine import ContextParallel, burst_attention
+from engine.attention.head_pass import HeadPlan
 from engine.attention.masks import Causal, SlidingWindow
 from engine.attention.schedule import Speeds, choose_parts, estimate
 from tests.engine.attention.test_parity import dense, distributed, problem, worst_error
@@ -103,3 +106,54 @@ def test_parts_hide_at_most_all_but_the_first_and_the_last() -> None:
     in_parts = estimate("heads_across", problem_share, Speeds(), parts=8)
     nothing_to_send = estimate("heads_across", problem_share, Speeds(across_gib=1e9), parts=1)
     assert nothing_to_send < in_parts < whole
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_rank_alone_computes_its_heads_in_parts_too(parts) -> None:
+    cp = ContextParallel.single()
+    whole = problem(16, 4, 2)
+    found = distributed(
+        cp, whole, Causal(), torch.float64, kernel="reference", schedule="head_exchange", head_parts=parts
+    )
+    assert worst_error(found, dense(*whole, Causal())) < 1e-10
+
+
+class Buffers:
+    """Stands in for `HeadExchange`: what arrives lies in a buffer, whose life can be followed."""
+
+    size = 1
+
+    def __init__(self) -> None:
+        self.received: list[weakref.ref[torch.Tensor]] = []
+
+    def arrival(self, tensor: torch.Tensor):
+        buffer = tensor.clone()
+        self.received.append(weakref.ref(buffer))
+        return lambda: buffer + 0
+
+    def to_heads(self, tensor, pieces, part, parts):
+        return self.arrival(tensor)
+
+    def to_tokens(self, tensor, pieces):
+        return self.arrival(tensor.unsqueeze(2))
+
+    def alive(self) -> int:
+        return sum(buffer() is not None for buffer in self.received)
+
+
+def test_receive_buffers_are_gone_when_the_work_on_them_begins() -> None:
+    heads, alive, here = Buffers(), [], []
+    plan = HeadPlan(
+        cp=ContextParallel.single(), members=(0,), schedule="head_exchange", heads=heads, pieces=(), inner=None, parts=2
+    )
+
+    def compute(part, *tensors):
+        here.extend(weakref.ref(tensor) for tensor in tensors)
+        alive.append((heads.alive(), sum(tensor() is not None for tensor in here)))
+        return [tensor + 1 for tensor in tensors]
+
+    results = plan._exchanged((torch.zeros(1, 4, 2, 3), torch.zeros(1, 4, 2, 3)), compute)
+    # While a part is computed: two buffers of the next one or of the last one's results, and its own two tensors.
+    assert alive == [(2, 2), (2, 2)]
+    assert heads.alive() == 0
+    assert all(result.eq(1).all() for result in results)
