@@ -8,8 +8,8 @@ from typing import NoReturn
 
 from cluster.hosts import read_hosts
 from cluster.inventory import Node
+from cluster.named_nodes import named_nodes
 from cluster.node_arguments import add_node_arguments
-from cluster.reach import named_nodes
 
 _EXIT_CODES_HELP = "exit codes: 0 all ok, 1 a warning, 2 a failure, 3 a node stayed unknown or the usage was wrong"
 
@@ -27,9 +27,6 @@ def parser(prog: str = "check_nodes.py") -> argparse.ArgumentParser:
         epilog=_EXIT_CODES_HELP,
     )
     add_node_arguments(result)
-    result.add_argument(
-        "--nodes", dest="inventory", type=Path, metavar="FILE", help="an inventory, among whose nodes HOSTs then choose"
-    )
     result.add_argument("--hosts", dest="hosts_file", type=Path, metavar="FILE", help="more hosts, one per line")
     what = result.add_argument_group("what to look at")
     what.add_argument("--only", type=_names, default=(), metavar="CHECK,...", help="only these checks")
@@ -65,14 +62,6 @@ def parser(prog: str = "check_nodes.py") -> argparse.ArgumentParser:
 
 def chosen_nodes(arguments: argparse.Namespace) -> tuple[Node, ...]:
     """The nodes asked for, each once, with its own site; this machine when none is. Raises ValueError."""
-    if arguments.inventory:
-        if arguments.hosts_file:
-            raise ValueError("--nodes and --hosts both name all nodes; give one of the two")
-        if not arguments.inventory.is_file():
-            raise ValueError(f"{arguments.inventory}: no such inventory; check the path")
-        chosen, arguments.nodes = arguments.nodes, [str(arguments.inventory)]
-        inventory = named_nodes(arguments)
-        return (inventory.select(chosen) if chosen else inventory).nodes
     if arguments.hosts_file:
         arguments.nodes += [host.target for host in read_hosts(arguments.hosts_file)]
     return named_nodes(arguments).nodes

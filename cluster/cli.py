@@ -33,7 +33,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "check_nodes.py") -> int
         chosen = checks.select(arguments.only, arguments.skip)
         profiles = load_profiles(*arguments.profiles)
         nodes = chosen_nodes(arguments)
-        connect = connection(arguments, [node.host for node in nodes])
+        connect = connection(
+            [node.host for node in nodes],
+            known_hosts=arguments.known_hosts,
+            accept_new_host_keys=arguments.accept_new_host_keys,
+        )
         if arguments.html and not arguments.html.parent.is_dir():
             raise ValueError(f"--html {arguments.html} is in no folder that exists; create it or name another")
         return _check(arguments, nodes, connect, chosen, profiles, prog)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from cluster.errors import UsageError, nearest
 from cluster.hosts import Host, distinct, expand, parse_jump
@@ -43,6 +44,17 @@ def from_hosts(hosts: Iterable[Host], site: Site, name: str = "hosts") -> Invent
     """An inventory of targets that all expect the same; each host once."""
     once = distinct(reached(host, site) for host in hosts)
     return Inventory(name=name, nodes=tuple(Node(host=host, site=site) for host in once))
+
+
+def opened_by(inventory: Inventory, key: Path) -> Inventory:
+    """The same nodes with this private key in place of each site's `ssh.key`: so it also opens jump hosts, unless
+    `ssh.jump_key` does."""
+
+    def with_key(node: Node) -> Node:
+        site = replace(node.site, ssh=replace(node.site.ssh, key=key))
+        return Node(host=reached(replace(node.host, key=None, jump=None), site), site=site)
+
+    return replace(inventory, nodes=tuple(map(with_key, inventory.nodes)))
 
 
 def reached(host: Host, site: Site) -> Host:

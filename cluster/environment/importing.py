@@ -17,6 +17,7 @@ from cluster.environment.rules import PER_METHOD, PER_TRIAL, adapter_problem, co
 from cluster.environment.secrets import is_secret, shown
 from cluster.environment.shell_file import Assignment, read_assignments
 from cluster.environment.value import variables
+from cluster.ray_settings import USAGE_REPORTS
 
 _RENAMED = {
     "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -115,7 +116,7 @@ def _judge(assignment: Assignment) -> Finding:
         return _finding(assignment, "drop", "stands in a branch, loop or function, which is not run; write it out it")
     if assignment.is_expanded:
         return _finding(assignment, "drop", "would be expanded by a shell; write its value out and import again")
-    if name == "RAY_USAGE_STATS_ENABLED":
+    if name == USAGE_REPORTS:
         return _finding(assignment, "drop", "is 0 on every node whatever a file says")
     if name == "NCCL_IB_HCA":
         return _adapters(assignment)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from cluster.environment.value import Value
+from cluster.ray_settings import USAGE_REPORTS
 
 DEFAULT_METHOD = "burst"
 BLACKWELL = 10.0  # first compute capability of the family
@@ -25,7 +26,7 @@ def process_values(
     return (
         *_threads(device, cores, ranks),
         *(_cuda(method, compute_capability) if device == "cuda" else ()),
-        Value(name="RAY_USAGE_STATS_ENABLED", value="0", reason="Ray reports its use to its makers unless told not to"),
+        Value(name=USAGE_REPORTS, value="0", reason="Ray reports its use to its makers unless told not to"),
     )
 
 

@@ -18,11 +18,11 @@ from cluster.environment.rules import concern
 from cluster.environment.trial import trial_values
 from cluster.environment.value import Value, overlaid, variables
 from cluster.probe import printable
+from cluster.ray_settings import USAGE_REPORTS
 from cluster.site import Site
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:%/-]+")
-_RAY_REPORTS = "RAY_USAGE_STATS_ENABLED"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,8 +82,8 @@ def render_node(
 def site_variables(site: Site) -> tuple[dict[str, str], list[str]]:
     """The site's own variables, less the one it cannot have, and the sentence that says so."""
     own = dict(site.environment)
-    if own.pop(_RAY_REPORTS, "0") != "0":
-        return own, [f"the site sets {_RAY_REPORTS}, which stays 0: nothing started here reports; remove it"]
+    if own.pop(USAGE_REPORTS, "0") != "0":
+        return own, [f"the site sets {USAGE_REPORTS}, which stays 0: nothing started here reports; remove it"]
     return own, []
 
 

@@ -8,20 +8,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from cluster.ray_settings import RAY_SETTINGS
 from cluster.site import RayPorts
 
 # Paths of Unix sockets may have 107 characters, and Ray adds `/session_<date>_<pid>/sockets/plasma_store`.
 MAX_DIRECTORY_CHARACTERS = 40
 SUPERVISORS_PER_NODE = 1  # what a node's one CPU is for; ranks are no workers of Ray's
 
-# Of Ray's processes. Usage statistics would be sent to Ray's makers.
 SETTINGS: Mapping[str, str] = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_memory_monitor_refresh_ms": "0",  # the kernel decides on host memory: a rank should die, not its supervisor
+    **RAY_SETTINGS,
     # A node that is cut off without a word is noticed after period x threshold + timeout: 11 s in place of 25 s.
     "RAY_health_check_period_ms": "2000",
     "RAY_health_check_timeout_ms": "5000",
     "RAY_health_check_failure_threshold": "3",
+    # Without the head a node's Ray ends, and with it the ranks there: after this long in place of 60 s.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
 }
 
 

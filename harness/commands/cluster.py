@@ -20,14 +20,13 @@ class Cluster:
     forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
+        from cluster.node_arguments import add_host_key_arguments
+
         actions = parser.add_subparsers(dest="action", required=True, metavar="up|status|down")
         up = actions.add_parser("up", help="check the nodes, then start Ray on those that are healthy")
         up.add_argument("inventory", type=Path, metavar="INVENTORY", help="inventory, or a plain list of hosts")
-        up.add_argument("--nodes", metavar="NAMES", help="only these of it, such as gpu[01-04],gpu07")
-        up.add_argument("--known-hosts", type=Path, metavar="FILE", help="host keys; default: ~/.ssh/known_hosts")
-        up.add_argument(
-            "--accept-new-host-keys", action="store_true", help="add unknown hosts to known_hosts"
-        )  # fmt: skip
+        up.add_argument("names", nargs="*", metavar="NODE", help="only these of it, such as gpu[01-04]")
+        add_host_key_arguments(up)
         status = actions.add_parser("status", help="what of the cluster lives; exit code 1 unless all of it does")
         down = actions.add_parser("down", help="end what up started, and nothing else; works after a crash of up, too")
         down.add_argument(
@@ -67,8 +66,8 @@ def _up(arguments: argparse.Namespace, states: StateDirectory) -> int:
 
     from cluster.inventory_file import read_inventory
     from cluster.ray_cluster.fitness import unfit_nodes
-    from cluster.ray_cluster.reach import node_connect
     from cluster.ray_cluster.up import Means, start_cluster
+    from cluster.reach import connection
     from harness.node_facts import ranks_of
     from harness.provenance import PROJECT_ROOT
 
@@ -76,9 +75,13 @@ def _up(arguments: argparse.Namespace, states: StateDirectory) -> int:
         inventory = read_inventory(arguments.inventory)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if arguments.nodes:
-        inventory = inventory.select(arguments.nodes.split(","))
-    connect = node_connect(arguments.known_hosts, arguments.accept_new_host_keys)
+    if arguments.names:
+        inventory = inventory.select(arguments.names)
+    connect = connection(
+        [node.host for node in inventory.nodes],
+        known_hosts=arguments.known_hosts,
+        accept_new_host_keys=arguments.accept_new_host_keys,
+    )
     state = start_cluster(
         inventory,
         states,
@@ -105,11 +108,12 @@ def _up(arguments: argparse.Namespace, states: StateDirectory) -> int:
 
 def _status(arguments: argparse.Namespace, states: StateDirectory) -> int:
     from cluster.ray_cluster.quarantine import Quarantine
-    from cluster.ray_cluster.reach import node_connect
     from cluster.ray_cluster.status import cluster_status
+    from cluster.reach import connection
 
     state = _recorded(states)
-    nodes = cluster_status(state, node_connect(state.known_hosts), arguments.timeout)
+    connect = connection([node.host for node in state.nodes], known_hosts=state.known_hosts)
+    nodes = cluster_status(state, connect, arguments.timeout)
     locked = Quarantine(states.path).entries()
     width = max(len(node.name) for node in nodes)
     for node in nodes:
@@ -123,10 +127,11 @@ def _status(arguments: argparse.Namespace, states: StateDirectory) -> int:
 
 def _down(arguments: argparse.Namespace, states: StateDirectory) -> int:
     from cluster.ray_cluster.down import end_cluster
-    from cluster.ray_cluster.reach import node_connect
+    from cluster.reach import connection
 
     state = _recorded(states)
-    problems = end_cluster(states, state, node_connect(state.known_hosts), arguments.timeout)
+    connect = connection([node.host for node in state.nodes], known_hosts=state.known_hosts)
+    problems = end_cluster(states, state, connect, arguments.timeout)
     for name, sentence in problems.items():
         _say(f"{name}: {sentence}")
     if problems and arguments.forget:

@@ -52,7 +52,8 @@ class Env:
 def _render(arguments: argparse.Namespace) -> int:
     from cluster.environment.show import as_json, table
     from cluster.environment.survey import Wish, head_address, survey
-    from cluster.reach import connection, named_nodes
+    from cluster.named_nodes import named_nodes
+    from cluster.reach import connection
     from harness.methods import method_named
 
     method_named(arguments.method)
@@ -62,7 +63,11 @@ def _render(arguments: argparse.Namespace) -> int:
         if path is not None and not path.startswith("/"):
             raise UsageError(f"{option} is {path}; expected an absolute path on the nodes")
     inventory = named_nodes(arguments)
-    connect = connection(arguments, [node.host for node in inventory.nodes])
+    connect = connection(
+        [node.host for node in inventory.nodes],
+        known_hosts=arguments.known_hosts,
+        accept_new_host_keys=arguments.accept_new_host_keys,
+    )
     wish = Wish(
         head=head_address(arguments.head, inventory.nodes),
         method=arguments.method,

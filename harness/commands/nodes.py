@@ -18,10 +18,8 @@ class Nodes:
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("inventory", nargs="?", type=Path, metavar="INVENTORY", help="YAML, or a plain list")
+        parser.add_argument("nodes", nargs="*", metavar="NODE", help="only these of it, ranges as gpu[01-04]")
         parser.add_argument("--site", type=Path, metavar="FILE", help="a site file instead of the one it names")
-        parser.add_argument(
-            "--only", nargs="+", default=[], metavar="NAME", help="only these nodes, ranges as gpu[01-04]"
-        )
         parser.add_argument(
             "--import", dest="source", type=Path, metavar="FILE", help="print the inventory of a hosts file instead"
         )
@@ -41,7 +39,7 @@ class Nodes:
             from cluster.inventory_file import read_inventory
 
             inventory = read_inventory(arguments.inventory, arguments.site)
-            inventory = inventory.select(arguments.only) if arguments.only else inventory
+            inventory = inventory.select(arguments.nodes) if arguments.nodes else inventory
         except UsageError:
             raise
         except ValueError as error:
@@ -58,7 +56,7 @@ class Nodes:
         from cluster.errors import UsageError
         from cluster.hosts_file import import_hosts, render_inventory
 
-        if arguments.json or arguments.names or arguments.only or arguments.site:
+        if arguments.json or arguments.names or arguments.site:
             raise UsageError("--import prints an inventory file; give it alone, then expand what it printed")
         print(render_inventory(import_hosts(arguments.source), str(arguments.source)), end="")
 

@@ -44,8 +44,8 @@ def cluster_launcher(inventory: Path, state_folder: Path, say: Callable[[str], N
     """
     from cluster.inventory_file import read_inventory
     from cluster.ray_cluster.fitness import unfit_nodes
-    from cluster.ray_cluster.reach import node_connect
     from cluster.ray_cluster.state import StateDirectory
+    from cluster.reach import connection
     from harness.launch.host_environments import HostEnvironments
     from harness.launch.multi_node import ClusterLauncher, ClusterMeans
     from harness.machine import together
@@ -72,7 +72,7 @@ def cluster_launcher(inventory: Path, state_folder: Path, say: Callable[[str], N
         )
     described = [machine_of(json.loads(started[node.name].description)) for node in nodes]
     machine = together(described, min(started[node.name].ranks for node in nodes))
-    connect = node_connect(state.known_hosts)
+    connect = connection([node.host for node in nodes], known_hosts=state.known_hosts)
     means = ClusterMeans(
         machine=machine,
         unfit=partial(unfit_nodes, connect=connect, timeout_seconds=CHECK_SECONDS),

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cluster.ray_settings import RAY_SETTINGS
 from harness.errors import UsageError
 from harness.launch import Job, Outcome
 from harness.launch.ray_janitor import MARK, Janitor
@@ -33,10 +34,8 @@ PLACEMENT_SECONDS = 60.0  # to start the actor; a busy two-core machine needs a 
 ENDING_SECONDS = 30.0  # for the actor to end its ranks
 OBJECT_STORE_BYTES = 80 * 2**20  # only jobs and progress lines pass through it; Ray refuses less than 75 MiB
 
-# Read by Ray's own processes, which inherit them; the ranks do not.
-RAY_SETTINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_memory_monitor_refresh_ms": "0",  # the kernel decides on host memory: a rank should die, not its supervisor
+SETTINGS = {
+    **RAY_SETTINGS,
     # Ray listens on all interfaces whatever address it is given, so callers must know a token. It turns that on by
     # itself when no mode is set; the token is given here because it would be saved in the user's home otherwise, and is
     # one per process because Ray caches it.
@@ -168,7 +167,7 @@ class RayLauncher:
         # Ray keeps Unix sockets below its directory, whose paths may have 107 characters: TMPDIR can be too long.
         self._directory = tempfile.mkdtemp(prefix="burst-ray-", dir="/tmp")
         self._janitor = Janitor(self._directory)
-        with environment_set({**RAY_SETTINGS, MARK: self._directory}, without=UNSET), signal_handlers_kept():
+        with environment_set({**SETTINGS, MARK: self._directory}, without=UNSET), signal_handlers_kept():
             self._ray.init(
                 address="local",  # a new one, whatever RAY_ADDRESS or a running Ray suggests
                 num_cpus=1,

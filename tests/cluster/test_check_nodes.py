@@ -82,9 +82,8 @@ def test_a_site_with_gpus_fails_a_machine_without(
         (["--only", "disk", "--skip", "disk"], "leave no check"),
         (["--json", "--nagios"], "not allowed with"),
         (["/absent.yaml"], "no such inventory"),
-        (["--nodes", "/absent"], "no such inventory"),
-        (["--nodes", "a.yaml", "--hosts", "b"], "give one of the two"),
-        (["/absent.yaml", "gpu01"], "a file among 2 targets"),
+        (["/absent.yaml", "gpu01"], "no such inventory"),
+        (["gpu01", "/absent.yaml"], "/absent.yaml is a file behind hosts"),
         (["--profiles", "/absent"], "/absent holds no profile"),
         (["--html", "/absent/page.html"], "no folder that exists"),
         (["--history", "/proc/none"], "--history cannot be used"),
@@ -250,14 +249,14 @@ def test_an_inventory_judges_each_node_by_its_own_expectations(
         "nodes:\n  - {hosts: one, address: 127.0.0.1}\n  - {hosts: two, address: 127.0.0.2}\n"
         "overrides: {two: {storage: {shared: [{path: /absent}]}}}\n"
     )
-    arguments = [str(inventory), "--known-hosts", str(sshd.known_hosts), "--only", "disk,shared_storage", "--json"]
-    assert main(arguments) == 2
+    arguments = ["--known-hosts", str(sshd.known_hosts), "--only", "disk,shared_storage", "--json"]
+    assert main([str(inventory), *arguments]) == 2
     reports = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(node["node"], node["verdict"]) for node in reports] == [("one", "ok"), ("two", "fail")]
     assert reports[1]["checks"]["shared_storage"]["summary"] == "/absent is absent; mount it"
-    assert main(["one", "--nodes", *arguments]) == 0
+    assert main([str(inventory), "one", *arguments]) == 0
     assert json.loads(capsys.readouterr().out)["node"] == "one"
-    assert main(["three", "--nodes", *arguments]) == 3
+    assert main([str(inventory), "three", *arguments]) == 3
     assert "three is no node of the inventory lab" in capsys.readouterr().err
 
 

@@ -77,7 +77,7 @@ def test_a_site_file_and_an_inventory_are_both_understood(tmp_path, capsys):
         (["--head", "no.such.host.invalid"], "give --head the address"),
         (["missing.yaml"], "no such inventory"),
         (["a[3-1]"], "counts down"),
-        (["{tmp}/list.txt", "gpu01"], "one inventory file, or hosts alone"),
+        (["{tmp}/list.txt", "gpu02"], "gpu02 is no node of the inventory list.txt"),
         (["--key", "{tmp}/none", "gpu01"], "is no file"),
         (["--import", "{tmp}/none.sh"], "cannot be read"),
         (["--import", "{tmp}/open.sh"], "open.sh:1: a quote is opened and never closed"),

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.errors import UsageError
 from cluster.hosts import Host
-from cluster.inventory import from_hosts
+from cluster.inventory import from_hosts, opened_by
 from cluster.inventory_file import load_inventory, read_inventory
 from cluster.site import DiskLimit, Site, SshDefaults
 
@@ -91,6 +91,17 @@ def test_a_target_wins_over_ssh_and_several_jump_hosts_are_taken_in_their_order(
     assert node.host.jump.target == "ops@two:25"
     assert node.host.jump.jump.target == "one"
     assert node.host.jump.jump.key == node.host.jump.key == Path("/k")
+
+
+@pytest.mark.parametrize(
+    ("login", "jump_key"), [("", "/mine"), ("key: /k, ", "/mine"), ("key: /k, jump_key: /j, ", "/j")]
+)
+def test_a_key_given_by_hand_takes_the_place_of_the_sites_key_on_the_whole_way(tmp_path, login, jump_key):
+    inventory = load(tmp_path, f"nodes: [root@a:23, b]\nssh: {{{login}user: ops, jump: 'one, two'}}\n")
+    for node in opened_by(inventory, Path("/mine")).nodes:
+        assert node.host.key == node.site.ssh.key == Path("/mine")
+        assert node.host.jump.key == node.host.jump.jump.key == Path(jump_key)
+    assert [node.host.target for node in opened_by(inventory, Path("/mine")).nodes] == ["root@a:23", "ops@b"]
 
 
 def test_a_site_may_be_a_mapping_and_one_given_by_hand_replaces_it(tmp_path):

@@ -93,7 +93,7 @@ def test_names_are_one_per_line(inventory, capsys):
 
 
 def test_the_table_shows_what_is_expected_of_each_node_and_the_way_to_it(inventory, capsys):
-    assert main(["nodes", inventory, "--only", "gpu[02-03]"]) == 0
+    assert main(["nodes", inventory, "gpu[02-03]"]) == 0
     printed = capsys.readouterr().out
     assert "bastion > inner" in printed
     assert printed.count("8 x H200") == 2
