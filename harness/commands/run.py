@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import sys
 from pathlib import Path
+from typing import NoReturn
 
 from harness.commands import command_line
 from harness.commands.cluster import add_state_argument, state_directory
@@ -69,6 +72,8 @@ class Run:
                 again=command_line(arguments),
             )
         _report(run_dir)
+        if getattr(launcher, "stuck", False):
+            _leave_at_once(code)
         return code
 
 
@@ -81,6 +86,13 @@ def _report(run_dir: Path) -> None:
     out = stdout_console()
     out.print(terminal_table(RunDirectory(run_dir).rows()))
     out.print(f"Report: {write_report([run_dir], run_dir)}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _leave_at_once(code: int) -> NoReturn:
+    """End the program without its orderly end, in which a Ray that lost its head would wait for minutes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 COMMAND = Run()

@@ -60,6 +60,7 @@ class ClusterLauncher:
         self._guest: RayGuest | None = None
         self._team: Team | None = None
         self._broken = ""  # why the cluster as a whole is lost
+        self.stuck = False  # after `close`: Ray cannot be left in order, see `RayGuest.stuck`
 
     def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
         started = time.monotonic()
@@ -95,6 +96,7 @@ class ClusterLauncher:
             self._team = None
         if self._guest is not None:
             self._guest.close()
+            self.stuck |= self._guest.stuck
             self._guest = None
 
     def _joined(self) -> Team:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import secrets
 import shutil
@@ -38,6 +37,7 @@ class RayGuest:
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(states.token_path)}
         with environment_set({**SETTINGS, **token}, without=_UNSET):
             self.ray: ModuleType = import_ray()
+        self.stuck = False  # Ray waits for a head that is gone, and would at the program's orderly end, for minutes
         self._janitor: Janitor | None = None
         self._directory = ""
         self._started: dict[str, object] = {}
@@ -68,8 +68,7 @@ class RayGuest:
         leaving = threading.Thread(target=self.ray.shutdown, daemon=True)
         leaving.start()
         leaving.join(SHUTDOWN_SECONDS)
-        if leaving.is_alive():
-            atexit.unregister(self.ray.shutdown)  # it would wait once more at the end of the program
+        self.stuck = leaving.is_alive()
         if self._directory:
             with contextlib.suppress(NodeError):  # the janitor ends what is left
                 ask(
