@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import quote
 
 from cluster.checks import AnyCheck
+from cluster.folders import state_folder
 from cluster.health import NodeReport
 from cluster.verdict import Verdict, merge
 
@@ -35,8 +36,8 @@ class Entry:
 
 
 def default_folder() -> Path:
-    """Where programs keep what they remember, by the XDG base directory specification."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "burst" / "nodes"
+    """Where counters are kept when nobody says."""
+    return state_folder("nodes")
 
 
 def entry_of(report: NodeReport, now: datetime | None = None) -> Entry:

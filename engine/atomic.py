@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files and folders that are there whole or not at all."""
 
 from __future__ import annotations
 
@@ -20,3 +20,12 @@ def write_atomic(path: Path, content: str | bytes) -> Path:
     finally:
         aside.unlink(missing_ok=True)
     return path
+
+
+def flush_to_disk(path: Path) -> None:
+    """Make a file's content, or a folder's entries, survive a loss of power: before a rename, and again after it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

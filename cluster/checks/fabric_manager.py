@@ -24,7 +24,7 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
         return Verdict(level="unknown", summary=f"the service could not be asked for ({output.first_line})")
     if not board.count and not site.gpus.count:
         return Verdict(level="ok", summary="no GPU, so no fabric")
-    if board.count == 1 and (site.gpus.count or 1) == 1:
+    if board.is_lone(site.gpus.count):
         return Verdict(level="ok", summary="one GPU, so no fabric")
     if board.profile is None:
         return Verdict(level="unknown", summary=board.stranger)

@@ -16,7 +16,7 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
     blocked = nvidia_smi.blocked(output, site)
     if blocked:
         return blocked
-    if board.count == 1 and (site.gpus.count or 1) == 1:
+    if board.is_lone(site.gpus.count):
         return Verdict(level="ok", summary="one GPU, so no fabric to join")
     if board.profile is None:
         return Verdict(level="unknown", summary=board.stranger)

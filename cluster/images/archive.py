@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.folders import cache_folder
 from cluster.images.engine import Image, ImageFailed, last_line, save_command
 
 _CHUNK_BYTES = 2**20
@@ -36,8 +37,7 @@ class Archive:
 
 def default_folder() -> Path:
     """Where archives are kept until every node has them."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if cache.startswith("/") else Path.home() / ".cache") / "burst" / "images"
+    return cache_folder("images")
 
 
 def save(image: Image, folder: Path, on_bytes: Callable[[int], None]) -> Archive:

@@ -23,6 +23,10 @@ class Board:
     count: int = 0
     profile: Profile | None = None
 
+    def is_lone(self, expected: int | None) -> bool:
+        """True for a node that has, and is expected to have, one GPU only: there is nothing to link it to."""
+        return self.count == 1 and (expected or 1) == 1
+
     @property
     def stranger(self) -> str:
         """The sentence of a check whose threshold this model has not."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from cluster import strict_yaml
 from cluster.errors import UsageError
+from cluster.folders import state_folder
 from cluster.hosts import Host
 
 SCHEMA = 1
@@ -87,9 +88,8 @@ class ClusterState:
 
 
 def default_directory() -> Path:
-    """Where state goes when nobody says: below XDG_STATE_HOME."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base, "burst", "cluster")
+    """Where state goes when nobody says."""
+    return state_folder("cluster")
 
 
 class StateDirectory:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from engine.atomic import flush_to_disk
 from engine.hf.config import config_of
 from engine.hf.names import hugging_face_name, parameter_sizes
 from engine.hf.shards import INDEX, safetensors
@@ -67,9 +68,9 @@ def export_hugging_face(
         total = sum(size.numel() for size in sizes.values()) * dtype.itemsize
         _write_json(aside / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         for path in (*aside.iterdir(), aside):
-            _flush(path)
+            flush_to_disk(path)
         os.replace(aside, target)
-        _flush(target.parent)
+        flush_to_disk(target.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return directory
@@ -122,12 +123,3 @@ def _filled(tensors: Iterable[tuple[str, Tensor]], shards: list[list[str]]) -> I
 
 def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _flush(path: Path) -> None:
-    """Make a file's content, or a folder's entries, survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -17,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.atomic import write_atomic
+from engine.atomic import flush_to_disk, write_atomic
 
 MANIFEST_FILE = "checkpoint.json"
 LATEST_FILE = "latest"
@@ -108,9 +107,9 @@ def publish(directory: Path, step: int) -> Path:
     if path.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
-    _flush(aside_path(directory, step))
+    flush_to_disk(aside_path(directory, step))
     aside_path(directory, step).rename(path)
-    _flush(directory)
+    flush_to_disk(directory)
     write_atomic(directory / LATEST_FILE, path.name + "\n")
     sweep(directory)
     return path
@@ -135,12 +134,3 @@ def sweep(directory: Path) -> None:
     for path in directory.iterdir():
         if _ASIDE.fullmatch(path.name):
             shutil.rmtree(path)
-
-
-def _flush(directory: Path) -> None:
-    """Have a directory's entries on disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
