@@ -25,19 +25,20 @@ def fixed_settings_refusal(settings: TrialSettings, fixed: dict[str, str | None]
 
 
 class KeyValueRing(EngineCommand):
-    """A flat ring in which K and V travel in forward, K, V and their gradients in backward."""
+    """A ring in which K and V travel in forward, K, V and their gradients in backward."""
 
     name: str
     system: str
     source: str
     sharding: str  # layout
+    schedule: str = "ring"
 
     def refuse(self, settings: TrialSettings) -> str | None:
         if settings.tp_size > 1:
             return f"{self.name} runs without tensor parallelism, found tp_size {settings.tp_size}; set tp_size to 1"
         fixed: dict[str, str | None] = {
             "layout": self.sharding,
-            "schedule": "ring",
+            "schedule": self.schedule,
             "backward": "key_value",
             "exchange": "relay",
         }
@@ -51,4 +52,7 @@ class KeyValueRing(EngineCommand):
     def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
         from engine.attention.bound import BoundAttention
 
-        return BoundAttention(cp, settings, schedule="ring", backward="key_value", exchange="relay")
+        # Where heads are traded, all of them before attention and all after.
+        return BoundAttention(
+            cp, settings, schedule=self.schedule, backward="key_value", exchange="relay", head_parts=1
+        )

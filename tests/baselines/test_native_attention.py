@@ -14,7 +14,7 @@ from engine.attention.reference import dense_attention
 from engine.settings import ModelShape, TrialSettings
 from tests.ranks import run_on_ranks
 
-BASELINES = ("ring", "megatron_cp", "ulysses")
+BASELINES = ("ring", "megatron_cp", "ulysses", "loongtrain_double_ring", "loongtrain_usp")
 SHAPE = ModelShape(name="test", layers=1, hidden=32, ffn=64, heads=8, kv_heads=4, head_dim=8, vocab=256)
 
 
@@ -27,11 +27,11 @@ def method_named(name: str):
     return importlib.import_module(f"baselines.{name}").METHOD
 
 
-def attention_errors(name: str, replay: bool) -> tuple[list[float], int]:
+def attention_errors(name: str, replay: bool, node_size: int | None = None) -> tuple[list[float], int]:
     """(relative error of out, dq, dk, dv against dense float64, bytes sent)."""
     method = method_named(name)
     settings = settings_for(name, torch.distributed.get_world_size())
-    cp = ContextParallel(layout=method.layout(settings))
+    cp = ContextParallel(layout=method.layout(settings), node_size=node_size)
     fn = method.attention(cp, settings)
     torch.manual_seed(0)
     whole = [torch.randn(2, 32, n, 8, dtype=torch.float64) for n in (8, 4, 4, 8)]
@@ -57,6 +57,24 @@ def attention_errors(name: str, replay: bool) -> tuple[list[float], int]:
 def test_a_baseline_equals_dense_float64(name, world_size, replay) -> None:
     for errors, _ in run_on_ranks(world_size, attention_errors, name, replay):
         assert max(errors) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"), [("loongtrain_double_ring", "double_ring"), ("loongtrain_usp", "heads_inside")]
+)
+def test_over_two_nodes_a_baseline_is_what_it_is_named_for(name, schedule) -> None:
+    for (errors, _), chosen in run_on_ranks(4, over_two_nodes, name):
+        assert max(errors) < 1e-10
+        assert chosen["schedule"] == schedule
+        assert "key_value" in chosen["backward"]
+
+
+def over_two_nodes(name: str) -> tuple[tuple[list[float], int], dict[str, str]]:
+    settings = settings_for(name, 4)
+    cp = ContextParallel(layout="zigzag", node_size=2)
+    fn = method_named(name).attention(cp, settings)
+    fn(*(torch.zeros(1, 8, heads, 8, dtype=torch.float64) for heads in (8, 4, 4)))
+    return attention_errors(name, False, node_size=2), fn.chosen()
 
 
 def test_ulysses_sends_a_fixed_share_of_every_tensor() -> None:
