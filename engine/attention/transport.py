@@ -84,6 +84,7 @@ class PointToPoint:
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
         self._traffic = traffic
+        self._met = False
 
     def reserve(self, largest: tuple[Like, ...]) -> None:
         """Nothing to do: every message gets memory of its own."""
@@ -91,8 +92,14 @@ class PointToPoint:
     def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[Like, ...], source: int) -> Transfer:
         sent = tuple(tensor.contiguous() for tensor in sent)
         self._traffic.add(*sent)
-        device = torch.device("cuda", torch.cuda.current_device()) if _uses_gpu(self._group) else torch.device("cpu")
-        received = tuple(torch.empty(like.shape, dtype=like.dtype, device=device) for like in expected)
+        device = gpu_of(self._group)
+        if device is not None and not self._met:
+            # NCCL forms a group's communicator in its first call, for which all its ranks must come. A mask may leave
+            # some of them nothing to send or receive in the first message, so they meet before it.
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+        self._met = True
+        here = device or torch.device("cpu")
+        received = tuple(torch.empty(like.shape, dtype=like.dtype, device=here) for like in expected)
         operations = [dist.P2POp(dist.isend, tensor, self._ranks[to], self._group) for tensor in sent]
         operations += [dist.P2POp(dist.irecv, tensor, self._ranks[source], self._group) for tensor in received]
         works = dist.batch_isend_irecv(operations) if operations else []
@@ -111,5 +118,8 @@ class Nowhere:
         return _SendReceive((), ())
 
 
-def _uses_gpu(group: dist.ProcessGroup) -> bool:
-    return bool(dist.get_backend(group) == "nccl")
+def gpu_of(group: dist.ProcessGroup) -> torch.device | None:
+    """This rank's GPU when the group's transfers run on GPUs (NCCL, alone or with gloo for the CPU), else None."""
+    if "nccl" not in dist.get_backend_config(group):
+        return None
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,63 @@
+"""What the process group's own transfers owe to NCCL, as far as it can be seen without one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine.attention import transport
+from engine.attention.like import Like
+from engine.attention.transport import PointToPoint, Traffic
+from tests.ranks import run_on_ranks
+
+NOTHING: tuple[Like, ...] = ()
+
+
+class Calls:
+    """Stands in for torch.distributed: notes every call that forms a communicator or a message."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, device: torch.device | None) -> None:
+        self.noted: list[str] = []
+        monkeypatch.setattr(transport, "gpu_of", lambda group: device)
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2])
+        monkeypatch.setattr(dist, "P2POp", lambda op, tensor, peer, group: tensor)
+        monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: self.note("messages", []))
+        monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: self.note("all ranks meet", None))
+
+    def note(self, call, result):
+        self.noted.append(call)
+        return result
+
+
+META = torch.device("meta")  # stands in for a GPU: tensors without memory
+
+
+@pytest.mark.parametrize("first", [(), (Like((2,), torch.float32),)])
+def test_all_ranks_meet_before_the_first_message_also_one_that_has_none(monkeypatch, first) -> None:
+    calls = Calls(monkeypatch, META)
+    route = PointToPoint(object(), Traffic())
+    for expected in (first, (Like((3,), torch.bfloat16),)):
+        route.start((), 1, expected, 2)
+    assert calls.noted == ["all ranks meet", *["messages"] * (1 + len(first))]
+
+
+def test_gloo_needs_no_meeting(monkeypatch) -> None:
+    calls = Calls(monkeypatch, None)
+    PointToPoint(object(), Traffic()).start((torch.zeros(2),), 1, NOTHING, 2)
+    assert calls.noted == ["messages"]
+
+
+def without_a_gpu() -> bool:
+    return transport.gpu_of(dist.group.WORLD) is None
+
+
+def test_gloo_receives_on_the_cpu() -> None:
+    assert run_on_ranks(1, without_a_gpu) == [True]
+
+
+@pytest.mark.parametrize("backends", ["cuda:nccl", "cpu:gloo,cuda:nccl"])
+def test_a_group_with_nccl_receives_on_the_gpu_also_beside_gloo(monkeypatch, backends) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert transport.gpu_of(object()) == torch.device("cuda", 3)
