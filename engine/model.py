@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from engine.attention.masks import Causal
 from engine.attention.reference import dense_attention
 from engine.lm_head import plain_loss_sum
+from engine.norm import RMSNorm
 from engine.settings import ModelShape
 
 if TYPE_CHECKING:
@@ -95,8 +96,8 @@ class Attention(nn.Module):
         self.v = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
         self.output = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
         # One weight for all query heads and one for all key heads, as in Qwen3 (arXiv:2505.09388).
-        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
-        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
+        self.q_norm = RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
 
     def project(self, x_BLE: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """q_BLND, k_BLKD and v_BLKD of these tokens, q and k normalised where the shape says so, then rotated."""
@@ -158,9 +159,9 @@ class Block(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
+        self.attention_norm = RMSNorm(shape.hidden, eps=shape.norm_eps)
         self.attention = Attention(shape)
-        self.mlp_norm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
+        self.mlp_norm = RMSNorm(shape.hidden, eps=shape.norm_eps)
         self.mlp = MLP(shape)
         self.attend = DenseCausal()
         self.activations = keep_all
@@ -200,7 +201,7 @@ class Decoder(nn.Module):
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocab, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
+        self.norm = RMSNorm(shape.hidden, eps=shape.norm_eps)
         self.head = Head(shape)
 
     def forward(self, tokens_BL: Tensor, positions_L: Tensor, labels_BL: Tensor | None = None) -> Tensor:
