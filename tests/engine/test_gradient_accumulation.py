@@ -62,7 +62,7 @@ def test_micro_batches_are_one_big_batch_in_parts(tmp_path: Path) -> None:
         big, small = rank["batches"]["big"], rank["batches"]["small"]
         assert np.array(big[0]).shape == (2, 6, 16)
         assert small == big == (big[0], {2 * 6 * 16})
-        # Embedding, two blocks, head and the norm before it: once each and micro-batch, so that no rank keeps them whole.
+        # Embedding, two blocks, head and the norm before it, each once a micro-batch: no rank keeps them whole.
         assert rank["reductions"] == {"big": 5, "small": 15}
     assert ranks[0]["batches"]["big"][0] != ranks[1]["batches"]["big"][0]  # replicas learn from different sequences
     found, truth = ranks[0]["gradients"]["small"], ranks[0]["gradients"]["big"]
