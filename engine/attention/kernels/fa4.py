@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,13 @@ def _interface() -> Any:
     from flash_attn.cute import interface
 
     return interface
+
+
+def _installed() -> bool:
+    """FlashAttention-2 goes by the same name; version 4 is the part `cute` of it."""
+    package = importlib.util.find_spec("flash_attn")
+    places = package.submodule_search_locations if package else None
+    return any(Path(place, "cute").is_dir() for place in places or ())
 
 
 # One zero output per shape, shared by all calls: reading it costs bandwidth, making it anew would cost more.
@@ -60,7 +68,7 @@ class FlashAttention4Kernel:
 
     def missing(self) -> str | None:
         missing = gpu_missing(self.name, (9, 0))
-        if missing is None and importlib.util.find_spec("flash_attn") is None:
+        if missing is None and not _installed():
             return "kernel fa4 needs FlashAttention-4, which is not installed; pip install 'burst-harness[gpu]'"
         return missing
 
