@@ -201,6 +201,10 @@ class _DirectHome:
         if tokens.stop > tokens.start:
             whole = needs.one_part[direct.slot, host]
             expected = tuple(part.like(tokens, self._wire, whole) for part in self._own)
+        if self._held == HELD_GRADIENTS:
+            # The message that takes a slot is started after the slot was given back, on every rank: what a stream waits
+            # for then never lies behind the wait itself, also where the device runs several streams as one.
+            self._let_go()
         transfer = direct.gradients.start(outgoing, owner, expected, host)
         self._collect()
         self._pending = (transfer, tokens)
@@ -210,8 +214,6 @@ class _DirectHome:
             return
         transfer, tokens = self._pending
         self._pending = None
-        if self._held > HELD_GRADIENTS:
-            self._let_go()  # the sender of this one may be waiting for a slot
         received = transfer.wait()
         if not received:
             self._let_go()  # messages are released in their order

@@ -17,10 +17,12 @@ from engine.attention.like import Like
 
 
 class RecordingTransport:
-    """Hands out ones for what is expected and notes which messages are unreleased when the next is waited for."""
+    """Hands out ones for what is expected and notes how many messages are unreleased when another is started, and when
+    it is waited for."""
 
     def __init__(self) -> None:
         self.released: list[int] = []
+        self.unreleased_at_start: list[int] = []
         self.unreleased_at_wait: list[int] = []
         self.messages = itertools.count()
 
@@ -29,6 +31,7 @@ class RecordingTransport:
 
     def start(self, sent, to, expected, source):
         message, transport = next(self.messages), self
+        self.unreleased_at_start.append(message - len(self.released))
 
         class Transfer:
             def wait(self):
@@ -58,3 +61,5 @@ def test_slots_are_released_in_order_and_never_more_are_held_than_there_are(sile
     assert torch.equal(total.final(torch.float32), torch.full_like(like, size - len(silent)))
     assert gradients.released == list(range(size - 1))
     assert max(gradients.unreleased_at_wait) <= HELD_GRADIENTS
+    # Else a stream could wait for a slot that is given back by work behind it in the queue of the device.
+    assert max(gradients.unreleased_at_start) <= HELD_GRADIENTS
