@@ -6,6 +6,7 @@ nothing else, while one unknown field makes the whole of a `--query-gpu` fail.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ class GpuReport:
         }
 
 
-def parse(text: str) -> tuple[dict[str, str], list[GpuReport]]:
+@functools.lru_cache(maxsize=64)  # seven checks read the same report, and nodes are judged side by side
+def parse(text: str) -> tuple[Mapping[str, str], tuple[GpuReport, ...]]:
     """What the report says of the node (`Driver Version`, `CUDA Version`), and of each GPU in order."""
     node: dict[str, str] = {}
     gpus: list[tuple[str, dict[str, str]]] = []
@@ -86,8 +88,8 @@ def parse(text: str) -> tuple[dict[str, str], list[GpuReport]]:
         parents.append((indent, key.removesuffix(" :")))
         if colon:
             gpus[-1][1]["/".join(name for _, name in parents)] = value
-    reports = [GpuReport(index=index, bus_id=bus, entries=entries) for index, (bus, entries) in enumerate(gpus)]
-    return node, reports
+    reports = (GpuReport(index=index, bus_id=bus, entries=entries) for index, (bus, entries) in enumerate(gpus))
+    return node, tuple(reports)
 
 
 def judge_each(

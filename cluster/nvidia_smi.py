@@ -74,10 +74,10 @@ def trouble(output: Output) -> Verdict | None:
             action=action,
         )
     for message, action in _MESSAGES:
-        for line in output.text.splitlines():
-            if message in line:
-                found = Output(text=line).first_line
-                return Verdict(level="fail", summary=f"nvidia-smi cannot read a GPU ({found})", action=action)
+        if message in output.text:
+            line = next(line for line in output.text.splitlines() if message in line)
+            found = Output(text=line).first_line
+            return Verdict(level="fail", summary=f"nvidia-smi cannot read a GPU ({found})", action=action)
     if status:
         return Verdict(
             level="unknown",

@@ -25,6 +25,8 @@ NAMES = {
 EIGHT = Site(gpus=GpuExpectation(count=8))
 STRANGER = Board(name="NVIDIA L40S", count=8)
 
+Install = Callable[[str], Path]  # puts an nvidia-smi with this shell body on PATH; returns its $STATE
+
 
 @cache
 def _profiles() -> dict[str, Profile]:
@@ -70,3 +72,19 @@ def setting(path: str, value: str) -> Callable[[str], str]:
 def judge(check: Check | BoardCheck, text: str, site: Site, gpus: Board, exit_status: int = 0) -> Verdict:
     output = Output(text=text, exit_status=exit_status)
     return check.judge(output, site, gpus) if isinstance(check, BoardCheck) else check.judge(output, site)
+
+
+def install_node(install: Install, model: str, broken: Callable[[str], str] = str, name: str = "") -> Path:
+    """Put an nvidia-smi first on PATH that answers for eight GPUs; returns the folder it answers from."""
+    state = install(
+        'echo "$*" >> $STATE/calls\ncase "$*" in\n'
+        "--query-gpu=index,uuid,memory.used*) cat $STATE/memory ;;\n--query-gpu=*) cat $STATE/gpus ;;\n"
+        "--query-compute-apps*) ;;\n-q) cat $STATE/report ;;\nnvlink*) cat $STATE/nvlink${2} ;;\nesac"
+    )
+    rows = [f"{n}, GPU-{n}, 00000000:0{n}:00.0, {name or NAMES[model]}, 580.159.04, 143771" for n in range(8)]
+    (state / "gpus").write_text("\n".join(rows) + "\n")
+    (state / "memory").write_text("".join(f"{n}, GPU-{n}, 4\n" for n in range(8)))
+    (state / "report").write_text(report(model, broken))
+    for form in ("s", "e"):
+        (state / f"nvlink-{form}").write_text(nvlink(model, form))
+    return state

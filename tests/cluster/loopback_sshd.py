@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 SSHD_PATHS = ("/usr/sbin/sshd", "/usr/local/sbin/sshd")
+ADDRESSES_OF_ONE = 16  # as many sockets as an sshd listens on; more addresses take more of them
 
 
 @dataclass(frozen=True)
@@ -75,22 +76,25 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_until_open(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_until_open(address: str, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     for _ in range(200):
         if process.poll() is not None:
             pytest.fail(f"sshd ended with {process.returncode}: {log.read_text()}")
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
+            if probe.connect_ex((address, port)) == 0:
                 return
         time.sleep(0.05)
-    pytest.fail(f"sshd does not listen on port {port}: {log.read_text()}")
+    pytest.fail(f"sshd does not listen on {address} port {port}: {log.read_text()}")
 
 
 @contextmanager
 def running_sshd(
     folder: Path, *, addresses: Sequence[str] = ("127.0.0.1", "127.0.0.2"), options: str = ""
 ) -> Iterator[LoopbackSshd]:
-    """A server of its own with keys of its own in `folder`; skips where there is no sshd. Ended by its process id."""
+    """A server of its own with keys of its own in `folder`; skips where there is no sshd. Ended by its process id.
+
+    It shows the same keys on all addresses, however many.
+    """
     program, reason = find_sshd()
     if program is None:
         pytest.skip(reason)
@@ -102,9 +106,7 @@ def running_sshd(
     (folder / "home").mkdir()
     port = free_port()
     (folder / "sshd_config").write_text(
-        f"Port {port}\n"
-        + "".join(f"ListenAddress {address}\n" for address in addresses)
-        + f"HostKey {folder}/host_key\n"
+        f"Port {port}\nHostKey {folder}/host_key\n"
         f"PidFile none\nAuthorizedKeysFile {folder}/authorized_keys\n"
         "StrictModes no\nUsePAM no\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
         "PermitRootLogin prohibit-password\nMaxStartups 500\n"
@@ -113,13 +115,18 @@ def running_sshd(
     )
     known_hosts, log = folder / "known_hosts", folder / "log"
     known_hosts.write_text("".join(f"[{address}]:{port} {host_key}\n" for address in addresses))
-    with open(log, "wb") as stream:
-        process = subprocess.Popen(
-            [program, "-D", "-e", "-f", str(folder / "sshd_config")], stdout=stream, stderr=stream
-        )
+    processes = []
     try:
-        wait_until_open(port, process, log)
+        with open(log, "ab") as stream:
+            for start in range(0, len(addresses), ADDRESSES_OF_ONE):
+                mine = [f"-oListenAddress={address}" for address in addresses[start : start + ADDRESSES_OF_ONE]]
+                command = [program, "-D", "-e", "-f", str(folder / "sshd_config"), *mine]
+                processes.append(subprocess.Popen(command, stdout=stream, stderr=stream))
+        for process, address in zip(processes, addresses[::ADDRESSES_OF_ONE], strict=True):
+            wait_until_open(address, port, process, log)
         yield LoopbackSshd(port=port, key=folder / "client_key", host_key=host_key, known_hosts=known_hosts, log=log)
     finally:
-        process.terminate()
-        process.wait(10)
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(10)

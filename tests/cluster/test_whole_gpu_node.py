@@ -6,7 +6,6 @@ import os
 import pty
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,28 +17,12 @@ from cluster.hosts import Host
 from cluster.inventory import Node
 from cluster.local import connect_local
 from cluster.site import GpuExpectation, GpuMemoryLimit, Site
-from tests.cluster.gpu_outputs import MODELS, NAMES, nvlink, report, setting
+from tests.cluster.gpu_outputs import MODELS, Install, install_node, setting
 
 ROOT = Path(__file__).parents[2]
 # What depends on nvidia-smi alone, so that the verdict is that of the outputs and not of this machine.
 GPU_CHECKS = ("gpus", "gpu_memory", "gpu_ecc", "gpu_rows", "gpu_recovery", "gpu_clocks", "gpu_thermal", "gpu_versions",
               "gpu_fabric", "nvlink")  # fmt: skip
-Install = Callable[[str], Path]
-
-
-def install_node(install: Install, model: str, broken: Callable[[str], str] = str, name: str = "") -> Path:
-    state = install(
-        'echo "$*" >> $STATE/calls\ncase "$*" in\n'
-        "--query-gpu=index,uuid,memory.used*) cat $STATE/memory ;;\n--query-gpu=*) cat $STATE/gpus ;;\n"
-        "--query-compute-apps*) ;;\n-q) cat $STATE/report ;;\nnvlink*) cat $STATE/nvlink${2} ;;\nesac"
-    )
-    rows = [f"{n}, GPU-{n}, 00000000:0{n}:00.0, {name or NAMES[model]}, 580.159.04, 143771" for n in range(8)]
-    (state / "gpus").write_text("\n".join(rows) + "\n")
-    (state / "memory").write_text("".join(f"{n}, GPU-{n}, 4\n" for n in range(8)))
-    (state / "report").write_text(report(model, broken))
-    for form in ("s", "e"):
-        (state / f"nvlink-{form}").write_text(nvlink(model, form))
-    return state
 
 
 def check(site: Site, *only: str) -> NodeReport:
