@@ -3,31 +3,54 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from engine.burst import METHOD
+from engine.attention.masks import parse_mask
+from engine.attention.reference import dense_attention
 from engine.data import open_tokens
 from engine.distributed import World, arrange
 from engine.initialise import initialise
-from engine.model import Decoder
+from engine.lm_head import plain_loss_sum
+from engine.model import Decoder, DenseCausal
 from engine.optimizer import adamw
 from engine.recipe import Recipe
 from engine.settings import TrialSettings
 from engine.train import TrainTask, clip_gradients
+from harness.methods import method_named
 
 Result = dict[str, Any]
 
 
-def dense_run(settings: TrialSettings, dtype: torch.dtype = torch.float32) -> Result:
-    """The same step in one process: no FSDP, no checkpointing, no fusion, dense attention."""
+class DenseMasked(DenseCausal):
+    """Dense attention of a whole sequence under any mask."""
+
+    def __init__(self, mask: str) -> None:
+        self._mask = parse_mask(mask)
+
+    def __call__(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+        return dense_attention(q_BSND, k_BSKD, v_BSKD, self._mask)
+
+
+def dense_model(settings: TrialSettings, dtype: torch.dtype) -> Decoder:
+    """The model of one process: no FSDP, no checkpointing, no fusion, dense attention."""
     with torch.device("meta"):
         model = Decoder(settings.model)
     initialise(model, settings.seed, torch.device("cpu"))
-    model.to(dtype)
+    for block in model.blocks:
+        block.attend = DenseMasked(settings.mask)
+    model.head.loss_sum = partial(plain_loss_sum, z_loss=settings.z_loss)
+    return model.to(dtype)
+
+
+def dense_run(settings: TrialSettings, dtype: torch.dtype = torch.float32) -> Result:
+    """The same step in one process."""
+    model = dense_model(settings, dtype)
     store = open_tokens(settings.data)
     batches = [
         store.batch(
@@ -48,7 +71,7 @@ def task_of(settings: TrialSettings) -> tuple[World, TrainTask]:
     node = torch.distributed.get_rank() * settings.emulate_nodes // settings.world_size
     os.environ["NCCL_HOSTID"] = f"node-{node}"
     world = arrange(settings, torch.device("cpu"))
-    return world, TrainTask(settings, METHOD, world)
+    return world, TrainTask(settings, method_named(settings.method), world)
 
 
 def parallel_runs(cache: str, cases: dict[str, TrialSettings], steps: int = 0) -> dict[str, Result]:
@@ -79,9 +102,7 @@ def parallel_runs(cache: str, cases: dict[str, TrialSettings], steps: int = 0) -
 
 def dense_parameters(settings: TrialSettings, steps: int) -> dict[str, Any]:
     """Every parameter after some optimizer steps in one process, on whole batches."""
-    with torch.device("meta"):
-        model = Decoder(settings.model).double()
-    initialise(model, settings.seed, torch.device("cpu"))
+    model = dense_model(settings, torch.float64)
     optimizer = adamw(model, settings.learning_rate, Recipe())
     store, size = open_tokens(settings.data), settings.batch_size * settings.gradient_accumulation * settings.dp_size
     for step in range(steps):
@@ -97,5 +118,10 @@ def errors(found: Result, truth: Result) -> dict[str, float]:
     """Relative error of loss, norm and each gradient."""
     compared = {name: abs(found[name] / truth[name] - 1) for name in ("loss", "grad_norm")}
     for name, expected in truth["gradients"].items():
-        compared[name] = float(np.linalg.norm(found["gradients"][name] - expected) / np.linalg.norm(expected))
+        compared[name] = apart(found["gradients"][name], expected)
     return compared
+
+
+def apart(found: Any, expected: Any) -> float:
+    """Norm of the difference over that of what is expected."""
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))

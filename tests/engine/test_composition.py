@@ -1,0 +1,153 @@
+"""Loss, norm, every gradient and every updated parameter equal a one-process dense run, whatever is combined."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention.schedule import HEAD_SCHEDULES
+from engine.settings import Checkpoint, ModelShape, TrialSettings
+from tests.engine.parity import Result, apart, dense_parameters, dense_run, errors, parallel_runs
+from tests.pairwise import Row, pairs_of, pairwise
+from tests.ranks import run_on_ranks
+
+# Odd sizes on purpose: hidden size, MLP and vocabulary do not divide by 4, so that FSDP2's last ranks hold short shards
+# or none. Four layers are a group of three and one of one.
+SHAPE = ModelShape(name="odd", layers=4, hidden=18, ffn=30, heads=8, kv_heads=4, head_dim=4, vocab=257)
+# Two sequences per replica and step, in one micro-batch or two.
+SETTINGS = TrialSettings(task="train", method="burst", model=SHAPE, seq_len=48)
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "method": ("burst", "ulysses", "ring", "megatron_cp"),
+    "layout": ("auto", "contiguous", "zigzag", "striped", "split_zigzag"),
+    "schedule": ("auto", "ring", "double_ring", "head_exchange", "heads_inside", "heads_across"),
+    "backward": ("auto", "query", "key_value"),
+    "mask": ("causal", "full", "sliding_window:9:2", "documents:7,17,5,...", "block_sparse:6:strided-3:causal"),
+    "every": (1, 0, 3),
+    "tail": (1.0, 0.0, 0.35),
+    "offload": ("none", "inputs", "all"),
+    "mlp_tiles": (1, 3),
+    "optimizer_offload": (False, True),
+    "sharding": ("full", "hybrid"),
+    "gradient_accumulation": (1, 2),
+    "lm_head_fusion": (True, False),
+    "z_loss": (0.0, 0.01),
+    "dtype": ("fp64", "fp32", "bf16"),
+}
+ARRANGING = ("layout", "schedule", "backward")  # how the ranks share a sequence
+WORLDS = [(1, 1), (2, 2), (4, 2), (4, 4)]  # ranks, of which so many share a sequence; two nodes from two ranks on
+STEPS = 2  # of the optimizer, in fp64: in narrower types AdamW's first steps turn rounding into whole updates
+LIMITS = {"fp64": 1e-10, "fp32": 1e-5}
+
+
+def settings_of(row: Row, world_size: int = 1, cp_size: int = 1) -> TrialSettings:
+    row = dict(row)
+    checkpoint = Checkpoint(every=row.pop("every"), tail=row.pop("tail"), offload=row.pop("offload"))
+    sizes = {"world_size": world_size, "cp_size": cp_size, "emulate_nodes": min(2, world_size)}
+    return dataclasses.replace(
+        SETTINGS, checkpoint=checkpoint, batch_size=2 // row["gradient_accumulation"], **sizes, **row
+    )
+
+
+def allowed(row: Row) -> bool:
+    """Baselines have a layout, a schedule and a backward of their own, and tokens that are not consecutive cannot be
+    traded for heads. Nothing else is refused."""
+    if row["method"] == "burst":
+        return not (row["layout"] == "striped" and row["schedule"] in HEAD_SCHEDULES)
+    return all(row[name] == "auto" for name in ARRANGING)
+
+
+def choices_for(world_size: int, cp_size: int) -> dict[str, tuple[Any, ...]]:
+    """All of them where all ranks share one sequence; elsewhere how they share it is left alone."""
+    shares = world_size == cp_size > 1
+    return {name: values if shares or name not in ("method", *ARRANGING) else values[:1]
+            for name, values in CHOICES.items()}  # fmt: skip
+
+
+def rows_for(world_size: int, cp_size: int) -> list[Row]:
+    """Other rows for every arrangement of ranks, so that together they hold many triples as well."""
+    return pairwise(choices_for(world_size, cp_size), allowed, seed=10 * world_size + cp_size)
+
+
+def plain(settings: TrialSettings) -> TrialSettings:
+    """The same loss of the same sequences on one rank, with no lever and nothing that is parallel."""
+    sequences = settings.batch_size * settings.gradient_accumulation * settings.dp_size
+    said = {name: getattr(settings, name) for name in ("mask", "z_loss", "dtype")}
+    return dataclasses.replace(
+        SETTINGS, batch_size=sequences, checkpoint=Checkpoint(every=0), lm_head_fusion=False, **said
+    )
+
+
+@pytest.fixture(autouse=True)
+def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A cache directory of this test's own."""
+    monkeypatch.setenv("BURST_CACHE", str(tmp_path))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(("world_size", "cp_size"), WORLDS)
+def test_every_two_choices_meet(world_size: int, cp_size: int) -> None:
+    choices, rows = choices_for(world_size, cp_size), rows_for(world_size, cp_size)
+    met = set().union(*(pairs_of(row, list(choices)) for row in rows))
+    for pair in itertools.combinations(((name, value) for name in choices for value in choices[name]), 2):
+        (one, first), (other, second) = pair
+        if one != other and allowed(
+            {name: values[0] for name, values in choices.items()} | {one: first, other: second}
+        ):
+            assert pair in met
+    assert all(map(allowed, rows))
+
+
+def runs(cache: str, cases: dict[str, TrialSettings]) -> dict[str, Result]:
+    wide = {name: settings for name, settings in cases.items() if settings.dtype == "fp64"}
+    narrow = {name: settings for name, settings in cases.items() if name not in wide}
+    return parallel_runs(cache, wide, STEPS) | parallel_runs(cache, narrow)
+
+
+@pytest.mark.parametrize(("world_size", "cp_size"), WORLDS)
+def test_whatever_is_combined_the_step_is_that_of_a_dense_run(
+    world_size: int, cp_size: int, cache_directory: str
+) -> None:
+    cases = {str(row): settings_of(row, world_size, cp_size) for row in rows_for(world_size, cp_size)}
+    per_rank = run_on_ranks(world_size, runs, cache_directory, cases)
+    alone = {plain(settings) for settings in cases.values() if settings.dtype == "bf16"}
+    in_bf16 = run_on_ranks(1, parallel_runs, cache_directory, {each: each for each in alone})[0]
+    wrong = {
+        name: problems
+        for name, settings in cases.items()
+        if (problems := _problems(per_rank[0][name], plain(settings), in_bf16))
+    }
+    assert wrong == {}
+    for ranks in zip(*(rank.values() for rank in per_rank), strict=True):
+        assert len({(rank["loss"], rank["grad_norm"]) for rank in ranks}) == 1
+
+
+@cache
+def _truth(plainly: TrialSettings) -> Result:
+    return dense_run(plainly, torch.float64) | {"parameters": dense_parameters(plainly, STEPS)}
+
+
+def _problems(found: Result, plainly: TrialSettings, in_bf16: dict[TrialSettings, Result]) -> dict[str, float]:
+    """What of one step errs by more than its dtype allows, and by how much."""
+    truth = _truth(dataclasses.replace(plainly, dtype="fp64"))
+    off = errors(found, truth)
+    if plainly.dtype != "bf16":
+        if plainly.dtype == "fp64":
+            off |= {f"updated {name}": apart(found["parameters"][name], p) for name, p in truth["parameters"].items()}
+        return {name: error for name, error in off.items() if not error < LIMITS[plainly.dtype]}
+    own = errors(in_bf16[plainly], truth)
+    assert max(own.values()) < 0.1
+    # All together, since which of some dozens errs most is chance in bf16; none by itself stands out either.
+    beside_own = {"all": _overall(off) / _overall(own), "the worst": max(off.values()) / max(own.values())}
+    return {name: ratio for name, ratio in beside_own.items() if not ratio < {"all": 1.25, "the worst": 2}[name]}
+
+
+def _overall(found: dict[str, float]) -> float:
+    """Root mean square."""
+    return float(np.sqrt(np.mean(np.square(list(found.values())))))
