@@ -41,7 +41,7 @@ def add_mlp_in(tiles: int) -> AddMLP:
             # Remembered before anything is computed: torch's non-reentrant checkpoint ends a layer's recomputation with
             # the last tensor that backward asks for, so that the recomputation never enters the MLP.
             x_TE = _Remember.apply(x_TE, *weights)
-        return _TiledMLP.apply(x_TE, x_TE.grad_fn, norm.eps, run, *weights).view_as(x_BLE)
+        return _TiledMLP.apply(x_TE, x_TE.grad_fn, x_BLE.shape, norm.eps, run, *weights)
 
     return add_tiled_mlp
 
@@ -60,22 +60,27 @@ class _Remember(torch.autograd.Function):
 
 
 class _TiledMLP(torch.autograd.Function):
-    """(x_TE, the node that remembers, eps, tokens of a run, weights of norm, down, up, gate or none) -> x + mlp(x)."""
+    """(x_TE, the node that remembers, shape of x_BLE, eps, tokens of a run, weights of norm, down, up, gate or none)
+    -> x + mlp(x), [B, L, E]."""
 
     @staticmethod
-    def forward(ctx: Any, x_TE: Tensor, memory: Any, eps: float | None, run: int, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x_TE: Tensor, memory: Any, shape: torch.Size, eps: float | None, run: int, *weights: Tensor
+    ) -> Tensor:
         ctx.memory, ctx.eps, ctx.run = memory, eps, run
         norm_E, down_EF, *projections_FE = weights
-        out_TE = torch.empty_like(x_TE)
+        out_BLE = x_TE.new_empty(shape)  # not a view of another tensor, which FSDP2 warns of
+        out_TE = out_BLE.flatten(0, -2)
         for tokens in _runs(x_TE, run):
             normed_TE = F.rms_norm(x_TE[tokens], norm_E.shape, norm_E, eps)
             hidden_TF = activate(*(F.linear(normed_TE, weight_FE) for weight_FE in projections_FE))
             torch.add(x_TE[tokens], F.linear(hidden_TF, down_EF), out=out_TE[tokens])
-        return out_TE
+        return out_BLE
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout_TE: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout_BLE: Tensor) -> tuple[Tensor | None, ...]:
+        dout_TE = dout_BLE.flatten(0, -2)
         x_TE, norm_E, down_EF, *projections_FE = ctx.memory.saved_tensors
         norm_E = norm_E.detach().requires_grad_()
         dx_TE = torch.empty_like(x_TE)
@@ -99,7 +104,7 @@ class _TiledMLP(torch.autograd.Function):
             dx_run_TE, dnorm_run_E = torch.autograd.grad(normed_TE, (x_run_TE, norm_E), dnormed_TE)
             torch.add(dout_TE[tokens], dx_run_TE, out=dx_TE[tokens])
             dnorm_E += dnorm_run_E
-        return dx_TE, None, None, None, *(wide.to(norm_E.dtype) for wide in (dnorm_E, ddown_EF, *dprojections_FE))
+        return dx_TE, None, None, None, None, *(wide.to(norm_E.dtype) for wide in (dnorm_E, ddown_EF, *dprojections_FE))
 
 
 def _runs(x_TE: Tensor, run: int) -> Iterator[slice]:
