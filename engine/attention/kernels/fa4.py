@@ -33,6 +33,17 @@ def _installed() -> bool:
     return any(Path(place, "cute").is_dir() for place in places or ())
 
 
+# Most bytes of the fp32 sum of dQ that the kernel allocates in backward, for all heads it is given: twice those of Q,
+# and the zero output takes as many as Q again. Longer tiles go through in groups of heads, which are many rows each.
+WORKSPACE_BYTES = 1 << 31
+
+
+def kv_heads_at_once(q_BLND: Tensor, kv_heads: int) -> int:
+    """KV heads, with the query heads that read them, of one backward call: the most that keep to `WORKSPACE_BYTES`."""
+    per_head = max(1, 4 * q_BLND.numel() // kv_heads)
+    return max(1, min(kv_heads, WORKSPACE_BYTES // per_head))
+
+
 # One zero output per shape, shared by all calls: reading it costs bandwidth, making it anew would cost more.
 _zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
@@ -100,19 +111,55 @@ class FlashAttention4Kernel:
         scale: float,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq_BLND, dk_BMKD, dv_BMKD = _interface()._flash_attn_bwd(
-            q_BLND,
-            k_BMKD,
-            v_BMKD,
-            _zero_output(q_BLND),
-            dout_BLND,
-            lse_BNL.contiguous(),
-            softmax_scale=scale,
-            deterministic=deterministic,
-            dlse=-delta_BNL,
-            **_window(band, q_BLND.shape[1], k_BMKD.shape[1]),
+        kv_heads = k_BMKD.shape[2]
+        at_once, group = kv_heads_at_once(q_BLND, kv_heads), q_BLND.shape[2] // kv_heads
+        if at_once == kv_heads:
+            return _backward(dout_BLND, q_BLND, k_BMKD, v_BMKD, lse_BNL, delta_BNL, band, scale, deterministic)
+        dq_BLND, dk_BMKD, dv_BMKD = (
+            torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q_BLND, k_BMKD, v_BMKD)
         )
+        for first in range(0, kv_heads, at_once):
+            keys = slice(first, min(first + at_once, kv_heads))
+            queries = slice(keys.start * group, keys.stop * group)
+            dq_BLND[:, :, queries], dk_BMKD[:, :, keys], dv_BMKD[:, :, keys] = _backward(
+                dout_BLND[:, :, queries],
+                q_BLND[:, :, queries],
+                k_BMKD[:, :, keys],
+                v_BMKD[:, :, keys],
+                lse_BNL[:, queries],
+                delta_BNL[:, queries],
+                band,
+                scale,
+                deterministic,
+            )
         return dq_BLND, dk_BMKD, dv_BMKD
+
+
+def _backward(
+    dout_BLND: Tensor,
+    q_BLND: Tensor,
+    k_BMKD: Tensor,
+    v_BMKD: Tensor,
+    lse_BNL: Tensor,
+    delta_BNL: Tensor,
+    band: Band,
+    scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One call of the kernel."""
+    dq_BLND, dk_BMKD, dv_BMKD = _interface()._flash_attn_bwd(
+        q_BLND,
+        k_BMKD,
+        v_BMKD,
+        _zero_output(q_BLND),
+        dout_BLND,
+        lse_BNL.contiguous(),
+        softmax_scale=scale,
+        deterministic=deterministic,
+        dlse=-delta_BNL,
+        **_window(band, q_BLND.shape[1], k_BMKD.shape[1]),
+    )
+    return dq_BLND, dk_BMKD, dv_BMKD
 
 
 KERNEL = FlashAttention4Kernel()

@@ -1,0 +1,54 @@
+"""What FlashAttention-4 is handed in backward: a zero output, minus delta for dlse, and no more heads than its memory
+allows. The library itself is stood in for by the reference kernel."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.attention.kernels import fa4, kernel_named
+from engine.attention.merge import row_dot
+from engine.attention.tiles import CAUSAL
+
+REFERENCE = kernel_named("reference")
+
+
+class Library:
+    """Computes as the library does, by the reference, and notes the bytes of its fp32 sum of dQ."""
+
+    def __init__(self) -> None:
+        self.workspaces: list[int] = []
+
+    def _flash_attn_bwd(self, q, k, v, out, dout, lse, *, softmax_scale, deterministic, dlse, causal):
+        assert causal
+        assert lse.is_contiguous()
+        self.workspaces.append(4 * q.numel())
+        return REFERENCE.backward(dout, q, k, v, lse, row_dot(dout, out) - dlse, CAUSAL, softmax_scale, deterministic)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 3)])
+@pytest.mark.parametrize("most", [1, 2 * 16 * 2 * 8 * 4, 2 * 16 * 4 * 8 * 4, 1 << 31])
+def test_heads_in_groups_give_the_gradients_of_all_at_once(monkeypatch, heads, kv_heads, most) -> None:
+    library = Library()
+    monkeypatch.setattr(fa4, "_interface", lambda: library)
+    monkeypatch.setattr(fa4, "_zeros", {})
+    monkeypatch.setattr(fa4, "WORKSPACE_BYTES", most)
+    generator = torch.Generator().manual_seed(0)
+    q, dout = (torch.randn(2, 16, heads, 8, dtype=torch.float64, generator=generator) for _ in range(2))
+    k, v = (torch.randn(2, 16, kv_heads, 8, dtype=torch.float64, generator=generator) for _ in range(2))
+    out, lse = REFERENCE.forward(q, k, v, CAUSAL, 0.3)
+    delta = row_dot(dout, out)
+    found = fa4.KERNEL.backward(dout, q, k, v, lse, delta, CAUSAL, 0.3, False)
+    for gradient, truth in zip(found, REFERENCE.backward(dout, q, k, v, lse, delta, CAUSAL, 0.3, False), strict=True):
+        assert gradient.is_contiguous() or len(library.workspaces) == 1
+        torch.testing.assert_close(gradient, truth, rtol=1e-12, atol=1e-12)
+    group = 4 * q.numel() // kv_heads  # of one KV head: less is not possible
+    assert max(library.workspaces) <= max(most, group)
+    assert sum(library.workspaces) == 4 * q.numel()
+
+
+def test_short_tiles_are_one_call() -> None:
+    assert fa4.kv_heads_at_once(SimpleNamespace(numel=lambda: (128 << 10) * 32 * 128), 8) == 8
+    assert fa4.kv_heads_at_once(SimpleNamespace(numel=lambda: (1 << 20) * 32 * 128), 8) == 1
