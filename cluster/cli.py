@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ from cluster.render.table import table, why_not
 from cluster.runner import Connect
 from cluster.verdict import EXIT_CODES, worst_level
 
+READER_LEFT = 128 + signal.SIGPIPE  # as the shell shows a program that the signal ended
 BAD_USAGE = 3  # argparse's own 2 would read as "a node failed"
 
 
@@ -40,7 +43,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "check_nodes.py") -> int
         )
         if arguments.html and not arguments.html.parent.is_dir():
             raise ValueError(f"--html {arguments.html} is in no folder that exists; create it or name another")
-        return _check(arguments, nodes, connect, chosen, profiles, prog)
+        code = _check(arguments, nodes, connect, chosen, profiles, prog)
+        sys.stdout.flush()  # here, where a reader who left can still be told from a mistake
+        return code
+    except BrokenPipeError:
+        # What is still buffered cannot be written; Python would try once more at its end, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_LEFT
     except ValueError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return BAD_USAGE

@@ -53,10 +53,10 @@ def headline(report: NodeReport) -> str:
 
 
 def why_not(report: NodeReport) -> str:
-    """One line that says why a node is not usable."""
+    """One line that says why a node is not usable, what is worst first."""
     reasons = [
         f"{name} {verdict.level}: {verdict.summary}"
-        for name, verdict in report.verdicts.items()
+        for name, verdict in worst_first(report)
         if verdict.busy or verdict.level in ("fail", "unknown")
     ]
     return printable(f"{report.host.name} is not usable; " + "; ".join(reasons))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -98,6 +99,16 @@ def test_bad_usage_is_one_sentence_and_exit_code_three(
     assert printed.out == ""
     assert sentence in printed.err
     assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("form", ["--json", "--all"])
+def test_a_reader_who_leaves_early_is_no_error(form: str, roomy_site: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "check_nodes.py", form, "--only", "disk", "--no-history", "--site", str(roomy_site)]
+    with open(writer, "wb") as nobody:
+        done = subprocess.run(command, cwd=ROOT, stdout=nobody, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_this_machine_needs_the_standard_library_and_pyyaml_only(roomy_site: Path) -> None:

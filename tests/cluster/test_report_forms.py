@@ -52,6 +52,14 @@ def test_the_table_shows_what_is_wrong_first_and_what_is_well_in_one_line() -> N
     assert table(FLEET).endswith("4 nodes: 1 ok, 1 warn, 1 unknown, 1 fail; 1 usable")
 
 
+def test_why_a_node_is_not_usable_begins_with_what_is_worst() -> None:
+    blind = Verdict(level="unknown", summary="see gpus")
+    gone = Verdict(level="fail", summary="no GPU")
+    assert why_not(report("gpu01", gpu_ecc=blind, gpus=gone, disk=BAD.verdicts["disk"])) == (
+        "gpu01 is not usable; gpus fail: no GPU; gpu_ecc unknown: see gpus"
+    )
+
+
 def test_every_check_has_its_row_when_asked_for() -> None:
     rows = table([GOOD], every_check=True).splitlines()
     assert len([row for row in rows if " ok " in row]) == len(GOOD.verdicts)
