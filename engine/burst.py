@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.attention.layout import LAYOUTS, Layout, SplitZigzag, split_refusal, tail_cut
 from engine.attention.masks import FirstRows, Mask, TooManyTiles, imbalance, kept_share, meeting, parse_mask
+from engine.attention.schedule import HEAD_SCHEDULES
 from engine.method import EngineCommand
 
 if TYPE_CHECKING:
@@ -38,7 +40,11 @@ class Burst(EngineCommand):
         if settings.layout != "auto":
             return settings.layout
         recomputes = settings.task == "train" and settings.checkpoint.every > 0
-        return best_layout(parse_mask(settings.mask), settings.seq_len, settings.cp_size, tail if recomputes else 1.0)
+        # Tokens are traded for heads in runs of consecutive ones.
+        among = [each for each in PREFERENCE if each.name != "striped" or settings.schedule not in HEAD_SCHEDULES]
+        return best_layout(
+            parse_mask(settings.mask), settings.seq_len, settings.cp_size, tail if recomputes else 1.0, among
+        )
 
     def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
         from engine.attention.bound import BoundAttention
@@ -61,14 +67,16 @@ def choose_layout(mask: Mask, seq_len: int, cp_size: int) -> str:
     return best_layout(mask, seq_len, cp_size).name
 
 
-def best_layout(mask: Mask, seq_len: int, cp_size: int, tail: float = 1.0) -> Layout:
+def best_layout(
+    mask: Mask, seq_len: int, cp_size: int, tail: float = 1.0, among: Sequence[Layout] = PREFERENCE
+) -> Layout:
     """`choose_layout` where attention's outputs are kept for the last `tail` of the sequence and computed again before.
 
     With a tail between 0 and 1 the work computed again and the rows kept are to be shared out evenly as well, and
     zigzag over head and tail is one more layout to do it.
     """
     cut = tail_cut(tail, seq_len, cp_size)
-    layouts = list(PREFERENCE)
+    layouts = list(among)
     if 0 < cut < seq_len:
         layouts.insert(layouts.index(LAYOUTS["zigzag"]) + 1, SplitZigzag(tail))
     layouts = [layout for layout in layouts if split_refusal(layout, seq_len, cp_size) is None] or layouts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -55,6 +56,14 @@ def test_no_other_layout_is_much_more_even(mask) -> None:
 def test_a_method_refuses_a_mask_of_another_length_before_anything_is_started() -> None:
     settings = TrialSettings(task="attention", method="burst", model=SHAPE, seq_len=256, mask="documents:64,128")
     assert "2 documents hold 192 tokens and the sequence has 256" in (METHOD.refuse(settings) or "")
+
+
+def test_a_schedule_that_trades_heads_gets_no_striped_layout() -> None:
+    settings = TrialSettings(
+        task="train", method="burst", model=SHAPE, seq_len=4096, cp_size=8, mask="documents:1024,3072"
+    )
+    assert METHOD.layout(settings).name == "striped"
+    assert METHOD.layout(replace(settings, schedule="head_exchange")).name != "striped"
 
 
 def test_choosing_for_a_million_tokens_and_many_ranks_looks_at_blocks_not_at_tokens() -> None:
