@@ -68,7 +68,14 @@ class Checkpoints:
             aside.mkdir()
         self._world.barrier()
         state = {"model": get_model_state_dict(self._model), "optimizer": self._optimizer_state()["state"]}
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(aside, sync_files=True))
+        try:
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(aside, sync_files=True))
+        except dcp.CheckpointException as error:  # on all ranks, whichever of them could not write
+            self._world.barrier()
+            if first:
+                sweep(self._directory)  # on a full disk there is then room to say so
+            self._world.barrier()
+            raise _failed(f"the state after step {step} cannot be saved", error) from error
         self._world.barrier()
         mine = data_files(aside)[self._world.rank :: self._world.size]
         parts = cast(list[dict[str, Any]], self._world.gather(file_facts(aside, mine)))
@@ -121,7 +128,10 @@ class Checkpoints:
 
     def _load(self, path: Path) -> None:
         parameters, optimizer = get_model_state_dict(self._model), self._optimizer_state()
-        dcp.load({"model": parameters, "optimizer": optimizer["state"]}, storage_reader=dcp.FileSystemReader(path))
+        try:
+            dcp.load({"model": parameters, "optimizer": optimizer["state"]}, storage_reader=dcp.FileSystemReader(path))
+        except dcp.CheckpointException as error:
+            raise _failed(f"checkpoint {path.name} cannot be loaded", error) from error
         set_model_state_dict(self._model, parameters)
         set_optimizer_state_dict(self._model, self._optimizer, optimizer)
 
@@ -147,6 +157,13 @@ def whole_parameters(path: Path) -> tuple[ModelShape, Mapping[str, Tensor]]:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         dcp.load({"model": parameters}, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     return shape, parameters
+
+
+def _failed(what: str, error: dcp.CheckpointException) -> OSError:
+    """torch's collection of the ranks' errors, which is no `Exception`, as one of the first rank that has one."""
+    rank, (cause, _) = min(error.failures.items())
+    reason = next(line for line in (*str(cause).splitlines(), type(cause).__name__) if line.strip())
+    return OSError(f"{what}: on rank {rank}, {reason}")
 
 
 def _difference(made: Mapping[str, Any], now: Mapping[str, Any]) -> str:
