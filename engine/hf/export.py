@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -42,7 +44,7 @@ def export_hugging_face(
         shard_bytes: most bytes of tensors in one file; a larger tensor has a file of its own.
 
     Returns `directory`. Raises ValueError for a shape without a counterpart, a folder in use, and a state that lacks
-    parameters or has others.
+    parameters or has others; OSError when it cannot be written.
     """
     library = safetensors()
     target = directory.resolve()
@@ -59,7 +61,7 @@ def export_hugging_face(
     try:
         _write_json(aside / "config.json", config)
         for number, tensors in _filled(_checked(state, sizes, dtype), shards):
-            library.torch.save_file(tensors, aside / files[number], metadata={"format": "pt"})
+            _save(library, tensors, aside / files[number])
             # The library makes files that only their owner reads; a model is read like the text beside it.
             shutil.copymode(aside / "config.json", aside / files[number])
         weight_map = {
@@ -74,6 +76,17 @@ def export_hugging_face(
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return directory
+
+
+def _save(library: ModuleType, tensors: dict[str, Tensor], path: Path) -> None:
+    """One file of tensors. Raises OSError as writing any other file does: the library has an error of its own."""
+    try:
+        library.torch.save_file(tensors, path, metadata={"format": "pt"})
+    except library.SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def shards_of(sizes: Mapping[str, int], most: int) -> list[list[str]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from engine.training.files import RUN_FILE, checkpoints_directory
 from engine.training.manifest import checkpoint_path, checkpoints, read_manifest, step_of
 from harness.errors import UsageError, one_of
+from harness.writable import make_writable
 
 DTYPES = ("fp32", "bf16")
 
@@ -24,6 +25,7 @@ class Export:
 
     def run(self, arguments: argparse.Namespace) -> int:
         checkpoint = chosen_checkpoint(arguments.run, arguments.step)
+        make_writable(arguments.out.absolute().parent)
         # torch is loaded for a checkpoint that exists, not for a typing mistake.
         import torch
 

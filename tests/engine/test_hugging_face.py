@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -276,6 +278,19 @@ def test_a_folder_in_use_is_left_alone_and_an_empty_one_taken(tmp_path: Path) ->
     with pytest.raises(ValueError, match="out exists already; give a new folder"):
         exported(QWEN3, directory)
     assert {path: path.read_bytes() for path in directory.iterdir()} == before
+
+
+def test_a_disk_without_room_is_an_os_error_and_leaves_nothing(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # of any one file
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            exported(LLAMA, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno == errno.EFBIG
+    assert Path(caught.value.filename).suffix == ".safetensors"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_library_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
