@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from engine.atomic import write_atomic
 from engine.measurement import write_json
 from engine.settings import Checkpoint, TrialSettings
 from engine.training.config import Order, TrainingConfig
@@ -53,8 +54,10 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
     with opened_for_writing(start.run_dir, resume=start.resume, marker=RUN_FILE) as (_, moved):
         if moved is not None:
             say(f"the earlier run in {start.run_dir} is now {moved}")
+        run_file = start.run_dir / RUN_FILE
+        earlier = run_file.read_text(encoding="utf-8") if start.resume else None
         write_json(
-            start.run_dir / RUN_FILE,
+            run_file,
             {
                 "config": asdict(config),
                 "commit": start.commit,
@@ -64,6 +67,8 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
         outcome, attempt = _attempt(config, start, on_progress)
         if outcome.status == "failed" and port_was_taken(outcome.reason):
             outcome, attempt = _attempt(config, start, on_progress)
+        if outcome.status == "refused" and earlier is not None:
+            write_atomic(run_file, earlier)  # it stays the run that it was
     if outcome.status == "refused":
         raise UsageError(f"this run cannot start: {outcome.reason}")
     if outcome.status != "ok":

@@ -98,6 +98,16 @@ def test_what_the_ranks_refuse_is_the_users_to_mend(tmp_path: Path) -> None:
         ended(tmp_path / "run", ScriptedLauncher(("refused", "the sequences are too long", None)))
 
 
+def test_a_resumed_run_that_is_refused_stays_what_it_was(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended(run, ScriptedLauncher(("ok", "", {"step": 10, "finished": True})))
+    facts = json.loads((run / "training.json").read_text()) | {"commit": "earlier"}
+    write_json(run / "training.json", facts)
+    with pytest.raises(UsageError, match="made with other layers"):
+        ended(run, ScriptedLauncher(("refused", "made with other layers", None)), resume=True)
+    assert json.loads((run / "training.json").read_text()) == facts
+
+
 def test_a_port_lost_to_another_process_is_tried_once_more(tmp_path: Path) -> None:
     launcher = ScriptedLauncher(("failed", PORT_TAKEN, None), ("ok", "", {"step": 10, "finished": True}))
     assert ended(tmp_path / "run", launcher) == (0, [])
