@@ -39,8 +39,6 @@ COUNTS = (
     "gradient_accumulation",
 )
 
-BYTE_VOCAB = 256  # token ids of byte-level text
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
@@ -201,13 +199,13 @@ class TrialSettings:
         return max(1, self.world_size // (self.cp_size * self.tp_size))
 
 
-def vocabulary_refusal(settings: TrialSettings) -> str | None:
-    """Why the model's vocabulary cannot hold the byte tokens it would be trained on, or None."""
-    if settings.task != "train" or settings.model.vocab >= BYTE_VOCAB:
+def vocabulary_refusal(settings: TrialSettings, needed: int) -> str | None:
+    """Why the model cannot be trained on tokens whose ids go up to `needed` - 1, or None."""
+    if settings.task != "train" or settings.model.vocab >= needed:
         return None
     return (
-        f"model {settings.model.name} has a vocabulary of {settings.model.vocab}, but byte tokens need {BYTE_VOCAB}; "
-        "choose a model with at least that many"
+        f"model {settings.model.name} has a vocabulary of {settings.model.vocab}, but the tokens of {settings.data} "
+        f"need {needed}; choose a model with at least that many"
     )
 
 

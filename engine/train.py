@@ -65,16 +65,10 @@ class TrainTask:
         recipe: Recipe | None = None,
     ) -> None:
         """`sequences` are what is learnt from, by default those of the settings' data in order; `recipe` is how."""
-        refusal = vocabulary_refusal(settings)
-        if refusal:
-            raise ValueError(refusal)
         self.settings, self.world, self.recipe = settings, world, recipe or Recipe()
         self.store: Sequences = sequences or open_tokens(settings.data)
-        if self.store.vocabulary > settings.model.vocab:
-            raise ValueError(
-                f"model {settings.model.name} has a vocabulary of {settings.model.vocab}, but the tokens of "
-                f"{settings.data} need {self.store.vocabulary}; choose a model with at least that many"
-            )
+        if refusal := vocabulary_refusal(settings, self.store.vocabulary):
+            raise ValueError(refusal)
         self.cp: ContextParallel = context_parallel(settings, method, world)
         self.attend = RefusingAttention(method.attention(self.cp, settings))
         self.model: Decoder = build_model(settings, self.attend, world.fsdp_mesh)
@@ -107,9 +101,14 @@ class TrainTask:
             forward_seconds=self.world.slowest([step.forward_seconds for step in timed]),
             loss=[step.loss for step in steps],
             grad_norm=[step.grad_norm for step in steps],
-            chosen=self.attend.chosen(),
+            chosen=self.attend.chosen() | self._found_nodes(),
             data=self.store.describe(),
         )
+
+    def _found_nodes(self) -> dict[str, str]:
+        """Over how many ranks hybrid sharding splits parameters: those of the nodes it found."""
+        hybrid = self.settings.sharding == "hybrid"
+        return {"sharding_node_size": str(self.world.fsdp_mesh.size(-1))} if hybrid else {}
 
     def step(self, index: int) -> Step:
         """One optimizer step on the batch of that index. Collective."""

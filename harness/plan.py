@@ -55,7 +55,7 @@ def refusal(settings: TrialSettings, machine: Machine) -> str | None:
     return (
         _size_refusal(settings)
         or parse_mask(settings.mask).refusal(settings.seq_len)
-        or vocabulary_refusal(settings)
+        or _data_refusal(settings)
         or method.refuse(settings)
         or _layout_refusal(settings)
         or _head_refusal(settings, machine)
@@ -180,6 +180,18 @@ def _size_refusal(settings: TrialSettings) -> str | None:
             "choose a number of nodes that divides it"
         )
     return None
+
+
+def _data_refusal(settings: TrialSettings) -> str | None:
+    """Tokens that the model has no words for, or a store that cannot be read."""
+    if settings.task != "train":
+        return None
+    from engine.data import vocabulary_of  # numpy comes with it
+
+    try:
+        return vocabulary_refusal(settings, vocabulary_of(settings.data))
+    except ValueError as error:
+        return str(error)
 
 
 def _layout_refusal(settings: TrialSettings) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engine.data.build import build_store
 from engine.data.sources import PYTHON_DOCS
-from engine.data.store import TokenStore, is_store
+from engine.data.store import TokenStore, is_store, read_header
 from engine.data.tokenizers import ByteTokenizer
 
 
@@ -44,6 +44,13 @@ def open_tokens(source: str) -> TokenStore:
                     f"the token store {directory} cannot be built ({error}); point BURST_CACHE at a writable directory"
                 ) from error
     return TokenStore(directory)
+
+
+def vocabulary_of(source: str) -> int:
+    """What the ids of `source`'s tokens lie below; reads a store's header at most. Raises ValueError."""
+    if source != PYTHON_DOCS and is_store(Path(source)):
+        return read_header(Path(source)).vocabulary
+    return ByteTokenizer.vocabulary
 
 
 def _store_name(source: str) -> str:

@@ -18,6 +18,7 @@ from engine.initialise import initialise
 from engine.model import Decoder
 from engine.settings import ModelShape, Steps, TrialSettings
 from engine.train import TrainTask
+from tests.engine.parity import task_of
 from tests.ranks import run_on_ranks
 
 # 5 rows of a norm over 4 ranks leave the last rank with none.
@@ -79,10 +80,22 @@ def test_impossible_and_diverging_trials_end_in_one_sentence(tmp_path: Path) -> 
         f"ValueError: model odd has a vocabulary of 259, but the tokens of {tmp_path}/store need 300; "
         "choose a model with at least that many"
     )
-    assert small.startswith("ValueError: model odd has a vocabulary of 100, but byte tokens need 256")
+    assert small.startswith("ValueError: model odd has a vocabulary of 100, but the tokens of python_docs need 256")
     assert missing.startswith("ValueError: data '/no/such/text' is no file and no token store")
     assert diverged.startswith("FloatingPointError: step 2 has loss nan")
     assert diverged.endswith("try a learning_rate below 1e+38")
+
+
+def nodes_recorded(cache: str, settings: TrialSettings) -> str:
+    os.environ["BURST_CACHE"] = cache
+    _, task = task_of(settings)
+    return task.run(lambda step: None).chosen["sharding_node_size"]
+
+
+def test_the_nodes_that_hybrid_sharding_found_are_recorded(tmp_path: Path) -> None:
+    for nodes in (1, 2):
+        settings = dataclasses.replace(SETTINGS, world_size=2, sharding="hybrid", emulate_nodes=nodes)
+        assert run_on_ranks(2, nodes_recorded, str(tmp_path), settings) == [str(2 // nodes)] * 2
 
 
 def warmed_up(cache: str, settings: TrialSettings) -> tuple[list[int], int, str]:

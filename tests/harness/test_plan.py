@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.data.build import build_store
+from engine.data.tokenizers import ByteTokenizer
 from harness.errors import UsageError
 from harness.machine import Machine
 from harness.plan import nothing_can_run, plan, plan_table, varying_settings
@@ -120,8 +122,21 @@ def test_the_cpu_kernel_is_refused_where_ranks_use_gpus(tmp_path: Path) -> None:
 
 def test_a_vocabulary_too_small_for_the_text_is_refused_in_training_only(tmp_path: Path) -> None:
     reason = _only_refusal(tmp_path, "task=train", "fixed.model.vocab=100")
-    assert "has a vocabulary of 100, but byte tokens need 256" in reason
+    assert "has a vocabulary of 100, but the tokens of python_docs need 256; choose" in reason
     assert all(trial.refusal is None for trial in _plan(tmp_path, "task=attention", "fixed.model.vocab=100"))
+
+
+def test_a_stores_own_vocabulary_decides_whether_a_model_has_words_for_it(tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.vocabulary = 128  # ASCII alone
+    (tmp_path / "text.txt").write_text("plain letters\n")
+    build_store([str(tmp_path / "text.txt")], tmp_path / "store", tokenizer)
+    data = f"fixed.data={tmp_path / 'store'}"
+    assert all(trial.refusal is None for trial in _plan(tmp_path, "task=train", "fixed.model.vocab=128", data))
+    reason = _only_refusal(tmp_path, "task=train", "fixed.model.vocab=127", data)
+    assert f"a vocabulary of 127, but the tokens of {tmp_path / 'store'} need 128" in reason
+    (tmp_path / "store" / "header.json").write_text("{")
+    assert "cannot be read" in _only_refusal(tmp_path, "task=train", data)
 
 
 def test_a_mask_that_describes_another_length_is_refused_and_has_no_work(tmp_path: Path) -> None:
