@@ -66,6 +66,8 @@ def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) 
     for before, after in itertools.pairwise((model.embedding, *model.blocks, model.head)):
         before.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([before])
+    # An embedding's gradient needs no weight: gathering it once more would hold V x E elements for nothing.
+    model.embedding.set_unshard_in_backward(False)
     # Each rank's loss is its share of one global mean, so the gradients of the ranks are summed. FSDP2 divides by the
     # number of ranks unless told; plain SUM because gloo has no pre-multiplied reduction.
     for module in model.modules():
