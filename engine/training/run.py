@@ -54,6 +54,10 @@ class TrainingRun:
         self.steps_done = 0
         if order.resume:
             self.steps_done, self.notes = self.checkpoints.restore()
+            if self.steps_done > config.steps:
+                raise ValueError(
+                    f"steps is {config.steps}, but {self.steps_done} steps of this run are done; give at least as many"
+                )
         elif config.init_from:
             start_from(self.task.model, Path(config.init_from))
         self.writer = (

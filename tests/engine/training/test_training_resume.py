@@ -49,6 +49,7 @@ def one_rank(folder: Path, two_ranks: list[dict]) -> dict[str, dict]:
     starts |= {words: (changed, case) for words, case in CHANGES.items()}
     (folder / "other.txt").write_text("other words, " * 2500)
     starts["other data"] = (changed, config(data=str(folder / "other.txt")))
+    starts["fewer steps"] = (changed, config(steps=3))
     starts["newest damaged"] = (copy(folder, "newest", steps=[4, 6]), config())
     damage(folder / "newest", 6)
     starts["newest half written"] = (copy(folder, "half", steps=[4, 6]), config())
@@ -150,6 +151,10 @@ def test_other_data_are_refused_and_another_course_is_not(one_rank) -> None:
     assert "it was made with data of sha256" in one_rank["other data"]["refused"]
     assert one_rank[ALLOWED]["steps_done"] == 5
     assert one_rank[ALLOWED]["metrics"][-1]["learning_rate"] < 0.002
+
+
+def test_a_run_cannot_end_before_where_it_is(one_rank) -> None:
+    assert one_rank["fewer steps"] == {"refused": "steps is 3, but 5 steps of this run are done; give at least as many"}
 
 
 @pytest.mark.parametrize(
