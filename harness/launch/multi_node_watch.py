@@ -17,6 +17,7 @@ POLL_SECONDS = 0.2
 FAILURE_SECONDS = 4.0  # from one host's failure, for the others to see it and to write down what they saw
 HEAD_PROBE_SECONDS = 3.0  # between looks at the head, without which Ray tells nothing about anybody
 HEADLESS_SECONDS = 10.0  # for the ranks on the other hosts to end
+CLOCKS_APART_SECONDS = 1.0  # what `burst check` lets the clocks of hosts differ by without a warning
 HEAD_PROBES = 3  # failed in a row, before the head counts as lost
 
 
@@ -128,15 +129,20 @@ def split(job: Job, *, hosts: int, address: str, port: int) -> list[Job]:
 def troubled(seen: Watched, ranks: int) -> bool:
     """Whether a host's part did not end well, so that the other parts wait for it in vain."""
     ended_well = sum(end.returncode == 0 for end in seen.exits)
-    return ended_well < ranks or seen.timed_out or bool(seen.server_lost)
+    return ended_well < ranks or seen.timed_out_at is not None or bool(seen.server_lost)
 
 
 def merged(seen: Mapping[str, Watched]) -> Watched:
-    """What the hosts of a job saw, by name, as one. Cancelling the others after a failure is no cancelled job."""
+    """What the hosts of a job saw, by name, as one. Cancelling the others after a failure is no cancelled job.
+
+    The host whose deadline comes first ends its ranks, and those of the others then fail for want of a peer.
+    """
     whole = Watched()
     for host, part in seen.items():
         whole.exits += part.exits
-        whole.timed_out |= part.timed_out
+        if part.timed_out_at is not None:
+            at = part.timed_out_at - CLOCKS_APART_SECONDS
+            whole.timed_out_at = min(at, whole.timed_out_at or at)
         whole.oom_killed |= part.oom_killed
         whole.left += part.left
         if part.server_lost and not whole.server_lost:

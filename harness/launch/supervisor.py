@@ -151,7 +151,7 @@ class Supervisor:
             if give_up is not None and now >= give_up:
                 return
             if now >= deadline:
-                watched.timed_out = give_up is None
+                watched.timed_out_at = time.time() if give_up is None else None
                 return
 
     def _end(self, server: ForkServer, job: Job, watched: Watched) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ class Watched:
     """What the supervisor saw of one job."""
 
     exits: list[Exit] = field(default_factory=list)
-    timed_out: bool = False
+    timed_out_at: float | None = None  # when ranks were ended at the deadline, in seconds since the epoch
     cancelled: bool = False
     server_lost: str = ""  # how the fork server ended, should it have
     oom_killed: bool = False  # the kernel's count of out-of-memory kills rose meanwhile
@@ -53,8 +54,9 @@ def judge(job: Job, watched: Watched) -> tuple[Status, str]:
     """Status and reason of a job that has ended.
 
     A cancelled job is interrupted whatever else went on. An out-of-memory or refusal is the cause wherever it appears,
-    because every other error then follows from it, and so is a rank that was killed. Otherwise the failure that came
-    first counts: one rank's end makes its peers fail too, with messages about lost connections that explain nothing.
+    because every other error then follows from it, and so is a rank that was killed. Otherwise what came first counts,
+    a failure or the deadline: one rank's end makes its peers fail too, with messages about lost connections that
+    explain nothing.
     """
     status, reason = _judge(job, watched)
     if watched.left:
@@ -74,8 +76,10 @@ def _judge(job: Job, watched: Watched) -> tuple[Status, str]:
             return "refused", error.reason
 
     explained = {error.rank for error in errors}
+    late = math.inf if watched.timed_out_at is None else watched.timed_out_at
+    errors = [error for error in errors if error.at < late]
     first_exit = min(
-        (end for end in watched.exits if end.returncode != 0 and end.rank not in explained),
+        (end for end in watched.exits if end.returncode != 0 and end.rank not in explained and end.at < late),
         key=lambda end: (not _killed(end), end.at),
         default=None,
     )
@@ -86,7 +90,7 @@ def _judge(job: Job, watched: Watched) -> tuple[Status, str]:
         return "failed", f"rank {first.rank}: {first.reason} (see {_log(first.rank)})"
     if watched.server_lost:
         return ("host_oom" if watched.oom_killed else "failed"), f"{watched.server_lost}, and the ranks ended with it"
-    if watched.timed_out:
+    if watched.timed_out_at is not None:
         return "timeout", (
             f"not finished within its {job.deadline_seconds:g} s{_after(watched.progress)}; "
             f"raise limits.trial_seconds, or see {_log(0)} for where it stopped"

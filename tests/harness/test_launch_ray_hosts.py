@@ -105,8 +105,13 @@ def test_what_hosts_saw_is_judged_as_if_one_had_seen_it(tmp_path):
     status, reason = judge(job(tmp_path), merged({"gpu01": follows, "gpu02": killed}))
     assert (status, reason.split(" (")[0]) == ("failed", "rank 3 was killed by SIGKILL before its first step")
 
-    late = merged({"gpu01": Watched(timed_out=True, progress={"step": 1, "of": 9}), "gpu02": Watched(cancelled=True)})
-    assert judge(job(tmp_path), late)[0] == "timeout"
+    late = Watched(timed_out_at=100.0, progress={"step": 1, "of": 9})
+    assert judge(job(tmp_path), merged({"gpu01": late, "gpu02": Watched(cancelled=True)}))[0] == "timeout"
+    # The second host's deadline is a moment later, and its ranks have lost their peers by then.
+    peer = Watched(exits=[Exit(rank=2, returncode=1, at=100.1)])
+    assert judge(job(tmp_path), merged({"gpu01": late, "gpu02": peer}))[0] == "timeout"
+    broken = Watched(exits=[Exit(rank=2, returncode=1, at=90.0)])
+    assert judge(job(tmp_path), merged({"gpu01": late, "gpu02": broken}))[0] == "failed"
     server = merged({"gpu01": Watched(), "gpu02": Watched(server_lost="the fork server exited with code 1")})
     assert judge(job(tmp_path), server)[1].startswith("gpu02: the fork server exited with code 1")
 

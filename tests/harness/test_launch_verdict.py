@@ -54,10 +54,17 @@ def test_a_killed_rank_is_the_reason_however_late_its_exit_was_noticed(job, erro
     assert judge(job, Watched(exits=exits))[1].startswith("rank 1 was killed")
 
 
+@pytest.mark.parametrize(("error_at", "status"), [(49.0, "failed"), (50.2, "timeout")])
+def test_what_fails_after_the_deadline_fails_because_of_it(job, error_at, status):
+    leave_error(job.trial_dir, 1, error_at)
+    watched = Watched(timed_out_at=50.0, exits=[Exit(rank=1, returncode=1, at=error_at + 0.1)])
+    assert judge(job, watched)[0] == status
+
+
 def test_oom_wins_over_an_earlier_error_of_a_peer(job):
     leave_error(job.trial_dir, 0, 1.0)
     leave_error(job.trial_dir, 1, 2.0, kind="oom", reason="no memory")
-    assert judge(job, Watched(timed_out=True)) == ("oom", "rank 1: no memory")
+    assert judge(job, Watched(timed_out_at=50.0)) == ("oom", "rank 1: no memory")
 
 
 def test_an_unreadable_error_file_is_a_failure_that_says_so(job):
@@ -68,12 +75,12 @@ def test_an_unreadable_error_file_is_a_failure_that_says_so(job):
 
 
 def test_a_timeout_names_the_last_step(job):
-    reason = judge(job, Watched(timed_out=True, progress={"step": 3, "of": 6}))[1]
+    reason = judge(job, Watched(timed_out_at=50.0, progress={"step": 3, "of": 6}))[1]
     assert reason.startswith("not finished within its 9 s after step 3 of 6; raise limits.trial_seconds")
 
 
 def test_processes_that_would_not_die_are_reported(job):
-    watched = Watched(timed_out=True, left=[41, 42])
+    watched = Watched(timed_out_at=50.0, left=[41, 42])
     assert "processes 41, 42 did not end after SIGKILL" in judge(job, watched)[1]
 
 
