@@ -24,7 +24,7 @@ SHAPE = ModelShape(name="odd", layers=4, hidden=18, ffn=30, heads=8, kv_heads=4,
 # Two sequences per replica and step, in one micro-batch or two.
 SETTINGS = TrialSettings(task="train", method="burst", model=SHAPE, seq_len=48)
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "method": ("burst", "ulysses", "ring", "megatron_cp"),
+    "method": ("burst", "ulysses", "megatron_cp"),
     "layout": ("auto", "contiguous", "zigzag", "striped", "split_zigzag"),
     "schedule": ("auto", "ring", "double_ring", "head_exchange", "heads_inside", "heads_across"),
     "backward": ("auto", "query", "key_value"),
@@ -64,10 +64,11 @@ def allowed(row: Row) -> bool:
 
 
 def choices_for(world_size: int, cp_size: int) -> dict[str, tuple[Any, ...]]:
-    """All of them where all ranks share one sequence; elsewhere how they share it is left alone."""
-    shares = world_size == cp_size > 1
-    return {name: values if shares or name not in ("method", *ARRANGING) else values[:1]
-            for name, values in CHOICES.items()}  # fmt: skip
+    """All of them where four ranks share one sequence; on two, those that differ there; elsewhere how ranks share it is
+    left alone."""
+    if world_size != cp_size or cp_size == 1:
+        return {name: values[:1] if name in ("method", *ARRANGING) else values for name, values in CHOICES.items()}
+    return CHOICES if cp_size > 2 else CHOICES | {"schedule": ("auto", "ring", "head_exchange")}
 
 
 def rows_for(world_size: int, cp_size: int) -> list[Row]:
