@@ -37,7 +37,7 @@ sweep: {{cp_size: [{cp_sizes}]}}
 fixed: {{method: burst, seq_len: 256, dtype: fp32}}
 steps: {{warmup: 1, measured: {steps}}}
 seeds: [{seeds}]
-limits: {{trial_seconds: 600}}
+limits: {{trial_seconds: {seconds}}}
 """
 
 
@@ -81,10 +81,14 @@ class Site:
     def up(self) -> tuple[int, str]:
         return self.burst("cluster", "up", str(self.inventory), "--known-hosts", str(self.lab.known_hosts))
 
-    def experiment(self, name: str, cp_sizes: str, steps: int, seeds: str = "0") -> list[str]:
+    def experiment(self, name: str, cp_sizes: str, steps: int, seeds: str = "0", seconds: int = 600) -> list[str]:
         path = self.lab.folder / f"{name}.yaml"
-        path.write_text(EXPERIMENT.format(cp_sizes=cp_sizes, steps=steps, seeds=seeds))
+        path.write_text(EXPERIMENT.format(cp_sizes=cp_sizes, steps=steps, seeds=seeds, seconds=seconds))
         return ["run", str(path), "--nodes", str(self.inventory), "--out", str(self.runs / name)]
+
+    def session(self) -> str:
+        """Of the cluster that is up."""
+        return json.loads((self.state / "cluster.json").read_text())["session"]
 
     def records(self, name: str) -> list[dict]:
         """In the order of the plan."""
@@ -172,7 +176,12 @@ def test_a_cluster_is_started_swept_over_half_lost_and_ended(tmp_path):
         assert (code, said.count(" up ")) == (0, 3), said
         assert "is up" in site.up()[1]  # and is not started twice
 
-        # A sweep over one host and over two, which meet through interfaces of different names.
+        # A sweep over one host and over two, which meet through interfaces of different names. They do not see the
+        # run directory: what they get is staged, and what they leave is fetched.
+        hidden = site.runs / "sweep"
+        hidden.mkdir(parents=True)
+        for host in (head, second):
+            lab.mount(host, hidden, "1m")
         code, said = site.burst(*site.experiment("sweep", cp_sizes="1, 2", steps=2))
         assert code == 0, said
         one, two = site.records("sweep")
@@ -183,6 +192,9 @@ def test_a_cluster_is_started_swept_over_half_lost_and_ended(tmp_path):
         rendered = [json.loads((trial / "environment" / f"{name}.json").read_text()) for name in two["hosts"]]
         assert [node["environment"]["GLOO_SOCKET_IFNAME"] for node in rendered] == [head.interface, second.interface]
         assert [node["ranks"] for node in rendered] == [[0], [1]]
+        assert {log.name for log in trial.glob("logs/rank*.log")} == {"rank0.log", "rank1.log"}
+        assert all(lab.run(host, "find", str(hidden), "-mindepth", "1") == "" for host in (head, second))
+        assert not list(Path("/tmp").glob(f"burst-ray-{site.session()}-*/trials/*"))
         assert (site.runs / "sweep" / "report.html").stat().st_size > 1000
         rows = (site.runs / "sweep" / "results.csv").read_text().splitlines()
         assert len(rows) == 3
@@ -220,7 +232,7 @@ def test_a_cluster_is_started_swept_over_half_lost_and_ended(tmp_path):
         assert site.burst("cluster", "down")[0] == 2
 
 
-def test_a_killed_start_and_a_killed_run_leave_what_down_can_end(tmp_path):
+def test_a_killed_start_a_late_trial_and_a_killed_run_leave_nothing_that_down_cannot_end(tmp_path):
     guests_before = guests()
     with opened_site(2, tmp_path) as site:
         starting = site.start("cluster", "up", str(site.inventory), "--known-hosts", str(site.lab.known_hosts))
@@ -235,6 +247,13 @@ def test_a_killed_start_and_a_killed_run_leave_what_down_can_end(tmp_path):
         wait_until(lambda: site.rays() == [], "something of a half started cluster is left")
 
         assert site.up()[0] == 0
+        code, said = site.burst(*site.experiment("late", cp_sizes="2", steps=100_000, seconds=5))
+        assert code == 1, said
+        [late] = site.records("late")
+        assert (late["status"], late["hosts"]) == ("timeout", ["lab1", "lab2"]), said
+        assert late["reason"].startswith("not finished within its 5 s")
+        assert not any(map(site.ranks, site.lab.hosts))
+
         run = site.start(*site.experiment("killed", cp_sizes="2", steps=2000))
         site.wait_for_progress("killed")
         assert all(map(site.ranks, site.lab.hosts))
