@@ -90,10 +90,11 @@ def _model_tflop(settings: TrialSettings) -> float | None:
     return work_of(settings).model / 1e12 if described else None
 
 
-def plan_table(trials: Sequence[Trial]) -> list[dict[str, Any]]:
+def plan_table(trials: Sequence[Trial], hosts: Machine | None = None) -> list[dict[str, Any]]:
     """A plan as rows: trial id, task, method, model, sizes, every other setting that varies, and whether it can run.
 
-    `model_tflop` is what one step or call computes over all ranks, in 1e12 model FLOPs.
+    `model_tflop` is what one step or call computes over all ranks, in 1e12 model FLOPs. With `hosts`, several as one
+    machine, also how many of them a trial takes and its ranks on each, empty where it does not spread.
     """
     always = ["task", "method", "model", "seq_len", "cp_size", "world_size"]
     # Fields of the model are left out: its name, which is there, changes with them.
@@ -105,9 +106,15 @@ def plan_table(trials: Sequence[Trial]) -> list[dict[str, Any]]:
             {"trial_id": trial.id}
             | {key: flat[key] for key in keys}
             | {"model_tflop": _model_tflop(trial.settings)}
+            | (_spread(trial.settings.world_size, hosts) if hosts else {})
             | {"can_run": trial.refusal is None, "reason": trial.refusal or ""}
         )
     return rows
+
+
+def _spread(ranks: int, hosts: Machine) -> dict[str, Any]:
+    count = hosts.nodes_for(ranks)
+    return {"nodes": count or "", "ranks_per_node": ranks // count if count else ""}
 
 
 def _combinations(experiment: Experiment) -> Iterator[TrialSettings]:

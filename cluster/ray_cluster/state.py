@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from cluster.hosts import Host
 
 SCHEMA = 1
 STATE_FILE = "cluster.json"
+LOCK_FILE = ".lock"
 TOKEN_FILE = "token"  # noqa: S105 - a file's name
 
 
@@ -70,6 +73,7 @@ class ClusterState:
     complete: bool  # False while it is being started, and for good when that was cut short
     versions: str  # what all nodes agree on, for people
     nodes: tuple[StartedNode, ...]
+    of_run: bool = False  # started by `burst run` for itself, which ends it
     schema: int = SCHEMA
 
     @property
@@ -98,6 +102,29 @@ class StateDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.token_path = path / TOKEN_FILE
+
+    @contextlib.contextmanager
+    def held(self, purpose: str) -> Iterator[None]:
+        """Keep other programs from starting or ending the cluster meanwhile. Raises UsageError when one does so now.
+
+        The kernel lets go when this program dies, however it does.
+        """
+        path = self.path / LOCK_FILE
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written ({error.strerror}); give --state a folder of yours") from error
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(
+                    f"cannot {purpose}: another program starts or ends one in {self.path} right now; wait for it"
+                ) from None
+            yield
+        finally:
+            os.close(lock)
 
     def load(self) -> ClusterState | None:
         """The cluster that is up, or half up; None when there is none. Raises UsageError for a file that is not one."""

@@ -5,57 +5,45 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import getpass
-import json
 import secrets
 import socket
-import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from cluster.errors import UsageError
 from cluster.inventory import Inventory, Node
-from cluster.ray_cluster.container import interpreter, run_command, uses_container
+from cluster.ray_cluster.candidates import healthy, intended, ranks_of
+from cluster.ray_cluster.container import interpreter, run_command
 from cluster.ray_cluster.down import docker, end_cluster, end_node
 from cluster.ray_cluster.introduction import HEAD_PORTS, THIS_MACHINE, introduce, own_versions
+from cluster.ray_cluster.means import Means
 from cluster.ray_cluster.node import NodeError, ask, on_all
-from cluster.ray_cluster.ray_commands import MAX_DIRECTORY_CHARACTERS, SETTINGS, head_command, worker_command
+from cluster.ray_cluster.ray_commands import SETTINGS, head_command, worker_command
 from cluster.ray_cluster.state import ClusterState, Process, StartedNode, StateDirectory
 from cluster.ray_cluster.versions import mismatch
-from cluster.runner import Connect, Unreachable
+from cluster.runner import Unreachable
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Means:
-    """How nodes are reached and judged, and what the caller wants to know of each."""
-
-    connect: Connect
-    unfit: Callable[[Sequence[Node]], dict[str, str]]  # why not, by name of the node
-    # Arguments for the node's Python, run in its checkout: prints one JSON object, of which `versions` (text by name)
-    # must be equal on all nodes. Everything it prints is kept in the state.
-    describe: Sequence[str]
-    ranks: Callable[[Node, dict[str, Any]], int]  # how many fit on a node, by what it said of itself; raises ValueError
-    folder: Path  # our own checkout: where a site names none, the nodes have it at the same path
-    say: Callable[[str], None]
-    known_hosts: Path | None = None
-    seconds: float = 60.0  # for one answer of one node
-
-
-def start_cluster(inventory: Inventory, states: StateDirectory, means: Means) -> ClusterState:
-    """Start Ray on the inventory's healthy nodes, the first of them as head.
+def start_cluster(inventory: Inventory, states: StateDirectory, means: Means, *, of_run: bool = False) -> ClusterState:
+    """Start Ray on the inventory's healthy nodes, the first of them as head; `of_run` for one run alone.
 
     Raises UsageError, having ended what was started, when a cluster is recorded already, no node is healthy, versions
     differ, or the head does not start. A worker that does not start is left out with a sentence.
     """
-    if (old := states.load()) is not None:
-        how = "is up" if old.complete else "was left half started"
-        raise UsageError(
-            f"a cluster of {old.inventory} {how} (by {old.created_by}, {old.created_at}); `burst cluster down` ends it"
-        )
-    nodes = _healthy(inventory, means)
+    with states.held("start a cluster"):
+        if (old := states.load()) is not None:
+            how = "is up" if old.complete else "was left half started"
+            raise UsageError(
+                f"a cluster of {old.inventory} {how} (by {old.created_by}, {old.created_at}); "
+                "`burst cluster down` ends it"
+            )
+        return _started(inventory, states, means, of_run)
+
+
+def _started(inventory: Inventory, states: StateDirectory, means: Means, of_run: bool) -> ClusterState:
+    nodes = healthy(inventory, means)
     session = secrets.token_hex(4)
     state = ClusterState(
         session=session,
@@ -66,7 +54,8 @@ def start_cluster(inventory: Inventory, states: StateDirectory, means: Means) ->
         head_port=nodes[0].site.ray.head_port,
         complete=False,
         versions="",
-        nodes=tuple(_intended(node, session, number, means) for number, node in enumerate(nodes)),
+        of_run=of_run,
+        nodes=tuple(intended(node, session, number, means) for number, node in enumerate(nodes)),
     )
     states.save_token(secrets.token_hex(32))
     states.save(state)
@@ -79,38 +68,6 @@ def start_cluster(inventory: Inventory, states: StateDirectory, means: Means) ->
         if isinstance(error, NodeError | Unreachable):
             raise UsageError(str(error)) from error
         raise
-
-
-def _healthy(inventory: Inventory, means: Means) -> list[Node]:
-    unfit = means.unfit(inventory.nodes)
-    for sentence in unfit.values():
-        means.say(f"left out: {sentence}")
-    nodes = [node for node in inventory.nodes if node.name not in unfit]
-    if not nodes:
-        raise UsageError(f"none of the {len(inventory.nodes)} nodes is usable; see burst check for each one's findings")
-    return nodes
-
-
-def _intended(node: Node, session: str, number: int, means: Means) -> StartedNode:
-    """What is known of a node before it is asked anything."""
-    base = node.site.ray.temp_dir or "/tmp"  # noqa: S108 - a new folder of mode 0700 is made in it
-    directory = f"{base.rstrip('/')}/burst-ray-{session}-{number}"
-    if len(directory) > MAX_DIRECTORY_CHARACTERS:
-        raise UsageError(
-            f"{node.name}: ray.temp_dir {base} is too long for Ray's Unix sockets; "
-            f"give one of at most {MAX_DIRECTORY_CHARACTERS - len(directory) + len(base)} characters"
-        )
-    return StartedNode(
-        name=node.name,
-        host=node.host,
-        address="",
-        interface="",
-        mark=f"{session}/{number}",
-        directory=directory,
-        python=node.site.software.python or sys.executable,
-        folder=node.site.software.folder or str(means.folder),
-        container=uses_container(node.site),
-    )
 
 
 class _Start:
@@ -156,10 +113,7 @@ class _Start:
             met = introduce(
                 runner, python, node, site.network.interface, toward, self.means.describe, self.means.seconds
             )
-        try:
-            ranks = self.means.ranks(self.nodes[node.name], json.loads(met.description))
-        except ValueError as error:
-            raise UsageError(f"{node.name}: {error}") from error
+        ranks = ranks_of(self.nodes[node.name], met.description, self.means)
         if not toward:  # the head, which alone listens on ports that others must know
             free = iter(met.free_ports)
             ports: dict[str, Any] = {name: getattr(site.ray, name) or next(free) for name in HEAD_PORTS}

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.cluster_arguments import add_state_argument, state_directory
 from harness.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,29 +48,9 @@ class Cluster:
         return action(arguments, states)
 
 
-def add_state_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--state", type=Path, metavar="DIR",
-        help="where the cluster that is up is remembered (default: ~/.local/state/burst/cluster)",
-    )  # fmt: skip
-
-
-def state_directory(arguments: argparse.Namespace) -> Path:
-    """The folder that `--state` names."""
-    from cluster.ray_cluster.state import default_directory
-
-    return arguments.state or default_directory()
-
-
 def _up(arguments: argparse.Namespace, states: StateDirectory) -> int:
-    from functools import partial
-
     from cluster.inventory_file import read_inventory
-    from cluster.ray_cluster.fitness import unfit_nodes
-    from cluster.ray_cluster.up import Means, start_cluster
-    from cluster.reach import connection
-    from harness.node_facts import ranks_of
-    from harness.provenance import PROJECT_ROOT
+    from harness.launch.cluster import Trust, start
 
     try:
         inventory = read_inventory(arguments.inventory)
@@ -77,25 +58,8 @@ def _up(arguments: argparse.Namespace, states: StateDirectory) -> int:
         raise UsageError(str(error)) from error
     if arguments.names:
         inventory = inventory.select(arguments.names)
-    connect = connection(
-        [node.host for node in inventory.nodes],
-        known_hosts=arguments.known_hosts,
-        accept_new_host_keys=arguments.accept_new_host_keys,
-    )
-    state = start_cluster(
-        inventory,
-        states,
-        Means(
-            connect=connect,
-            unfit=partial(unfit_nodes, connect=connect, timeout_seconds=arguments.timeout),
-            describe=("-m", "harness.node_facts"),
-            ranks=ranks_of,
-            folder=PROJECT_ROOT,
-            say=_say,
-            known_hosts=arguments.known_hosts.absolute() if arguments.known_hosts else None,
-            seconds=arguments.timeout,
-        ),
-    )
+    trust = Trust(known_hosts=arguments.known_hosts, accept_new_host_keys=arguments.accept_new_host_keys)
+    state = start(inventory, states, trust, _say, arguments.timeout)
     ranks = sum(node.ranks for node in state.nodes)
     left_out = len(inventory.nodes) - len(state.nodes)
     print(
@@ -120,7 +84,8 @@ def _status(arguments: argparse.Namespace, states: StateDirectory) -> int:
         note = f"; quarantined: {locked[node.name].reason}" if node.name in locked else ""
         print(f"{node.name:<{width}}  {node.role:<6}  {node.address:<15}  {node.state:<7}  {node.finding}{note}")
     up = sum(node.state == "up" for node in nodes)
-    started = "" if state.complete else "; its start was cut short, or its end: run burst cluster down"
+    owner = ", for one burst run alone" if state.of_run else ""
+    started = owner if state.complete else "; its start was cut short, or its end: run burst cluster down"
     print(f"{up} of {len(nodes)} nodes of {state.inventory} are up, since {state.created_at}{started}")
     return ALL_WELL if up == len(nodes) and state.complete else NOT_ALL
 
@@ -131,7 +96,8 @@ def _down(arguments: argparse.Namespace, states: StateDirectory) -> int:
 
     state = _recorded(states)
     connect = connection([node.host for node in state.nodes], known_hosts=state.known_hosts)
-    problems = end_cluster(states, state, connect, arguments.timeout)
+    with states.held("end the cluster"):
+        problems = end_cluster(states, state, connect, arguments.timeout)
     for name, sentence in problems.items():
         _say(f"{name}: {sentence}")
     if problems and arguments.forget:

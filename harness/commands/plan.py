@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
+from harness.cluster_arguments import add_cluster_arguments
 from harness.errors import UsageError
 from harness.experiment_arguments import add_experiment_arguments, chosen_experiment
 
@@ -15,24 +17,36 @@ class Plan:
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         add_experiment_arguments(parser)
+        add_cluster_arguments(
+            parser,
+            nodes_help="inventory or list of hosts: plan for what burst run --nodes would have of them now",
+        )
         parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
 
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.machine import discover
         from harness.plan import nothing_can_run, plan, plan_table
 
-        trials = plan(chosen_experiment(arguments), discover())
-        rows = plan_table(trials)
+        experiment = chosen_experiment(arguments)
+        if arguments.nodes:
+            from harness.launch.cluster import planned_machine
+
+            machine = planned_machine(arguments, _say)
+            where = f"{machine.nodes} nodes with {machine.node_ranks} ranks each"
+        else:
+            machine, where = discover(), "this machine"
+        trials = plan(experiment, machine)
+        rows = plan_table(trials, machine if arguments.nodes else None)
         if arguments.json:
             print(json.dumps(rows, indent=1))
         else:
-            _print_table(rows)
+            _print_table(rows, where)
         if problem := nothing_can_run(trials):
             raise UsageError(problem)
         return 0
 
 
-def _print_table(rows: list[dict[str, object]]) -> None:
+def _print_table(rows: list[dict[str, object]], where: str) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -65,7 +79,7 @@ def _print_table(rows: list[dict[str, object]]) -> None:
     for reason, number in reasons.items():
         console.print(f"({number}) {reason}", markup=False, highlight=False)
     runnable = sum(bool(row["can_run"]) for row in rows)
-    console.print(f"{len(rows)} trials, {runnable} can run on this machine", highlight=False)
+    console.print(f"{len(rows)} trials, {runnable} can run on {where}", highlight=False)
 
 
 def _cell(name: str, value: object) -> str:
@@ -75,6 +89,10 @@ def _cell(name: str, value: object) -> str:
     if name == "seq_len" and isinstance(value, int):
         return format_length(value)
     return significant(3)(value) if isinstance(value, float) else str(value)
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
 
 
 COMMAND = Plan()

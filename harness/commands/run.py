@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from harness.cluster_arguments import add_cluster_arguments
 from harness.commands import command_line
-from harness.commands.cluster import add_state_argument, state_directory
 from harness.errors import UsageError
 from harness.experiment_arguments import add_experiment_arguments, chosen_experiment
-from harness.launch.choose import LAUNCHERS, cluster_launcher, default_launcher, make_launcher
+from harness.launch.choose import LAUNCHERS, default_launcher, make_launcher
 
 
 class Run:
@@ -23,11 +23,11 @@ class Run:
     def configure(self, parser: argparse.ArgumentParser) -> None:
         add_experiment_arguments(parser)
         parser.add_argument("--launcher", choices=LAUNCHERS, help="default: ray where it is installed, else local")
-        parser.add_argument(
-            "--nodes", type=Path, metavar="FILE",
-            help="inventory or list of hosts: run on those of them that burst cluster up has started",
-        )  # fmt: skip
-        add_state_argument(parser)
+        add_cluster_arguments(
+            parser,
+            nodes_help="inventory or list of hosts: run on those of them that burst cluster up has started, "
+            "or, where no cluster is up, on one started for this run",
+        )
         parser.add_argument(
             "--out", type=Path, metavar="DIR", help="where everything goes (default: results/runs/<experiment>)"
         )
@@ -55,12 +55,14 @@ class Run:
         if arguments.nodes:
             if arguments.launcher == "local":
                 raise UsageError("--launcher local starts ranks on this machine alone; leave it out with --nodes")
-            machine, launcher = cluster_launcher(arguments.nodes, state_directory(arguments), say)
+            from harness.launch.cluster import cluster_launcher
+
+            machine, launcher = cluster_launcher(arguments, say)
         else:
             machine, launcher = discover(), make_launcher(arguments.launcher or default_launcher())
-        trials = plan(experiment, machine)
         resume = Resume(retry_failed=arguments.retry_failed) if arguments.resume or arguments.retry_failed else None
         with contextlib.closing(launcher):
+            trials = plan(experiment, machine)
             code = run_experiment(
                 experiment.name,
                 trials,

@@ -84,7 +84,10 @@ class Site:
     def experiment(self, name: str, cp_sizes: str, steps: int, seeds: str = "0", seconds: int = 600) -> list[str]:
         path = self.lab.folder / f"{name}.yaml"
         path.write_text(EXPERIMENT.format(cp_sizes=cp_sizes, steps=steps, seeds=seeds, seconds=seconds))
-        return ["run", str(path), "--nodes", str(self.inventory), "--out", str(self.runs / name)]
+        return ["run", str(path), *self.nodes(), "--out", str(self.runs / name)]
+
+    def nodes(self) -> list[str]:
+        return ["--nodes", str(self.inventory), "--known-hosts", str(self.lab.known_hosts)]
 
     def session(self) -> str:
         """Of the cluster that is up."""
@@ -232,7 +235,7 @@ def test_a_cluster_is_started_swept_over_half_lost_and_ended(tmp_path):
         assert site.burst("cluster", "down")[0] == 2
 
 
-def test_a_killed_start_a_late_trial_and_a_killed_run_leave_nothing_that_down_cannot_end(tmp_path):
+def test_a_killed_start_and_a_killed_run_leave_what_down_can_end(tmp_path):
     guests_before = guests()
     with opened_site(2, tmp_path) as site:
         starting = site.start("cluster", "up", str(site.inventory), "--known-hosts", str(site.lab.known_hosts))
@@ -247,13 +250,6 @@ def test_a_killed_start_a_late_trial_and_a_killed_run_leave_nothing_that_down_ca
         wait_until(lambda: site.rays() == [], "something of a half started cluster is left")
 
         assert site.up()[0] == 0
-        code, said = site.burst(*site.experiment("late", cp_sizes="2", steps=100_000, seconds=5))
-        assert code == 1, said
-        [late] = site.records("late")
-        assert (late["status"], late["hosts"]) == ("timeout", ["lab1", "lab2"]), said
-        assert late["reason"].startswith("not finished within its 5 s")
-        assert not any(map(site.ranks, site.lab.hosts))
-
         run = site.start(*site.experiment("killed", cp_sizes="2", steps=2000))
         site.wait_for_progress("killed")
         assert all(map(site.ranks, site.lab.hosts))
@@ -287,6 +283,31 @@ def test_without_its_head_a_run_ends_with_a_reason_and_no_rank_is_left(tmp_path)
         assert site.rays() == []
 
 
+def test_a_run_without_a_cluster_has_one_of_its_own_and_a_late_trial_leaves_nothing(tmp_path):
+    with opened_site(2, tmp_path) as site:
+        run = site.experiment("late", cp_sizes="1, 2, 3", steps=100_000, seconds=5)
+        code, said = site.burst("plan", run[1], *site.nodes(), "--json")
+        assert code == 0, said
+        planned = json.loads(said)
+        assert [(row["nodes"], row["ranks_per_node"]) for row in planned] == [(1, 1), (2, 1), ("", "")]
+        assert site.rays() == []
+
+        running = site.start(*run)
+        site.wait_for_progress("late")
+        code, said = site.burst(*run)
+        assert (code, "belongs to another burst run" in said) == (2, True), said
+        out, err = running.communicate(timeout=PATIENCE)
+        assert running.returncode == 1, out + err
+        *late, refused = site.records("late")
+        assert [(record["status"], record["hosts"]) for record in late] == [
+            ("timeout", ["lab1"]), ("timeout", ["lab1", "lab2"])
+        ], err  # fmt: skip
+        assert late[1]["reason"].startswith("not finished within its 5 s")
+        assert (refused["status"], refused["reason"]) == ("refused", planned[2]["reason"])
+        assert site.rays() == []
+        assert site.burst("cluster", "down")[0] == 2  # nothing is left to end
+
+
 def test_a_cluster_that_is_none_is_said_in_one_sentence(tmp_path, capsys):
     from harness.cli import main
 
@@ -294,8 +315,6 @@ def test_a_cluster_that_is_none_is_said_in_one_sentence(tmp_path, capsys):
     hosts.write_text("gpu[01-02]\n")
     state = ["--state", str(tmp_path / "state")]
     experiment = str(ROOT / "experiments" / "quickstart.yaml")
-    assert main(["run", experiment, "--nodes", str(hosts), *state]) == 2
-    assert "no cluster is up" in capsys.readouterr().err
     assert main(["run", experiment, "--nodes", str(hosts), "--launcher", "local", *state]) == 2
     assert "--launcher local starts ranks on this machine alone" in capsys.readouterr().err
     assert main(["run", experiment, "--nodes", str(tmp_path / "absent.yaml"), *state]) == 2
