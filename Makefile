@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 comma := ,
 EXTRAS := $(if $(GPU),gpu$(comma)test,test)
+# Tests run side by side; each starts up to eight ranks of its own, so a few at a time are enough.
+WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -lt 4 ] && echo $$n || echo 4)
 PIP_FLAGS := --quiet --disable-pip-version-check
 
 .PHONY: demo test lint types clean install
@@ -35,7 +37,7 @@ types: install
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -23,6 +23,8 @@ LossKernel = Literal["own", "liger", "cce"]
 Offload = Literal["none", "inputs", "all"]
 Sharding = Literal["full", "hybrid"]
 
+BYTE_VOCABULARY = 256  # ids of byte-level tokens: what a text file is read as
+
 # Beyond any machine; sizes past them would overflow in the middle of a trial instead of being told at its start.
 MOST_TOKENS = 1 << 40
 LARGEST_DIMENSION = 1 << 28

@@ -9,12 +9,21 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from engine import loss_kernel
 from engine.attention.layout import split_refusal
 from engine.attention.masks import parse_mask
-from engine.settings import Checkpoint, ModelShape, Task, TrialSettings, to_json, vocabulary_refusal
+from engine.settings import (
+    BYTE_VOCABULARY,
+    Checkpoint,
+    ModelShape,
+    Task,
+    TrialSettings,
+    to_json,
+    vocabulary_refusal,
+)
 from harness.errors import UsageError
 from harness.flops import work_of
 from harness.machine import Machine
@@ -193,6 +202,8 @@ def _data_refusal(settings: TrialSettings) -> str | None:
     """Tokens that the model has no words for, or a store that cannot be read."""
     if settings.task != "train":
         return None
+    if not Path(settings.data).is_dir():  # a text, whose tokens are bytes
+        return vocabulary_refusal(settings, BYTE_VOCABULARY)
     from engine.data import vocabulary_of  # numpy comes with it
 
     try:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from engine.settings import BYTE_VOCABULARY
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
@@ -44,7 +46,7 @@ class ByteTokenizer:
 
     name = BYTES
     sha256 = ""
-    vocabulary = 256
+    vocabulary = BYTE_VOCABULARY
     end_of_text: int | None = None
 
     def encode(self, chunks: Iterable[bytes]) -> Iterator[np.ndarray]:
