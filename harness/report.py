@@ -176,7 +176,9 @@ def provenance(records: Sequence[Record]) -> list[tuple[str, str]]:
     for measurement in measured:
         for name, version in measurement.software.items():
             software.setdefault(name, []).append(version)
-    data = [", ".join(f"{k} {v}" for k, v in measurement.data.items()) for measurement in measured if measurement.data]
+    data = [
+        ", ".join(f"{k} {v}" for k, v in one.data.items() if v not in (None, "", [])) for one in measured if one.data
+    ]
     started = sorted(record.started_at for record in records if record.started_at)
     facts = [
         ("Experiment", _distinct(record.experiment for record in records)),
@@ -210,7 +212,7 @@ def terminal_table(rows: Sequence[Row]) -> RichTable:
     ]
     shown = [column for column in columns if any(column[1](row) is not None for row in rows)]
     table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("method", no_wrap=True)
+    table.add_column("method", overflow="fold")  # gives way first: an ablation's names are long
     for header, _, _ in shown:
         table.add_column(header, justify="left" if header in ("task", "parallel") else "right", no_wrap=True)
     table.add_column("status", overflow="fold")

@@ -26,7 +26,7 @@ class Doctor:
         from rich.table import Table
         from rich.text import Text
 
-        from harness.terminal import stdout_console
+        from harness.terminal import print_table, stdout_console
 
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("", "name", "", "what was found"):
@@ -37,7 +37,7 @@ class Doctor:
             heading = finding.section if finding.section != section else ""
             table.add_row(Text(heading, style="bold"), Text(finding.name), mark, Text(finding.sentence))
             section = finding.section
-        stdout_console().print(table)
+        print_table(stdout_console(), table)
         return 0
 
 

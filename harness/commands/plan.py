@@ -51,7 +51,7 @@ def _print_table(rows: list[dict[str, object]], where: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from harness.terminal import stdout_console
+    from harness.terminal import print_table, stdout_console
 
     # What all trials share is said once above the table, which then fits a terminal; ids are in --json.
     left_out = {"trial_id", "can_run", "reason"}
@@ -75,7 +75,7 @@ def _print_table(rows: list[dict[str, object]], where: str) -> None:
     console = stdout_console()
     if shared:
         console.print(f"In all trials: {', '.join(shared)}", markup=False, highlight=False)
-    console.print(table)
+    print_table(console, table)
     for reason, number in reasons.items():
         console.print(f"({number}) {reason}", markup=False, highlight=False)
     runnable = sum(bool(row["can_run"]) for row in rows)

@@ -83,10 +83,10 @@ def _report(run_dir: Path) -> None:
     """The table, then where to read on. stdout, because it is what the command was run for."""
     from harness.report import terminal_table, write_report
     from harness.run_directory import RunDirectory
-    from harness.terminal import stdout_console
+    from harness.terminal import print_table, stdout_console
 
     out = stdout_console()
-    out.print(terminal_table(RunDirectory(run_dir).rows()))
+    print_table(out, terminal_table(RunDirectory(run_dir).rows()))
     out.print(f"Report: {write_report([run_dir], run_dir)}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -1,0 +1,57 @@
+"""Tables on terminals of every width: what a reader came for is never cut away."""
+
+import io
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from harness.report import terminal_table
+from harness.results import rows_of
+from harness.terminal import print_table
+from tests.harness.synthetic_records import cpu_sweep
+
+
+def printed(table: Table, width: int) -> list[str]:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    print_table(console, table)
+    assert console.width == width
+    return [line for line in console.export_text().splitlines() if line.strip()]
+
+
+def demo_table() -> Table:
+    return terminal_table(rows_of([record for record in cpu_sweep() if record.status == "ok"]))
+
+
+def test_a_terminal_of_80_columns_shows_every_number_and_status_of_the_demo():
+    lines = printed(demo_table(), 80)
+    assert all(len(line.rstrip()) <= 80 for line in lines)
+    wide = printed(demo_table(), 160)
+    rule = 1
+    assert [line.split() for line in lines if line != lines[rule]] == [
+        line.split() for line in wide if line != wide[rule]
+    ]
+
+
+def test_reasons_wrap_beside_whole_numbers_on_80_columns():
+    lines = printed(terminal_table(rows_of(cpu_sweep())), 80)
+    assert not any("…" in line for line in lines)
+    assert any(line.rstrip().endswith("refused: 4") for line in lines)
+
+
+@pytest.mark.parametrize("width", [1, 20, 40, 60])
+def test_a_terminal_narrower_than_the_table_loses_nothing(width):
+    lines = printed(demo_table(), width)
+    assert not any("…" in line for line in lines)
+    assert "status" in lines[0]
+    assert sum(line.rstrip().endswith(" ok") for line in lines) == demo_table().row_count
+
+
+def test_names_and_reasons_wrap_before_the_table_grows_beyond_the_terminal():
+    table = Table("name", "what was found")
+    table.columns[0].no_wrap = True
+    table.columns[1].overflow = "fold"
+    table.add_row("a-long-name", "commit " + "0123456789abcdef" * 4)
+    lines = printed(table, 48)
+    assert max(map(len, lines)) <= 48
+    assert "".join(line[15:].strip("│┃ ") for line in lines[3:-1]) == "commit" + "0123456789abcdef" * 4
