@@ -95,7 +95,7 @@ class ClusterLauncher:
             self._team.close()
             self._team = None
         if self._guest is not None:
-            self._guest.close()
+            self._guest.close(head_lost=bool(self._broken))
             self.stuck |= self._guest.stuck
             self._guest = None
 

@@ -99,7 +99,9 @@ class JobWatch:
             # Calls to supervisors need no head, so the other hosts' ranks are ended; news of a loss would never come.
             self.lost[self._head_name] = "the cluster's head does not answer"
             self._cancel()
-            self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=HEADLESS_SECONDS)
+            others = [part for part, (member, _) in self._pending.items() if member.name != self._head_name]
+            if others:
+                self._ray.wait(others, num_returns=len(others), timeout=HEADLESS_SECONDS)
             self._pending.clear()
 
     def _trouble(self) -> bool:

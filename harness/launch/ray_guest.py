@@ -22,6 +22,7 @@ from harness.provenance import PROJECT_ROOT
 _UNSET = ("RAY_ADDRESS", "RAY_AUTH_TOKEN")  # the user's own, about some other Ray
 START_SECONDS = 60.0
 SHUTDOWN_SECONDS = 10.0  # of Ray's own, which waits for a head that may be gone
+HEADLESS_SHUTDOWN_SECONDS = 1.0  # where it is known to be
 
 
 class ClusterLost(Exception):
@@ -62,12 +63,12 @@ class RayGuest:
                 "see burst cluster status"
             ) from error
 
-    def close(self) -> None:
+    def close(self, *, head_lost: bool = False) -> None:
         """Leave the cluster; ends what was started here. Idempotent."""
-        # With the head gone Ray may wait for it, long or for good; its raylet is ended all the same.
+        # With the head gone Ray waits for it, long or for good; its raylet is ended all the same.
         leaving = threading.Thread(target=self.ray.shutdown, daemon=True)
         leaving.start()
-        leaving.join(SHUTDOWN_SECONDS)
+        leaving.join(HEADLESS_SHUTDOWN_SECONDS if head_lost else SHUTDOWN_SECONDS)
         self.stuck = leaving.is_alive()
         if self._directory:
             with contextlib.suppress(NodeError):  # the janitor ends what is left

@@ -222,11 +222,11 @@ def test_a_cluster_is_started_swept_over_half_lost_and_ended(tmp_path):
         assert guests() <= guests_before
 
         # What is out is said; what cannot be reached is not forgotten.
-        code, said = site.burst("cluster", "status", "--timeout", "10")
+        code, said = site.burst("cluster", "status", "--timeout", "5")
         assert code == 1
         assert "2 of 3 nodes of inventory are up" in said
         assert "quarantined: " in next(line for line in said.splitlines() if line.startswith("lab2"))
-        code, said = site.burst("cluster", "down", "--timeout", "10")
+        code, said = site.burst("cluster", "down", "--timeout", "5")
         assert (code, "repeat burst cluster down" in said) == (1, True), said
         lab.revive(second)
         code, said = site.burst("cluster", "down")
