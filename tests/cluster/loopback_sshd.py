@@ -1,11 +1,9 @@
-"""A real sshd on loopback: finding or installing the program, keys of its own, and what a client needs to know."""
+"""A real sshd on loopback: keys of its own, and what a client needs to know."""
 
 from __future__ import annotations
 
-import functools
 import getpass
 import os
-import shutil
 import socket
 import subprocess
 import time
@@ -16,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-SSHD_PATHS = ("/usr/sbin/sshd", "/usr/local/sbin/sshd")
+from tests.debian import find_or_install
+
 ADDRESSES_OF_ONE = 16  # as many sockets as an sshd listens on; more addresses take more of them
 
 
@@ -38,30 +37,6 @@ class LoopbackSshd:
 
     def arguments(self) -> list[str]:
         return ["--key", str(self.key), "--known-hosts", str(self.known_hosts)]
-
-
-@functools.cache
-def find_sshd() -> tuple[str | None, str]:
-    """Path of sshd, or None and the reason. Root installs it where it is absent; no service is started."""
-    found = next((path for path in SSHD_PATHS if Path(path).exists()), None)
-    if found:
-        return found, ""
-    if os.geteuid() != 0 or not shutil.which("apt-get"):
-        return None, "sshd is absent and cannot be installed here; as root on Debian: apt-get install openssh-server"
-    # RUNLEVEL=1 keeps the package from starting a server on port 22.
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
-    for command in (["update"], ["install", "-y", "--no-install-recommends", "openssh-server"]):
-        done = subprocess.run(
-            ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=120", *command],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        if done.returncode:
-            return None, f"sshd is absent and apt-get {command[0]} failed: {done.stderr.strip()[-200:]}"
-    found = next((path for path in SSHD_PATHS if Path(path).exists()), None)
-    return found, "" if found else "openssh-server was installed but left no sshd"
 
 
 def make_key(path: Path) -> str:
@@ -95,7 +70,7 @@ def running_sshd(
 
     It shows the same keys on all addresses, however many.
     """
-    program, reason = find_sshd()
+    program, reason = find_or_install("sshd", "openssh-server")
     if program is None:
         pytest.skip(reason)
     if os.geteuid() == 0:
