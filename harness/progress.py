@@ -72,12 +72,13 @@ class LiveView:
 
     def __init__(self, console: Console) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.table import Column
 
         self._console = console
         self._progress = Progress(
             BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),  # where it is narrow the bar gives way, not these
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.fields[trial]}", markup=False),
             TextColumn("{task.fields[step]}", style="cyan", markup=False),
             console=console,

@@ -55,8 +55,9 @@ class RunDirectory:
         try:
             value = json.loads((self.path / RUN_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
+            found = error.strerror if isinstance(error, OSError) else "not readable as JSON"
             raise UsageError(
-                f"{self.path} is not the directory of a run ({RUN_FILE}: {type(error).__name__}); "
+                f"{self.path} is not the directory of a run ({RUN_FILE}: {found}); "
                 "name one that `burst run` left, such as results/runs/quickstart"
             ) from error
         if not isinstance(value, dict) or not value.keys() >= RUN_FACTS:

@@ -49,9 +49,10 @@ class Data:
             raise UsageError(f"{error.filename} cannot be accessed ({error.strerror}); choose another path") from error
         if moved:
             print(f"the earlier store is now {moved}")
+        texts = "1 document" if len(header.documents) == 1 else f"{len(header.documents)} documents"
         print(
-            f"{arguments.out}: {header.count:,} tokens of {len(header.documents)} documents, {header.validation:,} of "
-            f"them held out; tokenizer {header.tokenizer}, vocabulary {header.vocabulary:,}, {header.dtype}"
+            f"{arguments.out}: {header.count:,} tokens of {texts}, {header.validation:,} of them held out; "
+            f"tokenizer {header.tokenizer}, vocabulary {header.vocabulary:,}, {header.dtype}"
         )
         return 0
 

@@ -8,7 +8,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from harness.errors import UsageError, nearest
+from harness.errors import UsageError, nearest, one_of
+
+LISTED = 5  # ids that one sentence names
 
 
 class Logs:
@@ -34,6 +36,8 @@ class Logs:
             )
         for path in logs.values() if arguments.rank is None else [logs[arguments.rank]]:
             print(f"==> {path} <==", flush=True)
+            if path.stat().st_size == 0:
+                print("(nothing printed)")
             with open(path, encoding="utf-8", errors="replace") as file:
                 shutil.copyfileobj(file, sys.stdout)
         return 0
@@ -56,11 +60,22 @@ def find_trial(name: str, runs: Path) -> Path:
     if len(found) == 1:
         return found[0]
     if found:
-        listed = ", ".join(map(str, found[:5]))
-        raise UsageError(f"{name} means {len(found)} trials ({listed}{', ...' if found[5:] else ''}); give one's path")
+        listed = ", ".join(map(str, found[:LISTED]))
+        raise UsageError(
+            f"{name} means {len(found)} trials ({listed}{', ...' if found[LISTED:] else ''}); give one's path"
+        )
     if not directories:
         raise UsageError(f"{name} is no directory and {runs} holds no trials; give a trial's path or --runs DIR")
-    raise UsageError(f"no trial below {runs} is called {name}; {nearest(name, (path.name for path in directories))}")
+    raise UsageError(f"no trial below {runs} is called {name}; {_next_step(name, directories)}")
+
+
+def _next_step(name: str, directories: list[Path]) -> str:
+    """The trial that was meant; else what there is, and no more of it than a sentence holds."""
+    names = list(dict.fromkeys(path.name for path in directories))
+    hint = nearest(name, names)
+    if hint.startswith("did you mean") or len(names) <= LISTED:
+        return hint
+    return f"`burst status DIR` lists the trials of a run, such as {one_of(names[:2])}"
 
 
 COMMAND = Logs()

@@ -52,7 +52,7 @@ def test_every_command_module_is_found_by_its_name():
         ),
         (["report", "."], "no record below"),
         (["report", ".", "--format", ","], "names no format"),
-        (["status", "."], "is not the directory of a run"),
+        (["status", "."], "is not the directory of a run (run.json: No such file or directory)"),
         (["logs", "some-trial"], "holds no trials"),
         (["logs", ""], "holds no trials"),
         (["logs", "."], "holds no logs"),
@@ -122,6 +122,23 @@ def test_logs_names_the_ranks_there_are(tmp_path, capsys):
     assert "rankless" not in printed
     assert main(["logs", str(tmp_path), "--rank", "7"]) == 2
     assert "holds no log of rank 7; its ranks are 2, 10" in capsys.readouterr().err
+
+
+def test_logs_says_when_a_rank_printed_nothing(tmp_path, capsys):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank0.log").touch()
+    assert main(["logs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"==> {tmp_path}/logs/rank0.log <==", "(nothing printed)"]
+
+
+def test_logs_of_an_unknown_trial_names_a_neighbour_or_a_few_of_many(tmp_path, capsys):
+    for number in range(40):
+        (tmp_path / "sweep" / "trials" / f"train-burst-s{number}").mkdir(parents=True)
+    assert main(["logs", "train-brust-s7", "--runs", str(tmp_path)]) == 2
+    assert "did you mean train-burst-s7?" in capsys.readouterr().err
+    assert main(["logs", "zzz", "--runs", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert "`burst status DIR` lists the trials of a run, such as train-burst-s0 or train-burst-s1\n" in message
 
 
 def _shell(command: str) -> subprocess.CompletedProcess[str]:
