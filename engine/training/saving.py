@@ -15,12 +15,15 @@ from typing import Any, cast
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from engine.distributed import World
 from engine.model import Decoder
@@ -40,6 +43,20 @@ from engine.training.manifest import (
     sweep,
     write_manifest,
 )
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes as torch does, and fails with the system's reason, such as a full disk.
+
+    torch's archive writer meets the system's error, closes the archive, and raises an error about that instead
+    ("unexpected pos 704 vs 598"). Only here is the first one still known: pickling, on the way to the other ranks, drops it.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise _system_error(error) or error from error
 
 
 class Checkpoints:
@@ -69,7 +86,7 @@ class Checkpoints:
         self._world.barrier()
         state = {"model": get_model_state_dict(self._model), "optimizer": self._optimizer_state()["state"]}
         try:
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(aside, sync_files=True))
+            dcp.save(state, storage_writer=_Writer(aside, sync_files=True))
         except dcp.CheckpointException as error:  # on all ranks, whichever of them could not write
             self._world.barrier()
             if first:
@@ -164,6 +181,14 @@ def _failed(what: str, error: dcp.CheckpointException) -> OSError:
     rank, (cause, _) = min(error.failures.items())
     reason = next(line for line in (*str(cause).splitlines(), type(cause).__name__) if line.strip())
     return OSError(f"{what}: on rank {rank}, {reason}")
+
+
+def _system_error(error: BaseException) -> OSError | None:
+    """The error of the operating system during whose handling this one arose; None when there is none."""
+    met: BaseException | None = error
+    while met is not None and not isinstance(met, OSError):
+        met = met.__cause__ or met.__context__
+    return None if met is None else OSError(met.errno, met.strerror)
 
 
 def _difference(made: Mapping[str, Any], now: Mapping[str, Any]) -> str:
