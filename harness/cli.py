@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         place = f"{error.filename}: " if error.filename else ""
         return _say(
-            f"{place}{error.strerror}; make room, then repeat the command (`burst run` and `burst train` with --resume)",
+            f"{place}{error.strerror}; make room, then repeat the command (`burst run` and `burst train` with "
+            "--resume)",
             NO_ROOM,
         )
 

@@ -49,7 +49,7 @@ class _Writer(dcp.FileSystemWriter):
     """Writes as torch does, and fails with the system's reason, such as a full disk.
 
     torch's archive writer meets the system's error, closes the archive, and raises an error about that instead
-    ("unexpected pos 704 vs 598"). Only here is the first one still known: pickling, on the way to the other ranks, drops it.
+    ("unexpected pos 704 vs 598"). Only here is the first one still known: pickled for the other ranks, it is lost.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
