@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,24 @@ def ssh(lab: Lab, host: LabHost, *command: str, seconds: float = 20.0) -> str:
     return completed.stdout.strip()
 
 
+def names_of(pids: list[int]) -> list[str]:
+    names = []
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            names.append(Path(f"/proc/{pid}/comm").read_text().strip())
+    return names
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    """Whether it comes true: a program that was started takes a moment to become what it will be."""
+    ends_at = time.monotonic() + 60
+    while not holds():
+        if time.monotonic() > ends_at:
+            return False
+        time.sleep(0.05)
+    return True
+
+
 def test_hosts_have_their_own_names_addresses_and_interfaces_and_nothing_stays(tmp_path):
     with open_lab(2, tmp_path) as lab:
         first, second = lab.hosts
@@ -40,8 +61,7 @@ def test_hosts_have_their_own_names_addresses_and_interfaces_and_nothing_stays(t
         assert ssh(lab, second, "df", "--output=size", str(disk)).split()[-1] != "1024"
         # A process that leaves its session and its parent is the host's all the same.
         ssh(lab, first, "sh", "-c", "setsid -f sleep 600 >/dev/null 2>&1 </dev/null")
-        names = [Path(f"/proc/{pid}/comm").read_text().strip() for pid in lab.processes(first)]
-        assert "sleep" in names
+        assert eventually(lambda: "sleep" in names_of(lab.processes(first)))
         assert lab.left_behind()
     assert lab.left_behind() == []
     assert lab.processes(first) == lab.processes(second) == []
