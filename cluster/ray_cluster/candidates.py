@@ -12,7 +12,7 @@ from cluster.inventory import Inventory, Node
 from cluster.ray_cluster.container import uses_container
 from cluster.ray_cluster.introduction import THIS_MACHINE, Introduction, introduce, own_versions
 from cluster.ray_cluster.means import Means
-from cluster.ray_cluster.node import on_all
+from cluster.ray_cluster.node import NodeError, named, on_all
 from cluster.ray_cluster.ray_commands import MAX_DIRECTORY_CHARACTERS
 from cluster.ray_cluster.state import StartedNode
 from cluster.ray_cluster.versions import mismatch
@@ -40,7 +40,10 @@ def candidates(inventory: Inventory, means: Means) -> list[Candidate]:
     head, *others = nodes
     met = _meet([head], means, toward="")
     met |= _meet(others, means, toward=met[head.name].address)
-    own = {THIS_MACHINE: own_versions(means.folder, means.describe, means.seconds)}
+    try:
+        own = {THIS_MACHINE: own_versions(means.folder, means.describe, means.seconds)}
+    except NodeError as error:
+        raise UsageError(str(error)) from error
     if problem := mismatch(own | {name: answer.versions for name, answer in met.items()}):
         raise UsageError(problem)
     return [
@@ -56,7 +59,7 @@ def candidates(inventory: Inventory, means: Means) -> list[Candidate]:
 def healthy(inventory: Inventory, means: Means) -> list[Node]:
     """Its nodes without those that are not usable now, of which one sentence is said. Raises UsageError for none."""
     unfit = means.unfit(inventory.nodes)
-    for sentence in unfit.values():
+    for sentence in (unfit[node.name] for node in inventory.nodes if node.name in unfit):
         means.say(f"left out: {sentence}")
     nodes = [node for node in inventory.nodes if node.name not in unfit]
     if not nodes:
@@ -82,6 +85,7 @@ def intended(node: Node, session: str, number: int, means: Means) -> StartedNode
         directory=directory,
         python=node.site.software.python or sys.executable,
         folder=node.site.software.folder or str(means.folder),
+        begun=False,
         container=uses_container(node.site),
     )
 
@@ -104,6 +108,6 @@ def _meet(nodes: Sequence[Node], means: Means, *, toward: str) -> dict[str, Intr
             return introduce(runner, [unstarted.python], unstarted, interface, toward, means.describe, means.seconds)
 
     answers = on_all(nodes, meet)
-    if problems := [answer for answer in answers if isinstance(answer, str)]:
-        raise UsageError("; ".join(problems))
+    if problems := named(nodes, answers):
+        raise UsageError(problems)
     return {node.name: answer for node, answer in zip(nodes, answers, strict=True) if not isinstance(answer, str)}

@@ -19,15 +19,17 @@ STOP_SECONDS = 40.0  # TERM, KILL, and a process that takes its time in a driver
 def end_cluster(states: StateDirectory, state: ClusterState, connect: Connect, seconds: float) -> dict[str, str]:
     """End everything of this cluster that can be reached; returns one sentence for each node where that failed.
 
-    Nodes where nothing is left are dropped from the state, the others stay in it for the next attempt.
+    Nodes where nothing was begun are not asked, because that may be what they could not answer. Those where nothing is
+    left are dropped from the state, the others stay in it for the next attempt.
     """
-    answers = on_all(state.nodes, lambda node: end_node(node, connect, seconds))
-    if not state.complete:
+    begun = [node for node in state.nodes if node.begun]
+    answers = on_all(begun, lambda node: end_node(node, connect, seconds))
+    if begun and not state.complete:
         # A start that was under way when its launcher died may have begun on a node after we had looked there.
         time.sleep(LATE_START_SECONDS)
-        again = on_all(state.nodes, lambda node: end_node(node, connect, seconds))
+        again = on_all(begun, lambda node: end_node(node, connect, seconds))
         answers = [second if isinstance(second, str) else first for first, second in zip(answers, again, strict=True)]
-    problems = {node.name: answer for node, answer in zip(state.nodes, answers, strict=True) if isinstance(answer, str)}
+    problems = {node.name: answer for node, answer in zip(begun, answers, strict=True) if isinstance(answer, str)}
     if problems:
         left = tuple(node for node in state.nodes if node.name in problems)
         states.save(dataclasses.replace(state, complete=False, nodes=left))
@@ -44,7 +46,7 @@ def end_node(node: StartedNode, connect: Connect, seconds: float) -> int:
         answer = ask(runner, [node.python], "stop", seconds=STOP_SECONDS + seconds, **identity(node))
     if left := answer["left"]:
         listed = ", ".join(map(str, left))
-        raise NodeError(f"{node.name}: processes {listed} did not end after SIGKILL; look for a stuck driver there")
+        raise NodeError(f"processes {listed} did not end after SIGKILL; look for a stuck driver there")
     return int(answer["ended"])
 
 

@@ -61,13 +61,13 @@ def introduce(
     if not answer["address"]:
         found = ", ".join(f"{name} {address}" for name, address in answer["interfaces"].items()) or "none"
         raise NodeError(
-            f"{node.name} has no address that the others could use (interfaces: {found}); "
+            f"has no address that the others could use (interfaces: {found}); "
             "name one with network.interface in the site or inventory"
         )
     return Introduction(
         address=answer["address"],
         interface=answer["interface"],
-        versions=_versions(node.name, answer),
+        versions=_versions(answer),
         free_ports=tuple(answer["free_ports"]),
         description=answer["description"],
     )
@@ -75,26 +75,29 @@ def introduce(
 
 def own_versions(folder: Path, describe: Sequence[str], seconds: float) -> dict[str, str]:
     """Versions of this machine. Raises NodeError where it could not drive a cluster."""
-    answer = ask(
-        LocalRunner(),
-        [sys.executable],
-        "facts",
-        seconds=seconds,
-        candidates=[],
-        toward="",
-        interface=None,
-        describe=list(describe),
-        folder=str(folder),
-        ports=0,
-    )
-    return _versions(THIS_MACHINE, answer)
+    try:
+        answer = ask(
+            LocalRunner(),
+            [sys.executable],
+            "facts",
+            seconds=seconds,
+            candidates=[],
+            toward="",
+            interface=None,
+            describe=list(describe),
+            folder=str(folder),
+            ports=0,
+        )
+        return _versions(answer)
+    except NodeError as error:
+        raise NodeError(f"{THIS_MACHINE}: {error}") from error
 
 
-def _versions(name: str, answer: dict[str, Any]) -> dict[str, str]:
+def _versions(answer: dict[str, Any]) -> dict[str, str]:
     if lacks := absent(answer["versions"]):
-        raise NodeError(f"{name} lacks {', '.join(lacks)}; install the project there, or correct software.python")
+        raise NodeError(f"lacks {', '.join(lacks)}; install the project there, or correct software.python")
     if problem := answer["description_problem"]:
-        raise NodeError(f"{name} cannot run this project ({problem}); correct software.folder or install it there")
+        raise NodeError(f"cannot run this project ({problem}); correct software.folder or install it there")
     described: dict[str, Any] = json.loads(answer["description"])
     return {**answer["versions"], **described.get("versions", {})}
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from cluster.ray_cluster.node_program import REPLY
 from cluster.runner import Runner, Unreachable
@@ -47,6 +47,19 @@ def ask(runner: Runner, python: Sequence[str], action: str, *, seconds: float, *
         f"{' '.join(python)} exited with {done.exit_status} ({said[-1][:200] if said else 'no message'}); "
         "check software.python in the site"
     )
+
+
+class Named(Protocol):
+    """A node, whatever else is known of it."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def named(nodes: Sequence[Named], answers: Sequence[object]) -> str:
+    """The sentences among what `on_all` gave, each with its node; empty when all nodes did their work."""
+    found = zip(nodes, answers, strict=True)
+    return "; ".join(f"{node.name}: {answer}" for node, answer in found if isinstance(answer, str))
 
 
 def on_all(items: Sequence[T], work: Callable[[T], R]) -> list[R | str]:

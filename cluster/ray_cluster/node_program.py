@@ -71,17 +71,30 @@ def facts(
 
 
 def start(
-    *, mark: str, directory: str, token: str, command: list[str], environment: dict[str, str], wait_seconds: float
+    *,
+    mark: str,
+    directory: str,
+    token: str,
+    command: list[str],
+    environment: dict[str, str],
+    wait_seconds: float,
+    ports: dict[str, int] | None = None,
 ) -> dict[str, Any]:
     """Run `command` in a session of its own and say which processes it left; `token` goes to a file only we can read.
 
-    Raises FileExistsError when `directory` is there already: it would be another cluster's.
+    Refuses where one of `ports`, by the name of its setting, is in use: Ray would not say so, and only after a while.
     """
+    if taken := [f"{name} {port}" for name, port in (ports or {}).items() if not _is_free(port)]:
+        return {"error": f"{', '.join(taken)} is in use there; set another in the site's ray section, or 0 for any"}
     os.umask(0o077)
-    Path(directory).parent.mkdir(parents=True, exist_ok=True)
-    os.mkdir(directory)
     path = Path(directory, "token")
-    path.write_text(token, encoding="ascii")
+    try:
+        Path(directory).parent.mkdir(parents=True, exist_ok=True)
+        os.mkdir(directory)  # one that is there already would be another cluster's
+        path.write_text(token, encoding="ascii")
+    except OSError as error:
+        why = f"{directory} cannot be made there ({error.strerror})"
+        return {"error": f"{why}; give ray.temp_dir a folder with room that the user may write to"}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     if "CUDA_VISIBLE_DEVICES" in inherited:
         inherited[USER_GPUS] = inherited["CUDA_VISIBLE_DEVICES"]
@@ -230,6 +243,16 @@ def _free_ports(count: int) -> list[int]:
         for probe in probes:
             probe.bind(("", 0))
         return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
 def _version(package: str) -> str:

@@ -60,6 +60,14 @@ def guest_command(python: str, *, address: str, directory: str, head: str) -> li
     ]
 
 
+def fixed_ports(ports: RayPorts, *, head: bool) -> dict[str, int]:
+    """Ports that must be free on a node before Ray starts there, by the name of their setting."""
+    names = ["node_manager_port", "object_manager_port"]
+    if head:
+        names += ["head_port", "client_port", *(["dashboard_port"] if ports.dashboard else [])]
+    return {name: port for name in names if (port := getattr(ports, name))}
+
+
 def _start(python: str, ports: RayPorts, *, address: str, directory: str) -> list[str]:
     # A remote shell may not have `ray` on its PATH.
     return [

@@ -47,6 +47,7 @@ class StartedNode:
     directory: str  # of ours there; ended with the cluster
     python: str  # interpreter there, inside the container where there is one
     folder: str  # this project's checkout there
+    begun: bool = True  # something was or may have been started there
     container: bool = False
     container_id: str = ""
     session: int = 0  # 0: not known to have started

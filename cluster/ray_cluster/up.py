@@ -19,8 +19,8 @@ from cluster.ray_cluster.container import interpreter, run_command
 from cluster.ray_cluster.down import docker, end_cluster, end_node
 from cluster.ray_cluster.introduction import HEAD_PORTS, THIS_MACHINE, introduce, own_versions
 from cluster.ray_cluster.means import Means
-from cluster.ray_cluster.node import NodeError, ask, on_all
-from cluster.ray_cluster.ray_commands import SETTINGS, head_command, worker_command
+from cluster.ray_cluster.node import NodeError, ask, named, on_all
+from cluster.ray_cluster.ray_commands import SETTINGS, fixed_ports, head_command, worker_command
 from cluster.ray_cluster.state import ClusterState, Process, StartedNode, StateDirectory
 from cluster.ray_cluster.versions import mismatch
 from cluster.runner import Unreachable
@@ -85,13 +85,13 @@ class _Start:
         head, *workers = self.state.nodes
         self._each(self.state.nodes, self._start_container)
         versions = {THIS_MACHINE: own_versions(self.means.folder, self.means.describe, self.means.seconds)}
-        versions[head.name] = self._introduce(head, toward="")
+        [versions[head.name]] = self._each([head], lambda node: self._introduce(node, toward=""))
         others = self._each(workers, lambda node: self._introduce(node, toward=self.state.head.address))
         versions |= {node.name: answer for node, answer in zip(workers, others, strict=True)}
         if problem := mismatch(versions):
             raise UsageError(problem)
         self._save(dataclasses.replace(self.state, versions=_sentence(versions[head.name])))
-        self._start_ray(self.state.head)
+        self._each([self.state.head], self._start_ray)
         self._start_workers()
         self._save(dataclasses.replace(self.state, complete=True))
         return self.state
@@ -101,6 +101,7 @@ class _Start:
         if not node.container:
             return
         command = run_command(site.container, mark=node.mark, name=f"burst-ray-{node.mark.replace('/', '-')}")
+        self._learn(node, begun=True)
         with self.means.connect(node.host, self.means.seconds) as runner:
             done = docker(runner, command, self.means.seconds)
         self._learn(node, container_id=done.stdout.strip())
@@ -148,6 +149,7 @@ class _Start:
         else:
             command = worker_command(node.python, site.ray, **common, head=self.state.head_address)
         seconds = site.ray.ready_seconds
+        self._learn(node, begun=True)
         with self.means.connect(node.host, self.means.seconds) as runner:
             answer = ask(
                 runner,
@@ -160,6 +162,7 @@ class _Start:
                 command=command,
                 environment={**SETTINGS, "PYTHONPATH": node.folder},
                 wait_seconds=seconds,
+                ports=fixed_ports(site.ray, head=known.name == self.state.head.name),
             )
         processes = tuple(Process(**process) for process in answer["processes"])
         self._learn(node, session=answer["session"], processes=processes)
@@ -167,9 +170,8 @@ class _Start:
     def _each(self, nodes: Sequence[StartedNode], work: Callable[[StartedNode], Any]) -> list[Any]:
         """`work` on all nodes at once. Raises NodeError with every sentence when it failed on some."""
         answers = on_all(nodes, work)
-        problems = [answer for answer in answers if isinstance(answer, str)]
-        if problems:
-            raise NodeError("; ".join(problems))
+        if problems := named(nodes, answers):
+            raise NodeError(problems)
         return answers
 
     def _now(self, node: StartedNode) -> StartedNode:

@@ -43,7 +43,7 @@ def explain(error: Exception, address: str, port: int, user: str, seconds: float
     if isinstance(error, FileNotFoundError | PermissionError):
         return f"{where} cannot be logged in to ({reason(error)}); give a private key file you can read"
     if isinstance(error, TimeoutError):
-        return f"{where} did not answer within {seconds:g} s; check that the node is up and the port open"
+        return f"{where} did not answer within {seconds:.3g} s; check that the node is up and the port open"
     return f"{where} cannot be reached ({reason(error)}); check that the node is up and sshd listens there"
 
 

@@ -86,6 +86,12 @@ class Site:
         path.write_text(EXPERIMENT.format(cp_sizes=cp_sizes, steps=steps, seeds=seeds, seconds=seconds))
         return ["run", str(path), *self.nodes(), "--out", str(self.runs / name)]
 
+    def variant(self, name: str, line: str) -> str:
+        """The inventory with one more line; its path."""
+        path = self.lab.folder / f"{name}.yaml"
+        path.write_text(f"{line}\n{self.inventory.read_text()}")
+        return str(path)
+
     def nodes(self) -> list[str]:
         return ["--nodes", str(self.inventory), "--known-hosts", str(self.lab.known_hosts)]
 
@@ -238,6 +244,12 @@ def test_a_cluster_is_started_swept_over_half_lost_and_ended(tmp_path):
 def test_a_killed_start_and_a_killed_run_leave_what_down_can_end(tmp_path):
     guests_before = guests()
     with opened_site(2, tmp_path) as site:
+        # Where a node cannot even be asked nothing was begun, and nothing stands in the way of the next attempt.
+        no_python = site.variant("no-python", "software: {python: /absent/python}")
+        code, said = site.burst("cluster", "up", no_python, "--known-hosts", str(site.lab.known_hosts))
+        assert (code, said.count("\n")) == (2, 1), said
+        assert said.startswith("burst: lab1: /absent/python exited with 127")
+
         starting = site.start("cluster", "up", str(site.inventory), "--known-hosts", str(site.lab.known_hosts))
         wait_until(lambda: any("gcs_server" in line for line in site.rays()), "no head was started")
         starting.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -35,7 +36,9 @@ def request(action: str, **fields: Any) -> dict[str, Any]:
     return ask(LocalRunner(), [sys.executable], action, seconds=60, **fields)
 
 
-def start(folder: Path, mark: str, program: str = PROGRAM, wait_seconds: float = 60) -> dict[str, Any]:
+def start(
+    folder: Path, mark: str, program: str = PROGRAM, wait_seconds: float = 60, ports: dict[str, int] | None = None
+) -> dict[str, Any]:
     return request(
         "start",
         mark=mark,
@@ -44,6 +47,7 @@ def start(folder: Path, mark: str, program: str = PROGRAM, wait_seconds: float =
         command=[sys.executable, "-c", program, str(folder / "said")],
         environment={"PYTHONPATH": "/x"},
         wait_seconds=wait_seconds,
+        ports=ports,
     )
 
 
@@ -97,9 +101,19 @@ def test_a_number_given_out_again_is_not_ours(tmp_path):
         bystander.wait()
 
 
+def test_a_port_in_use_is_named_before_anything_is_started(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(
+            NodeError, match=f"^head_port {port} is in use there; set another in the site's ray section"
+        ):
+            start(tmp_path, "test/5", ports={"head_port": port})
+    assert not (tmp_path / "own").exists()
+
+
 def test_a_folder_that_start_did_not_make_stays(tmp_path):
     (tmp_path / "own").mkdir()
-    with pytest.raises(NodeError, match="FileExistsError"):
+    with pytest.raises(NodeError, match=r"own cannot be made there \(File exists\); give ray.temp_dir a folder"):
         start(tmp_path, "test/4")
     request("stop", mark="test/4", directory=str(tmp_path / "own"), session=0, processes=[])
     assert (tmp_path / "own").exists()

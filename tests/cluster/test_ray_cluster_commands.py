@@ -48,6 +48,12 @@ def test_a_worker_joins_the_head_and_a_guest_offers_nothing():
     assert ray_commands.SETTINGS["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
+def test_ports_that_must_be_free_are_those_the_site_fixes():
+    assert ray_commands.fixed_ports(PORTS, head=True) == {"head_port": 7000, "client_port": 10001}
+    assert ray_commands.fixed_ports(PORTS, head=False) == {}
+    assert ray_commands.fixed_ports(RayPorts(node_manager_port=7001), head=False) == {"node_manager_port": 7001}
+
+
 def test_a_container_gets_what_the_site_says_and_no_privileges():
     image = Container(
         engine="docker",
