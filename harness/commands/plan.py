@@ -32,7 +32,7 @@ class Plan:
             from harness.launch.cluster import planned_machine
 
             machine = planned_machine(arguments, _say)
-            where = f"{machine.nodes} nodes with {machine.node_ranks} ranks each"
+            where = f"the nodes ({machine.nodes} x {machine.node_ranks} ranks)"
         else:
             machine, where = discover(), "this machine"
         trials = plan(experiment, machine)
