@@ -30,6 +30,7 @@ def _rank_main(rank: int, world_size: int, store: str, results: Any, fn: Callabl
         timeout=datetime.timedelta(seconds=120),
     )
     try:
+        dist.barrier()  # one that is done at once would close connections that others are still opening
         results.put((rank, fn(*args), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))

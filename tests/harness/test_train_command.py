@@ -85,7 +85,7 @@ def stopped(workplace: Path, store: str) -> tuple[int, str]:
 
 
 def test_a_store_says_what_it_holds_and_is_not_overwritten(workplace: Path, store: str) -> None:
-    assert "11,600 tokens of 1 documents, 1,160 of them held out; tokenizer bytes, vocabulary 256, uint8" in store
+    assert "11,600 tokens of 1 document, 1,160 of them held out; tokenizer bytes, vocabulary 256, uint8" in store
     code, said = burst(workplace, "data", "text.txt", "--out", "store")
     assert (code, "holds a token store; give --out another path, or --replace" in said) == (2, True)
 
