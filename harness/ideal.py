@@ -103,5 +103,6 @@ def _bound(row: Row, whole: Mapping[str, float | None]) -> float | None:
         query_bytes=tokens * row["model.heads"] * row["model.head_dim"] * _BYTES[row["dtype"]],
         gradient_factor=1.0,
         forward_flops=0.0,
+        rows=tokens,
     )
     return link_bound_seconds(share, forward / row["world_size"], (step - forward) / row["world_size"], across)

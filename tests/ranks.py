@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks in real processes and hand back what each returned.
+"""Run a function on several ranks in real processes, gloo or NCCL, and hand back what each returned.
 
 A fork server with torch preloaded starts the ranks, so a test pays for the import once and no rank inherits threads.
 """
@@ -17,13 +17,17 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp"])
 
 
-def _rank_main(rank: int, world_size: int, store: str, results: Any, fn: Callable[..., Any], args: tuple) -> None:
+def _rank_main(
+    rank: int, world_size: int, backend: str, store: str, results: Any, fn: Callable[..., Any], args: tuple
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
@@ -39,14 +43,16 @@ def _rank_main(rank: int, world_size: int, store: str, results: Any, fn: Callabl
         dist.destroy_process_group()
 
 
-def run_on_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Results of `fn(*args)` on each of `world_size` ranks, torch.distributed initialised. Fails with the first
-    rank's traceback. `fn` is a module-level function; results are plain values, not tensors."""
+def run_on_ranks(world_size: int, fn: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
+    """Results of `fn(*args)` on each of `world_size` ranks, torch.distributed initialised, with a GPU each under
+    NCCL. Fails with the first rank's traceback. `fn` is a module-level function; results are plain values."""
     with tempfile.TemporaryDirectory() as folder:
         results = _context.SimpleQueue()
         processes = [
             _context.Process(
-                target=_rank_main, args=(rank, world_size, str(Path(folder, "store")), results, fn, args), daemon=True
+                target=_rank_main,
+                args=(rank, world_size, backend, str(Path(folder, "store")), results, fn, args),
+                daemon=True,
             )
             for rank in range(world_size)
         ]

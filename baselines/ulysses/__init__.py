@@ -40,8 +40,8 @@ class Ulysses(EngineCommand):
     def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
         from engine.attention.bound import BoundAttention
 
-        # One exchange of all heads before attention and one after, as published.
-        return BoundAttention(cp, settings, schedule="head_exchange", backward="auto", exchange="auto", head_parts=1)
+        # One all-to-all of all heads before attention and one after, as published.
+        return BoundAttention(cp, settings, schedule="head_exchange", backward="auto", exchange="direct", head_parts=1)
 
 
 METHOD = Ulysses()

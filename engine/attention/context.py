@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.attention.copy_engine import CopyEngine, copy_engine_missing
+from engine.attention.copy_engine import CopyEngine
 from engine.attention.exchange import HELD_GRADIENTS, Direct, Pattern, Relay
-from engine.attention.head_exchange import HeadExchange
+from engine.attention.head_copies import HeadCopies
+from engine.attention.head_exchange import HeadExchange, HeadTrade
 from engine.attention.layout import Gathered, Layout, Segment, layout_named, rows_before, split_refusal
+from engine.attention.mailbox import copy_engine_missing
 from engine.attention.nodes import host_name, node_size_of
 from engine.attention.ring import Ring
 from engine.attention.transport import Nowhere, PointToPoint, Traffic, Transport
@@ -73,7 +75,7 @@ class ContextParallel:
         if node_size is not None and (node_size < 1 or self.size % node_size):
             raise ValueError(f"node_size {node_size} does not divide cp_size {self.size}; give ranks per node that do")
         self._routes: dict[tuple[Ring, str], Routes] = {}
-        self._trades: dict[str, tuple[HeadExchange, tuple[int, ...], ContextParallel]] = {}
+        self._trades: dict[tuple[str, str], tuple[HeadTrade, tuple[int, ...], ContextParallel]] = {}
         self.node_size = node_size or self._find_node_size()
 
     def _find_node_size(self) -> int:
@@ -113,16 +115,22 @@ class ContextParallel:
             raise ValueError(missing)
         return exchange
 
-    def trade_heads(self, schedule: str) -> tuple[HeadExchange, tuple[int, ...], ContextParallel]:
+    def trade_heads(
+        self, schedule: str, exchange: str, device: torch.device
+    ) -> tuple[HeadTrade, tuple[int, ...], ContextParallel]:
         """For a schedule that trades heads: the exchange, the CP ranks in it, and who shares the sequence after it.
 
-        Collective at first use, then kept.
+        Heads are traded by copy engine where that is asked for, or left open, and all who trade share a node; else by
+        all-to-all. Collective at first use, then kept.
         """
-        if schedule not in self._trades:
-            self._trades[schedule] = self._make_trade(schedule)
-        return self._trades[schedule]
+        inside = schedule == "heads_inside" or self.node_size == self.size
+        copied = inside and exchange in ("auto", "copy_engine") and copy_engine_missing(device) is None
+        key = (schedule, "copy_engine" if copied else "all_to_all")
+        if key not in self._trades:
+            self._trades[key] = self._make_trade(*key)
+        return self._trades[key]
 
-    def _make_trade(self, schedule: str) -> tuple[HeadExchange, tuple[int, ...], ContextParallel]:
+    def _make_trade(self, schedule: str, how: str) -> tuple[HeadTrade, tuple[int, ...], ContextParallel]:
         node, slot = divmod(self.rank, self.node_size)
         nodes = [tuple(range(first, first + self.node_size)) for first in range(0, self.size, self.node_size)]
         columns = [tuple(range(first, self.size, self.node_size)) for first in range(self.node_size)]
@@ -132,11 +140,14 @@ class ContextParallel:
             "heads_inside": (nodes, node, columns[slot]),
             "heads_across": (columns, slot, nodes[node]),
         }[schedule]
-        exchange = HeadExchange(self._subgroup(groups[mine], "heads"), self.traffic)
+        group = self._subgroup(groups[mine], "heads")
+        trade: HeadTrade = HeadExchange(group, self.traffic)
+        if group is not None and how == "copy_engine":
+            trade = HeadCopies(group, self.traffic)
         inner = ContextParallel.__new__(ContextParallel)
         inside = len(others) if schedule == "heads_across" else 1
         inner._set_up(self._subgroup(others, "after_heads"), inside, Gathered(self.layout, tuple(groups)), self.traffic)
-        return exchange, groups[mine], inner
+        return trade, groups[mine], inner
 
     def _subgroup(self, cp_ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
         """A communicator of some CP ranks of their own, None for a rank alone."""

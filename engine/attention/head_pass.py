@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.context import ContextParallel
-from engine.attention.head_exchange import Arrival, HeadExchange, Piece, whole_heads
+from engine.attention.head_exchange import Arrived, HeadTrade, Piece
 from engine.attention.head_rows import HeadRows
 from engine.attention.ring_pass import RingPlan
 
@@ -30,29 +30,34 @@ class HeadPlan:
     cp: ContextParallel  # before the exchange
     members: tuple[int, ...]  # CP ranks in it
     schedule: str
-    heads: HeadExchange
+    heads: HeadTrade
     pieces: tuple[Piece, ...]
     inner: RingPlan  # over one part of the heads
     parts: int = 1  # that a rank's heads come in
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
         """(out_BLND, lse_BNL) of this rank's queries over the whole sequence."""
-        return self._forward(q_BLND, k_BLKD, v_BLKD, lambda *_: None)
+        return self._forward(q_BLND, k_BLKD, v_BLKD, None)
 
     def forward_keeping(
         self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """`forward`, and what `backward_kept` wants: Q, K and V as they arrived, so that they are not sent twice."""
         kept: list[Tensor] = []
-        out_BLND, lse_BNL = self._forward(q_BLND, k_BLKD, v_BLKD, lambda *tensors: kept.extend(tensors))
+        out_BLND, lse_BNL = self._forward(q_BLND, k_BLKD, v_BLKD, kept)
         return out_BLND, lse_BNL, tuple(kept)
 
     def _forward(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, keep: Callable[..., None]
+        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, kept: list[Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        def attend(part: int, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor) -> tuple[Tensor, Tensor]:
-            out_BTHD, lse_BHT = self.inner.forward(q_BTHD, k_BTHD, v_BTHD)
-            keep(q_BTHD, k_BTHD, v_BTHD, lse_BHT)
+        """(out_BLND, lse_BNL); what backward wants of each part goes into `kept`, unless None."""
+
+        def attend(part: int, here: Arrived) -> tuple[Tensor, ...]:
+            if kept is not None:
+                kept.extend(here.keep())
+            out_BTHD, lse_BHT = self.inner.forward(*here.tensors)
+            if kept is not None:
+                kept.append(lse_BHT)
             return out_BTHD, lse_BHT.transpose(1, 2).contiguous()
 
         out_BLND, lse_BLN = self._exchanged((q_BLND, k_BLKD, v_BLKD), attend)
@@ -77,9 +82,8 @@ class HeadPlan:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
 
-        def differentiate(
-            part: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rows_BTH2: Tensor
-        ) -> tuple[Tensor, ...]:
+        def differentiate(part: int, here: Arrived) -> tuple[Tensor, ...]:
+            q, k, v, dout, rows_BTH2 = here.tensors
             lse_BHT, delta_BHT = (row.transpose(1, 2).contiguous() for row in rows_BTH2.unbind(-1))
             # Complete sums: they cross in the inputs' dtype, nothing is added to them on the other side.
             return self.inner.backward(q, k, v, dout, lse_BHT, delta_BHT)
@@ -93,7 +97,8 @@ class HeadPlan:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`backward` of what `forward_keeping` kept: four tensors cross in place of seven."""
 
-        def differentiate(part: int, dout: Tensor, delta_BTH: Tensor) -> tuple[Tensor, ...]:
+        def differentiate(part: int, here: Arrived) -> tuple[Tensor, ...]:
+            dout, delta_BTH = here.tensors
             q, k, v, lse_BHT = kept[4 * part : 4 * part + 4]
             return self.inner.backward(q, k, v, dout, lse_BHT, delta_BTH.transpose(1, 2).contiguous())
 
@@ -101,31 +106,29 @@ class HeadPlan:
         return dq, dk, dv
 
     def _exchanged(self, tensors: tuple[Tensor, ...], compute: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What `compute(part, ...)` makes of the whole sequence's tensors of each part of this rank's heads, all heads
-        of its own tokens together again."""
-        coming = self._to_heads(tensors, 0)
-        returning: list[list[Arrival]] = []
+        """What `compute(part, arrived)` makes of the whole sequence's tensors of each part of this rank's heads, all
+        heads of its own tokens together again."""
+        trip = self.heads.trip(self.pieces, self.parts)
+        coming = trip.send(tensors, 0)
         for part in range(self.parts):
-            # An arrival holds what it received: each is let go when its tensor has been put in order.
-            here = [coming.pop(0)() for _ in tensors]
-            if part + 1 < self.parts:  # on its way before the device is given this part's work
-                coming = self._to_heads(tensors, part + 1)
-            results = [*compute(part, *here)]
-            del here
-            returning.append([self.heads.to_tokens(results.pop(0), self.pieces) for _ in range(len(results))])
-        return tuple(whole_heads([arrivals.pop(0)() for arrivals in returning]) for _ in range(len(returning[0])))
-
-    def _to_heads(self, tensors: tuple[Tensor, ...], part: int) -> list[Arrival]:
-        return [self.heads.to_heads(tensor, self.pieces, part, self.parts) for tensor in tensors]
+            with trip.lane(part):
+                here = coming()
+                if part + 1 < self.parts:  # on its way before the device is given this part's work
+                    coming = trip.send(tensors, part + 1)
+                results = compute(part, here)
+                here.done()
+                del here
+                trip.give_back(results, part)
+                del results
+        return trip.results()
 
     def chosen(self) -> dict[str, str]:
         """What was decided, for the record."""
         inner = self.inner.chosen()
         alone = inner["exchange"] == "none"
-        traded = "all_to_all" if self.heads.size > 1 else "none"
         return inner | {
             "schedule": self.schedule,
-            "backward": "all_to_all" if alone else inner["backward"],
-            "exchange": traded if alone else f"{traded} + {inner['exchange']}",
+            "backward": self.heads.name if alone else inner["backward"],
+            "exchange": self.heads.name if alone else f"{self.heads.name} + {inner['exchange']}",
             "head_parts": str(self.parts),
         }

@@ -144,6 +144,7 @@ def plan_attention(
         query_bytes=q_BLND.numel() * q_BLND.itemsize,
         gradient_factor=gradient_bytes / q_BLND.itemsize,
         forward_flops=4.0 * batch * heads * head_dim * mask.area(seq_len) / cp.size,
+        rows=batch * tokens,
         replayed=replayed,
     )
     estimate = None
@@ -158,7 +159,7 @@ def plan_attention(
 
     inner, traded, parts = cp, 1, 1
     if schedule in HEAD_SCHEDULES:
-        trade, members, inner = cp.trade_heads(schedule)
+        trade, members, inner = cp.trade_heads(schedule, exchange, q_BLND.device)
         traded = len(members)
         # The speeds that make parts worth their launches are a GPU's too.
         parts = head_parts or (choose_parts(schedule, share) if q_BLND.is_cuda else 1)

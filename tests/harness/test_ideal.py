@@ -56,7 +56,7 @@ def test_across_a_slow_link_the_bound_is_what_the_link_lets_through() -> None:
 def share(kv_heads: int, nodes: int) -> Share:
     return Share(
         cp_size=2 * nodes, node_size=2, heads=32, kv_heads=kv_heads, query_bytes=GIB, gradient_factor=1.0,
-        forward_flops=0.0,
+        forward_flops=0.0, rows=1 << 17,
     )  # fmt: skip
 
 

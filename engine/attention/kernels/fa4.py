@@ -33,8 +33,8 @@ def _installed() -> bool:
     return any(Path(place, "cute").is_dir() for place in places or ())
 
 
-# Most bytes of the fp32 sum of dQ that the kernel allocates in backward, for all heads it is given: twice those of Q,
-# and the zero output takes as many as Q again. Longer tiles go through in groups of heads, which are many rows each.
+# Most bytes of the fp32 sum of dQ that the kernel allocates in backward, for all heads it is given: twice those of Q.
+# Longer tiles go through in groups of heads, which are many rows each.
 WORKSPACE_BYTES = 1 << 31
 
 
@@ -44,15 +44,17 @@ def kv_heads_at_once(q_BLND: Tensor, kv_heads: int) -> int:
     return max(1, min(kv_heads, WORKSPACE_BYTES // per_head))
 
 
-# One zero output per shape, shared by all calls: reading it costs bandwidth, making it anew would cost more.
-_zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+# One row of zeros stands for an output of any number of rows: they all lie in one place.
+_zeros: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
 
 def _zero_output(like_BLND: Tensor) -> Tensor:
-    key = (like_BLND.device, like_BLND.dtype)
-    if key not in _zeros or _zeros[key].numel() < like_BLND.numel():
-        _zeros[key] = torch.zeros(like_BLND.numel(), device=like_BLND.device, dtype=like_BLND.dtype)
-    return _zeros[key][: like_BLND.numel()].view(like_BLND.shape)
+    key = (like_BLND.device, like_BLND.dtype, like_BLND.shape[-1])
+    if key not in _zeros:
+        _zeros[key] = torch.zeros(like_BLND.shape[-1], device=like_BLND.device, dtype=like_BLND.dtype)
+        if like_BLND.is_cuda:  # other streams will read it as well
+            torch.cuda.current_stream().synchronize()
+    return _zeros[key].expand(like_BLND.shape)
 
 
 def _window(band: Band, rows: int, columns: int) -> dict[str, Any]:

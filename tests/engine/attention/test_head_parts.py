@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from engine import ContextParallel, burst_attention
+from engine.attention.head_exchange import HeadExchange
 from engine.attention.head_pass import HeadPlan
 from engine.attention.masks import Causal, SlidingWindow
 from engine.attention.schedule import Speeds, choose_parts, estimate
+from engine.attention.transport import Traffic
 from tests.engine.attention.test_parity import dense, distributed, problem, worst_error
 from tests.engine.attention.test_schedule import share
 from tests.ranks import run_on_ranks
@@ -118,12 +120,11 @@ def test_a_rank_alone_computes_its_heads_in_parts_too(parts) -> None:
     assert worst_error(found, dense(*whole, Causal())) < 1e-10
 
 
-class Buffers:
-    """Stands in for `HeadExchange`: what arrives lies in a buffer, whose life can be followed."""
-
-    size = 1
+class Buffers(HeadExchange):
+    """Stands in for messages of a `HeadExchange`: what arrives lies in a buffer, whose life can be followed."""
 
     def __init__(self) -> None:
+        super().__init__(None, Traffic())
         self.received: list[weakref.ref[torch.Tensor]] = []
 
     def arrival(self, tensor: torch.Tensor):
@@ -147,10 +148,10 @@ def test_receive_buffers_are_gone_when_the_work_on_them_begins() -> None:
         cp=ContextParallel.single(), members=(0,), schedule="head_exchange", heads=heads, pieces=(), inner=None, parts=2
     )
 
-    def compute(part, *tensors):
-        here.extend(weakref.ref(tensor) for tensor in tensors)
+    def compute(part, arrived):
+        here.extend(weakref.ref(tensor) for tensor in arrived.tensors)
         alive.append((heads.alive(), sum(tensor() is not None for tensor in here)))
-        return [tensor + 1 for tensor in tensors]
+        return tuple(tensor + 1 for tensor in arrived.tensors)
 
     results = plan._exchanged((torch.zeros(1, 4, 2, 3), torch.zeros(1, 4, 2, 3)), compute)
     # While a part is computed: two buffers of the next one or of the last one's results, and its own two tensors.

@@ -8,7 +8,7 @@ import torch
 from engine import ContextParallel, burst_attention
 from engine.attention.masks import Causal
 from engine.attention.op import plan_attention
-from engine.attention.schedule import Share, Speeds, choose_schedule, estimate, schedule_refusal
+from engine.attention.schedule import Share, Speeds, choose_parts, choose_schedule, estimate, schedule_refusal
 
 
 def share(tokens: int, *, cp_size: int = 4, node_size: int = 4, heads: int = 32, kv_heads: int = 32) -> Share:
@@ -21,12 +21,21 @@ def share(tokens: int, *, cp_size: int = 4, node_size: int = 4, heads: int = 32,
         query_bytes=tokens // cp_size * heads * 128 * 2,
         gradient_factor=2.0,
         forward_flops=2.0 * tokens**2 * heads * 128 / cp_size,
+        rows=tokens // cp_size,
     )
 
 
-def test_on_one_node_short_shards_trade_heads_and_longer_ones_ring() -> None:
-    assert choose_schedule(share(8 << 10), "zigzag").best == "head_exchange"
-    assert choose_schedule(share(64 << 10), "zigzag").best == "ring"
+def test_one_node_trades_heads_where_they_can_be_shared_out() -> None:
+    for tokens in (8 << 10, 64 << 10, 256 << 10):
+        assert choose_schedule(share(tokens), "zigzag").best == "head_exchange"
+        assert choose_schedule(share(tokens, kv_heads=2), "zigzag").best == "ring"
+
+
+def test_longer_shards_come_in_more_parts_and_few_tiles_in_fewer() -> None:
+    parts = [choose_parts("head_exchange", share(tokens << 10)) for tokens in (8, 16, 32, 256)]
+    assert parts == sorted(parts)
+    assert parts[0] == 1
+    assert parts[-1] == 8
 
 
 def test_where_compute_is_all_the_schedules_of_one_node_come_out_even() -> None:
@@ -80,5 +89,5 @@ def test_without_a_gpu_auto_is_a_ring_and_claims_no_estimate() -> None:
 
 def test_an_estimate_reads_as_milliseconds_by_schedule() -> None:
     words = str(choose_schedule(share(64 << 10), "zigzag"))
-    assert words.startswith("ring ")
-    assert " ms, head_exchange " in words
+    assert words.startswith("head_exchange ")
+    assert " ms, ring " in words
