@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -86,10 +87,11 @@ def check_world_size(settings: TrialSettings) -> None:
         )
 
 
-def join(settings: TrialSettings) -> World:
+def join(settings: TrialSettings, turn: int = 1) -> World:
     """Enter the trial's process groups as torchrun's environment variables say; without them, as a world of one.
 
-    NCCL on GPUs, gloo otherwise. Collective over all ranks.
+    NCCL on GPUs, gloo otherwise. Collective over all ranks. `turn` counts the trials these processes are given: each
+    has groups of its own, whose names, and so the keys they leave in the ranks' common store, repeat.
     """
     device = local_device()
     if device.type == "cuda":
@@ -98,10 +100,18 @@ def join(settings: TrialSettings) -> World:
     # context-parallel groups are created by their own members.
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        store, rank, size = _meeting()
+        dist.init_process_group(backend, store=dist.PrefixStore(f"turn{turn}", store), rank=rank, world_size=size)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return arrange(settings, device)
+
+
+@cache
+def _meeting() -> tuple[dist.Store, int, int]:
+    """The store that all ranks share for as long as they live, this one's number, and how many they are."""
+    store, rank, size = next(dist.rendezvous("env://"))
+    return store, rank, size
 
 
 def arrange(settings: TrialSettings, device: torch.device) -> World:
@@ -110,6 +120,9 @@ def arrange(settings: TrialSettings, device: torch.device) -> World:
     Raises ValueError when parameters are to be sharded within nodes and the nodes differ.
     """
     replica, size = dist.get_rank() // settings.cp_size, dist.get_world_size()
+    # First, so that its groups have the same names in every trial of these ranks: DTensor keeps meshes for as long as
+    # the process lives, takes an equal one for the same, and finds the groups by their names.
+    fsdp_mesh = _parameter_mesh(settings, device)
     # Attention's traffic must not queue behind FSDP's, so its groups are never the world's own.
     groups = [
         dist.new_group(list(range(first, first + settings.cp_size)), group_desc="context_parallel")
@@ -120,7 +133,7 @@ def arrange(settings: TrialSettings, device: torch.device) -> World:
         size=size,
         replica=replica,
         device=device,
-        fsdp_mesh=_parameter_mesh(settings, device),
+        fsdp_mesh=fsdp_mesh,
         cp_group=groups[replica],
     )
 
@@ -141,17 +154,27 @@ def _parameter_mesh(settings: TrialSettings, device: torch.device) -> DeviceMesh
     return init_device_mesh(device.type, (size // node_size, node_size), mesh_dim_names=("replicate", "shard"))
 
 
-def leave(patience_seconds: float = 30.0) -> None:
-    """Close the process groups after a success; a shutdown that gets stuck does not undo it.
+def meet() -> None:
+    """Wait for all ranks, so that none is gone while another still talks to it. Collective."""
+    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
+
+
+def leave() -> None:
+    """End a rank after a success.
 
     On GPUs the process ends here: taking NCCL's communicators down in order takes seconds per trial and frees nothing
     that the end of the process does not.
     """
     if dist.get_backend() == "nccl":
-        dist.barrier(device_ids=[torch.cuda.current_device()])  # no rank is gone while another still talks to it
+        meet()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+    part()
+
+
+def part(patience_seconds: float = 30.0) -> None:
+    """Close the process groups. A shutdown that gets stuck ends the process, and does not undo a success."""
     guard = threading.Timer(patience_seconds, os._exit, args=(0,))
     guard.daemon = True
     guard.start()

@@ -1,34 +1,41 @@
 """One rank of one trial: `python -m engine.worker TRIAL_DIR`, started torchrun-style.
 
 Reads TRIAL_DIR/trial.json. Rank 0 appends progress.jsonl and leaves measurement.json; a rank that fails leaves
-errors/rank<r>.json and exits with 1. Importing this module starts nothing: no process group, no CUDA, no thread, so
-that a fork server may load it once for many ranks.
+errors/rank<r>.json and exits with 1. Where its environment names a directory of turns (`engine.turns`), the rank is
+given further trials there and waits for them until it is ended. Importing this module starts nothing: no process group,
+no CUDA, no thread, so that a fork server may load it once for many ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 import torch._dynamo  # every optimizer loads it when constructed; here a fork server does so once for all ranks
+import torch.distributed as dist
 
 from engine.attention_task import AttentionTask
-from engine.distributed import World, check_world_size, join, leave, limit_threads
+from engine.between_trials import clear, log_to
+from engine.distributed import World, check_world_size, join, leave, limit_threads, meet, part
 from engine.lm_head_task import HeadTask
 from engine.measurement import write_json, write_measurement
 from engine.method import NativeMethod
+from engine.phases import Phases, process_seconds
 from engine.settings import TrialSettings, from_json
 from engine.task import Refused, Task, progress_to
 from engine.train import TrainTask
+from engine.turns import Turns
 
+LOG_DIRECTORY = "logs"  # of a trial, where its launcher sends what a rank prints
 REASON_CHARACTERS = 200  # of an error's reason; the traceback has all of it
 
 TASKS: dict[str, type[TrainTask] | type[AttentionTask] | type[HeadTask]] = {
@@ -39,31 +46,74 @@ TASKS: dict[str, type[TrainTask] | type[AttentionTask] | type[HeadTask]] = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run the trial of the given directory; returns the exit code of a success."""
+    """Run the trial of the given directory, and those that follow it; returns the exit code of a success."""
     if len(arguments) != 1:
         print("usage: python -m engine.worker TRIAL_DIR", file=sys.stderr)
         return 2
     trial_dir = Path(arguments[0])
     rank = int(os.environ.get("RANK", "0"))
+    phases = Phases(shown=rank == 0, seconds=process_seconds())
+    phases.end("start of the process and its imports")
+    if turns := Turns.named_in(os.environ):
+        serve(turns, trial_dir, rank, phases)
     with exit_on_error(trial_dir, rank):
-        task = _set_up(trial_dir)
-        measurement = task.run(progress_to(trial_dir) if rank == 0 else silent)
-        if rank == 0:
-            write_measurement(trial_dir, measurement)
+        _run(trial_dir, rank, phases)
         leave()
     return 0
 
 
-def _set_up(trial_dir: Path) -> Task:
+def serve(turns: Turns, trial_dir: Path, rank: int, phases: Phases) -> NoReturn:
+    """Run one trial after another, as if each had been given to a process of its own, until this process is ended.
+
+    A trial that fails ends the process: what it leaves behind on GPUs and in its peers is unknown. One that is refused
+    does not, because all ranks refuse the same settings.
+    """
+    for turn in itertools.count(1):
+        if turn > 1:
+            trial_dir = turns.wait(turn)
+            log_to(trial_dir / LOG_DIRECTORY / f"rank{rank}.log")
+            phases = Phases(shown=rank == 0)
+        with exit_on_error(trial_dir, rank):
+            task: Task | None = None
+            try:
+                task = _run(trial_dir, rank, phases, turn)
+            except Refused as refusal:
+                write_error(trial_dir, rank, refusal)
+            if dist.is_initialized():  # not where the trial was refused before
+                meet()
+            del task
+            clear()
+            if dist.is_initialized():
+                part()
+            phases.end("giving back memory and process groups")
+        turns.finish(turn, rank)
+    raise AssertionError("turns do not run out")
+
+
+def _run(trial_dir: Path, rank: int, phases: Phases, turn: int = 1) -> Task:
+    """Set the trial up, measure, leave the measurement; returns what the trial still holds."""
+    task = _set_up(trial_dir, phases, turn)
+    measurement = task.run(progress_to(trial_dir) if rank == 0 else silent)
+    phases.end("warm-up and measuring")
+    if rank == 0:
+        write_measurement(trial_dir, measurement)
+    return task
+
+
+def _set_up(trial_dir: Path, phases: Phases, turn: int) -> Task:
     """Everything that can find the settings impossible, before anything is measured. Raises Refused."""
     try:
         settings, method = read_trial(trial_dir)
-        return TASKS[settings.task](settings, method, prepare(settings, method))
+        world = prepare(settings, method, turn)
+        phases.end("joining the other ranks")
+        task = TASKS[settings.task](settings, method, world)
+        phases.end("building the task")
+        return task
     except ValueError as error:
         raise Refused(str(error)) from error
 
 
-def prepare(settings: TrialSettings, method: NativeMethod) -> World:
+def prepare(settings: TrialSettings, method: NativeMethod, turn: int = 1) -> World:
     """This process as a rank that can run `settings`, among the others. Raises ValueError when it cannot."""
     refusal = method.refuse(settings)
     if refusal:
@@ -73,7 +123,7 @@ def prepare(settings: TrialSettings, method: NativeMethod) -> World:
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a fixed one
         torch.use_deterministic_algorithms(True)
-    return join(settings)
+    return join(settings, turn)
 
 
 def read_trial(trial_dir: Path) -> tuple[TrialSettings, NativeMethod]:
@@ -107,15 +157,14 @@ def exit_on_error(trial_dir: Path, rank: int) -> Iterator[None]:
 
 
 def write_error(trial_dir: Path, rank: int, error: Exception) -> None:
-    """Leave errors/rank<r>.json and the traceback in the log."""
+    """Leave errors/rank<r>.json and the traceback in the log. What fails after a rank's first error follows from it."""
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr)
     directory = trial_dir / "errors"
     directory.mkdir(exist_ok=True)
-    write_json(
-        directory / f"rank{rank}.json",
-        {"kind": error_kind(error), "reason": _one_sentence(error), "traceback": text},
-    )
+    path = directory / f"rank{rank}.json"
+    if not path.exists():
+        write_json(path, {"kind": error_kind(error), "reason": _one_sentence(error), "traceback": text})
 
 
 def error_kind(error: Exception) -> str:
