@@ -49,6 +49,7 @@ def plan(experiment: Experiment, machine: Machine) -> tuple[Trial, ...]:
             title=experiment.title,
             settings=each,
             deadline_seconds=experiment.limits.trial_seconds,
+            share_ranks=experiment.limits.share_ranks,
             refusal=refusal(each, machine),
         )
         for each in settings

@@ -41,7 +41,8 @@ class Record:
     command: list[str] = field(default_factory=list)
     commit: str = ""
     started_at: str = ""  # ISO 8601, UTC
-    wall_seconds: float = 0.0  # launch to end of the last process, start-up included
+    wall_seconds: float = 0.0  # launch to end of the last process, start-up included; in shared ranks, its own turn
+    ranks_turn: int = 0  # among the trials that its ranks were given, from 1; 0: it had ranks of its own
     attempts: int = 1
     schema: int = SCHEMA
 

@@ -70,6 +70,7 @@ def row_of(record: Record, run: str = "") -> Row:
         launcher=record.launcher or None,
         attempts=record.attempts,
         wall_seconds=record.wall_seconds or None,
+        ranks_turn=record.ranks_turn or None,
         started_at=record.started_at or None,
         loss_by_step=list(measured.loss) if measured and record.status == "ok" else [],
         grad_norm_by_step=list(measured.grad_norm) if measured and record.status == "ok" else [],

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engine.measurement import Measurement, write_json
 from engine.method import Method
-from engine.settings import to_json
+from engine.settings import TrialSettings, to_json
 from harness.errors import UsageError
 from harness.launch import Job, Launcher, Outcome
 from harness.launch.environment import render
@@ -160,6 +160,7 @@ def _attempt(trial: Trial, host: Host, directory: RunDirectory, view: ProgressVi
             environment=redact(job.environment),
             command=portable_command(job.command, trial_dir),
             wall_seconds=round(outcome.wall_seconds, 3),
+            ranks_turn=outcome.turn,
         )
     write_record(trial_dir, record)
     return record
@@ -182,7 +183,13 @@ def _job(trial: Trial, method: Method, trial_dir: Path, host: Host) -> Job:
         environment=environment,
         deadline_seconds=trial.deadline_seconds,
         emulate_nodes=settings.emulate_nodes,
+        share=_for_good(settings) if trial.share_ranks else None,
     )
+
+
+def _for_good(settings: TrialSettings) -> str:
+    """Of the settings, those that a process cannot take on and give up again: cuBLAS reads its own only once."""
+    return f"deterministic {settings.deterministic}"
 
 
 def _measured(outcome: Outcome, method: Method, trial_dir: Path) -> tuple[Outcome, Measurement | None]:

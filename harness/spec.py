@@ -33,6 +33,7 @@ class Limits:
     """What a trial may take."""
 
     trial_seconds: float = 1200.0  # wall time, start-up included
+    share_ranks: bool = False  # may be given to the ranks of the trial before it, where it needs the same ones
 
     def __post_init__(self) -> None:
         if self.trial_seconds <= 0:

@@ -18,6 +18,7 @@ class Trial:
     settings: TrialSettings
     deadline_seconds: float
     refusal: str | None = None
+    share_ranks: bool = False  # whether the ranks of the trial before it may run it; no part of its id
 
     @property
     def id(self) -> str:

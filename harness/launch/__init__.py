@@ -36,6 +36,7 @@ class Job:
     grace_seconds: float | None = None  # from SIGTERM to SIGKILL when asked to stop; None: the launcher's usual few
     emulate_nodes: int = 1  # logical nodes the ranks are split into
     part: Part | None = None  # None: all ranks, on one host
+    share: str | None = None  # ranks that ended a job with the same words, and are like its own, may be given this one
 
     @property
     def own_ranks(self) -> range:
@@ -53,10 +54,12 @@ class Outcome:
     reason: str
     wall_seconds: float
     hosts: list[str]
+    turn: int = 0  # among the jobs its ranks were given, from 1; 0: it had ranks of its own
 
 
 class Launcher(Protocol):
-    """Runs jobs one after another; every job gets fresh processes, a deadline and a port of its own."""
+    """Runs jobs one after another; every job gets a deadline, and fresh processes unless it may share them. A launcher
+    need not share: `Outcome.turn` says what it did."""
 
     name: str
 

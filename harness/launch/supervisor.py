@@ -16,12 +16,11 @@ from pathlib import Path
 
 from engine.measurement import PROGRESS_FILE
 from harness.launch import Job, Outcome
-from harness.launch.environment import rank_environment, trial_environment
 from harness.launch.forkserver import ForkServer, ServerLost
 from harness.launch.host_memory import oom_kills
-from harness.launch.ports import reserve_port
+from harness.launch.ranks import Ranks
 from harness.launch.tail import ProgressTail
-from harness.launch.verdict import ERRORS_DIRECTORY, Exit, Watched, judge
+from harness.launch.verdict import ERRORS_DIRECTORY, Watched, judge
 from harness.launch.zygote import is_module_command
 
 Progress = Callable[[dict[str, object]], None]
@@ -59,13 +58,19 @@ class Supervisor:
         self._patience = patience or Patience()
         self._cancel = threading.Event()
         self._servers: dict[_ServerKey, ForkServer] = {}  # the one used last is last
+        self._ranks: Ranks | None = None  # of the running job, or waiting for one like the last
 
     def run(self, job: Job, on_progress: Progress | None = None) -> Outcome:
         """Execute one job to its end; see `harness.launch.Launcher.run`."""
         started = time.monotonic()
-        status, reason = judge(job, self.watch(job, on_progress))
+        watched = self.watch(job, on_progress)
+        status, reason = judge(job, watched)
         return Outcome(
-            status=status, reason=reason, wall_seconds=time.monotonic() - started, hosts=[socket.gethostname()]
+            status=status,
+            reason=reason,
+            wall_seconds=time.monotonic() - started,
+            hosts=[socket.gethostname()],
+            turn=watched.turn,
         )
 
     def watch(self, job: Job, on_progress: Progress | None = None) -> Watched:
@@ -76,13 +81,14 @@ class Supervisor:
         watched = Watched()
         (job.trial_dir / "logs").mkdir(parents=True, exist_ok=True)
         try:
-            with _meeting_port(job) as port:
-                server = self._server_for(job)
-                try:
-                    self._start_ranks(server, job, port)
-                    self._watch(server, job, watched, started + job.deadline_seconds, on_progress)
-                finally:  # also at Ctrl-C, which then goes on
-                    watched.left = self._end(server, job, watched)
+            ranks = self._ranks_for(job, watched)
+            try:
+                ranks.begin(job, {**self._environment, **job.environment})
+                watched.turn = ranks.turn
+                self._watch(ranks, job, watched, started + job.deadline_seconds, on_progress)
+            finally:  # also at Ctrl-C, which then goes on
+                if not ranks.waiting:
+                    self._end(ranks, job, watched)
         except ServerLost as loss:
             watched.server_lost = str(loss)
             self.close()
@@ -100,6 +106,7 @@ class Supervisor:
         """End everything this supervisor started. Idempotent."""
         while self._servers:
             self._servers.popitem()[1].close()
+        self._dismiss()
 
     def _server_for(self, job: Job) -> ForkServer:
         """A running fork server that suits the job, else a new one in place of the one that was idle for longest."""
@@ -113,28 +120,30 @@ class Supervisor:
         self._servers[key] = server
         return server
 
-    def _start_ranks(self, server: ForkServer, job: Job, port: int) -> None:
-        logs = (job.trial_dir / "logs").absolute()
-        of_trial = trial_environment(str(logs), {**self._environment, **job.environment})
-        for rank in job.own_ranks:
-            own = rank_environment(
-                rank,
-                ranks=job.ranks,
-                port=port,
-                emulate_nodes=job.emulate_nodes,
-                address=job.part.address if job.part else "127.0.0.1",
-                host_ranks=len(job.own_ranks),
-            )
-            server.start(rank, job.command, {**of_trial, **own}, logs / f"rank{rank}.log")
+    def _ranks_for(self, job: Job, watched: Watched) -> Ranks:
+        """Ranks that wait for such a job, else new ones. Waiting ones it does not suit are ended: they hold memory."""
+        if self._ranks is None or not self._ranks.suit(job):
+            watched.left += self._dismiss()
+            self._ranks = Ranks(self._server_for(job), job)
+        return self._ranks
 
-    def _watch(
-        self, server: ForkServer, job: Job, watched: Watched, deadline: float, on_progress: Progress | None
-    ) -> None:
+    def _dismiss(self) -> list[int]:
+        """End the ranks that wait, if any; returns the processes that would not die."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is None:
+            return []
+        try:
+            return ranks.end()
+        except ServerLost:  # and its ranks with it
+            ranks.server.close()
+            return []
+
+    def _watch(self, ranks: Ranks, job: Job, watched: Watched, deadline: float, on_progress: Progress | None) -> None:
         """Return when all ranks have ended, or when they should be ended: late, cancelled, or failed for a while."""
         tail = ProgressTail(job.trial_dir / PROGRESS_FILE)
         give_up: float | None = None
         while True:
-            watched.exits += _exits(server.events(self._patience.poll))
+            watched.exits += ranks.exits(self._patience.poll)
             for line in tail.new():
                 watched.progress = line
                 if on_progress is not None:
@@ -154,45 +163,28 @@ class Supervisor:
                 watched.timed_out_at = time.time() if give_up is None else None
                 return
 
-    def _end(self, server: ForkServer, job: Job, watched: Watched) -> list[int]:
+    def _end(self, ranks: Ranks, job: Job, watched: Watched) -> None:
         """SIGTERM, time to react, then SIGKILL for whatever is left, also of ranks that ended by themselves.
 
         The job's own grace is for ranks that can still do something in order: after a failure they wait for the one
         that is gone.
         """
-        if server.closed:
-            return []
+        if ranks.server.closed:
+            return
         exits, asked = list(watched.exits), time.monotonic()
         with contextlib.suppress(ServerLost):  # `sweep` meets it too, and tells
             if len(exits) < len(job.own_ranks):
-                server.terminate()
+                ranks.server.terminate()
             while len(exits) < len(job.own_ranks):
                 failed = any(end.returncode for end in exits) or any(_error_files(job))
                 patience = self._patience.terminate if failed or job.grace_seconds is None else job.grace_seconds
                 if time.monotonic() >= asked + patience:
                     break
-                exits += _exits(server.events(self._patience.poll))
-        return server.sweep()
+                exits += ranks.exits(self._patience.poll)
+        self._ranks = None
+        watched.left += ranks.end()
 
 
 def _error_files(job: Job) -> Iterator[Path]:
     """What failing ranks have left so far."""
     return (job.trial_dir / ERRORS_DIRECTORY).glob("rank*.json")
-
-
-@contextlib.contextmanager
-def _meeting_port(job: Job) -> Iterator[int]:
-    """The port all ranks meet at: reserved here, unless the job's first host has done so already."""
-    if job.part is not None:
-        yield job.part.port
-        return
-    with reserve_port() as port:
-        yield port
-
-
-def _exits(events: list[dict[str, object]]) -> list[Exit]:
-    return [
-        Exit(rank=event["rank"], returncode=event["returncode"], at=event["at"])  # type: ignore[arg-type]
-        for event in events
-        if event["event"] == "exited"
-    ]

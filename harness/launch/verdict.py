@@ -20,7 +20,7 @@ CLOCK_SLACK_SECONDS = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exit:
-    """One rank's end, before anything was sent to it."""
+    """One rank's end, before anything was sent to it; of one that waits for another job, its end of this one."""
 
     rank: int
     returncode: int  # negative: the signal that killed it
@@ -37,6 +37,7 @@ class Watched:
     server_lost: str = ""  # how the fork server ended, should it have
     oom_killed: bool = False  # the kernel's count of out-of-memory kills rose meanwhile
     progress: dict[str, object] = field(default_factory=dict)  # the last line of progress.jsonl
+    turn: int = 0  # the job's among those its ranks were given, from 1; 0: it had ranks of its own
     left: list[int] = field(default_factory=list)  # processes that SIGKILL did not end in time
 
 

@@ -1,19 +1,24 @@
 """The Ray launcher on one machine: the same jobs, in an actor of a Ray that is private to the launcher."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("ray")
 
+from engine.settings import ModelShape, Steps, TrialSettings, to_json
 from harness.launch import Job
 from harness.launch.ray import RayLauncher
 from harness.launch.ray_janitor import marked
+
+SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
 
 PROGRAM = """
 import json, os, sys, time
@@ -126,6 +131,28 @@ def ray_directory(owner: int) -> str:
         if "harness.launch.ray_janitor" in arguments and parent(int(stat.parent.name)) == owner:
             return arguments[arguments.index("harness.launch.ray_janitor") + 1]
     raise AssertionError("no janitor")
+
+
+def test_jobs_share_ranks_in_the_actor(tmp_path):
+    """What ends and hands over ranks is the supervisor's, see test_shared_ranks.py."""
+    trial = {"task": "attention", "method": "burst", "seq_len": 64, "dtype": "fp32", "steps": Steps(measured=1)}
+    settings = TrialSettings(model=SHAPE, **trial)
+    launcher = RayLauncher()
+    try:
+        turns = []
+        for name in ("first", "second"):
+            own = job(tmp_path / name, "")
+            written = {"settings": to_json(settings), "method": "tests.harness.unruly_method"}
+            (own.trial_dir / "trial.json").write_text(json.dumps(written))
+            command = [sys.executable, "-m", "engine.worker", str(own.trial_dir)]
+            outcome = launcher.run(replace(own, command=command, ranks=1, share=""))
+            log = (own.trial_dir / "logs" / "rank0.log").read_text()
+            turns.append((outcome.status, outcome.turn, log.partition(" runs")[0].rpartition(" ")[2]))
+    finally:
+        launcher.close()
+    [process] = {process for _, _, process in turns}
+    assert [turn[:2] for turn in turns] == [("ok", 1), ("ok", 2)]
+    assert all_end([int(process)])
 
 
 def test_without_ray_one_sentence_names_the_other_launcher(monkeypatch):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.settings import Steps, TrialSettings
 from harness.errors import UsageError
 from harness.schema import leaf_types
-from harness.spec import Experiment, load_experiment
+from harness.spec import Experiment, Limits, load_experiment
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "experiments.md"
 
@@ -112,7 +112,7 @@ def test_what_is_left_out_takes_the_defaults_of_the_settings(tmp_path: Path) -> 
     assert experiment.title == "question"
     assert experiment.tasks == ("train", "attention")
     assert (experiment.steps, experiment.seeds, experiment.sweep) == (Steps(), (0,), {})
-    assert experiment.limits.trial_seconds == 1200
+    assert (experiment.limits.trial_seconds, experiment.limits.share_ranks) == (1200, False)
 
 
 WRONG = [
@@ -181,6 +181,7 @@ WRONG = [
     ("seeds: [0]", "fixed.x: 1", r":9: unknown key fixed.x in the experiment; did you mean fixed"),
     ("batch_size: 1", "steps: {warmup: 1}", r":7: steps does not belong in fixed; write it as steps"),
     ("seeds: [0]", "limits: {trial_seconds: 0}", r":9: limits.trial_seconds is 0; expected a number above 0"),
+    ("seeds: [0]", "limits: {share_ranks: 2}", r":9: share_ranks is 2; expected true or false"),
     ("seeds: [0]", "exclude: {method: burst}", r":9: exclude is a mapping; expected a list of mappings"),
     ("seeds: [0]", "exclude: [{}]", r":9: an empty entry of exclude matches every trial"),
     ("seeds: [0]", "exclude: [{methd: burst}]", r":9: unknown key methd in exclude; did you mean method\?"),
@@ -288,7 +289,8 @@ def test_the_example_of_the_reference_loads(tmp_path: Path) -> None:
 
 
 def test_the_reference_names_every_setting_and_section() -> None:
+    limits = [f"limits.{name}" for name in leaf_types(Limits)]
     reference = REFERENCE.read_text(encoding="utf-8")
-    for key in (*leaf_types(TrialSettings), "title", "sweep", "fixed", "exclude", "limits.trial_seconds", "scales"):
+    for key in (*leaf_types(TrialSettings), "title", "sweep", "fixed", "exclude", *limits, "scales"):
         written = {"seed": "seeds"}.get(key, key)
         assert f"`{written}`" in reference, f"docs/experiments.md does not explain {key}"

@@ -1,0 +1,106 @@
+"""The rank processes of a job on this host; where jobs share ranks, of several jobs in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from engine.turns import Turns
+from harness.launch import Job
+from harness.launch.environment import rank_environment, trial_environment
+from harness.launch.forkserver import ForkServer, ServerLost
+from harness.launch.ports import reserve_port
+from harness.launch.verdict import Exit
+from harness.launch.zygote import is_module_command
+
+TURNS_MODULE = "engine.worker"  # what can be given one trial after another
+TURNS_POLL_SECONDS = 0.02  # between looks at who is through: no process ends, so nothing else tells
+
+
+class Ranks:
+    """Started by the first job they are given. `end` them, however it went."""
+
+    def __init__(self, server: ForkServer, job: Job) -> None:
+        """Reserves what ranks for `job`, and for jobs like it, need; starts nothing."""
+        self.server = server
+        self.turn = 0  # how many jobs they were given; 0 for ever where jobs do not share ranks
+        self._kind = _kind(job)
+        self._numbers = job.own_ranks
+        self._gone: set[int] = set()  # ranks whose process has ended
+        self._through: set[int] = set()  # ranks through with the job under way, their process ended or not
+        with contextlib.ExitStack() as held:
+            self._port = job.part.port if job.part else held.enter_context(reserve_port())
+            self._turns: Turns | None = None
+            if self._kind is not None:
+                self._turns = Turns(Path(held.enter_context(tempfile.TemporaryDirectory(prefix="burst-turns-"))))
+            self._held = held.pop_all()
+
+    def begin(self, job: Job, environment: Mapping[str, str]) -> None:
+        """Start the ranks with the job, or hand it to them. `environment` is the server's. Raises ServerLost."""
+        self._through = set()
+        if self._turns is not None:
+            self.turn += 1
+        if self.turn > 1:
+            assert self._turns is not None, job
+            self._turns.give(self.turn, job.trial_dir)
+            return
+        logs = (job.trial_dir / "logs").absolute()
+        shared = trial_environment(str(logs), environment) | (self._turns.environment if self._turns else {})
+        for rank in self._numbers:
+            own = rank_environment(
+                rank,
+                ranks=job.ranks,
+                port=self._port,
+                emulate_nodes=job.emulate_nodes,
+                address=job.part.address if job.part else "127.0.0.1",
+                host_ranks=len(self._numbers),
+            )
+            self.server.start(rank, job.command, {**shared, **own}, logs / f"rank{rank}.log")
+
+    def exits(self, seconds: float) -> list[Exit]:
+        """Ranks that got through with the job since the last call, waiting up to `seconds`: those whose process ended,
+        and, as if it had ended with 0, those that wait for another job. Raises ServerLost."""
+        events = self.server.events(min(seconds, TURNS_POLL_SECONDS) if self._turns else seconds)
+        found = []
+        if self._turns is not None:
+            waiting = sorted(self._turns.through(self.turn) - self._through)
+            found = [Exit(rank=rank, returncode=0, at=time.time()) for rank in waiting]
+        for event in events:
+            if event["event"] == "exited":
+                self._gone.add(event["rank"])
+                if event["rank"] not in self._through.union(end.rank for end in found):
+                    found.append(Exit(rank=event["rank"], returncode=event["returncode"], at=event["at"]))
+        self._through |= {end.rank for end in found}
+        return found
+
+    @property
+    def waiting(self) -> bool:
+        """Whether all ranks are through with their job and wait for another."""
+        return self._turns is not None and not self._gone and self._through == set(self._numbers)
+
+    def suit(self, job: Job) -> bool:
+        """Whether the ranks wait, and the job may be given to them."""
+        if not self.waiting or self._kind != _kind(job):
+            return False
+        with contextlib.suppress(ServerLost):
+            self.exits(0)  # one may have died in waiting
+            return self.waiting
+        return False
+
+    def end(self) -> list[int]:
+        """Kill the ranks and what they started; returns the processes that would not die. Raises ServerLost."""
+        with self._held:
+            return [] if self.server.closed else self.server.sweep()
+
+
+def _kind(job: Job) -> tuple[object, ...] | None:
+    """What jobs that may be given to the same ranks have in common; None for a job that needs ranks of its own."""
+    if job.share is None or job.part is not None:
+        return None
+    if not is_module_command(job.command) or job.command[2] != TURNS_MODULE:
+        return None
+    command = tuple(word for word in job.command if word != str(job.trial_dir))
+    return command, job.ranks, job.emulate_nodes, tuple(sorted(job.environment.items())), job.share

@@ -1,0 +1,226 @@
+"""Ranks that serve several trials: real workers under a real supervisor, in every way a trial among others can end."""
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.measurement import read_measurement
+from engine.settings import ModelShape, Steps, TrialSettings, to_json
+from harness.launch import Job, Part
+from harness.launch.ranks import Ranks
+from harness.launch.supervisor import Patience, Supervisor
+from tests.harness.unruly_method import (
+    ALL_REFUSE,
+    HANGS,
+    RANK1_KILLED,
+    RANK1_OUT_OF_MEMORY,
+    RANK1_RAISES,
+    RANK1_REFUSES,
+    WELL,
+)
+
+SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@pytest.fixture(scope="module")
+def supervisor():
+    """One for all tests, because its fork server takes seconds to load torch. Tests share no ranks: `trials`."""
+    supervisor = Supervisor(
+        {**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        patience=Patience(failure=1.5, terminate=0.5, poll=0.02),
+    )
+    yield supervisor
+    supervisor.close()
+
+
+class Trials:
+    """Jobs of one test, each with a directory of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __call__(self, seed: int, ranks: int = 2, deadline: float = 60.0, share: str | None = "", **settings) -> Job:
+        fields = {"task": "attention", "method": "burst", "model": SHAPE, "seq_len": 64, "dtype": "fp32"}
+        steps = Steps(warmup=0, measured=1)
+        trial = TrialSettings(**{**fields, "cp_size": ranks, "steps": steps, "seed": seed, **settings})
+        trial_dir = self.directory / str(len(list(self.directory.iterdir())))
+        trial_dir.mkdir()
+        (trial_dir / "trial.json").write_text(
+            json.dumps({"settings": to_json(trial), "method": "tests.harness.unruly_method"})
+        )
+        return Job(
+            trial_id=trial_dir.name,
+            trial_dir=trial_dir,
+            command=[sys.executable, "-m", "engine.worker", str(trial_dir)],
+            ranks=ranks,
+            environment=ENVIRONMENT,
+            deadline_seconds=deadline,
+            share=None if share is None else f"{self.directory}{share}",
+        )
+
+
+@pytest.fixture
+def trials(tmp_path):
+    return Trials(tmp_path)
+
+
+def processes(job: Job) -> list[int]:
+    """Of each rank that got as far as printing it: which process it was, found in the log of this very trial."""
+    logs = [(job.trial_dir / "logs" / f"rank{rank}.log").read_text() for rank in range(job.ranks)]
+    found = [re.findall(r"process (\d+) runs", log) for log in logs]
+    assert all(len(each) == 1 for each in found), logs
+    return [int(pid) for [pid] in found]
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_jobs_of_one_kind_are_run_by_the_same_processes_and_others_by_new_ones(supervisor, trials):
+    jobs = [trials(WELL), trials(WELL, cp_size=1, world_size=2), trials(WELL, ranks=1), trials(WELL, ranks=1)]
+    outcomes, seen = [], []
+    for job in jobs:
+        lines: list[dict[str, object]] = []
+        outcomes.append(supervisor.run(job, lines.append))
+        seen.append([(line["step"], line["of"]) for line in lines])
+    assert [(outcome.status, outcome.reason, outcome.turn) for outcome in outcomes] == [
+        ("ok", "", 1),
+        ("ok", "", 2),
+        ("ok", "", 1),
+        ("ok", "", 2),
+    ]
+    assert seen == [[(1, 1)]] * 4
+    pairs, alone = processes(jobs[0]), processes(jobs[2])
+    assert processes(jobs[1]) == pairs
+    assert processes(jobs[3]) == alone
+    assert not set(pairs) & set(alone)
+    assert not any(map(running, pairs))  # they would hold memory while others are measured
+    for job in jobs:
+        assert max(read_measurement(job.trial_dir).extra["error"].values()) < 1e-6
+
+
+@pytest.mark.parametrize("difference", ["share", "emulate_nodes", "environment", "none"])
+def test_ranks_are_shared_only_where_all_that_makes_them_is_equal(supervisor, trials, difference):
+    first, second = trials(WELL), trials(WELL)
+    if difference == "share":
+        second = trials(WELL, share="other")
+    elif difference == "emulate_nodes":
+        second = Job(**{**fields_of(second), "emulate_nodes": 2})
+    elif difference == "environment":
+        second = Job(**{**fields_of(second), "environment": {**ENVIRONMENT, "NCCL_DEBUG": "WARN"}})
+    assert supervisor.run(first).status == supervisor.run(second).status == "ok"
+    assert (processes(first) == processes(second)) == (difference == "none")
+
+
+def fields_of(job: Job) -> dict[str, object]:
+    return {name: getattr(job, name) for name in Job.__slots__}
+
+
+def test_jobs_that_may_not_share_get_ranks_of_their_own(supervisor, trials):
+    first, second = trials(WELL, share=None), trials(WELL, share=None)
+    assert [supervisor.run(job).turn for job in (first, second)] == [0, 0]
+    assert not set(processes(first)) & set(processes(second))
+
+
+def test_a_part_of_a_job_over_several_hosts_and_a_foreign_program_share_nothing(trials):
+    job = trials(WELL)
+    part = Part(first_rank=0, ranks=1, address="127.0.0.1", port=1)
+    for other in ({"part": part}, {"command": [sys.executable, "-m", "other.worker", str(job.trial_dir)]}):
+        ranks = Ranks(None, Job(**{**fields_of(job), **other}))  # type: ignore[arg-type]
+        assert not ranks.suit(job)
+        assert ranks.turn == 0
+
+
+@pytest.mark.parametrize(
+    ("seed", "deadline", "status", "reason"),
+    [
+        (RANK1_RAISES, 60, "failed", "rank 1: RuntimeError: planned"),
+        (RANK1_OUT_OF_MEMORY, 60, "oom", "rank 1: MemoryError: planned"),
+        (RANK1_KILLED, 60, "failed", "rank 1 was killed by SIGKILL before its first step"),
+        (RANK1_REFUSES, 60, "refused", "refused as planned"),
+        (HANGS, 3, "timeout", "not finished within its 3 s before its first step"),
+    ],
+)
+def test_a_trial_that_goes_wrong_among_others_costs_them_nothing(supervisor, trials, seed, deadline, status, reason):
+    jobs = [trials(WELL), trials(seed, deadline=deadline), trials(WELL), trials(WELL)]
+    outcomes = [supervisor.run(job) for job in jobs]
+    assert [(outcome.status, outcome.turn) for outcome in outcomes] == [("ok", 1), (status, 2), ("ok", 1), ("ok", 2)]
+    assert reason in outcomes[1].reason
+    before, wrong, after, last = map(processes, jobs)
+    assert before == wrong
+    assert after == last
+    assert not set(before) & set(after)
+    assert not any(map(running, before))
+
+
+def test_a_trial_that_all_ranks_refuse_leaves_them_to_the_next(supervisor, trials):
+    jobs = [trials(ALL_REFUSE), trials(WELL), trials(ALL_REFUSE), trials(WELL)]
+    outcomes = [supervisor.run(job) for job in jobs]
+    assert [(outcome.status, outcome.turn) for outcome in outcomes] == [
+        ("refused", 1),
+        ("ok", 2),
+        ("refused", 3),
+        ("ok", 4),
+    ]
+    assert outcomes[0].reason == outcomes[2].reason == "refused as planned"
+    assert len({tuple(processes(job)) for job in jobs}) == 1
+
+
+def test_a_rank_that_dies_in_waiting_costs_no_trial(supervisor, trials):
+    first, second = trials(WELL), trials(WELL)
+    supervisor.run(first)
+    os.kill(processes(first)[1], signal.SIGKILL)
+    while running(processes(first)[1]):
+        time.sleep(0.01)
+    outcome = supervisor.run(second)
+    assert (outcome.status, outcome.turn) == ("ok", 1)
+    assert not any(map(running, processes(first)))
+
+
+def test_a_fork_server_that_dies_in_waiting_costs_no_trial(supervisor, trials):
+    first, second = trials(WELL), trials(WELL)
+    supervisor.run(first)
+    status = Path(f"/proc/{processes(first)[0]}/status").read_text()
+    os.kill(next(int(line.split()[1]) for line in status.splitlines() if line.startswith("PPid")), signal.SIGKILL)
+    while any(map(running, processes(first))):
+        time.sleep(0.01)
+    outcome = supervisor.run(second)
+    assert (outcome.status, outcome.turn) == ("ok", 1)
+
+
+def test_cancelling_interrupts_the_running_trial_alone(supervisor, trials):
+    first, hanging, last = trials(WELL), trials(HANGS), trials(WELL)
+    supervisor.run(first)
+
+    def cancel() -> None:
+        log = hanging.trial_dir / "logs" / "rank0.log"
+        while not log.exists() or "runs seed" not in log.read_text():
+            time.sleep(0.01)
+        supervisor.cancel()
+
+    canceller = threading.Thread(target=cancel)
+    canceller.start()
+    outcome = supervisor.run(hanging)
+    canceller.join()
+    assert (outcome.status, outcome.turn) == ("interrupted", 2)
+    assert not any(map(running, processes(first)))
+    assert supervisor.run(last).status == "ok"
+
+
+def test_ranks_in_waiting_end_with_their_supervisor(supervisor, trials):
+    job = trials(WELL)
+    supervisor.run(job)
+    assert all(map(running, processes(job)))
+    supervisor.close()
+    assert not any(map(running, processes(job)))

@@ -1,0 +1,120 @@
+"""A run whose trials share ranks leaves what a run with fresh ranks leaves: the same figures, one record per trial."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from engine.settings import ModelShape, Steps, TrialSettings
+from harness.launch.local import LocalLauncher
+from harness.launch.supervisor import Supervisor
+from harness.machine import Machine
+from harness.progress import PlainView
+from harness.record import Record, read_records
+from harness.run import Host, Resume, run_experiment
+from harness.trial import Trial
+
+SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def launcher():
+    """One for all tests: its fork servers take seconds to load torch."""
+    launcher = LocalLauncher(Supervisor({**os.environ, **ENVIRONMENT}))
+    yield launcher
+    launcher.close()
+
+
+class StopsAt(PlainView):
+    """Ctrl-C during the first step of one trial."""
+
+    def __init__(self, console, trial_id: str = "") -> None:
+        super().__init__(console)
+        self.trial_id, self.running = trial_id, ""
+
+    def trial_began(self, trial: Trial) -> None:
+        self.running = trial.id
+
+    def step(self, line: dict[str, object]) -> None:
+        if self.running == self.trial_id:
+            raise KeyboardInterrupt
+
+
+def trial(ranks: int = 2, share: bool = True, **changes) -> Trial:
+    fields = {"task": "train", "method": "burst", "model": SHAPE, "seq_len": 64, "dtype": "fp32", "cp_size": ranks}
+    settings = TrialSettings(**{**fields, "steps": Steps(warmup=1, measured=2), "learning_rate": 1e-2, **changes})
+    return Trial(experiment="exp", title="E", settings=settings, deadline_seconds=120, share_ranks=share)
+
+
+def run(launcher, run_dir: Path, trials: list[Trial], resume: Resume | None = None, stop: str = "") -> list[Record]:
+    """Records in the order of the trials; those that none was left for are missing."""
+    from rich.console import Console
+
+    run_experiment(
+        "exp",
+        trials,
+        Host(
+            machine=Machine(hostname="here", device="cpu", cores=2, memory_gib=8.0),
+            launcher=launcher,
+            environment=ENVIRONMENT,
+            commit="abc",
+        ),
+        run_dir,
+        view=StopsAt(Console(quiet=True), stop),
+        say=lambda _: None,
+        resume=resume,
+    )
+    records = {record.trial_id: record for record in read_records(run_dir)}
+    return [records[each.id] for each in trials if each.id in records]
+
+
+def outcomes(records: list[Record]) -> list[tuple[str, int]]:
+    return [(record.status, record.ranks_turn) for record in records]
+
+
+def test_a_sweep_in_shared_ranks_measures_what_fresh_ranks_measure(launcher, tmp_path):
+    def sweep(share: bool) -> list[Trial]:
+        return [
+            trial(2, share),
+            trial(2, share, task="attention", method="ulysses"),
+            trial(2, share, cp_size=1, world_size=2, sharding="hybrid"),
+            trial(2, share, deterministic=True),  # cannot be taken on by ranks that ran otherwise
+            trial(1, share, seq_len=32),
+            trial(1, share),
+        ]
+
+    shared, fresh = (run(launcher, tmp_path / str(share), sweep(share)) for share in (True, False))
+    assert outcomes(shared) == [("ok", 1), ("ok", 2), ("ok", 3), ("ok", 1), ("ok", 1), ("ok", 2)]
+    assert outcomes(fresh) == [("ok", 0)] * 6
+    for ours, theirs in zip(shared, fresh, strict=True):
+        assert ours.measurement is not None
+        assert theirs.measurement is not None
+        assert ours.trial_id == theirs.trial_id
+        assert ours.command == theirs.command == ["python", "-m", "engine.worker", "TRIAL_DIR"]
+        for figure in ("loss", "grad_norm", "chosen", "sent_bytes"):
+            assert getattr(ours.measurement, figure) == getattr(theirs.measurement, figure)
+        assert ours.measurement.extra.get("error") == theirs.measurement.extra.get("error")
+        assert len(ours.measurement.step_seconds) == 2
+        log = tmp_path / "True" / "trials" / ours.trial_id / "logs" / "rank0.log"
+        start = ["start of the process and its imports"] if ours.ranks_turn == 1 else []
+        assert re.findall(r"s: (.+) took", log.read_text()) == [
+            *start,
+            "joining the other ranks",
+            "building the task",
+            "warm-up and measuring",
+            "giving back memory and process groups",
+        ]
+
+
+def test_a_failure_in_the_middle_and_ctrl_c_after_it_leave_a_state_that_resumes(launcher, tmp_path):
+    trials = [trial(seed=0), trial(seed=1, learning_rate=1e30), trial(seed=2), trial(seed=3), trial(seed=4)]
+    first = run(launcher, tmp_path / "run", trials, stop=trials[3].id)
+    assert [record.status for record in first] == ["ok", "failed", "ok", "interrupted"]
+    assert [record.ranks_turn for record in first[:3]] == [1, 2, 1]
+    assert "FloatingPointError" in first[1].reason
+
+    resumed = run(launcher, tmp_path / "run", trials, Resume())
+    assert outcomes(resumed) == [("ok", 1), ("failed", 2), ("ok", 1), ("ok", 1), ("ok", 2)]
+    assert [record.attempts for record in resumed] == [1, 1, 1, 2, 1]
