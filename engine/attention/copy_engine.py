@@ -6,9 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.attention.cuda_driver import Block
 from engine.attention.like import Like
-from engine.attention.mailbox import Mailbox, Message, aligned, message_bytes
+from engine.attention.mailbox import Mailbox, Message, message_bytes
 from engine.attention.transport import Traffic, Transfer
 
 
@@ -30,12 +29,7 @@ class CopyEngine:
         sent = tuple(tensor.contiguous() for tensor in sent)
         if sent:
             self._box.follow()
-            blocks, offset = [], 0
-            for tensor in sent:
-                nbytes = tensor.numel() * tensor.itemsize
-                blocks.append(Block(tensor.data_ptr(), offset, nbytes))
-                offset += aligned(nbytes)
-            self._box.send(message, to, blocks)
+            self._box.send(message, to, sent)
             pushed = self._box.sent()
         return _Push(self._box, message, sent, pushed, expected, source)
 

@@ -7,13 +7,33 @@ Source: CUDA driver API reference, "Stream Memory Operations" and "Memory Manage
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ; the comparison is cyclic
+import numpy as np
+
 MASK_32 = 0xFFFFFFFF
+WAIT_VALUE_32, WRITE_VALUE_32 = 1, 2  # CUstreamBatchMemOpType; a wait's default is "at least", cyclic
 DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
+POINTER_OPERAND = 1  # CU_MEMCPY_OPERAND_TYPE_POINTER
+BESIDE_COMPUTE_IN_STREAM_ORDER = (
+    1 << 32 | 1
+)  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE, CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+
+
+class _Operation(ctypes.Structure):
+    """CUstreamBatchMemOpParams of a wait or a write."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("padding", ctypes.c_uint64),
+    )
 
 
 class _Box(ctypes.Structure):
@@ -44,17 +64,16 @@ class _Box(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Equally long rows to copy, in equally many of one or more layers. Distances are in bytes between rows and in rows
-    between layers; `source` and `target` are addresses, or offsets to be added to one."""
+    """Equally long rows to copy, in equally many of one or more layers."""
 
-    source: int
-    target: int
+    source: int  # bytes from the start of the tensor it is cut from
+    target: int  # bytes from the start of the place it goes to
     width: int  # bytes of a row
-    rows: int = 1
-    source_pitch: int = 0
-    target_pitch: int = 0
+    rows: int
+    source_pitch: int  # bytes from one row to the next
+    target_pitch: int
     layers: int = 1
-    source_layer: int = 0
+    source_layer: int = 0  # rows from one layer to the next; 0: its own
     target_layer: int = 0
 
     @property
@@ -66,11 +85,12 @@ class Block:
 @lru_cache(maxsize=1)
 def _driver() -> Any:
     driver = ctypes.CDLL("libcuda.so.1")
-    stream, address, value = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
-    driver.cuStreamWaitValue32_v2.argtypes = (stream, address, value, ctypes.c_uint)
-    driver.cuStreamWriteValue32_v2.argtypes = (stream, address, value, ctypes.c_uint)
+    stream, address = ctypes.c_void_p, ctypes.c_uint64
+    driver.cuStreamBatchMemOp_v2.argtypes = (stream, ctypes.c_uint, ctypes.POINTER(_Operation), ctypes.c_uint)
     driver.cuMemcpyAsync.argtypes = (address, address, ctypes.c_size_t, stream)
     driver.cuMemcpy3DAsync_v2.argtypes = (ctypes.POINTER(_Box), stream)
+    if hasattr(driver, "cuMemcpy3DBatchAsync_v2"):  # from CUDA 13 on
+        driver.cuMemcpy3DBatchAsync_v2.argtypes = (ctypes.c_size_t, ctypes.c_void_p, ctypes.c_ulonglong, stream)
     return driver
 
 
@@ -88,31 +108,75 @@ def _check(code: int, call: str) -> None:
         raise RuntimeError(f"{call} failed with CUDA driver error {code}; set exchange to direct")
 
 
-def await_counter(stream: int, address: int, value: int) -> None:
-    """Make `stream` wait until the 32-bit counter at `address` is at least `value`."""
-    _check(_driver().cuStreamWaitValue32_v2(stream, address, value & MASK_32, WAIT_UNTIL_AT_LEAST), "a stream's wait")
-
-
-def set_counter(stream: int, address: int, value: int) -> None:
-    """Set the 32-bit counter at `address`, once everything before it on `stream` is done and visible to all GPUs."""
-    _check(_driver().cuStreamWriteValue32_v2(stream, address, value & MASK_32, 0), "a stream's write")
-
-
 def copy(stream: int, to: int, source: int, nbytes: int) -> None:
     """Copy `nbytes` between addresses of any GPUs, by a copy engine."""
     _check(_driver().cuMemcpyAsync(to, source, nbytes, stream), "a copy between GPUs")
 
 
-def copy_block(stream: int, block: Block, target: int) -> None:
-    """Copy `block` to `target` + its own offset, by a copy engine: rows of 512 bytes go as fast as one long run."""
-    if block.rows * block.layers == 1:
-        copy(stream, target + block.target, block.source, block.width)
-        return
-    box = _Box()
-    box.source_type = box.target_type = DEVICE_MEMORY
-    box.source, box.target = block.source, target + block.target
-    box.source_pitch, box.target_pitch = block.source_pitch, block.target_pitch
-    # The height of a layer need not hold its rows alone: it is the way to the next layer.
-    box.source_height, box.target_height = block.source_layer or block.rows, block.target_layer or block.rows
-    box.width, box.height, box.depth = block.width, block.rows, block.layers
-    _check(_driver().cuMemcpy3DAsync_v2(ctypes.byref(box), stream), "a copy of rows between GPUs")
+class Counters:
+    """32-bit counters that are awaited together, or set together, by one driver call."""
+
+    def __init__(self, addresses: Sequence[int]) -> None:
+        self._addresses = tuple(addresses)
+        self._waits, self._writes = ((_Operation * len(addresses))() for _ in range(2))
+        for operations, kind in ((self._waits, WAIT_VALUE_32), (self._writes, WRITE_VALUE_32)):
+            for operation, address in zip(operations, addresses, strict=True):
+                operation.kind, operation.address = kind, address
+
+    def wait(self, stream: int, value: int) -> None:
+        """Make `stream` wait until each counter is at least `value`."""
+        self._launch(stream, self._waits, value)
+
+    def set(self, stream: int, value: int) -> None:
+        """Set the counters, once everything before it on `stream` is done and visible to all GPUs."""
+        self._launch(stream, self._writes, value)
+
+    def _launch(self, stream: int, operations: Any, value: int) -> None:
+        for operation in operations:
+            operation.value = value & MASK_32
+        _check(_driver().cuStreamBatchMemOp_v2(stream, len(operations), operations, 0), "a stream's counter operation")
+
+
+class Copies:
+    """Copies between any GPUs by copy engine, planned once and launched with other addresses each time.
+
+    Each entry is a block, the index of the tensor it is cut from, and that of the place it goes to. They may run at the
+    same time and in any order. Rows of 512 bytes cross between GPUs as fast as one long run.
+    """
+
+    def __init__(self, entries: Sequence[tuple[Block, int, int]]) -> None:
+        self.nbytes = sum(block.nbytes for block, _tensor, _place in entries)
+        self._tensors = np.array([tensor for _block, tensor, _place in entries])
+        self._places = np.array([place for _block, _tensor, place in entries])
+        self._from = np.array([block.source for block, _tensor, _place in entries], dtype=np.uint64)
+        self._to = np.array([block.target for block, _tensor, _place in entries], dtype=np.uint64)
+        # CUDA_MEMCPY3D_BATCH_OP as words of eight bytes: two operands (kind, address, row pitch, rows per layer, hint),
+        # the extent, and how to go about it.
+        self._words = np.zeros((len(entries), 14), dtype=np.uint64)
+        self._words[:, [0, 5]], self._words[:, 13] = POINTER_OPERAND, BESIDE_COMPUTE_IN_STREAM_ORDER
+        for words, (block, _tensor, _place) in zip(self._words, entries, strict=True):
+            words[2:4] = block.source_pitch, block.source_layer
+            words[7:9] = block.target_pitch, block.target_layer
+            words[10:13] = block.width, block.rows, block.layers
+        self._list = self._words.ctypes.data_as(ctypes.c_void_p)
+
+    def launch(self, stream: int, tensors: Sequence[int], places: Sequence[int]) -> None:
+        """Enqueue all copies: `tensors` and `places` are the addresses that the entries' indices mean this time."""
+        self._words[:, 1] = np.array(tensors, dtype=np.uint64)[self._tensors] + self._from
+        self._words[:, 6] = np.array(places, dtype=np.uint64)[self._places] + self._to
+        driver = _driver()
+        if hasattr(driver, "cuMemcpy3DBatchAsync_v2"):
+            code = driver.cuMemcpy3DBatchAsync_v2(len(self._words), self._list, 0, stream)
+            _check(code, "a batch of copies between GPUs")
+            return
+        for words in self._words.tolist():
+            _check(driver.cuMemcpy3DAsync_v2(ctypes.byref(_box(words)), stream), "a copy of rows between GPUs")
+
+
+def _box(words: list[int]) -> _Box:
+    """One of the copies of `Copies` as the older call wants it."""
+    box = _Box(source_type=DEVICE_MEMORY, target_type=DEVICE_MEMORY)
+    box.source, box.source_pitch, box.source_height = words[1], words[2], words[3] or words[11]
+    box.target, box.target_pitch, box.target_height = words[6], words[7], words[8] or words[11]
+    box.width, box.height, box.depth = words[10:13]
+    return box

@@ -15,7 +15,7 @@ Sources: torch.distributed._symmetric_memory; the CUDA driver's stream memory op
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention import cuda_driver
-from engine.attention.cuda_driver import Block
+from engine.attention.cuda_driver import Copies, Counters
 from engine.attention.like import Like
 from engine.attention.transport import Traffic
 
@@ -78,6 +78,15 @@ class Window:
         self._bases = [
             int(self._handle.get_buffer(rank, (self.nbytes,), torch.uint8).data_ptr()) for rank in range(self._size)
         ]
+        everyone = range(self._size)
+        rank = dist.get_rank(group)
+        self.arrivals = Counters([self._arrived(rank, source) for source in everyone])
+        self.arrival_of = [Counters([self._arrived(rank, source)]) for source in everyone]
+        self.arrived_everywhere = Counters([self._arrived(at, rank) for at in everyone])
+        self.arrived_at = [Counters([self._arrived(at, rank)]) for at in everyone]
+        self.releases = Counters([self._released(rank, by) for by in everyone])
+        self.release_of = [Counters([self._released(rank, by)]) for by in everyone]
+        self.released_everywhere = Counters([self._released(at, rank) for at in everyone])
         self._views: dict[tuple[int, tuple[Like, ...]], tuple[Tensor, ...]] = {}
         self.meet()  # no one writes into a window whose counters are not yet zero
 
@@ -91,11 +100,11 @@ class Window:
         """Address of the slot of `rank` that `message` lands in."""
         return self._bases[rank] + self._counters + message % self.slots * self.slot_bytes
 
-    def arrived(self, at: int, source: int) -> int:
+    def _arrived(self, at: int, source: int) -> int:
         """Address, at rank `at`, of the count of messages that have arrived from `source`."""
         return self._bases[at] + 4 * source
 
-    def released(self, at: int, by: int) -> int:
+    def _released(self, at: int, by: int) -> int:
         """Address, at rank `at`, of the count of messages that `by` has released."""
         return self._bases[at] + 4 * (self._size + by)
 
@@ -154,17 +163,29 @@ class Mailbox:
         """What is sent from here on waits for all that the current stream holds now."""
         self._copies.wait_event(torch.cuda.current_stream().record_event())
 
-    def send(self, message: Message, to: int, blocks: Iterable[Block]) -> None:
-        """Enqueue this rank's part of `message` to rank `to`; the blocks' targets count from the start of the slot."""
+    def send(self, message: Message, to: int, tensors: Sequence[Tensor]) -> None:
+        """Enqueue this rank's part of `message` to another rank: whole tensors, one behind the other."""
         window, number, stream = message.window, message.number, self._copies.cuda_stream
         if number >= window.slots:
-            cuda_driver.await_counter(stream, window.released(self.rank, by=to), number - window.slots + 1)
-        slot = window.slot(to, number)
-        for block in blocks:
-            cuda_driver.copy_block(stream, block, slot)
-            if to != self.rank:
-                self._traffic.sent_bytes += block.nbytes
-        cuda_driver.set_counter(stream, window.arrived(to, source=self.rank), number + 1)
+            window.release_of[to].wait(stream, number - window.slots + 1)
+        place = window.slot(to, number)
+        for tensor in tensors:
+            nbytes = tensor.numel() * tensor.itemsize
+            cuda_driver.copy(stream, place, tensor.data_ptr(), nbytes)
+            place += aligned(nbytes)
+        self._traffic.add(*tensors)
+        window.arrived_at[to].set(stream, number + 1)
+
+    def send_all(self, message: Message, copies: Copies, tensors: Sequence[Tensor], away_bytes: int) -> None:
+        """Enqueue this rank's part of `message` to every rank, itself included. The places of `copies` are the ranks'
+        slots; `away_bytes` of them leave this GPU."""
+        window, number, stream = message.window, message.number, self._copies.cuda_stream
+        if number >= window.slots:
+            window.releases.wait(stream, number - window.slots + 1)
+        places = [window.slot(rank, number) for rank in range(self.size)]
+        copies.launch(stream, [tensor.data_ptr() for tensor in tensors], places)
+        self._traffic.sent_bytes += away_bytes
+        window.arrived_everywhere.set(stream, number + 1)
 
     def sent(self) -> torch.cuda.Event:
         """Event after which everything sent so far may be overwritten."""
@@ -173,13 +194,15 @@ class Mailbox:
     def await_part(self, message: Message, source: int) -> None:
         """Make the current stream wait for the part of `message` that rank `source` sends."""
         stream = torch.cuda.current_stream().cuda_stream
-        cuda_driver.await_counter(stream, message.window.arrived(self.rank, source=source), message.number + 1)
+        message.window.arrival_of[source].wait(stream, message.number + 1)
+
+    def await_all(self, message: Message) -> None:
+        """Make the current stream wait for every rank's part of `message`."""
+        message.window.arrivals.wait(torch.cuda.current_stream().cuda_stream, message.number + 1)
 
     def release(self, message: Message, *also: torch.cuda.Event) -> None:
         """Let the slot of `message` be written again once the current stream gets here and events `also` are over."""
         stream = _release_stream()
         for event in (torch.cuda.current_stream().record_event(), *also):
             stream.wait_event(event)
-        window = message.window
-        for rank in range(self.size):
-            cuda_driver.set_counter(stream.cuda_stream, window.released(rank, by=self.rank), message.number + 1)
+        message.window.released_everywhere.set(stream.cuda_stream, message.number + 1)

@@ -50,6 +50,7 @@ class _BurstAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         kept: tuple[Tensor, ...] = (q_BLND, k_BLKD, v_BLKD)
         ctx.plan, ctx.as_given = plan, replayed or stored is not None
+        ctx.set_materialize_grads(False)  # a gradient of zeros for an LSE that nobody used would be summed for nothing
         if ctx.as_given:
             out_BLND, lse_BNL = _forward(plan, q_BLND, k_BLKD, v_BLKD, stored)
         else:
@@ -59,10 +60,10 @@ class _BurstAttention(torch.autograd.Function):
         return (out_BLND.view_as(out_BLND), lse_BNL.view_as(lse_BNL)) if stored is not None else (out_BLND, lse_BNL)
 
     @staticmethod
-    def backward(ctx: Any, dout_BLND: Tensor, dlse_BNL: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout_BLND: Tensor | None, dlse_BNL: Tensor | None) -> tuple[Tensor | None, ...]:
         out_BLND, lse_BNL, *kept = ctx.saved_tensors
         plan: AttentionPlan = ctx.plan
-        dout_BLND = dout_BLND.contiguous()
+        dout_BLND = torch.zeros_like(out_BLND) if dout_BLND is None else dout_BLND.contiguous()
         # d lse / d score is the probability itself, so a gradient of LSE enters exactly where delta leaves.
         delta_BNL = row_dot(dout_BLND, out_BLND)
         if dlse_BNL is not None:

@@ -125,11 +125,11 @@ def estimate(schedule: str, share: Share, speeds: Speeds, parts: int = 1) -> flo
         overlapped = max(inner + travel / parts, travel + inner / parts) if parts > 1 else inner + travel
         return overlapped + copies + parts * speeds.exchange_seconds
 
-    def ring(hops: int, laps: int) -> float:
+    def ring(hops: int, laps: int, gradient_factor: float = share.gradient_factor) -> float:
         """Seconds of a ring of `hops` stops whose shards cross nodes `laps` - 1 times."""
         shard_forward, far = 2 * key, (laps - 1) / across
         travel = min(2 * query, 2 * key)
-        returning = share.gradient_factor * (query if 2 * query + query <= 4 * key else 2 * key)
+        returning = gradient_factor * (query if 2 * query + query <= 4 * key else 2 * key)
         near = (hops - laps) / inside
         compute = 1 + speeds.hop_share * (hops - 1)
         passes = max(forward * compute, shard_forward * max(near, far))
@@ -144,7 +144,8 @@ def estimate(schedule: str, share: Share, speeds: Speeds, parts: int = 1) -> flo
     if schedule == "head_exchange":
         return traded(share.cp_size, (nodes - 1) / nodes, forward + backward)
     if schedule == "heads_inside":
-        return traded(share.node_size, 0, ring(nodes, nodes))
+        # Each gradient that crosses is one kernel's result: nothing was added to it, so it crosses as it was written.
+        return traded(share.node_size, 0, ring(nodes, nodes, gradient_factor=1.0))
     return traded(nodes, (nodes - 1) / nodes, ring(share.node_size, 1))
 
 

@@ -3,28 +3,53 @@
 from __future__ import annotations
 
 import ctypes
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from engine.attention.head_copies import _Copies, _rows
+from engine.attention.cuda_driver import Copies
 from engine.attention.head_exchange import pieces_in_order
+from engine.attention.head_routes import HeadRoute, from_slot, in_rows
 from engine.attention.layout import layout_named
 from engine.attention.mailbox import aligned, message_bytes
 
 BATCH, HEADS, HEAD_DIM = 2, 8, 3
 SIZE = 4
+TENSOR_ADDRESS, TENSOR_ROW, TENSOR_LAYER = 1, 2, 3  # words of a copy, as the driver reads them
+PLACE_ADDRESS, PLACE_ROW, PLACE_LAYER = 6, 7, 8
+WIDTH, ROWS, LAYERS = 10, 11, 12
 
 
-def copy(block, slot: torch.Tensor) -> None:
-    """What a copy engine does with a block, row by row."""
-    for layer in range(block.layers):
-        for row in range(block.rows):
-            source = block.source + (layer * block.source_layer + row) * block.source_pitch
-            target = block.target + (layer * block.target_layer + row) * block.target_pitch
-            assert target + block.width <= slot.numel()
-            ctypes.memmove(slot.data_ptr() + target, source, block.width)
+class Driver:
+    """Carries out copies on the host, row by row, as the driver does on a GPU."""
+
+    def __init__(self) -> None:
+        self.copies = 0
+
+    def cuMemcpy3DBatchAsync_v2(self, count, operations, flags, stream) -> int:
+        words = ctypes.cast(operations, ctypes.POINTER(ctypes.c_uint64))
+        for first in range(0, 14 * count, 14):
+            box = [words[first + word] for word in range(14)]
+            for layer in range(box[LAYERS]):
+                for row in range(box[ROWS]):
+                    ctypes.memmove(
+                        box[PLACE_ADDRESS] + (layer * (box[PLACE_LAYER] or box[ROWS]) + row) * box[PLACE_ROW],
+                        box[TENSOR_ADDRESS] + (layer * (box[TENSOR_LAYER] or box[ROWS]) + row) * box[TENSOR_ROW],
+                        box[WIDTH],
+                    )
+            self.copies += 1
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch) -> Driver:
+    found = Driver()
+    monkeypatch.setattr("engine.attention.cuda_driver._driver", lambda: found)
+    return found
+
+
+def launch(plan: Copies, tensors, slots) -> None:
+    plan.launch(0, [tensor.data_ptr() for tensor in tensors], [slot.data_ptr() for slot in slots])
 
 
 def tensors_of(slot: torch.Tensor, likes) -> list[torch.Tensor]:
@@ -35,11 +60,11 @@ def tensors_of(slot: torch.Tensor, likes) -> list[torch.Tensor]:
     return found
 
 
-def trips(layout: str, parts: int, seq_len: int) -> tuple[list[_Copies], list[torch.Tensor]]:
-    """The trip of every rank, and the global positions that each holds."""
+def routes(layout: str, parts: int, seq_len: int) -> tuple[list[HeadRoute], list[torch.Tensor]]:
+    """The ways of every rank, and the global positions that each holds."""
     shards = tuple(layout_named(layout).segments(seq_len, SIZE, rank) for rank in range(SIZE))
     pieces = pieces_in_order(shards)
-    found = [_Copies(SimpleNamespace(rank=rank, size=SIZE), pieces, parts, None) for rank in range(SIZE)]
+    found = [HeadRoute(rank, SIZE, pieces, parts) for rank in range(SIZE)]
     return found, [torch.cat([torch.arange(s.start, s.start + s.count) for s in shard]) for shard in shards]
 
 
@@ -51,53 +76,71 @@ def whole_tensors(seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_heads_arrive_with_the_groups_tokens_in_order(layout, parts) -> None:
+def test_heads_arrive_with_the_groups_tokens_in_order(driver, layout, parts) -> None:
     whole = whole_tensors(32)
-    found, positions = trips(layout, parts, 32)
+    found, positions = routes(layout, parts, 32)
     share = HEADS // (SIZE * parts)
-    for to in range(SIZE):
-        for part in range(parts):
-            slot = None
-            for trip, held in zip(found, positions, strict=True):
-                trip._inputs = tuple(_rows(tensor[:, held]) for tensor in whole)
-                likes = tuple(trip._arriving(tensor) for tensor in trip._inputs)
-                slot = torch.zeros(message_bytes(likes), dtype=torch.uint8) if slot is None else slot
-                for block in trip._outward(likes, to * parts + part):
-                    copy(block, slot)
+    for part in range(parts):
+        slots: list[torch.Tensor] = []
+        for route, held in zip(found, positions, strict=True):
+            shards = tuple(in_rows(tensor[:, held]) for tensor in whole)
+            planned = route.outward(shards, part)
+            slots = slots or [torch.zeros(message_bytes(planned.likes), dtype=torch.uint8) for _ in range(SIZE)]
+            launch(planned.plan, shards, slots)
+            assert planned.away_bytes == planned.plan.nbytes * (SIZE - 1) // SIZE
+        for to, slot in enumerate(slots):
             heads = slice((to * parts + part) * share, (to * parts + part + 1) * share)
-            for arrived, tensor in zip(tensors_of(slot, likes), whole, strict=True):
+            for arrived, tensor in zip(tensors_of(slot, planned.likes), whole, strict=True):
                 assert torch.equal(arrived, tensor[:, :, heads])
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_results_come_home_beside_the_other_ranks_heads(layout) -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+def test_results_come_home_with_all_heads_in_order(driver, layout, parts) -> None:
     whole = whole_tensors(32)
-    found, positions = trips(layout, 1, 32)
-    share = HEADS // SIZE
-    for to in range(SIZE):
-        slot = None
-        for trip in found:
-            heads = slice(trip._trade.rank * share, (trip._trade.rank + 1) * share)
+    found, positions = routes(layout, parts, 32)
+    share = HEADS // (SIZE * parts)
+    home = [
+        [torch.zeros(BATCH, 8, SIZE, parts, share, *tensor.shape[3:], dtype=tensor.dtype) for tensor in whole]
+        for _ in range(SIZE)
+    ]
+    for part in range(parts):
+        slots: list[torch.Tensor] = []
+        for rank, route in enumerate(found):
+            heads = slice((rank * parts + part) * share, (rank * parts + part + 1) * share)
             results = tuple(tensor[:, :, heads].contiguous() for tensor in whole)
-            likes = tuple(trip._returning(tensor) for tensor in results)
-            slot = torch.zeros(message_bytes(likes), dtype=torch.uint8) if slot is None else slot
-            for block in trip._homeward(results, likes, to):
-                copy(block, slot)
-        for arrived, tensor in zip(tensors_of(slot, likes), whole, strict=True):
-            assert torch.equal(arrived.flatten(2, 3), tensor[:, positions[to]])
+            planned = route.homeward(results)
+            slots = slots or [torch.zeros(message_bytes(planned.likes), dtype=torch.uint8) for _ in range(SIZE)]
+            launch(planned.plan, results, slots)
+        for rank, route in enumerate(found):
+            launch(route.homecoming(planned.likes, part), [slots[rank]], home[rank])
+    for results, held in zip(home, positions, strict=True):
+        for result, tensor in zip(results, whole, strict=True):
+            assert torch.equal(result.flatten(2, 4), tensor[:, held])
+
+
+def test_a_slot_is_copied_out_whole(driver) -> None:
+    found, positions = routes("zigzag", 1, 32)
+    shards = tuple(in_rows(tensor[:, positions[0]]) for tensor in whole_tensors(32))
+    likes = found[0].outward(shards, 0).likes
+    slot = torch.randint(0, 255, (message_bytes(likes),), dtype=torch.uint8)
+    copies = [torch.zeros(like.shape, dtype=like.dtype) for like in likes]
+    launch(from_slot(likes), [slot], copies)
+    for copy, arrived in zip(copies, tensors_of(slot, likes), strict=True):
+        assert torch.equal(copy.view(torch.uint8), arrived.view(torch.uint8))
 
 
 def test_rows_that_lie_apart_are_read_where_they_are_and_scattered_heads_are_gathered() -> None:
     projected = torch.randn(1, 6, 3, 4, 5).unbind(2)[1]  # as one of q, k, v of a joint projection
-    assert _rows(projected) is projected
+    assert in_rows(projected) is projected
     scattered = torch.randn(1, 4, 6).transpose(1, 2)
-    assert _rows(scattered).is_contiguous()
+    assert in_rows(scattered).is_contiguous()
 
 
-def test_two_runs_of_a_zigzag_rank_cross_in_one_copy() -> None:
-    found, positions = trips("zigzag", 1, 32)
-    trip = found[1]
-    trip._inputs = (torch.randn(1, len(positions[1]), HEADS, HEAD_DIM),)
-    likes = tuple(trip._arriving(tensor) for tensor in trip._inputs)
-    (block,) = trip._outward(likes, 0)
-    assert (block.layers, block.rows) == (2, 4)
+def test_two_runs_of_a_zigzag_rank_cross_in_one_copy_and_a_plan_is_made_once(driver) -> None:
+    found, positions = routes("zigzag", 1, 32)
+    shard = torch.randn(1, len(positions[1]), HEADS, HEAD_DIM)
+    planned = found[1].outward((shard,), 0)
+    launch(planned.plan, [shard], [torch.zeros(message_bytes(planned.likes), dtype=torch.uint8) for _ in range(SIZE)])
+    assert driver.copies == SIZE
+    assert found[1].outward((shard + 1,), 0) is planned
