@@ -36,6 +36,8 @@ def _rank_main(
     try:
         dist.barrier()  # one that is done at once would close connections that others are still opening
         results.put((rank, fn(*args), None))
+        if dist.is_initialized():
+            dist.barrier()  # the same of groups that were made in between
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
         raise

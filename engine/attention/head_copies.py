@@ -24,10 +24,6 @@ from engine.attention.mailbox import Mailbox, Message, message_bytes
 from engine.attention.transport import Traffic
 
 SLOTS = 2  # one part is used while the next arrives
-# Up to this many bytes of its largest tensor, a part is computed on the other of two streams than the one before it:
-# its first tiles then run on the multiprocessors that the last ones of that part leave idle. Long kernels gain nothing
-# from it and would hold two parts' workspace.
-SHORT_PART_BYTES = 1 << 26
 
 
 class HeadCopies:
@@ -39,24 +35,30 @@ class HeadCopies:
         self.out, self.back = Mailbox(group, traffic, SLOTS), Mailbox(group, traffic, SLOTS)
         self.rank, self.size = self.out.rank, self.out.size
         self.beside = torch.cuda.Stream()  # copies out of slots, beside the kernels
-        self.lanes = (torch.cuda.Stream(), torch.cuda.Stream())  # for kernels of short parts
+        self.lanes = (torch.cuda.Stream(), torch.cuda.Stream())
         self._routes: dict[tuple[tuple[Piece, ...], int], HeadRoute] = {}
 
-    def trip(self, pieces: tuple[Piece, ...], parts: int) -> HeadTrip:
+    def trip(self, pieces: tuple[Piece, ...], parts: int, *, alternate: bool) -> HeadTrip:
         route = self._routes.get((pieces, parts))
         if route is None:
             route = self._routes[pieces, parts] = HeadRoute(self.rank, self.size, pieces, parts)
-        return _Copies(self, route, torch.cuda.current_stream())
+        return _Copies(self, route, torch.cuda.current_stream(), self.lanes if alternate and parts > 1 else ())
 
 
 class _Copies:
     """The trip of `HeadCopies`."""
 
-    def __init__(self, trade: HeadCopies, route: HeadRoute, current: torch.cuda.Stream) -> None:
-        self._trade, self._route, self._current = trade, route, current
+    def __init__(
+        self,
+        trade: HeadCopies,
+        route: HeadRoute,
+        current: torch.cuda.Stream,
+        lanes: tuple[torch.cuda.Stream, ...],
+    ) -> None:
+        """`lanes`: the streams that parts take in turn; none for the one that is current."""
+        self._trade, self._route, self._current, self._lanes = trade, route, current, lanes
         self._inputs: tuple[Tensor, ...] = ()
         self._whole: tuple[Tensor, ...] = ()
-        self._lanes: tuple[torch.cuda.Stream, ...] = ()  # none: the stream that is current
         self._leaving: dict[int, tuple[torch.cuda.Event, tuple[Tensor, ...]]] = {}  # by lane
 
     def lane(self, part: int) -> AbstractContextManager[object]:
@@ -67,8 +69,11 @@ class _Copies:
         if part == 0:
             self._inputs = tuple(in_rows(tensor) for tensor in tensors)
         copies = self._route.outward(self._inputs, part)
-        if part == 0:
-            self._take_lanes(copies.likes)
+        if part == 0 and self._lanes:
+            # What a lane's allocator takes again was last used before this, by the stream that is current.
+            ready = self._current.record_event()
+            for stream in self._lanes:
+                stream.wait_event(ready)
         box.reserve(message_bytes(copies.likes))
         message = box.open()
         box.follow()
@@ -79,15 +84,6 @@ class _Copies:
             return _InSlot(box, message, copies.likes, trade.beside)
 
         return arrived
-
-    def _take_lanes(self, likes: tuple[Like, ...]) -> None:
-        if self._route.parts == 1 or max(like.nbytes for like in likes) > SHORT_PART_BYTES:
-            return
-        self._lanes = self._trade.lanes
-        # What a lane's allocator takes again was last used before this, by the stream that is current.
-        ready = self._current.record_event()
-        for stream in self._lanes:
-            stream.wait_event(ready)
 
     def give_back(self, results: tuple[Tensor, ...], part: int) -> None:
         trade, box = self._trade, self._trade.back

@@ -84,8 +84,9 @@ class HeadTrade(Protocol):
     name: str
     size: int  # ranks in it
 
-    def trip(self, pieces: tuple[Piece, ...], parts: int) -> HeadTrip:
-        """The exchanges of one pass whose heads come in `parts` parts."""
+    def trip(self, pieces: tuple[Piece, ...], parts: int, *, alternate: bool) -> HeadTrip:
+        """The exchanges of one pass whose heads come in `parts` parts. With `alternate`, parts may take two streams in
+        turn: for passes that wait for transfers of their own, so that the next part's begin meanwhile."""
         ...
 
 
@@ -97,7 +98,7 @@ class HeadExchange:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.name = "none" if self.size == 1 else "all_to_all"
 
-    def trip(self, pieces: tuple[Piece, ...], parts: int) -> HeadTrip:
+    def trip(self, pieces: tuple[Piece, ...], parts: int, *, alternate: bool) -> HeadTrip:
         return _Messages(self, pieces, parts)
 
     def to_heads(self, tensor_BLND: Tensor, pieces: tuple[Piece, ...], part: int, parts: int) -> Callable[[], Tensor]:

@@ -108,7 +108,7 @@ class HeadPlan:
     def _exchanged(self, tensors: tuple[Tensor, ...], compute: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """What `compute(part, arrived)` makes of the whole sequence's tensors of each part of this rank's heads, all
         heads of its own tokens together again."""
-        trip = self.heads.trip(self.pieces, self.parts)
+        trip = self.heads.trip(self.pieces, self.parts, alternate=self.inner.cp.size > 1)
         coming = trip.send(tensors, 0)
         for part in range(self.parts):
             with trip.lane(part):

@@ -38,9 +38,10 @@ class Speeds:
     across_gib: float = 2.9  # to other nodes
     hop_seconds: float = 1.2e-3  # host time of one more hop, forward and backward: launches, messages, merges
     memory_gib: float = 3300.0  # per second, read and written
-    hop_share: float = 0.01  # what a hop's smaller tiles and sums add to the compute
+    merge_seconds: float = 0.25e-3  # what one more hop costs the device, forward and backward
+    hop_share: float = 0.025  # what a hop's smaller tiles and sums add to the compute
     exchange_seconds: float = 1.0e-3  # host time of an exchange of heads by all-to-all, forward and backward
-    copies_seconds: float = 0.8e-3  # the same by copy engine
+    copies_seconds: float = 0.8e-3  # what one more part costs by copy engine: gaps between kernels, copies beside them
     start_seconds: float = 0.15e-3  # from a call to its first kernel, where transfers come before it
     processors: int = 132  # of a GPU; each works on one tile of queries of one head at a time
 
@@ -119,8 +120,8 @@ def estimate(schedule: str, share: Share, speeds: Speeds, parts: int = 1) -> flo
         inner *= _tail_factor(share, parts, speeds.processors)
         if far == 0:
             unpacked = 2 * (2 * query + 2 * key) / (speeds.memory_gib * GIB)
-            on_device = speeds.start_seconds + max(inner, travel) + (min(inner, travel) + unpacked) / parts
-            return max(on_device, parts * speeds.copies_seconds)
+            exposed = (min(inner, travel) + unpacked) / parts
+            return speeds.start_seconds + max(inner, travel) + exposed + (parts - 1) * speeds.copies_seconds
         copies = 4 * nbytes / (speeds.memory_gib * GIB)
         overlapped = max(inner + travel / parts, travel + inner / parts) if parts > 1 else inner + travel
         return overlapped + copies + parts * speeds.exchange_seconds
@@ -133,7 +134,10 @@ def estimate(schedule: str, share: Share, speeds: Speeds, parts: int = 1) -> flo
         near = (hops - laps) / inside
         compute = 1 + speeds.hop_share * (hops - 1)
         passes = max(forward * compute, shard_forward * max(near, far))
-        passes += max(backward * compute, (travel + returning) * near, travel * far) + returning * far
+        # In parts, all but the last part's gradients return while another part is computed.
+        overlapping = travel * far + returning * far * (1 - 1 / parts)
+        passes += max(backward * compute, (travel + returning) * near, overlapping) + returning * far / parts
+        passes += (hops - 1) * speeds.merge_seconds
         return max(passes, parts * hops * speeds.hop_seconds) + returning / inside
 
     if schedule in RING_SCHEDULES:

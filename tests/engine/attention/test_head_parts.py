@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -144,9 +145,9 @@ class Buffers(HeadExchange):
 
 def test_receive_buffers_are_gone_when_the_work_on_them_begins() -> None:
     heads, alive, here = Buffers(), [], []
-    plan = HeadPlan(
-        cp=ContextParallel.single(), members=(0,), schedule="head_exchange", heads=heads, pieces=(), inner=None, parts=2
-    )
+    cp = ContextParallel.single()
+    alone = SimpleNamespace(cp=cp)
+    plan = HeadPlan(cp=cp, members=(0,), schedule="head_exchange", heads=heads, pieces=(), inner=alone, parts=2)
 
     def compute(part, arrived):
         here.extend(weakref.ref(tensor) for tensor in arrived.tensors)
