@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from engine.attention.nodes import node_size_of
+from engine.attention.schedule import HEAD_SCHEDULES, HeadsAndRanks, schedule_refusal
 from engine.measurement import Measurement, read_measurement
 
 if TYPE_CHECKING:  # methods are listed and planned without importing torch
@@ -88,3 +90,25 @@ class EngineCommand:
 
     def read(self, trial_dir: Path) -> Measurement:
         return read_measurement(trial_dir)
+
+
+def schedule_refusal_on(method: Method, settings: TrialSettings, nodes: int) -> str | None:
+    """Why a native method's ranks, spread evenly over `nodes`, would refuse their schedule; None when they would not.
+
+    A schedule that the method fixes, its attribute `schedule`, goes before the one that is set. Foreign methods, which
+    have no layout to ask for, judge by themselves.
+    """
+    schedule, layout = getattr(method, "schedule", settings.schedule), getattr(method, "layout", None)
+    if schedule not in HEAD_SCHEDULES or layout is None or settings.task == "lm_head":
+        return None
+    chosen = layout(settings)
+    name = chosen if isinstance(chosen, str) else chosen.name
+    ranks, cp_size, model = settings.world_size, settings.cp_size, settings.model
+    hosts = [str(rank * nodes // ranks) for rank in range(ranks)]
+    # Context-parallel ranks are consecutive, and each group of them finds its nodes by itself.
+    node_sizes = {node_size_of(hosts[first : first + cp_size]) or cp_size for first in range(0, ranks, cp_size)}
+    shares = (
+        HeadsAndRanks(cp_size=cp_size, node_size=node_size, heads=model.heads, kv_heads=model.kv_heads)
+        for node_size in sorted(node_sizes)
+    )
+    return next((reason for share in shares if (reason := schedule_refusal(schedule, share, name))), None)

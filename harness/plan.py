@@ -15,6 +15,7 @@ from typing import Any
 from engine import loss_kernel
 from engine.attention.layout import split_refusal
 from engine.attention.masks import parse_mask
+from engine.method import schedule_refusal_on
 from engine.settings import (
     BYTE_VOCABULARY,
     Checkpoint,
@@ -68,6 +69,7 @@ def refusal(settings: TrialSettings, machine: Machine) -> str | None:
         or _data_refusal(settings)
         or method.refuse(settings)
         or _layout_refusal(settings)
+        or _schedule_refusal(settings, machine)
         or _head_refusal(settings, machine)
         or _device_refusal(settings, machine)
     )
@@ -217,6 +219,12 @@ def _layout_refusal(settings: TrialSettings) -> str | None:
     """A sequence that does not split. Only native methods say how they lay it out; foreign ones judge by themselves."""
     layout = getattr(method_named(settings.method), "layout", None)
     return None if layout is None else split_refusal(layout(settings), settings.seq_len, settings.cp_size)
+
+
+def _schedule_refusal(settings: TrialSettings, machine: Machine) -> str | None:
+    """Heads that cannot be traded as asked between the nodes of this machine; None where the ranks do not fit it."""
+    nodes = settings.emulate_nodes if settings.emulate_nodes > 1 else machine.nodes_for(settings.world_size)
+    return None if nodes is None else schedule_refusal_on(method_named(settings.method), settings, nodes)
 
 
 def _head_refusal(settings: TrialSettings, machine: Machine) -> str | None:

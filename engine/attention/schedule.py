@@ -47,22 +47,28 @@ class Speeds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """One rank's part of the problem, in the terms the model needs."""
+class HeadsAndRanks:
+    """All that decides whether a schedule can share a problem: a plan knows it before there are tensors."""
 
     cp_size: int
     node_size: int
     heads: int
     kv_heads: int
+
+    @property
+    def nodes(self) -> int:
+        return self.cp_size // self.node_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share(HeadsAndRanks):
+    """One rank's part of the problem, in the terms the model needs."""
+
     query_bytes: int  # of Q on one rank; K and V have kv_heads / heads of it each
     gradient_factor: float  # bytes of a gradient on the wire over those of its tensor
     forward_flops: float  # of one rank
     rows: int  # query rows of one rank: batch x tokens
     replayed: bool = False  # checkpointing calls attention twice, and what arrived in an exchange is not kept
-
-    @property
-    def nodes(self) -> int:
-        return self.cp_size // self.node_size
 
     @property
     def key_bytes(self) -> float:
@@ -84,7 +90,7 @@ class Estimate:
         return ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in self.seconds)
 
 
-def schedule_refusal(schedule: str, share: Share, layout: str) -> str | None:
+def schedule_refusal(schedule: str, share: HeadsAndRanks, layout: str) -> str | None:
     """Why a schedule cannot share this problem, or None."""
     if schedule not in RING_SCHEDULES + HEAD_SCHEDULES:
         known = ", ".join(("auto", *RING_SCHEDULES, *HEAD_SCHEDULES))
@@ -170,7 +176,7 @@ def choose_parts(schedule: str, share: Share, speeds: Speeds | None = None) -> i
     return min(able, key=lambda parts: estimate(schedule, share, speeds or Speeds(), parts))
 
 
-def _traders(schedule: str, share: Share) -> int:
+def _traders(schedule: str, share: HeadsAndRanks) -> int:
     """Ranks among which heads are shared out."""
     return {"head_exchange": share.cp_size, "heads_inside": share.node_size, "heads_across": share.nodes}[schedule]
 
