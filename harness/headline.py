@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from harness.agreement import LIMIT, agreements
 from harness.lengths import format_length
 from harness.results import Row, method_rank
-from harness.summary import series_names
+from harness.summary import CPU_TIMES, on_cpu, series_names
 from harness.tables import significant
 from harness.variants import panel_name, panel_of, setups_of
 
 
 def summary_sentences(rows: Sequence[Row]) -> list[str]:
-    """What a reader should know first: how many trials ended how, who was fastest, whether the numbers agree."""
+    """What a reader should know first: how many trials ended how, who was fastest, whether the numbers agree.
+
+    On a CPU nobody was: instead of a winner, a sentence says so.
+    """
     if not rows:
         return ["No trial was recorded."]
     counts = Counter(row["status"] for row in rows)
@@ -23,33 +26,37 @@ def summary_sentences(rows: Sequence[Row]) -> list[str]:
         f"{counts['ok']} of {len(rows)} {'trial' if len(rows) == 1 else 'trials'} gave a measurement"
         + (f"; {others}." if others else ".")
     ]
-    sentences += [sentence for group in setups_of(rows) if (sentence := _fastest(group)) is not None]
+    contests = [contest for group in setups_of(rows) if (contest := _contest(group))]
+    sentences += [_fastest(contest, rows) for contest in contests if not on_cpu(contest[0])]
+    if any(on_cpu(contest[0]) for contest in contests):
+        sentences.append(CPU_TIMES)
     return sentences + _agreement_sentences(rows)
 
 
-def _fastest(group: Sequence[Row]) -> str | None:
-    """The fastest method at the largest point of a set-up at which at least two methods were measured."""
-    measured = [row for row in group if row["status"] == "ok"]
+def _contest(group: Sequence[Row]) -> list[Row]:
+    """Rows of the largest point of a set-up at which at least two methods were measured; none where there is none."""
     points: dict[tuple[int, tuple[int, int, int]], list[Row]] = {}
-    for row in measured:
-        points.setdefault((row["seq_len"], panel_of(row)), []).append(row)
+    for row in group:
+        if row["status"] == "ok":
+            points.setdefault((row["seq_len"], panel_of(row)), []).append(row)
     contested = [point for point, members in points.items() if len({row["method"] for row in members}) > 1]
-    if not contested:
-        return None
-    point = max(contested)
-    names = {id(row): name for row, name in zip(group, series_names(group), strict=True)}
-    ranked = sorted(points[point], key=lambda row: (row["step_seconds_median"], method_rank(row["method"])))
+    return points[max(contested)] if contested else []
+
+
+def _fastest(contest: Sequence[Row], rows: Sequence[Row]) -> str:
+    """Who won a contest, and by how much. `rows` are all there are, from which the series have their names."""
+    names = {id(row): name for row, name in zip(rows, series_names(rows), strict=True)}
+    ranked = sorted(contest, key=lambda row: (row["step_seconds_median"], method_rank(row["method"])))
     best = ranked[0]
     second = next(row for row in ranked if row["method"] != best["method"])
     ratio = second["step_seconds_median"] / best["step_seconds_median"]
     apart = second["step_seconds_median"] - best["step_seconds_median"]
     spread = ((best["step_seconds_iqr"] or 0.0) + (second["step_seconds_iqr"] or 0.0)) / 2
-    rank = "rank" if best["gpu"] in (None, "cpu") else "GPU"
     work = "training" if best["task"] == "train" else "attention"
     return (
-        f"Fastest {work} at {format_length(best['seq_len'])} tokens on {panel_name(point[1])} "
+        f"Fastest {work} at {format_length(best['seq_len'])} tokens on {panel_name(panel_of(best))} "
         f"({best['model']}, {best['dtype']}): {names[id(best)]} with "
-        f"{significant(4)(best['tokens_per_gpu_per_second'])} tokens/s per {rank}, "
+        f"{significant(4)(best['tokens_per_gpu_per_second'])} tokens/s per GPU, "
         f"{ratio:.2f}× the speed of {names[id(second)]}"
         + (", a difference within the spread of the steps." if apart <= spread else ".")
     )

@@ -23,6 +23,11 @@ from harness.variants import (
 
 PREFERRED_BASELINE = "megatron_cp"  # the system most readers know; any other method stands in when it did not run
 
+CPU_TIMES = (
+    "Times on a CPU do not tell which method is faster on GPUs: ranks share cores and memory there; what such trials "
+    "show is whether the methods agree."
+)
+
 _CHECKED = ("out", "dq", "dk", "dv")  # tensors of task attention compared with float64, as the worker names them
 
 
@@ -111,6 +116,7 @@ def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table 
     points = {point: by_method for point, by_method in points.items() if len(by_method) > 1}
     if not points:
         return None
+    shared_cores = any(on_cpu(row) for by_method in points.values() for group in by_method.values() for row in group)
 
     names = series_names(rows)
     name_of = {id(row): name for row, name in zip(rows, names, strict=True)}
@@ -148,7 +154,8 @@ def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table 
             columns=columns,
             rows=tuple(lines),
             note=f"{FORMULAS['tokens_per_gpu_per_second']}. "
-            f"Speed-up = median step of {baseline} ÷ median step of the method, same run and settings only.",
+            f"Speed-up = median step of {baseline} ÷ median step of the method, same run and settings only."
+            + (f" {CPU_TIMES}" if shared_cores else ""),
         )
     )
 
@@ -272,6 +279,11 @@ def series_names(rows: Sequence[Row]) -> list[str]:
     """The series name of every row, in order; what varies is judged within the row's own set-up."""
     varying: dict[Setup, list[str]] = {setup_of(group[0]): varying_settings(group) for group in setups_of(rows)}
     return [series_name(row, varying[setup_of(row)]) for row in rows]
+
+
+def on_cpu(row: Row) -> bool:
+    """Whether a trial's ranks were processes on a CPU."""
+    return row["gpu"] in (None, "cpu")
 
 
 def baseline_of(rows: Iterable[Row]) -> str:

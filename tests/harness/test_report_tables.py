@@ -11,6 +11,7 @@ from harness.agreement import agreements, relative_differences
 from harness.headline import summary_sentences
 from harness.results import rows_of
 from harness.summary import (
+    CPU_TIMES,
     accuracy_table,
     agreement_table,
     baseline_of,
@@ -19,7 +20,7 @@ from harness.summary import (
     results_table,
 )
 from harness.tables import Column, Table, escape_latex, significant, to_csv, to_latex, to_markdown
-from tests.harness.synthetic_records import cpu_sweep, record
+from tests.harness.synthetic_records import H200, cpu_sweep, gpu_sweep, record
 
 
 def as_dicts(table: Table) -> list[dict[str, object]]:
@@ -190,9 +191,35 @@ def test_three_significant_digits(value: float, text: str) -> None:
 
 
 def test_a_difference_within_the_spread_of_the_steps_is_called_so() -> None:
-    clear = rows_of([record(seconds=0.2), record(method="ring", seconds=0.4)])
-    close = rows_of([record(seconds=0.2), record(method="ring", seconds=0.202)])
+    first = record(gpu=H200, seconds=0.2)
+    clear = rows_of([first, record(gpu=H200, method="ring", seconds=0.4)])
+    close = rows_of([first, record(gpu=H200, method="ring", seconds=0.202)])
     [told] = [sentence for sentence in summary_sentences(clear) if sentence.startswith("Fastest")]
-    assert told.endswith("tokens/s per rank, 2.00× the speed of ring.")
+    assert told.endswith("tokens/s per GPU, 2.00× the speed of ring.")
     [told] = [sentence for sentence in summary_sentences(close) if sentence.startswith("Fastest")]
     assert told.endswith("1.01× the speed of ring, a difference within the spread of the steps.")
+
+
+def test_on_a_cpu_nobody_is_fastest_and_the_report_says_why() -> None:
+    rows = rows_of(cpu_sweep())
+    sentences = summary_sentences(rows)
+    assert not any("Fastest" in sentence or "speed of" in sentence for sentence in sentences)
+    assert sentences.count(CPU_TIMES) == 1
+    assert "Losses and gradient norms agree" in sentences[-1]
+    table = comparison_table(rows)
+    assert table is not None
+    assert table.note.endswith(CPU_TIMES)
+
+
+def test_on_gpus_there_is_a_winner_and_no_word_of_a_cpu() -> None:
+    rows = rows_of(gpu_sweep())
+    sentences = summary_sentences(rows)
+    assert [sentence.split(" at ")[0] for sentence in sentences[1:3]] == ["Fastest training", "Fastest attention"]
+    assert CPU_TIMES not in sentences
+    table = comparison_table(rows)
+    assert table is not None
+    assert CPU_TIMES not in table.note
+
+
+def test_a_single_method_on_a_cpu_needs_no_warning() -> None:
+    assert CPU_TIMES not in summary_sentences(rows_of([record(), record(seq_len=2048)]))
