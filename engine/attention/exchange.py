@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.gradients import GradientSum
-from engine.attention.itinerary import Needs
+from engine.attention.itinerary import Itinerary, Needs, Range
 from engine.attention.like import Like, likes
 from engine.attention.ring import Ring
 from engine.attention.transport import Transfer, Transport
@@ -29,10 +29,37 @@ HELD_GRADIENTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A shard, or the part of it that is needed here: `tensors` hold local tokens [start, ...) of their owner."""
+    """A shard, or the part of it that is needed here: `tensors` hold local tokens [start, ...) of their owner.
+
+    Where no token is needed there are no tensors.
+    """
 
     tensors: tuple[Tensor, ...]
     start: int = 0
+
+    def cut(self, tokens: Range, token_dims: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Some of the tokens; nothing where there are none."""
+        start, stop = tokens
+        if start == stop:
+            return ()
+        pairs = zip(self.tensors, token_dims, strict=True)
+        return tuple(tensor.narrow(dim, start - self.start, stop - start) for tensor, dim in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Cargo:
+    """What travels: tensors like those of a whole shard, with the token dimension of each."""
+
+    whole: tuple[Like, ...]
+    token_dims: tuple[int, ...]
+
+    def like(self, tokens: Range) -> tuple[Like, ...]:
+        """Such tensors of some tokens; nothing where there are none."""
+        count = tokens[1] - tokens[0]
+        if count == 0:
+            return ()
+        pairs = zip(self.whole, self.token_dims, strict=True)
+        return tuple(Like((*like.shape[:dim], count, *like.shape[dim + 1 :]), like.dtype) for like, dim in pairs)
 
 
 def _after(calls: int, action: Callable[[], None]) -> Callable[[], None]:
@@ -61,8 +88,9 @@ class Homecoming(Protocol):
 class Pattern(Protocol):
     """How shards and gradients travel among the slots of one lap."""
 
-    def lap(self, shard: tuple[Tensor, ...], token_dims: tuple[int, ...], needs: Needs) -> Iterator[Visit]:
-        """Visits of the shards of slots i, i - 1, ..., own first; the next travels while this one is used."""
+    def lap(self, held: Visit, cargo: Cargo, needs: Needs) -> Iterator[Visit]:
+        """Visits of the shards of slots i, i - 1, ..., the one that is held here first; the next travels while this one
+        is used."""
         ...
 
     def homecoming(self, wire: torch.dtype | None, needs: Needs) -> Homecoming:
@@ -88,14 +116,17 @@ class Relay:
         """(slot to send to, slot to receive from)."""
         return (self.slot + 1) % self.size, (self.slot - 1) % self.size
 
-    def lap(self, shard: tuple[Tensor, ...], token_dims: tuple[int, ...], needs: Needs) -> Iterator[Visit]:
+    def lap(self, held: Visit, cargo: Cargo, needs: Needs) -> Iterator[Visit]:
         to, source = self.peers
         for step in range(self.size):
-            last = step + 1 == self.size
-            transfer = None if last else self.shards.start(shard, to, likes(shard), source)
-            yield Visit(shard)
-            if transfer is not None:
-                shard = transfer.wait()
+            if step + 1 == self.size:
+                yield held
+                return
+            coming = needs.held[(self.slot - step - 1) % self.size] if needs.held else None
+            expected = cargo.whole if coming is None else cargo.like(coming)
+            transfer = self.shards.start(held.tensors, to, expected, source)
+            yield held
+            held = Visit(transfer.wait(), coming[0] if coming else 0)
 
     def homecoming(self, wire: torch.dtype | None, needs: Needs) -> Homecoming:
         return _RelayHome(self, wire)
@@ -137,32 +168,15 @@ class Direct:
     shards: Transport
     gradients: Transport
 
-    def lap(self, shard: tuple[Tensor, ...], token_dims: tuple[int, ...], needs: Needs) -> Iterator[Visit]:
-        def cut(tokens: tuple[int, int]) -> tuple[Tensor, ...]:
-            start, stop = tokens
-            if start == stop:
-                return ()
-            return tuple(t.narrow(dim, start, stop - start) for t, dim in zip(shard, token_dims, strict=True))
-
+    def lap(self, held: Visit, cargo: Cargo, needs: Needs) -> Iterator[Visit]:
         def start(step: int) -> Transfer:
             to, source = (self.slot + step) % self.size, (self.slot - step) % self.size
-            first, last = needs.visit(source, self.slot)
-            expected = tuple(
-                Like((*t.shape[:dim], last - first, *t.shape[dim + 1 :]), t.dtype)
-                for t, dim in zip(shard, token_dims, strict=True)
-                if last > first
-            )
-            return self.shards.start(cut(needs.visit(self.slot, to)), to, expected, source)
+            sent = held.cut(needs.visit(self.slot, to), cargo.token_dims)
+            return self.shards.start(sent, to, cargo.like(needs.visit(source, self.slot)), source)
 
-        longest = needs.longest
-        self.shards.reserve(
-            tuple(
-                Like((*t.shape[:dim], longest, *t.shape[dim + 1 :]), t.dtype)
-                for t, dim in zip(shard, token_dims, strict=True)
-            )
-        )
+        self.shards.reserve(cargo.like((0, needs.longest)))
         pending = start(1) if self.size > 1 else None
-        yield Visit(shard)
+        yield held
         for step in range(1, self.size):
             assert pending is not None
             current = pending
@@ -189,18 +203,19 @@ class _DirectHome:
         if step == 0:
             self._own = parts
             longest = slice(0, needs.longest)
-            one_part = needs.all_one_part
-            direct.gradients.reserve(tuple(part.like(longest, self._wire, one_part) for part in parts))
+            as_written = needs.all_as_written
+            direct.gradients.reserve(tuple(part.like(longest, self._wire, as_written) for part in parts))
             return
         owner, host = (direct.slot - step) % direct.size, (direct.slot + step) % direct.size
         tokens = slice(*needs.visit(direct.slot, host))
         outgoing: tuple[Tensor, ...] = ()
         expected: tuple[Like, ...] = ()
         if needs.visit(owner, direct.slot) != (0, 0):
-            outgoing = tuple(part.over(slice(*needs.visit(owner, direct.slot)), self._wire) for part in parts)
+            visiting, as_written = slice(*needs.visit(owner, direct.slot)), needs.as_written[owner, direct.slot]
+            outgoing = tuple(part.over(visiting, self._wire, as_written) for part in parts)
         if tokens.stop > tokens.start:
-            whole = needs.one_part[direct.slot, host]
-            expected = tuple(part.like(tokens, self._wire, whole) for part in self._own)
+            as_written = needs.as_written[direct.slot, host]
+            expected = tuple(part.like(tokens, self._wire, as_written) for part in self._own)
         if self._held == HELD_GRADIENTS:
             # The message that takes a slot is started after the slot was given back, on every rank: what a stream waits
             # for then never lies behind the wait itself, also where the device runs several streams as one.
@@ -238,11 +253,13 @@ class _DirectHome:
 class NodesHome:
     """Gradients summed inside each node, on their way to the owners' node: each crosses between nodes once."""
 
-    def __init__(self, ring: Ring, cp_rank: int, across: Transport | None, wire: torch.dtype | None) -> None:
+    def __init__(
+        self, ring: Ring, cp_rank: int, across: Transport | None, wire: torch.dtype | None, itinerary: Itinerary
+    ) -> None:
         self._ring, self._node = ring, cp_rank // ring.node_size
-        self._across, self._wire = across, wire
+        self._across, self._wire, self._itinerary = across, wire, itinerary
         self._own: tuple[GradientSum, ...] = ()
-        self._pending: list[Transfer] = []
+        self._pending: tuple[Transfer, slice] | None = None
 
     def add(self, cycle: int, sums: tuple[GradientSum, ...]) -> None:
         """Hand in this node's sums for the shard of node - cycle, same slot."""
@@ -253,18 +270,27 @@ class NodesHome:
                     own.total()  # what waits in receive slots is released before the next lap needs them
             return
         assert self._across is not None
-        nodes = self._ring.nodes
-        outgoing = tuple(s.total() if self._wire is None else s.total().to(self._wire) for s in sums)
+        nodes, work = self._ring.nodes, self._itinerary
         to, source = (self._node - cycle) % nodes, (self._node + cycle) % nodes
+        given, returned = slice(*work.given[cycle]), slice(*work.returned[cycle])
+        outgoing: tuple[Tensor, ...] = ()
+        expected: tuple[Like, ...] = ()
+        if given.stop > given.start:
+            outgoing = tuple(gradient.over(given, self._wire, work.given_as_written[cycle]) for gradient in sums)
+        if returned.stop > returned.start:
+            expected = tuple(own.like(returned, self._wire, work.returned_as_written[cycle]) for own in self._own)
         self._collect()
-        self._pending.append(self._across.start(outgoing, to, likes(outgoing), source))
+        self._pending = (self._across.start(outgoing, to, expected, source), returned)
 
     def _collect(self) -> None:
-        for transfer in self._pending:
-            for own, received in zip(self._own, transfer.wait(), strict=True):
-                own.add(slice(0, received.shape[1]), received)
-            transfer.release()
-        self._pending = []
+        if self._pending is None:
+            return
+        transfer, tokens = self._pending
+        self._pending = None
+        received = transfer.wait()
+        for own, gradient in zip(self._own if received else (), received, strict=True):
+            own.add(tokens, gradient)
+        transfer.release()
 
     def finish(self) -> tuple[GradientSum, ...]:
         """Gradients of this rank's own shard, from all nodes."""

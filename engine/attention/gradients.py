@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.like import Like
-from engine.attention.merge import WAITING_PARTS, accumulation_dtype, rowwise_twins
-from engine.attention.spans import covered_spans
+from engine.attention.merge import accumulation_dtype, rowwise_twins
+from engine.attention.spans import WAITING_PARTS, covered_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class _Part:
 class GradientSum:
     """Sums partial gradients of a shard [B, tokens, heads, D] from kernel calls that each cover some of its tokens.
 
-    Sums are formed in fp32 (float64 for float64 inputs), as late and as many at a time as memory allows. A single part
-    is kept as the kernel wrote it: nothing was added to it, so it can cross a link in bf16 without rounding anything
-    twice.
+    Sums are formed in fp32 (float64 for float64 inputs), as late and as many at a time as memory allows. Parts that
+    share no token are kept as the kernel wrote them: nothing was added, so they can cross a link in bf16 without
+    rounding anything twice.
 
     Args:
         like: the shard the gradient is of.
@@ -54,19 +54,22 @@ class GradientSum:
     def final(self, dtype: torch.dtype) -> Tensor:
         """The gradient of the whole shard in `dtype`. The last call on this object."""
         if self._is_one_part(slice(0, self._like.shape[1])):
-            return self.over(slice(0, self._like.shape[1]), dtype)
+            return self.over(slice(0, self._like.shape[1]), dtype, as_written=True)
         return self._summed(dtype)
 
-    def over(self, tokens: slice, wire: torch.dtype | None) -> Tensor:
-        """The gradient of `tokens` as it crosses a link: a single part as it is, a sum wide; in `wire` if set."""
-        if self._is_one_part(tokens) and self._parts[0].release is None:
+    def over(self, tokens: slice, wire: torch.dtype | None, as_written: bool) -> Tensor:
+        """The gradient of `tokens` as it crosses a link: as kernels wrote it, which parts that share no token allow, or
+        as a sum wide; in `wire` if set. The last call on this object."""
+        if not as_written:
+            return self.total()[:, tokens].to(wire or self._wide)
+        if self._is_one_part(tokens):
             return self._parts[0].gradient.to(wire or self._part_dtype)
-        return self.total()[:, tokens].to(wire or self._wide)
+        return self._summed(wire or self._part_dtype)[:, tokens]
 
-    def like(self, tokens: slice, wire: torch.dtype | None, one_part: bool) -> Like:
-        """What `over` of a peer gives for the same tokens of this shard."""
+    def like(self, tokens: slice, wire: torch.dtype | None, as_written: bool) -> Like:
+        """What `over` of a peer gives with the same arguments."""
         batch, _, heads, head_dim = self._like.shape
-        dtype = wire or (self._part_dtype if one_part else self._wide)
+        dtype = wire or (self._part_dtype if as_written else self._wide)
         return Like((batch, tokens.stop - tokens.start, heads, head_dim), dtype)
 
     def _is_one_part(self, tokens: slice) -> bool:

@@ -1,27 +1,32 @@
-"""What one rank does at every stop of a ring, and what travels for it: computed once per problem. Pure integer code."""
+"""What one rank does at every stop of a ring, and what travels for it: computed once per problem. Integer code."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from engine.attention.layout import Layout
 from engine.attention.masks import Mask, meeting
 from engine.attention.ring import Ring
+from engine.attention.spans import WAITING_PARTS
 from engine.attention.tiles import Tile
+
+Range = tuple[int, int]  # of a shard's local tokens; (0, 0) for none
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
     """Which tokens of travelling shards are needed where, between the slots of one lap."""
 
-    ranges: dict[tuple[int, int], tuple[int, int]]  # (owner, host) -> the owner's local tokens; (0, 0) for none
-    one_part: dict[tuple[int, int], bool]  # the host computes the visiting gradient in one kernel call
+    ranges: dict[tuple[int, int], Range]  # (owner, host) -> the owner's local tokens
+    as_written: dict[tuple[int, int], bool]  # the visiting gradient is as kernels wrote it: no token of it is a sum
     longest: int  # most tokens any slot is sent by another
-    all_one_part: bool  # no visiting gradient between slots is a sum
+    all_as_written: bool  # no visiting gradient between slots is a sum
+    held: tuple[Range, ...] | None = None  # by slot, what of its shard is there when the lap starts; None: all of it
 
-    def visit(self, owner: int, host: int) -> tuple[int, int]:
+    def visit(self, owner: int, host: int) -> Range:
         """Range of the owner's local tokens that the host's work touches: (0, 0) when it touches none."""
         return self.ranges[owner, host]
 
@@ -32,6 +37,11 @@ class Itinerary:
 
     tiles: tuple[tuple[Tile, ...], ...]  # by owner
     laps: tuple[Needs, ...]  # by cycle
+    leaving: tuple[Range, ...]  # by cycle, what the nodes to come need of the shard that this rank then holds
+    given: tuple[Range, ...]  # by cycle, the tokens of that shard whose gradients this rank's node forms
+    given_as_written: tuple[bool, ...]  # by cycle, those gradients are as kernels wrote them
+    returned: tuple[Range, ...]  # by cycle, this rank's own tokens whose gradients the node then visited forms
+    returned_as_written: tuple[bool, ...]
 
 
 @lru_cache(maxsize=256)
@@ -42,27 +52,87 @@ def itinerary(mask: Mask, layout: Layout, ring: Ring, seq_len: int, cp_rank: int
         q_rank, k_rank = (visitor, host) if queries_travel else (host, visitor)
         return meeting(mask, layout, seq_len, ring.cp_size, q_rank, k_rank)
 
+    def met_by(visitor: int, host: int) -> Range:
+        return _hull((side.start, side.stop) for side in sides(visitor, host))
+
+    def sides(visitor: int, host: int) -> list[slice]:
+        return [tile.q if queries_travel else tile.k for tile in tiles(visitor, host)]
+
+    def met_in(owner: int, cycle: int) -> list[slice]:
+        """Tokens of `owner` in each tile of the node that its shard visits in `cycle`."""
+        first = (owner // ring.node_size + cycle) % ring.nodes * ring.node_size
+        return [side for host in range(first, first + ring.node_size) for side in sides(owner, host)]
+
+    def touched(owner: int, cycle: int) -> Range:
+        return _hull((side.start, side.stop) for side in met_in(owner, cycle))
+
+    def as_written_across(owner: int, cycle: int) -> bool:
+        return ring.node_size == 1 and _unsummed(met_in(owner, cycle))  # the ranks of a node add theirs up
+
+    def needed(owner: int, cycle: int) -> Range:
+        """Tokens of `owner` that are needed in `cycle` or later."""
+        return _hull(touched(owner, later) for later in range(cycle, ring.nodes))
+
+    node, slot = divmod(cp_rank, ring.node_size)
+
+    def holder(cycle: int, at: int = slot) -> int:
+        """CP rank whose shard slot `at` of this node holds in `cycle`."""
+        return (node - cycle) % ring.nodes * ring.node_size + at
+
     def needs(cycle: int) -> Needs:
-        node = cp_rank // ring.node_size
-        visitors, hosts = (node - cycle) % ring.nodes * ring.node_size, node * ring.node_size
-        ranges, one_part = {}, {}
+        visitors, hosts = holder(cycle, 0), node * ring.node_size
+        ranges, as_written = {}, {}
         for owner, host in itertools.product(range(ring.node_size), repeat=2):
-            met = tiles(visitors + owner, hosts + host)
-            sides = [tile.q if queries_travel else tile.k for tile in met]
-            ranges[owner, host] = (min(s.start for s in sides), max(s.stop for s in sides)) if sides else (0, 0)
-            one_part[owner, host] = len(met) == 1
+            ranges[owner, host] = met_by(visitors + owner, hosts + host)
+            as_written[owner, host] = _unsummed(sides(visitors + owner, hosts + host))
         between = [pair for pair in ranges if pair[0] != pair[1]]
         return Needs(
             ranges,
-            one_part,
+            as_written,
             longest=max((ranges[pair][1] - ranges[pair][0] for pair in between), default=0),
-            all_one_part=all(one_part[pair] for pair in between if ranges[pair] != (0, 0)),
+            all_as_written=all(as_written[pair] for pair in between),
+            held=tuple(needed(holder(cycle, at), cycle) for at in range(ring.node_size)) if cycle else None,
         )
 
     return Itinerary(
         tiles=tuple(tiles(owner, cp_rank) for owner in range(ring.cp_size)),
         laps=tuple(needs(cycle) for cycle in range(ring.nodes)),
+        leaving=tuple(needed(holder(cycle), cycle + 1) for cycle in range(ring.nodes - 1)),
+        given=tuple(touched(holder(cycle), cycle) for cycle in range(ring.nodes)),
+        given_as_written=tuple(as_written_across(holder(cycle), cycle) for cycle in range(ring.nodes)),
+        returned=tuple(touched(cp_rank, cycle) for cycle in range(ring.nodes)),
+        returned_as_written=tuple(as_written_across(cp_rank, cycle) for cycle in range(ring.nodes)),
     )
+
+
+def _unsummed(tokens: list[slice]) -> bool:
+    """No token is in two of these tiles, and their gradients wait side by side until they leave."""
+    ordered = sorted((side.start, side.stop) for side in tokens)
+    apart = all(before[1] <= after[0] for before, after in itertools.pairwise(ordered))
+    return apart and len(tokens) <= WAITING_PARTS
+
+
+def _hull(ranges: Iterable[Range]) -> Range:
+    """The shortest range that holds all of them."""
+    filled = [(start, stop) for start, stop in ranges if stop > start]
+    return (min(start for start, _ in filled), max(stop for _, stop in filled)) if filled else (0, 0)
+
+
+@lru_cache(maxsize=256)
+def ring_traffic(mask: Mask, layout: Layout, cp_size: int, seq_len: int) -> tuple[int, float]:
+    """(stops with work, shards received) of the busiest rank on a flat circle whose owners send what is needed.
+
+    Under causal zigzag cp_size stops and about three quarters of the other shards; under a short window with contiguous
+    shards two stops and a fraction of one shard.
+    """
+    lap = itinerary(mask, layout, Ring(cp_size=cp_size, node_size=cp_size), seq_len, 0, queries_travel=False).laps[0]
+    stops, received = 1, 0.0
+    for host in range(cp_size):
+        visits = [lap.visit(owner, host) for owner in range(cp_size) if owner != host]
+        lengths = [stop - start for start, stop in visits]
+        stops = max(stops, 1 + sum(length > 0 for length in lengths))
+        received = max(received, sum(lengths) * cp_size / seq_len)
+    return stops, received
 
 
 @lru_cache(maxsize=256)

@@ -13,12 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.spans import covered_spans
-
-# Parts of outputs and of gradients wait to be summed together: one pass over four bf16 parts reads and writes 10 bytes
-# an element, four passes over a running fp32 sum 42. They wait within the memory of four bf16 parts; the running sum
-# takes that of two.
-WAITING_PARTS = 4
+from engine.attention.spans import WAITING_PARTS, covered_spans
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

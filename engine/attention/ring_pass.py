@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from engine.attention.context import ContextParallel
-from engine.attention.exchange import NodesHome, Visit
+from engine.attention.exchange import Cargo, NodesHome, Visit
 from engine.attention.gradients import GradientSum
 from engine.attention.itinerary import Itinerary, itinerary, reach
 from engine.attention.kernels import Kernel
@@ -70,20 +70,24 @@ class RingPlan:
         self, shard: tuple[Tensor, ...], token_dims: tuple[int, ...], queries_travel: bool
     ) -> Iterator[Meeting]:
         """Meet every rank's shard, own first; what comes next travels while this one is used."""
-        ring, cp = self.ring, self.cp
+        ring, cp, work = self.ring, self.cp, self.itinerary(queries_travel)
         routes = cp.routes(ring, self.exchange)
-        node, laps = cp.rank // ring.node_size, self.itinerary(queries_travel).laps
+        node, slot = divmod(cp.rank, ring.node_size)
+        held, cargo = Visit(shard), Cargo(likes(shard), token_dims)
         for cycle in range(ring.nodes):
-            crossing = None
+            crossing, coming = None, (0, 0)
             if cycle + 1 < ring.nodes:
                 assert routes.across is not None
                 to, source = (node + 1) % ring.nodes, (node - 1) % ring.nodes
-                crossing = routes.across.start(shard, to, likes(shard), source)
-            lap = routes.inside.lap(shard, token_dims, laps[cycle])
-            for step, visit in enumerate(lap):
+                next_held = work.laps[cycle + 1].held
+                assert next_held is not None
+                coming = next_held[slot]
+                leaving = held.cut(work.leaving[cycle], token_dims)
+                crossing = routes.across.start(leaving, to, cargo.like(coming), source)
+            for step, visit in enumerate(routes.inside.lap(held, cargo, work.laps[cycle])):
                 yield Meeting(ring.owner(cp.rank, cycle * ring.node_size + step), cycle, step, visit)
             if crossing is not None:
-                shard = crossing.wait()
+                held = Visit(crossing.wait(), coming[0])
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
         """(out_BLND, lse_BNL) of this rank's queries over the whole sequence."""
@@ -173,7 +177,7 @@ def _ring_backward(
     wire = q_BLND.dtype if plan.gradient_wire == "input" else None
     routes, work = plan.cp.routes(plan.ring, plan.exchange), plan.itinerary(queries_travel)
     at_home = tuple(GradientSum(t, part_dtype) for t in (key_side if queries_travel else (q_BLND,)))
-    home = NodesHome(plan.ring, plan.cp.rank, routes.gradients_across, wire)
+    home = NodesHome(plan.ring, plan.cp.rank, routes.gradients_across, wire, work)
 
     travelling, dims = (query_side, QUERY_SIDE_DIMS) if queries_travel else (key_side, KEY_SIDE_DIMS)
     for stop in plan.circulate(travelling, dims, queries_travel):

@@ -1,9 +1,14 @@
-"""Which of several row ranges cover which rows. Pure integer code."""
+"""Which of several row ranges cover which rows, and how many may wait to be summed. Pure integer code."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+
+# Parts of outputs and of gradients wait to be summed together: one pass over four bf16 parts reads and writes 10 bytes
+# an element, four passes over a running fp32 sum 42. They wait within the memory of four bf16 parts; the running sum
+# takes that of two.
+WAITING_PARTS = 4
 
 
 def covered_spans(length: int, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, tuple[int, ...]]]:

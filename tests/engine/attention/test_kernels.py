@@ -147,11 +147,15 @@ def test_a_single_part_crosses_a_link_as_the_kernel_wrote_it_and_a_sum_crosses_w
     part, rows = torch.randn(1, 4, 2, 4).bfloat16(), slice(4, 8)
     gradient = GradientSum(like, torch.bfloat16)
     gradient.add(rows, part)
-    assert gradient.over(rows, None) is part
-    assert gradient.like(rows, None, one_part=True).dtype == torch.bfloat16
+    assert gradient.over(rows, None, as_written=True) is part
+    assert gradient.like(rows, None, as_written=True).dtype == torch.bfloat16
     gradient.add(rows, part)
-    assert gradient.over(rows, None).dtype == gradient.like(rows, None, one_part=False).dtype == torch.float32
-    assert torch.equal(gradient.over(rows, None), part.float() * 2)
+    assert (
+        gradient.over(rows, None, as_written=False).dtype
+        == gradient.like(rows, None, as_written=False).dtype
+        == torch.float32
+    )
+    assert torch.equal(gradient.over(rows, None, as_written=False), part.float() * 2)
 
 
 def test_merging_parts_of_other_rows_is_refused() -> None:

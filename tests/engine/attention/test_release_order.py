@@ -49,7 +49,7 @@ def test_slots_are_released_in_order_and_never_more_are_held_than_there_are(sile
     size = 8
     ranges = {pair: (0, 4) for pair in itertools.product(range(size), repeat=2)}
     ranges |= {(0, host): (0, 0) for host in silent}  # these hosts send slot 0 no gradient
-    needs = Needs(ranges, dict.fromkeys(ranges, True), longest=4, all_one_part=True)
+    needs = Needs(ranges, dict.fromkeys(ranges, True), longest=4, all_as_written=True)
     gradients = RecordingTransport()
     home = Direct(slot=0, size=size, shards=RecordingTransport(), gradients=gradients).homecoming(None, needs)
     like = torch.zeros(1, 4, 2, 8)
