@@ -247,7 +247,7 @@ def bytes_between_nodes_of_one() -> int:
     """Backward bytes in bf16, every rank a node of its own."""
     cp = ContextParallel(layout="zigzag", node_size=1)
     q, k, v = shards(cp, 4, 4, torch.bfloat16)
-    out = burst_attention(q, k, v, cp=cp, backward="query", kernel="reference", schedule="double_ring")
+    out = burst_attention(q, k, v, mask=Full(), cp=cp, backward="query", kernel="reference", schedule="double_ring")
     cp.traffic.reset()
     out.backward(torch.ones_like(out))
     return cp.traffic.sent_bytes
@@ -257,3 +257,27 @@ def test_a_double_ring_sends_each_gradient_across_nodes_once() -> None:
     hop = 16 * 4 * (HEAD_DIM * (2 + 2) + 8)
     gradient = 16 * 4 * HEAD_DIM * 4
     assert run_on_ranks(3, bytes_between_nodes_of_one) == [2 * (hop + gradient)] * 3
+
+
+def bytes_of_a_window_across_nodes() -> tuple[int, int]:
+    """(forward, backward) bytes in fp32 under a window of three earlier tokens, two nodes of two ranks."""
+    cp = ContextParallel(layout="contiguous", node_size=2)
+    q, k, v = shards(cp, 4, 4, torch.float32)
+    choices = {"mask": SlidingWindow(3), "backward": "key_value", "exchange": "direct", "schedule": "double_ring"}
+    out = burst_attention(q, k, v, cp=cp, kernel="reference", **choices)
+    forward = cp.traffic.sent_bytes
+    cp.traffic.reset()
+    out.backward(torch.ones_like(out))
+    return forward, cp.traffic.sent_bytes
+
+
+def test_across_nodes_travels_only_what_a_window_needs() -> None:
+    keys_and_values = 2 * 3 * 4 * HEAD_DIM * 4  # of three tokens
+    # Rank 0 sends its last tokens to rank 1 and rank 2 to rank 3. Rank 1's go to rank 3, same slot of the next node,
+    # and from there to rank 2. Backward they travel again, and gradients go home, across nodes once.
+    assert run_on_ranks(4, bytes_of_a_window_across_nodes) == [
+        (keys_and_values, keys_and_values),
+        (keys_and_values, 2 * keys_and_values),
+        (keys_and_values, 2 * keys_and_values),
+        (keys_and_values, 3 * keys_and_values),
+    ]
