@@ -118,21 +118,43 @@ def _hull(ranges: Iterable[Range]) -> Range:
     return (min(start for start, _ in filled), max(stop for _, stop in filled)) if filled else (0, 0)
 
 
-@lru_cache(maxsize=256)
-def ring_traffic(mask: Mask, layout: Layout, cp_size: int, seq_len: int) -> tuple[int, float]:
-    """(stops with work, shards received) of the busiest rank on a flat circle whose owners send what is needed.
+@dataclass(frozen=True, slots=True)
+class RingTraffic:
+    """How much of a ring a mask leaves: 1 where every rank works on every shard and needs all of it."""
 
-    Under causal zigzag cp_size stops and about three quarters of the other shards; under a short window with contiguous
-    shards two stops and a fraction of one shard.
-    """
-    lap = itinerary(mask, layout, Ring(cp_size=cp_size, node_size=cp_size), seq_len, 0, queries_travel=False).laps[0]
-    stops, received = 1, 0.0
-    for host in range(cp_size):
-        visits = [lap.visit(owner, host) for owner in range(cp_size) if owner != host]
-        lengths = [stop - start for start, stop in visits]
-        stops = max(stops, 1 + sum(length > 0 for length in lengths))
-        received = max(received, sum(lengths) * cp_size / seq_len)
-    return stops, received
+    stops: float = 1.0  # with work, over all stops
+    near: float = 1.0  # tokens a rank receives from ranks of its node, over those of their shards
+    far: float = 1.0  # the same from other nodes
+
+
+@lru_cache(maxsize=256)
+def ring_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int) -> RingTraffic:
+    """Of the busiest of a few ranks, keys and values travelling. A causal mask over zigzag shards leaves all stops and
+    three quarters of what comes from near; a short window over contiguous shards two stops and little of anything."""
+    found = [_rank_traffic(mask, layout, ring, seq_len, rank) for rank in {0, ring.cp_size // 2, ring.cp_size - 1}]
+    return RingTraffic(*(max(shares) for shares in zip(*found, strict=True)))
+
+
+def _rank_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int, rank: int) -> tuple[float, float, float]:
+    work, slot, tokens = (
+        itinerary(mask, layout, ring, seq_len, rank, False),
+        rank % ring.node_size,
+        seq_len // ring.cp_size,
+    )
+    near = sum(
+        stop - start
+        for lap in work.laps
+        for owner in range(ring.node_size)
+        if owner != slot
+        for start, stop in (lap.visit(owner, slot),)
+    )
+    far = sum(stop - start for lap in work.laps if lap.held for start, stop in (lap.held[slot],))
+    stops = sum(bool(tiles) for tiles in work.tiles)
+    return (
+        stops / ring.cp_size,
+        near / max(1, tokens * ring.nodes * (ring.node_size - 1)),
+        far / max(1, tokens * (ring.nodes - 1)),
+    )
 
 
 @lru_cache(maxsize=256)

@@ -9,6 +9,7 @@ Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from engine.attention.context import ContextParallel
 from engine.attention.head_exchange import pieces_in_order
 from engine.attention.head_pass import HeadPlan
+from engine.attention.itinerary import RingTraffic, ring_traffic
 from engine.attention.kernels import Problem, choose_kernel
 from engine.attention.masks import Causal, Mask, band_kinds
 from engine.attention.merge import row_dot
@@ -112,6 +114,12 @@ def _check_shapes(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> None:
         raise ValueError(f"q, k, v are {q_BLND.dtype}, {k_BLKD.dtype}, {v_BLKD.dtype}; pass one dtype")
 
 
+def _traffic(mask: Mask, cp: ContextParallel, seq_len: int) -> RingTraffic:
+    """What of a ring's stops and bytes the mask leaves: near of a flat circle, far of one across nodes."""
+    flat = ring_traffic(mask, cp.layout, cp.ring("ring"), seq_len)
+    return replace(flat, far=ring_traffic(mask, cp.layout, cp.ring("double_ring"), seq_len).far)
+
+
 def plan_attention(
     q_BLND: Tensor,
     k_BLKD: Tensor,
@@ -137,6 +145,8 @@ def plan_attention(
     if gradient_wire not in ("fp32", "input"):
         raise ValueError(f"gradient_wire {gradient_wire!r} is unknown; choose fp32 or input")
     gradient_bytes = q_BLND.itemsize if gradient_wire == "input" else max(4, q_BLND.itemsize)
+    estimated = schedule == "auto" and q_BLND.is_cuda and backward == exchange == "auto"
+    left = _traffic(mask, cp, seq_len) if estimated else RingTraffic()
     share = Share(
         cp_size=cp.size,
         node_size=cp.node_size,
@@ -146,12 +156,15 @@ def plan_attention(
         gradient_factor=gradient_bytes / q_BLND.itemsize,
         forward_flops=4.0 * batch * heads * head_dim * mask.area(seq_len) / cp.size,
         rows=batch * tokens,
+        stops=left.stops,
+        near=left.near,
+        far=left.far,
         replayed=replayed,
     )
     estimate = None
     if schedule == "auto":
         # The speeds behind the estimate are a GPU's; elsewhere, and where a ring's own switches are set, it is a ring.
-        if q_BLND.is_cuda and backward == exchange == "auto":
+        if estimated:
             estimate = choose_schedule(share, cp.layout.name)
         schedule = estimate.best if estimate else "ring" if cp.node_size == cp.size else "double_ring"
     refusal = schedule_refusal(schedule, share, cp.layout.name)

@@ -68,6 +68,10 @@ class Share(HeadsAndRanks):
     gradient_factor: float  # bytes of a gradient on the wire over those of its tensor
     forward_flops: float  # of one rank
     rows: int  # query rows of one rank: batch x tokens
+    # Of a ring's stops and bytes, what the mask leaves (`engine.attention.itinerary.ring_traffic`).
+    stops: float = 1.0
+    near: float = 1.0
+    far: float = 1.0
     replayed: bool = False  # checkpointing calls attention twice, and what arrived in an exchange is not kept
 
     @property
@@ -132,12 +136,12 @@ def estimate(schedule: str, share: Share, speeds: Speeds, parts: int = 1) -> flo
         overlapped = max(inner + travel / parts, travel + inner / parts) if parts > 1 else inner + travel
         return overlapped + copies + parts * speeds.exchange_seconds
 
-    def ring(hops: int, laps: int, gradient_factor: float = share.gradient_factor) -> float:
+    def ring(hops: float, laps: int, gradient_factor: float = share.gradient_factor) -> float:
         """Seconds of a ring of `hops` stops whose shards cross nodes `laps` - 1 times."""
         shard_forward, far = 2 * key, (laps - 1) / across
         travel = min(2 * query, 2 * key)
         returning = gradient_factor * (query if 2 * query + query <= 4 * key else 2 * key)
-        near = (hops - laps) / inside
+        hops, near, far = max(1.0, hops * share.stops), share.near * (hops - laps) / inside, share.far * far
         compute = 1 + speeds.hop_share * (hops - 1)
         passes = max(forward * compute, shard_forward * max(near, far))
         # In parts, all but the last part's gradients return while another part is computed.
