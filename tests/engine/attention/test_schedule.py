@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from engine import ContextParallel, burst_attention
-from engine.attention.masks import Causal
+from engine.attention.itinerary import RingTraffic, ring_traffic
+from engine.attention.layout import layout_named
+from engine.attention.masks import Causal, Full, SlidingWindow
 from engine.attention.op import plan_attention
+from engine.attention.ring import Ring
 from engine.attention.schedule import Share, Speeds, choose_parts, choose_schedule, estimate, schedule_refusal
 
 
@@ -57,6 +62,23 @@ def test_a_faster_link_never_makes_a_schedule_slower() -> None:
     for name in ("ring", "double_ring", "head_exchange", "heads_inside", "heads_across"):
         slow, fast = (estimate(name, share(64 << 10, node_size=2), Speeds(across_gib=across)) for across in (3.0, 30.0))
         assert fast <= slow
+
+
+def test_a_short_window_leaves_a_ring_little_to_send_and_an_exchange_of_heads_everything() -> None:
+    tokens, window = 64 << 10, 4095
+    left = ring_traffic(SlidingWindow(window), layout_named("contiguous"), Ring(cp_size=4, node_size=4), tokens)
+    assert left.stops == 2 / 4
+    assert left.near == pytest.approx(window / (3 * tokens / 4))
+    work = 4.0 * 32 * 128 * (window + 1) * tokens / 4
+    windowed = replace(share(tokens), forward_flops=work, stops=left.stops, near=left.near)
+    assert choose_schedule(windowed, "contiguous").best == "ring"
+    across = ring_traffic(SlidingWindow(window), layout_named("contiguous"), Ring(cp_size=4, node_size=2), tokens)
+    assert across.far == pytest.approx(window / (tokens / 4))
+
+
+def test_a_full_mask_leaves_a_ring_everything() -> None:
+    left = ring_traffic(Full(), layout_named("zigzag"), Ring(cp_size=4, node_size=2), 4096)
+    assert left == RingTraffic(1.0, 1.0, 1.0)
 
 
 def test_heads_that_cannot_be_shared_out_leave_only_rings() -> None:
