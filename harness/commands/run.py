@@ -13,6 +13,7 @@ from harness.cluster_arguments import add_cluster_arguments
 from harness.commands import command_line
 from harness.errors import UsageError
 from harness.experiment_arguments import add_experiment_arguments, chosen_experiment
+from harness.interrupts import interrupted_once
 from harness.launch.choose import LAUNCHERS, default_launcher, make_launcher
 
 
@@ -37,6 +38,7 @@ class Run:
             help="resume, and run again what failed, timed out, hung or lost its node",
         )  # fmt: skip
 
+    @interrupted_once()
     def run(self, arguments: argparse.Namespace) -> int:
         from rich.console import Console
 
