@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+
 import pytest
 import torch
 
@@ -28,7 +31,9 @@ def test_the_drivers_report_is_understood() -> None:
     (report,) = check_nodes([Node(host=this_machine(), site=Site())], connect_local, select(readable, ()), 120.0)
     unknown = {name: verdict.summary for name, verdict in report.verdicts.items() if verdict.level == "unknown"}
     assert unknown == {}
-    assert report.verdicts["gpus"].facts["count"] == torch.cuda.device_count()
+    # Not torch's count: CUDA_VISIBLE_DEVICES hides GPUs from torch, the driver lists all of them.
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    assert report.verdicts["gpus"].facts["uuids"] == re.findall(r"^GPU .*\(UUID: (GPU-[^)]+)\)", listed, re.MULTILINE)
 
 
 @pytest.mark.slow
