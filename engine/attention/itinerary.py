@@ -129,18 +129,15 @@ class RingTraffic:
 
 @lru_cache(maxsize=256)
 def ring_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int) -> RingTraffic:
-    """Of the busiest of a few ranks, keys and values travelling. A causal mask over zigzag shards leaves all stops and
-    three quarters of what comes from near; a short window over contiguous shards two stops and little of anything."""
+    """Of the busiest of a few ranks, keys and values travelling. A causal mask leaves that rank everything, a short
+    window over contiguous shards two stops and little of either."""
     found = [_rank_traffic(mask, layout, ring, seq_len, rank) for rank in {0, ring.cp_size // 2, ring.cp_size - 1}]
     return RingTraffic(*(max(shares) for shares in zip(*found, strict=True)))
 
 
 def _rank_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int, rank: int) -> tuple[float, float, float]:
-    work, slot, tokens = (
-        itinerary(mask, layout, ring, seq_len, rank, False),
-        rank % ring.node_size,
-        seq_len // ring.cp_size,
-    )
+    work = itinerary(mask, layout, ring, seq_len, rank, queries_travel=False)
+    slot, tokens = rank % ring.node_size, seq_len // ring.cp_size
     near = sum(
         stop - start
         for lap in work.laps
