@@ -1,4 +1,4 @@
-"""A real sshd on loopback, and a machine whose nvidia-smi replays what a real one printed."""
+"""A real sshd on loopback, engines that keep images as files, an nvidia-smi that replays what a real one printed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.fake_docker import FakeDocker, install_fake_docker, node_with_docker
 from tests.cluster.loopback_sshd import LoopbackSshd, running_sshd
 
 
@@ -16,6 +17,25 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackSshd]:
     """One server for the session, on 127.0.0.1 and 127.0.0.2."""
     with running_sshd(tmp_path_factory.mktemp("sshd")) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[tuple[LoopbackSshd, FakeDocker], ...]]:
+    """Two nodes with an engine each."""
+    with (
+        node_with_docker(tmp_path_factory.mktemp("one")) as one,
+        node_with_docker(tmp_path_factory.mktemp("two")) as two,
+    ):
+        yield one, two
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDocker:
+    """The engine of this machine."""
+    fake = install_fake_docker(tmp_path / "docker")
+    for name, value in fake.environment.items():
+        monkeypatch.setenv(name, value)
+    return fake
 
 
 @pytest.fixture

@@ -51,6 +51,11 @@ class FakeDocker:
         path = self.folder / "images" / name.replace("/", "_")
         return path.read_bytes() if path.exists() else None
 
+    def empty(self) -> None:
+        """Forget all images, and what was asked."""
+        for path in (self.folder / "images").iterdir():
+            path.unlink()
+
     def behave(self, how: str, text: str = "") -> None:
         (self.folder / "images" / how).write_text(text)
 

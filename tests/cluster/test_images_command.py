@@ -12,29 +12,17 @@ from cluster.images.engine import build_command, find_image
 from cluster.images.targets import tagged
 from cluster.local import LocalRunner
 from harness.cli import main
-from tests.cluster.fake_docker import install_fake_docker, layers, node_with_docker
+from tests.cluster.fake_docker import layers
 
 NAME = "lab/burst:1"
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    with (
-        node_with_docker(tmp_path_factory.mktemp("one")) as one,
-        node_with_docker(tmp_path_factory.mktemp("two")) as two,
-    ):
-        yield one, two
-
-
 @pytest.fixture
-def docker(tmp_path, monkeypatch):
-    fake = install_fake_docker(tmp_path / "docker")
-    for name, value in fake.environment.items():
-        monkeypatch.setenv(name, value)
+def docker(docker, tmp_path, monkeypatch):
     monkeypatch.delenv("TORCH_INDEX_URL", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    return fake
+    return docker
 
 
 @pytest.fixture
@@ -51,8 +39,7 @@ def inventory(servers, tmp_path):
         "container": {"engine": "docker", "image": NAME},
     }
     for _, docker in servers:
-        for path in (docker.folder / "images").iterdir():
-            path.unlink()
+        docker.empty()
     path = tmp_path / "lab.yaml"
     path.write_text(json.dumps(content))  # JSON is YAML
     return [str(path), "--known-hosts", str(known)]

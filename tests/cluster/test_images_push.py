@@ -16,7 +16,7 @@ from cluster.images.sending import send
 from cluster.local import LocalRunner
 from cluster.ssh import SshOptions, connector
 from cluster.transfer import TransferFailed
-from tests.cluster.fake_docker import install_fake_docker, layers, node_with_docker
+from tests.cluster.fake_docker import layers
 
 NAME = "lab/burst:1"
 LAYERS = layers(6_000_000)
@@ -39,20 +39,8 @@ class Watching:
             self.at_progress(done_bytes)
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    with (
-        node_with_docker(tmp_path_factory.mktemp("one")) as one,
-        node_with_docker(tmp_path_factory.mktemp("two")) as two,
-    ):
-        yield one, two
-
-
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    docker = install_fake_docker(tmp_path / "here")
-    for name, value in docker.environment.items():
-        monkeypatch.setenv(name, value)
+def here(docker):
     docker.add(NAME, 1, LAYERS)
     return docker
 
@@ -69,8 +57,7 @@ class Lab:
         self.here = here
         self.engines = [docker for _, docker in servers]
         for docker in self.engines:
-            for path in (docker.folder / "images").iterdir():
-                path.unlink()
+            docker.empty()
         self.stage = tmp_path / "stage"
         self.archives = tmp_path / "archives"
         self.targets, connects = [], {}

@@ -8,7 +8,6 @@ from cluster.images.archive import save
 from cluster.images.engine import Image, ImageFailed, find_image
 from cluster.images.space import ask_space
 from cluster.local import LocalRunner
-from tests.cluster.fake_docker import install_fake_docker
 
 TOO_LARGE = 2**60
 
@@ -21,14 +20,6 @@ class Edited(LocalRunner):
 
     def run(self, command, **options):
         return super().run([part.replace(self.old, self.new) for part in command], **options)
-
-
-@pytest.fixture
-def docker(tmp_path, monkeypatch):
-    fake = install_fake_docker(tmp_path / "docker")
-    for name, value in fake.environment.items():
-        monkeypatch.setenv(name, value)
-    return fake
 
 
 def test_the_folder_is_made_and_its_free_space_is_the_file_systems(docker, tmp_path):
