@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from engine.attention.kernels import Problem, flex, kernel_named
+from engine.attention.kernels import BackwardInputs, Problem, flex, kernel_named
 from engine.attention.kernels.reference import visible_pairs
 from engine.attention.merge import row_dot
 from engine.attention.tiles import CAUSAL, FULL, Band
@@ -65,7 +65,7 @@ def test_the_rescaled_backward_gives_the_gradients_of_whole_rows(band, beyond) -
     q, k, v, dout = tile(24, 24)
     out, lse = REFERENCE.forward(q, k, v, band, 0.25)
     whole_lse, delta = lse + beyond, row_dot(dout, out) * 0.6  # the rows have more keys elsewhere
-    expected = REFERENCE.backward(dout, q, k, v, whole_lse, delta, band, 0.25, False)
+    expected = REFERENCE.backward(BackwardInputs(q, dout, whole_lse, delta, k, v), band, 0.25, False)
 
     def attend(q_BNLD, k_BKMD, v_BKMD):
         k_BNMD, v_BNMD = (t.repeat_interleave(2, dim=1) for t in (k_BKMD, v_BKMD))

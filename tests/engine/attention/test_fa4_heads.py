@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.attention.kernels import fa4, kernel_named
+from engine.attention.kernels import BackwardInputs, fa4, kernel_named
 from engine.attention.merge import row_dot
 from engine.attention.tiles import CAUSAL
 
@@ -25,7 +25,8 @@ class Library:
         assert causal
         assert lse.is_contiguous()
         self.workspaces.append(4 * q.numel())
-        return REFERENCE.backward(dout, q, k, v, lse, row_dot(dout, out) - dlse, CAUSAL, softmax_scale, deterministic)
+        given = BackwardInputs(q, dout, lse, row_dot(dout, out) - dlse, k, v)
+        return REFERENCE.backward(given, CAUSAL, softmax_scale, deterministic)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 3)])
@@ -39,9 +40,9 @@ def test_heads_in_groups_give_the_gradients_of_all_at_once(monkeypatch, heads, k
     q, dout = (torch.randn(2, 16, heads, 8, dtype=torch.float64, generator=generator) for _ in range(2))
     k, v = (torch.randn(2, 16, kv_heads, 8, dtype=torch.float64, generator=generator) for _ in range(2))
     out, lse = REFERENCE.forward(q, k, v, CAUSAL, 0.3)
-    delta = row_dot(dout, out)
-    found = fa4.KERNEL.backward(dout, q, k, v, lse, delta, CAUSAL, 0.3, False)
-    for gradient, truth in zip(found, REFERENCE.backward(dout, q, k, v, lse, delta, CAUSAL, 0.3, False), strict=True):
+    given = BackwardInputs(q, dout, lse, row_dot(dout, out), k, v)
+    found = fa4.KERNEL.backward(given, CAUSAL, 0.3, False)
+    for gradient, truth in zip(found, REFERENCE.backward(given, CAUSAL, 0.3, False), strict=True):
         assert gradient.is_contiguous() or len(library.workspaces) == 1
         torch.testing.assert_close(gradient, truth, rtol=1e-12, atol=1e-12)
     group = 4 * q.numel() // kv_heads  # of one KV head: less is not possible

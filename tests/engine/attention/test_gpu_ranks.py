@@ -54,6 +54,9 @@ def cases() -> list[Case]:
             if GPUS == 4:
                 for schedule in ("double_ring", "heads_inside", "heads_across", "head_exchange"):
                     found.append(Case(2, heads, kv_heads, mask, (("schedule", schedule),)))
+                # Parts take two streams in turn, which wait for transfers between nodes.
+                parts = (("schedule", "heads_inside"), ("head_parts", 2))
+                found.append(Case(2, heads, kv_heads, mask, parts))
     for kernel in ("cudnn", "fa2", "flex"):
         for mask in ("causal", "full"):
             found.append(Case(GPUS, 8, 8, mask, (("schedule", "ring"), ("kernel", kernel))))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.attention.gradients import GradientSum
-from engine.attention.kernels import KERNELS, Problem, available, choose_kernel, kernel_named, refusal
+from engine.attention.kernels import KERNELS, BackwardInputs, Problem, available, choose_kernel, kernel_named, refusal
 from engine.attention.kernels.stand_in import output_stand_in
 from engine.attention.merge import RunningOutput, merge_parts, row_dot
 from engine.attention.tiles import CAUSAL, FULL, Band
@@ -57,14 +57,14 @@ def test_a_kernel_equals_the_reference_on_every_kind_of_tile(name, rows, columns
     out, lse = REFERENCE.forward(*wide[:3], band, scale)
     # As in a ring, lse and delta belong to rows with further keys: the LSE grows, so every probability shrinks.
     whole_lse, delta = lse + 0.5, row_dot(wide[3], out) * 0.6
-    expected = REFERENCE.backward(wide[3], *wide[:3], whole_lse, delta, band, scale, False)
+    expected = REFERENCE.backward(BackwardInputs(wide[0], wide[3], whole_lse, delta, *wide[1:3]), band, scale, False)
 
     kernel = kernel_named(name)
     tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
     part, part_lse = kernel.forward(q, k, v, band, scale)
     assert relative(part, out) < tolerance
     assert relative(part_lse, lse) < tolerance
-    found = kernel.backward(dout, q, k, v, whole_lse.float(), delta.float(), band, scale, False)
+    found = kernel.backward(BackwardInputs(q, dout, whole_lse.float(), delta.float(), k, v), band, scale, False)
     for gradient, truth, source in zip(found, expected, (q, k, v), strict=True):
         assert gradient.shape == source.shape
         assert relative(gradient, truth) < tolerance
@@ -78,7 +78,7 @@ def test_a_row_whose_gradient_is_zero_stays_zero(name) -> None:
     dout[:, 10:20] = 0
     _, lse = REFERENCE.forward(q, k, v, CAUSAL, 0.125)
     delta = row_dot(dout, dout)
-    dq, dk, dv = kernel_named(name).backward(dout, q, k, v, lse.float(), delta, CAUSAL, 0.125, False)
+    dq, dk, dv = kernel_named(name).backward(BackwardInputs(q, dout, lse.float(), delta, k, v), CAUSAL, 0.125, False)
     assert torch.isfinite(dk).all()
     assert torch.isfinite(dv).all()
     assert dq[:, 10:20].abs().max() == 0
