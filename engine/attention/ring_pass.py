@@ -25,7 +25,7 @@ from engine.attention.context import ContextParallel
 from engine.attention.exchange import Cargo, NodesHome, Visit
 from engine.attention.gradients import GradientSum
 from engine.attention.itinerary import Itinerary, itinerary, reach
-from engine.attention.kernels import Kernel
+from engine.attention.kernels import BackwardInputs, Kernel
 from engine.attention.like import likes
 from engine.attention.masks import FirstRows, Mask, imbalance, recompute_share
 from engine.attention.merge import RunningOutput, accumulation_dtype
@@ -184,19 +184,10 @@ def _ring_backward(
         visiting = tuple(GradientSum(t, part_dtype) for t in ((q_BLND,) if queries_travel else key_side))
         dq, (dk, dv) = (visiting[0], at_home) if queries_travel else (at_home[0], visiting)
         for tile in work.tiles[stop.owner]:
-            q_hop, dout_hop, lse_hop, delta_hop = stop.visit.tensors if queries_travel else query_side
-            k_hop, v_hop = key_side if queries_travel else stop.visit.tensors
+            met = (stop.visit.tensors, key_side) if queries_travel else (query_side, stop.visit.tensors)
             local = tile.shifted(*((-stop.visit.start, 0) if queries_travel else (0, -stop.visit.start)))
             dq_part, dk_part, dv_part = plan.kernel.backward(
-                dout_hop[:, local.q],
-                q_hop[:, local.q],
-                k_hop[:, local.k],
-                v_hop[:, local.k],
-                lse_hop[:, :, local.q],
-                delta_hop[:, :, local.q],
-                tile.band,
-                plan.scale,
-                plan.deterministic,
+                BackwardInputs(*met[0], *met[1]).tokens(local.q, local.k), tile.band, plan.scale, plan.deterministic
             )
             dq.add(tile.q, dq_part)
             dk.add(tile.k, dk_part)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,44 @@ class Problem:
     deterministic: bool = False
 
 
+class BackwardInputs(NamedTuple):
+    """What backward starts from, query side first. `lse` and `delta` belong to whole rows, not to these keys alone."""
+
+    q_BLND: Tensor
+    dout_BLND: Tensor
+    lse_BNL: Tensor
+    delta_BNL: Tensor
+    k_BMKD: Tensor
+    v_BMKD: Tensor
+
+    def tokens(self, queries: slice, keys: slice) -> BackwardInputs:
+        """Those of some rows and columns."""
+        q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = self
+        return BackwardInputs(
+            q_BLND[:, queries],
+            dout_BLND[:, queries],
+            lse_BNL[:, :, queries],
+            delta_BNL[:, :, queries],
+            k_BMKD[:, keys],
+            v_BMKD[:, keys],
+        )
+
+    def heads(self, queries: slice, keys: slice) -> BackwardInputs:
+        """Those of some query heads, and of the KV heads that they read."""
+        q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = self
+        return BackwardInputs(
+            q_BLND[:, :, queries],
+            dout_BLND[:, :, queries],
+            lse_BNL[:, queries],
+            delta_BNL[:, queries],
+            k_BMKD[:, :, keys],
+            v_BMKD[:, :, keys],
+        )
+
+
+Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor]"  # dq_BLND, dk_BMKD, dv_BMKD
+
+
 class Kernel(Protocol):
     """One implementation of tile attention."""
 
@@ -57,19 +95,8 @@ class Kernel(Protocol):
         """Partial (out_BLND, lse_BNL) over these keys; lse: natural-log sum-exp of scaled scores, fp32 or wider."""
         ...
 
-    def backward(
-        self,
-        dout_BLND: Tensor,
-        q_BLND: Tensor,
-        k_BMKD: Tensor,
-        v_BMKD: Tensor,
-        lse_BNL: Tensor,
-        delta_BNL: Tensor,
-        band: Band,
-        scale: float,
-        deterministic: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Partial (dq_BLND, dk_BMKD, dv_BMKD). `lse` and `delta` belong to the whole rows, not to these keys alone."""
+    def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+        """Partial gradients over these queries and keys."""
         ...
 
 

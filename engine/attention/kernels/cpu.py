@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.attention.kernels import Problem
+from engine.attention.kernels import BackwardInputs, Gradients, Problem
 from engine.attention.kernels.heads import repeat_heads, sum_heads
 from engine.attention.kernels.stand_in import output_stand_in
 from engine.attention.merge import accumulation_dtype
@@ -66,18 +66,8 @@ class CpuKernel:
         )
         return out_BNLD.transpose(1, 2), lse_BNL
 
-    def backward(
-        self,
-        dout_BLND: Tensor,
-        q_BLND: Tensor,
-        k_BMKD: Tensor,
-        v_BMKD: Tensor,
-        lse_BNL: Tensor,
-        delta_BNL: Tensor,
-        band: Band,
-        scale: float,
-        deterministic: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+        q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
         heads, kv_heads = q_BLND.shape[2], k_BMKD.shape[2]
         wide = accumulation_dtype(q_BLND.dtype)
         dout_BLND = dout_BLND.to(wide)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.attention.kernels import Problem
+from engine.attention.kernels import BackwardInputs, Gradients, Problem
 from engine.attention.kernels.cuda import band_refusal, gpu_missing, half_precision_refusal
 from engine.attention.kernels.stand_in import output_stand_in
 from engine.attention.tiles import Band
@@ -46,18 +46,8 @@ class CudnnKernel:
         )
         return out_BNLD.transpose(1, 2), lse.view(lse.shape[:3])
 
-    def backward(
-        self,
-        dout_BLND: Tensor,
-        q_BLND: Tensor,
-        k_BMKD: Tensor,
-        v_BMKD: Tensor,
-        lse_BNL: Tensor,
-        delta_BNL: Tensor,
-        band: Band,
-        scale: float,
-        deterministic: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+        q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
         unused = torch.empty((), dtype=torch.int64, device=q_BLND.device)  # dropout's random state; there is none
         dq_BNLD, dk_BKMD, dv_BKMD = _backward(
             dout_BLND.transpose(1, 2),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.kernels import Problem
+from engine.attention.kernels import BackwardInputs, Gradients, Problem
 from engine.attention.kernels.cuda import gpu_missing, half_precision_refusal
 from engine.attention.tiles import Band
 
@@ -101,22 +101,12 @@ class FlashAttention4Kernel:
         )
         return out_BLND, lse_BNL
 
-    def backward(
-        self,
-        dout_BLND: Tensor,
-        q_BLND: Tensor,
-        k_BMKD: Tensor,
-        v_BMKD: Tensor,
-        lse_BNL: Tensor,
-        delta_BNL: Tensor,
-        band: Band,
-        scale: float,
-        deterministic: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+        q_BLND, k_BMKD, v_BMKD = given.q_BLND, given.k_BMKD, given.v_BMKD
         kv_heads = k_BMKD.shape[2]
         at_once, group = kv_heads_at_once(q_BLND, kv_heads), q_BLND.shape[2] // kv_heads
         if at_once == kv_heads:
-            return _backward(dout_BLND, q_BLND, k_BMKD, v_BMKD, lse_BNL, delta_BNL, band, scale, deterministic)
+            return _backward(given, band, scale, deterministic)
         dq_BLND, dk_BMKD, dv_BMKD = (
             torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q_BLND, k_BMKD, v_BMKD)
         )
@@ -124,31 +114,14 @@ class FlashAttention4Kernel:
             keys = slice(first, min(first + at_once, kv_heads))
             queries = slice(keys.start * group, keys.stop * group)
             dq_BLND[:, :, queries], dk_BMKD[:, :, keys], dv_BMKD[:, :, keys] = _backward(
-                dout_BLND[:, :, queries],
-                q_BLND[:, :, queries],
-                k_BMKD[:, :, keys],
-                v_BMKD[:, :, keys],
-                lse_BNL[:, queries],
-                delta_BNL[:, queries],
-                band,
-                scale,
-                deterministic,
+                given.heads(queries, keys), band, scale, deterministic
             )
         return dq_BLND, dk_BMKD, dv_BMKD
 
 
-def _backward(
-    dout_BLND: Tensor,
-    q_BLND: Tensor,
-    k_BMKD: Tensor,
-    v_BMKD: Tensor,
-    lse_BNL: Tensor,
-    delta_BNL: Tensor,
-    band: Band,
-    scale: float,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
     """One call of the kernel."""
+    q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
     dq_BLND, dk_BMKD, dv_BMKD = _interface()._flash_attn_bwd(
         q_BLND,
         k_BMKD,

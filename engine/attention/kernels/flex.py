@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from engine.attention.kernels import Problem
+from engine.attention.kernels import BackwardInputs, Gradients, Problem
 from engine.attention.kernels.cuda import gpu_missing, half_precision_refusal
 from engine.attention.tiles import FULL, Band
 
@@ -126,18 +126,8 @@ class FlexKernel:
         out_BNLD, lse_BNL = attend(q_BLND.transpose(1, 2), k_BMKD.transpose(1, 2), v_BMKD.transpose(1, 2))
         return out_BNLD.transpose(1, 2), lse_BNL
 
-    def backward(
-        self,
-        dout_BLND: Tensor,
-        q_BLND: Tensor,
-        k_BMKD: Tensor,
-        v_BMKD: Tensor,
-        lse_BNL: Tensor,
-        delta_BNL: Tensor,
-        band: Band,
-        scale: float,
-        deterministic: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+        q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
         # dQ and dK, dV are summed by programs of their own, without atomics: every run gives the same bits.
         dq_BNLD, dk_BKMD, dv_BKMD = rescaled_backward(
             _attend(band, q_BLND, k_BMKD, scale),

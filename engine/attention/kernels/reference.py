@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.attention.kernels import Problem
+from engine.attention.kernels import BackwardInputs, Gradients, Problem
 from engine.attention.kernels.heads import repeat_heads, sum_heads
 from engine.attention.tiles import Band
 
@@ -56,18 +56,8 @@ class ReferenceKernel:
         out_BNLD = (scores_BNLM - lse_BNL.unsqueeze(-1)).exp() @ v_BNMD
         return out_BNLD.transpose(1, 2), lse_BNL
 
-    def backward(
-        self,
-        dout_BLND: Tensor,
-        q_BLND: Tensor,
-        k_BMKD: Tensor,
-        v_BMKD: Tensor,
-        lse_BNL: Tensor,
-        delta_BNL: Tensor,
-        band: Band,
-        scale: float,
-        deterministic: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+        q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
         heads, kv_heads = q_BLND.shape[2], k_BMKD.shape[2]
         q_BNLD, dout_BNLD = _wide(q_BLND), _wide(dout_BLND)
         k_BNMD, v_BNMD = _wide(repeat_heads(k_BMKD, heads)), _wide(repeat_heads(v_BMKD, heads))
