@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parse(typed, commands)
         # A closed terminal or a polite kill is to leave a resumable state, just as Ctrl-C does.
         for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _as_interrupt)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup a closed terminal is nothing to heed
+                signal.signal(number, _as_interrupt)
         code = commands[arguments.command].run(arguments)
         sys.stdout.flush()  # here, where an error still has its sentence
         return code

@@ -122,3 +122,15 @@ def wait_until(done: Callable[[], object]) -> None:
     while not done():
         assert time.monotonic() < give_up
         time.sleep(0.05)
+
+
+def test_a_command_under_nohup_does_not_heed_a_closed_terminal() -> None:
+    program = (
+        "import signal, sys; from harness.cli import main\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "sys.argv = ['burst', 'plan', 'experiments/quickstart.yaml']\n"
+        "main()\n"
+        "print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "True"
