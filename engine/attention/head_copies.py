@@ -34,7 +34,8 @@ class HeadCopies:
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
         self.out, self.back = Mailbox(group, traffic, SLOTS), Mailbox(group, traffic, SLOTS)
         self.rank, self.size = self.out.rank, self.out.size
-        self.beside = torch.cuda.Stream()  # copies out of slots, beside the kernels
+        self.beside = torch.cuda.Stream()  # copies results out of slots, beside the kernels
+        self.keeping = torch.cuda.Stream()  # copies what backward wants again, which nobody waits for until then
         self.lanes = (torch.cuda.Stream(), torch.cuda.Stream())
         self._routes: dict[tuple[tuple[Piece, ...], int], HeadRoute] = {}
 
@@ -68,6 +69,7 @@ class _Copies:
         trade, box = self._trade, self._trade.out
         if part == 0:
             self._inputs = tuple(in_rows(tensor) for tensor in tensors)
+            self._current.wait_event(trade.keeping.record_event())  # what a forward kept may be read from here on
         copies = self._route.outward(self._inputs, part)
         if part == 0 and self._lanes:
             # What a lane's allocator takes again was last used before this, by the stream that is current.
@@ -81,7 +83,7 @@ class _Copies:
 
         def arrived() -> Arrived:
             box.await_all(message)
-            return _InSlot(box, message, copies.likes, trade.beside)
+            return _InSlot(box, message, copies.likes, trade.keeping)
 
         return arrived
 
@@ -123,9 +125,9 @@ class _Copies:
 class _InSlot:
     """An `Arrived` in a receive slot."""
 
-    def __init__(self, box: Mailbox, message: Message, likes: tuple[Like, ...], beside: torch.cuda.Stream) -> None:
+    def __init__(self, box: Mailbox, message: Message, likes: tuple[Like, ...], keeping: torch.cuda.Stream) -> None:
         self._tensors = message.window.tensors(message.number, likes)
-        self._box, self._message, self._likes, self._beside = box, message, likes, beside
+        self._box, self._message, self._likes, self._keeping = box, message, likes, keeping
         self._kept: list[torch.cuda.Event] = []
 
     @property
@@ -134,10 +136,12 @@ class _InSlot:
 
     def keep(self) -> tuple[Tensor, ...]:
         copies = tuple(torch.empty_like(tensor) for tensor in self._tensors)
-        self._beside.wait_event(torch.cuda.current_stream().record_event())
+        self._keeping.wait_event(torch.cuda.current_stream().record_event())
         slot = self._message.window.slot(self._box.rank, self._message.number)
-        from_slot(self._likes).launch(self._beside.cuda_stream, [slot], [copy.data_ptr() for copy in copies])
-        self._kept.append(self._beside.record_event())
+        from_slot(self._likes).launch(self._keeping.cuda_stream, [slot], [copy.data_ptr() for copy in copies])
+        for copy in copies:  # dropped without a backward, their memory must not be taken before it is written
+            copy.record_stream(self._keeping)
+        self._kept.append(self._keeping.record_event())
         return copies
 
     def done(self) -> None:
