@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from engine.attention.masks import Mask, parse_mask
 from engine.attention.reference import dense_attention
@@ -18,6 +19,8 @@ from engine.distributed import World
 from engine.link_speed import across_gib_per_second
 from engine.measurement import Measurement
 from engine.method import NativeMethod
+from engine.profile.capture import StepProfiler
+from engine.profile.ranges import STEP
 from engine.resources import reset_peaks
 from engine.settings import TrialSettings
 from engine.task import OnProgress, RefusingAttention, context_parallel, measured
@@ -56,8 +59,11 @@ class AttentionTask:
             for heads in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
         ]
 
-    def run(self, on_progress: OnProgress) -> Measurement:
-        """Time forward alone and forward with backward, `steps.measured` times each after the warm-up."""
+    def run(self, on_progress: OnProgress, profiler: StepProfiler | None = None) -> Measurement:
+        """Time forward alone and forward with backward, `steps.measured` times each after the warm-up.
+
+        `profiler` traces one more forward with backward.
+        """
         plan = self.settings.steps
         flush = torch.empty(_L2_FLUSH_BYTES if self.world.device.type == "cuda" else 0, dtype=torch.uint8).to(
             self.world.device
@@ -77,12 +83,16 @@ class AttentionTask:
             forward_seconds=self.world.slowest(forward_seconds[plan.warmup :]),
             chosen=self.attend.chosen(),
         )
-        # Last, because both would raise every peak.
+        # Last, because each would raise every peak.
         across = across_gib_per_second(self.world, self.cp, self.q_BLND)
         if across is not None:
             figures.extra["across_gib_per_second"] = across
         if self.whole is not None:
             figures.extra["error"] = self._errors(self.whole)
+        if profiler is not None:
+            with profiler.trace("extra_step"):
+                self._timed(self._forward_backward, flush)
+            figures.extra["profile"] = profiler.summary()
         return figures
 
     def _forward(self) -> None:
@@ -101,8 +111,9 @@ class AttentionTask:
         self.world.barrier()
         flush.zero_()
         clock.start()
-        work()
-        return clock.stop()[1]
+        with record_function(STEP):
+            work()
+            return clock.stop()[1]
 
     def _errors(self, whole: list[Tensor]) -> dict[str, float]:
         """Relative error (Frobenius norms) of out, dq, dk and dv of the whole problem against dense float64."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from engine.clock import StepClock
 from engine.distributed import World
@@ -19,6 +20,8 @@ from engine.lm_head.tiles import choose_tile
 from engine.measurement import Measurement
 from engine.method import NativeMethod
 from engine.model import LossSum
+from engine.profile.capture import StepProfiler
+from engine.profile.ranges import LM_HEAD, STEP
 from engine.resources import reset_peaks
 from engine.settings import TrialSettings
 from engine.task import OnProgress, context_parallel, measured
@@ -46,8 +49,11 @@ class HeadTask:
         self.weight_VE = weight_VE.mul_(LOGIT_DEVIATION / shape.hidden**0.5).requires_grad_()
         self.labels_T = torch.randint(shape.vocab, (tokens,), **kind)
 
-    def run(self, on_progress: OnProgress) -> Measurement:
-        """Time forward and backward of the mean loss, `steps.measured` times after the warm-up."""
+    def run(self, on_progress: OnProgress, profiler: StepProfiler | None = None) -> Measurement:
+        """Time forward and backward of the mean loss, `steps.measured` times after the warm-up.
+
+        `profiler` traces one more.
+        """
         plan, clock = self.settings.steps, StepClock(self.world.device)
         seconds: list[tuple[float, float]] = []
         losses: list[Tensor] = []
@@ -55,10 +61,8 @@ class HeadTask:
         for index in range(plan.warmup + plan.measured):
             if index == plan.warmup:
                 reset_peaks(self.world.device)
-            self.world.barrier()
-            clock.start()
-            loss, gradients = self._forward_backward(self.loss_sum, clock)
-            seconds.append(clock.stop())
+            loss, gradients, elapsed = self._timed(clock)
+            seconds.append(elapsed)
             losses.append(loss)
             norms.append(torch.stack([torch.linalg.vector_norm(g, dtype=wide(g)) for g in gradients]).norm())
             del gradients  # before the next step forms its own
@@ -76,11 +80,24 @@ class HeadTask:
         )
         if self.labels_T.numel() * self.settings.model.vocab <= CHECKED_LOGITS[self.world.device.type]:
             figures.extra["error"] = self._errors()  # last, because it would raise every peak
+        if profiler is not None:
+            with profiler.trace("extra_step"):
+                self._timed(clock)
+            figures.extra["profile"] = profiler.summary()
         return figures
+
+    def _timed(self, clock: StepClock) -> tuple[Tensor, tuple[Tensor, ...], tuple[float, float]]:
+        """(loss, gradients) of one call and its (forward_seconds, step_seconds), all ranks starting together."""
+        self.world.barrier()
+        clock.start()
+        with record_function(STEP):
+            loss, gradients = self._forward_backward(self.loss_sum, clock)
+            return loss, gradients, clock.stop()
 
     def _forward_backward(self, loss_sum: LossSum, clock: StepClock | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """This rank's share of the mean loss over all tokens, and the gradients of hidden states and weight."""
-        loss = loss_sum(self.hidden_TE, self.weight_VE, self.labels_T) / (self.labels_T.numel() * self.world.size)
+        with record_function(LM_HEAD):
+            loss = loss_sum(self.hidden_TE, self.weight_VE, self.labels_T) / (self.labels_T.numel() * self.world.size)
         if clock is not None:
             clock.mark()
         return loss.detach(), torch.autograd.grad(loss, (self.hidden_TE, self.weight_VE))

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from engine.attention.masks import Causal
 from engine.attention.reference import dense_attention
 from engine.lm_head import plain_loss_sum
 from engine.norm import RMSNorm
+from engine.profile.ranges import LM_HEAD
 from engine.settings import ModelShape
 
 if TYPE_CHECKING:
@@ -190,7 +192,8 @@ class Head(nn.Module):
     def forward(self, x_BLE: Tensor, labels_BL: Tensor | None) -> Tensor:
         if labels_BL is None:
             return F.linear(x_BLE, self.weight)
-        return self.loss_sum(x_BLE.flatten(0, 1), self.weight, labels_BL.flatten())
+        with record_function(LM_HEAD):
+            return self.loss_sum(x_BLE.flatten(0, 1), self.weight, labels_BL.flatten())
 
 
 class Decoder(nn.Module):

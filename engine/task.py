@@ -14,6 +14,7 @@ from engine.attention.stored import Stored
 from engine.distributed import World
 from engine.measurement import PROGRESS_FILE, Measurement
 from engine.method import AttentionFn, NativeMethod
+from engine.profile.capture import StepProfiler
 from engine.resources import Usage, device_name, software, usage
 from engine.settings import TrialSettings
 
@@ -27,8 +28,11 @@ class Refused(ValueError):
 class Task(Protocol):
     """One trial's work on this rank. Constructing it is the set-up: a ValueError there refuses the trial."""
 
-    def run(self, on_progress: OnProgress) -> Measurement:
-        """Do the work, calling `on_progress` after every step. Collective; every rank returns the same figures."""
+    def run(self, on_progress: OnProgress, profiler: StepProfiler | None = None) -> Measurement:
+        """Do the work, calling `on_progress` after every step. Collective; every rank returns the same figures.
+
+        With a `profiler` one step is traced as well, and the figures' `extra["profile"]` says where its time went.
+        """
         ...
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 from engine.attention.context import ContextParallel
 from engine.clock import StepClock
@@ -26,6 +27,8 @@ from engine.method import NativeMethod
 from engine.model import Decoder
 from engine.optimizer import adamw
 from engine.parallelize import build_model
+from engine.profile.capture import StepProfiler, traced_if
+from engine.profile.ranges import OPTIMIZER, STEP
 from engine.recipe import Recipe
 from engine.resources import reset_peaks
 from engine.settings import TrialSettings, vocabulary_refusal
@@ -76,15 +79,20 @@ class TrainTask:
         self.cp.segments(settings.steps.warmup_seq_len or settings.seq_len)  # refuses what does not split
         self._clock = StepClock(world.device)
 
-    def run(self, on_progress: OnProgress) -> Measurement:
-        """Warm up, then measure. Raises FloatingPointError when the loss stops being a number."""
+    def run(self, on_progress: OnProgress, profiler: StepProfiler | None = None) -> Measurement:
+        """Warm up, then measure. Raises FloatingPointError when the loss stops being a number.
+
+        `profiler` traces one step more, or the measured one itself where a single one is: such a step takes minutes.
+        """
         plan = self.settings.steps
+        of_measured = profiler if plan.measured == 1 else None
         steps: list[Step] = []
         for index in range(plan.warmup + plan.measured):
             if index == plan.warmup:
                 reset_peaks(self.world.device)
             self.cp.traffic.reset()
-            steps.append(self.step(index))
+            with traced_if(of_measured if index == plan.warmup else None, "measured_step"):
+                steps.append(self.step(index))
             on_progress(
                 {
                     "step": index + 1,
@@ -94,7 +102,7 @@ class TrainTask:
                 }
             )
         timed = steps[plan.warmup :]
-        return measured(
+        figures = measured(
             self.world,
             self.cp,
             step_seconds=self.world.slowest([step.step_seconds for step in timed]),
@@ -104,6 +112,12 @@ class TrainTask:
             chosen=self.attend.chosen() | self._found_nodes(),
             data=self.store.describe(),
         )
+        if profiler is not None:  # after the peaks were read, which a trace would raise
+            if of_measured is None:
+                with profiler.trace("extra_step"):
+                    self.step(plan.warmup + plan.measured)
+            figures.extra["profile"] = profiler.summary()
+        return figures
 
     def _found_nodes(self) -> dict[str, str]:
         """Over how many ranks hybrid sharding splits parameters: those of the nodes it found."""
@@ -113,11 +127,13 @@ class TrainTask:
     def step(self, index: int) -> Step:
         """One optimizer step on the batch of that index. Collective."""
         self._clock.start()
-        total = self.gradients(index)
-        norm = clip_gradients(self.model, self.recipe.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        forward_seconds, step_seconds = self._clock.stop()
+        with record_function(STEP):
+            total = self.gradients(index)
+            with record_function(OPTIMIZER):
+                norm = clip_gradients(self.model, self.recipe.max_grad_norm)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            forward_seconds, step_seconds = self._clock.stop()
 
         dist.all_reduce(total)
         outcome = Step(

@@ -30,6 +30,7 @@ from engine.lm_head_task import HeadTask
 from engine.measurement import write_json, write_measurement
 from engine.method import NativeMethod
 from engine.phases import Phases, process_seconds
+from engine.profile.capture import StepProfiler
 from engine.settings import TrialSettings, from_json
 from engine.task import Refused, Task, progress_to
 from engine.train import TrainTask
@@ -92,23 +93,23 @@ def serve(turns: Turns, trial_dir: Path, rank: int, phases: Phases) -> NoReturn:
 
 def _run(trial_dir: Path, rank: int, phases: Phases, turn: int = 1) -> Task:
     """Set the trial up, measure, leave the measurement; returns what the trial still holds."""
-    task = _set_up(trial_dir, phases, turn)
-    measurement = task.run(progress_to(trial_dir) if rank == 0 else silent)
+    task, profiler = _set_up(trial_dir, phases, turn)
+    measurement = task.run(progress_to(trial_dir) if rank == 0 else silent, profiler)
     phases.end("warm-up and measuring")
     if rank == 0:
         write_measurement(trial_dir, measurement)
     return task
 
 
-def _set_up(trial_dir: Path, phases: Phases, turn: int) -> Task:
+def _set_up(trial_dir: Path, phases: Phases, turn: int) -> tuple[Task, StepProfiler | None]:
     """Everything that can find the settings impossible, before anything is measured. Raises Refused."""
     try:
-        settings, method = read_trial(trial_dir)
+        settings, method, profiled = read_trial(trial_dir)
         world = prepare(settings, method, turn)
         phases.end("joining the other ranks")
         task = TASKS[settings.task](settings, method, world)
         phases.end("building the task")
-        return task
+        return task, StepProfiler(trial_dir, world) if profiled else None
     except ValueError as error:
         raise Refused(str(error)) from error
 
@@ -126,11 +127,12 @@ def prepare(settings: TrialSettings, method: NativeMethod, turn: int = 1) -> Wor
     return join(settings, turn)
 
 
-def read_trial(trial_dir: Path) -> tuple[TrialSettings, NativeMethod]:
-    """Settings and method of TRIAL_DIR/trial.json."""
+def read_trial(trial_dir: Path) -> tuple[TrialSettings, NativeMethod, bool]:
+    """Settings and method of TRIAL_DIR/trial.json, and whether a step is to be traced."""
     trial = json.loads((trial_dir / "trial.json").read_text(encoding="utf-8"))
     method = importlib.import_module(trial["method"]).METHOD
-    return cast(TrialSettings, from_json(TrialSettings, trial["settings"])), cast(NativeMethod, method)
+    settings = cast(TrialSettings, from_json(TrialSettings, trial["settings"]))
+    return settings, cast(NativeMethod, method), bool(trial.get("profile", False))
 
 
 def silent(step: dict[str, object]) -> None:

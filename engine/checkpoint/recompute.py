@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from engine.checkpoint.attend_once import AttendOnce
 from engine.checkpoint.group import Group, Step
 from engine.model import Activations, Attend, AttendCall, LayerFn, Rotary
 from engine.offload import DeviceStore, HostStore, Store
+from engine.profile.ranges import RECOMPUTE
 from engine.settings import Checkpoint
 
 
@@ -58,6 +61,11 @@ class _Source:
         self._requires_grad = given_BLE.requires_grad
         self._group, self._place = group, place
 
+    @property
+    def again(self) -> bool:
+        """The forward has had it: whoever asks now computes the layer again."""
+        return self._given is None
+
     def __call__(self) -> Tensor:
         if self._given is not None:
             given_BLE, self._given = self._given, None
@@ -67,4 +75,5 @@ class _Source:
 
 
 def _layer_from(source: _Source, layer: LayerFn, rotary: Rotary, attend: AttendCall) -> Tensor:
-    return layer(source(), rotary, attend)
+    with record_function(RECOMPUTE) if source.again else nullcontext():
+        return layer(source(), rotary, attend)
