@@ -13,6 +13,7 @@ import jinja2
 
 from engine.atomic import write_atomic
 from harness import figures, tables
+from harness.breakdown_table import breakdown_table
 from harness.errors import UsageError
 from harness.figures import all_figures, render, save_figure
 from harness.head_table import head_table
@@ -50,6 +51,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], Table | None]] = {
     "accuracy": accuracy_table,
     "ideal": ideal_table,
     "lm_head": head_table,
+    "breakdown": breakdown_table,
     "results": results_table,
 }
 

@@ -137,7 +137,8 @@ def _attempt(trial: Trial, host: Host, directory: RunDirectory, view: ProgressVi
         job = _job(trial, method, trial_dir, host)
         write_json(
             trial_dir / TRIAL_FILE,
-            {"settings": to_json(trial.settings), "method": method_module(trial.settings.method)},
+            {"settings": to_json(trial.settings), "method": method_module(trial.settings.method)}
+            | ({"profile": True} if trial.profile else {}),
         )
         try:
             outcome = host.launcher.run(job, view.step)

@@ -18,7 +18,9 @@ class Trial:
     settings: TrialSettings
     deadline_seconds: float
     refusal: str | None = None
-    share_ranks: bool = False  # whether the ranks of the trial before it may run it; no part of its id
+    # No part of the id:
+    share_ranks: bool = False  # whether the ranks of the trial before it may run it
+    profile: bool = False  # whether one of its steps is traced
 
     @property
     def id(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -37,6 +38,10 @@ class Run:
             "--retry-failed", action="store_true",
             help="resume, and run again what failed, timed out, hung or lost its node",
         )  # fmt: skip
+        parser.add_argument(
+            "--profile", action="store_true",
+            help="trace a step of each trial: trials/<id>/trace.json.gz, and a table of where its time goes",
+        )  # fmt: skip
 
     @interrupted_once()
     def run(self, arguments: argparse.Namespace) -> int:
@@ -64,7 +69,7 @@ class Run:
             machine, launcher = discover(), make_launcher(arguments.launcher or default_launcher())
         resume = Resume(retry_failed=arguments.retry_failed) if arguments.resume or arguments.retry_failed else None
         with contextlib.closing(launcher):
-            trials = plan(experiment, machine)
+            trials = [dataclasses.replace(trial, profile=arguments.profile) for trial in plan(experiment, machine)]
             code = run_experiment(
                 experiment.name,
                 trials,
