@@ -1,7 +1,8 @@
 """What an operation on the device, or an operator on a CPU, belongs to. Pure: names alone decide.
 
-The names are those that FlashAttention, cuDNN, PyTorch, FlexAttention, cuBLAS, NCCL and the CUDA profiling interface
-give, as seen in traces on H200 and in the sources of the libraries.
+The rules go by the parts of a name that a library keeps across shapes, types and releases. Those of FlashAttention,
+cuDNN, PyTorch, FlexAttention, cuBLAS and NCCL were seen on H200; those of Liger, CCE, memory-efficient attention and
+the kernels around cuDNN's backward were not.
 """
 
 from __future__ import annotations

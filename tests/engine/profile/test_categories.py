@@ -14,7 +14,8 @@ from engine.profile.ranges import LM_HEAD, OPTIMIZER, RECOMPUTE
 ENGINE = Path(__file__).parents[3] / "engine"
 FLASH = "kernel_cutlass_kernel_flash_attncuteflash_"
 
-# Seen on H200 but for the last of attention forward and the last two of LM head, which their sources name.
+# Those of FlashAttention, of the filling elementwise kernel, of `_row_dot_kernel` and of copies between and within GPUs
+# are as a trace on H200 had them. In the others what varies with shapes and releases is a stand-in.
 KERNELS: dict[Category, tuple[str, ...]] = {
     "attention_forward": (
         f"{FLASH}fwd_sm90FlashAttentionForwardSm90_object_at__tensor0000o11101213_ten",
