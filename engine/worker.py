@@ -9,10 +9,12 @@ no CUDA, no thread, so that a fork server may load it once for many ranks.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import itertools
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -53,6 +55,8 @@ def main(arguments: list[str]) -> int:
         return 2
     trial_dir = Path(arguments[0])
     rank = int(os.environ.get("RANK", "0"))
+    # A rank that is ended from outside, at its deadline above all, leaves in its log where it was.
+    faulthandler.register(signal.SIGTERM, chain=True)
     phases = Phases(shown=rank == 0, seconds=process_seconds())
     phases.end("start of the process and its imports")
     if turns := Turns.named_in(os.environ):

@@ -162,6 +162,10 @@ def test_a_trial_that_goes_wrong_among_others_costs_them_nothing(supervisor, tri
     assert after == last
     assert not set(before) & set(after)
     assert not any(map(running, before))
+    if status == "timeout":  # the log says where each rank was
+        logs = [path.read_text() for path in sorted((jobs[1].trial_dir / "logs").glob("rank*.log"))]
+        assert len(logs) == 2
+        assert all("most recent call first" in log for log in logs)
 
 
 def test_a_trial_that_all_ranks_refuse_leaves_them_to_the_next(supervisor, trials):
