@@ -74,6 +74,9 @@ class Window:
         device = torch.device("cuda", torch.cuda.current_device())
         self._memory = symmetric_memory.empty(self.nbytes, dtype=torch.uint8, device=device)
         self._memory[: self._counters].zero_()
+        # torch zeroes the cells of its barrier on the stream too, and up to 2.11 does not wait for that. Behind a long
+        # kernel it would come after a peer's signal, wipe it out, and the barrier would never end.
+        torch.cuda.synchronize()
         self._handle = symmetric_memory.rendezvous(self._memory, group=group)
         self._bases = [
             int(self._handle.get_buffer(rank, (self.nbytes,), torch.uint8).data_ptr()) for rank in range(self._size)
