@@ -43,8 +43,8 @@ def convert(node: Node, annotation: Any, label: str) -> Any:
         choices = [str(choice) for choice in typing.get_args(annotation)]
         if value in choices:
             return value
-        hint = nearest(value, choices) if isinstance(value, str) else f"expected {one_of(choices)}"
-        raise _wrong(node, label, hint)
+        # All of them, because they are few and the nearest in spelling misleads: fp16 looks like fp64.
+        raise _wrong(node, label, f"expected {one_of(choices)}")
     if annotation is bool:
         if isinstance(value, bool):
             return value
