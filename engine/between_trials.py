@@ -28,6 +28,7 @@ def clear() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # or they count in the next trial's peak
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     with contextlib.suppress(OSError):  # a kernel without it counts the largest trial so far

@@ -73,7 +73,10 @@ class GradientSum:
         return Like((batch, tokens.stop - tokens.start, heads, head_dim), dtype)
 
     def _is_one_part(self, tokens: slice) -> bool:
-        return self._sum is None and len(self._parts) == 1 and self._parts[0].tokens == tokens
+        """One part that covers just these tokens, in memory of its own: one that waits in a receive slot is copied."""
+        if self._sum is not None or len(self._parts) != 1:
+            return False
+        return self._parts[0].tokens == tokens and self._parts[0].release is None
 
     def _summed(self, dtype: torch.dtype) -> Tensor:
         """Running sum and waiting parts in one pass, in `dtype`; in place when that is the running sum's."""

@@ -35,7 +35,7 @@ class HeadCopies:
         self.out, self.back = Mailbox(group, traffic, SLOTS), Mailbox(group, traffic, SLOTS)
         self.rank, self.size = self.out.rank, self.out.size
         self.beside = torch.cuda.Stream()  # copies results out of slots, beside the kernels
-        self.keeping = torch.cuda.Stream()  # copies what backward wants again, which nobody waits for until then
+        self.keeping = torch.cuda.Stream()  # copies what backward wants again, beside the results
         self.lanes = (torch.cuda.Stream(), torch.cuda.Stream())
         self._routes: dict[tuple[tuple[Piece, ...], int], HeadRoute] = {}
 
@@ -69,7 +69,6 @@ class _Copies:
         trade, box = self._trade, self._trade.out
         if part == 0:
             self._inputs = tuple(in_rows(tensor) for tensor in tensors)
-            self._current.wait_event(trade.keeping.record_event())  # what a forward kept may be read from here on
         copies = self._route.outward(self._inputs, part)
         if part == 0 and self._lanes:
             # What a lane's allocator takes again was last used before this, by the stream that is current.
@@ -115,7 +114,7 @@ class _Copies:
 
     def results(self) -> tuple[Tensor, ...]:
         # The allocator may give what was sent, and what was copied, to the current stream after this.
-        ends = [stream.record_event() for stream in (self._trade.beside, *self._lanes)]
+        ends = [stream.record_event() for stream in (self._trade.beside, self._trade.keeping, *self._lanes)]
         for event in (*ends, self._trade.out.sent(), self._trade.back.sent()):
             self._current.wait_event(event)
         self._inputs, self._leaving = (), {}
@@ -139,8 +138,6 @@ class _InSlot:
         self._keeping.wait_event(torch.cuda.current_stream().record_event())
         slot = self._message.window.slot(self._box.rank, self._message.number)
         from_slot(self._likes).launch(self._keeping.cuda_stream, [slot], [copy.data_ptr() for copy in copies])
-        for copy in copies:  # dropped without a backward, their memory must not be taken before it is written
-            copy.record_stream(self._keeping)
         self._kept.append(self._keeping.record_event())
         return copies
 

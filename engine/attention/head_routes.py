@@ -144,7 +144,8 @@ def in_rows(tensor: Tensor) -> Tensor:
         if size > 1 and stride != expected:
             return tensor.contiguous()
         expected *= size
-    return tensor
+    # Tokens that overlap, as an expanded tensor's do, are no rows to a copy engine.
+    return tensor if tensor.shape[1] == 1 or tensor.stride(1) >= expected else tensor.contiguous()
 
 
 def row_bytes(like: Like, first: int) -> int:

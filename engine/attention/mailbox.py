@@ -47,7 +47,8 @@ def copy_engine_missing(device: torch.device) -> str | None:
 
 @lru_cache(maxsize=1)
 def _release_stream() -> torch.cuda.Stream:
-    """One stream for all release counters: they wait for this rank's own work only, so they cannot block each other."""
+    """One stream for all release counters: each waits for work that was enqueued before it, so none blocks another for
+    good."""
     return torch.cuda.Stream(priority=-1)
 
 

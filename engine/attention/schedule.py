@@ -108,7 +108,7 @@ def schedule_refusal(schedule: str, share: HeadsAndRanks, layout: str) -> str | 
                 f"schedule {schedule} shares {label} heads among {ranks} ranks and {heads} do not divide by that; "
                 "choose schedule ring or double_ring"
             )
-    if layout == "striped" and ranks > 1:
+    if layout == "striped" and share.cp_size > 1:
         return (
             f"schedule {schedule} needs runs of consecutive tokens, found layout striped; choose zigzag or contiguous"
         )

@@ -135,6 +135,7 @@ def test_rows_that_lie_apart_are_read_where_they_are_and_scattered_heads_are_gat
     assert in_rows(projected) is projected
     scattered = torch.randn(1, 4, 6).transpose(1, 2)
     assert in_rows(scattered).is_contiguous()
+    assert in_rows(torch.randn(1, 1, 4, 5).expand(1, 6, 4, 5)).is_contiguous()  # tokens that lie in one place
 
 
 def test_two_runs_of_a_zigzag_rank_cross_in_one_copy_and_a_plan_is_made_once(driver) -> None:

@@ -158,6 +158,16 @@ def test_a_single_part_crosses_a_link_as_the_kernel_wrote_it_and_a_sum_crosses_w
     assert torch.equal(gradient.over(rows, None, as_written=False), part.float() * 2)
 
 
+def test_a_part_in_a_receive_slot_is_copied_out_and_the_slot_given_back() -> None:
+    slot, released = torch.randn(1, 8, 2, 4).bfloat16(), []
+    gradient = GradientSum(torch.zeros(1, 8, 2, 4, dtype=torch.bfloat16), torch.bfloat16)
+    gradient.add(slice(0, 8), slot, lambda: released.append(True))
+    final = gradient.final(torch.bfloat16)
+    assert torch.equal(final, slot)
+    assert final.data_ptr() != slot.data_ptr()
+    assert released == [True]
+
+
 def test_merging_parts_of_other_rows_is_refused() -> None:
     out, lse = torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 4)
     with pytest.raises(ValueError, match="does not fit"):

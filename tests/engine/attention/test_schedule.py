@@ -90,6 +90,8 @@ def test_heads_that_cannot_be_shared_out_leave_only_rings() -> None:
 def test_striped_shards_do_not_trade_heads() -> None:
     assert [name for name, _ in choose_schedule(share(8 << 10), "striped").seconds] == ["ring"]
     assert "choose zigzag or contiguous" in (schedule_refusal("heads_inside", share(8 << 10), "striped") or "")
+    # Also where no rank has another to trade with: what follows needs runs of consecutive tokens all the same.
+    assert "choose zigzag" in (schedule_refusal("heads_inside", share(8 << 10, node_size=1), "striped") or "")
 
 
 def test_a_single_rank_has_nothing_to_choose() -> None:
