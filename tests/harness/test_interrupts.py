@@ -35,6 +35,8 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     monkeypatch.setattr(interrupts.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(atexit, "register", registered.append)
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:  # whoever started the tests may ignore some, as nohup does
+        signal.signal(number, signal.SIG_DFL)
     yield clock
     for number, handler in handlers.items():
         signal.signal(number, handler)
