@@ -36,26 +36,26 @@ class _Operation(ctypes.Structure):
     )
 
 
+def _end(name: str) -> tuple[tuple[str, type], ...]:
+    """Fields of CUDA_MEMCPY3D for where a copy starts from or goes to."""
+    return (
+        *((f"{name}_{part}", ctypes.c_size_t) for part in ("x", "y", "z", "level")),
+        (f"{name}_type", ctypes.c_int),
+        (f"{name}_host", ctypes.c_void_p),
+        (name, ctypes.c_uint64),
+        (f"{name}_array", ctypes.c_void_p),
+        (f"{name}_reserved", ctypes.c_void_p),
+        (f"{name}_pitch", ctypes.c_size_t),
+        (f"{name}_height", ctypes.c_size_t),
+    )
+
+
 class _Box(ctypes.Structure):
     """CUDA_MEMCPY3D: a box of bytes, rows and layers, cut out of memory at either end."""
 
     _fields_ = (
-        *((f"source_{name}", ctypes.c_size_t) for name in ("x", "y", "z", "level")),
-        ("source_type", ctypes.c_int),
-        ("source_host", ctypes.c_void_p),
-        ("source", ctypes.c_uint64),
-        ("source_array", ctypes.c_void_p),
-        ("source_reserved", ctypes.c_void_p),
-        ("source_pitch", ctypes.c_size_t),
-        ("source_height", ctypes.c_size_t),
-        *((f"target_{name}", ctypes.c_size_t) for name in ("x", "y", "z", "level")),
-        ("target_type", ctypes.c_int),
-        ("target_host", ctypes.c_void_p),
-        ("target", ctypes.c_uint64),
-        ("target_array", ctypes.c_void_p),
-        ("target_reserved", ctypes.c_void_p),
-        ("target_pitch", ctypes.c_size_t),
-        ("target_height", ctypes.c_size_t),
+        *_end("source"),
+        *_end("target"),
         ("width", ctypes.c_size_t),
         ("height", ctypes.c_size_t),
         ("depth", ctypes.c_size_t),
@@ -117,7 +117,6 @@ class Counters:
     """32-bit counters that are awaited together, or set together, by one driver call."""
 
     def __init__(self, addresses: Sequence[int]) -> None:
-        self._addresses = tuple(addresses)
         self._waits, self._writes = ((_Operation * len(addresses))() for _ in range(2))
         for operations, kind in ((self._waits, WAIT_VALUE_32), (self._writes, WRITE_VALUE_32)):
             for operation, address in zip(operations, addresses, strict=True):

@@ -189,6 +189,22 @@ class Direct:
         return _DirectHome(self, wire, needs)
 
 
+def _leaving(
+    gradients: tuple[GradientSum, ...], tokens: Range, wire: torch.dtype | None, as_written: bool
+) -> tuple[Tensor, ...]:
+    """Gradients of some tokens as they cross a link; nothing where there are no tokens."""
+    start, stop = tokens
+    return tuple(gradient.over(slice(start, stop), wire, as_written) for gradient in gradients if stop > start)
+
+
+def _arriving(
+    gradients: tuple[GradientSum, ...], tokens: Range, wire: torch.dtype | None, as_written: bool
+) -> tuple[Like, ...]:
+    """What a peer's `_leaving` with the same arguments sends."""
+    start, stop = tokens
+    return tuple(gradient.like(slice(start, stop), wire, as_written) for gradient in gradients if stop > start)
+
+
 class _DirectHome:
     """Each part goes to its owner, which adds it to its own."""
 
@@ -207,22 +223,16 @@ class _DirectHome:
             direct.gradients.reserve(tuple(part.like(longest, self._wire, as_written) for part in parts))
             return
         owner, host = (direct.slot - step) % direct.size, (direct.slot + step) % direct.size
-        tokens = slice(*needs.visit(direct.slot, host))
-        outgoing: tuple[Tensor, ...] = ()
-        expected: tuple[Like, ...] = ()
-        if needs.visit(owner, direct.slot) != (0, 0):
-            visiting, as_written = slice(*needs.visit(owner, direct.slot)), needs.as_written[owner, direct.slot]
-            outgoing = tuple(part.over(visiting, self._wire, as_written) for part in parts)
-        if tokens.stop > tokens.start:
-            as_written = needs.as_written[direct.slot, host]
-            expected = tuple(part.like(tokens, self._wire, as_written) for part in self._own)
+        tokens = needs.visit(direct.slot, host)
+        outgoing = _leaving(parts, needs.visit(owner, direct.slot), self._wire, needs.as_written[owner, direct.slot])
+        expected = _arriving(self._own, tokens, self._wire, needs.as_written[direct.slot, host])
         if self._held == HELD_GRADIENTS:
             # The message that takes a slot is started after the slot was given back, on every rank: what a stream waits
             # for then never lies behind the wait itself, also where the device runs several streams as one.
             self._let_go()
         transfer = direct.gradients.start(outgoing, owner, expected, host)
         self._collect()
-        self._pending = (transfer, tokens)
+        self._pending = (transfer, slice(*tokens))
 
     def _collect(self) -> None:
         if self._pending is None:
@@ -272,15 +282,10 @@ class NodesHome:
         assert self._across is not None
         nodes, work = self._ring.nodes, self._itinerary
         to, source = (self._node - cycle) % nodes, (self._node + cycle) % nodes
-        given, returned = slice(*work.given[cycle]), slice(*work.returned[cycle])
-        outgoing: tuple[Tensor, ...] = ()
-        expected: tuple[Like, ...] = ()
-        if given.stop > given.start:
-            outgoing = tuple(gradient.over(given, self._wire, work.given_as_written[cycle]) for gradient in sums)
-        if returned.stop > returned.start:
-            expected = tuple(own.like(returned, self._wire, work.returned_as_written[cycle]) for own in self._own)
+        outgoing = _leaving(sums, work.given[cycle], self._wire, work.given_as_written[cycle])
+        expected = _arriving(self._own, work.returned[cycle], self._wire, work.returned_as_written[cycle])
         self._collect()
-        self._pending = (self._across.start(outgoing, to, expected, source), returned)
+        self._pending = (self._across.start(outgoing, to, expected, source), slice(*work.returned[cycle]))
 
     def _collect(self) -> None:
         if self._pending is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.attention.cuda_driver import Block, Copies
 from engine.attention.head_exchange import Piece
 from engine.attention.like import Like
-from engine.attention.mailbox import aligned
+from engine.attention.mailbox import offsets
 
 Entry = tuple[Block, int, int]  # of `engine.attention.cuda_driver.Copies`
 
@@ -55,7 +55,6 @@ class HeadRoute:
             self._runs[piece.member].append((piece.offset, start, piece.count))
             start += piece.count
         self._planned: dict[object, Planned] = {}
-        self._homecomings: dict[object, Copies] = {}
 
     def outward(self, tensors_BLND: tuple[Tensor, ...], part: int) -> Planned:
         """This rank's tokens of a part of every rank's heads, each where it belongs among the group's tokens."""
@@ -82,10 +81,7 @@ class HeadRoute:
 
     def homecoming(self, likes: tuple[Like, ...], part: int) -> Copies:
         """From the slot of a part that came home to the results of all parts, [B, L, group, parts, H, ...]."""
-        key = (likes, part)
-        if key not in self._homecomings:
-            self._homecomings[key] = from_slot(likes, self.parts, part)
-        return self._homecomings[key]
+        return from_slot(likes, self.parts, part)
 
     def _plan(self, entries: list[Entry], likes: tuple[Like, ...]) -> Planned:
         away = sum(block.nbytes for block, _tensor, to in entries if to != self.rank)
@@ -100,23 +96,19 @@ class HeadRoute:
         return Like((batch, tokens // self.size, self.size, heads, *rest), source.dtype)
 
     def _outward(self, sources: tuple[_Source, ...], likes: tuple[Like, ...], to: int, share: int) -> Iterator[Entry]:
-        place = 0
-        for index, (source, like) in enumerate(zip(sources, likes, strict=True)):
+        for index, (source, like, place) in enumerate(zip(sources, likes, offsets(likes), strict=True)):
             width = row_bytes(like, 2)
             target = (place, like.nbytes // like.shape[0], width)
             for block in _blocks(source, share * width, target, width, self._runs[self.rank]):
                 yield block, index, to
-            place += aligned(like.nbytes)
 
     def _homeward(self, sources: tuple[_Source, ...], likes: tuple[Like, ...], to: int) -> Iterator[Entry]:
         runs = [(start, offset, count) for offset, start, count in self._runs[to]]
-        place = 0
-        for index, (source, like) in enumerate(zip(sources, likes, strict=True)):
+        for index, (source, like, place) in enumerate(zip(sources, likes, offsets(likes), strict=True)):
             width = row_bytes(like, 3)
             target = (place + self.rank * width, like.nbytes // like.shape[0], width * self.size)
             for block in _blocks(source, 0, target, width, runs):
                 yield block, index, to
-            place += aligned(like.nbytes)
 
     def _from_the_next(self) -> Iterator[int]:
         """All ranks, the own one last: at any time every rank is sent to by one other."""
@@ -127,12 +119,10 @@ class HeadRoute:
 def from_slot(likes: tuple[Like, ...], parts: int = 1, part: int = 0) -> Copies:
     """From a slot (the only tensor) to tensors of their own (the places), which hold `parts` rows of heads for each one
     that arrives."""
-    entries, place = [], 0
-    for index, like in enumerate(likes):
+    entries = []
+    for index, (like, place) in enumerate(zip(likes, offsets(likes), strict=True)):
         width = row_bytes(like, 3 if parts > 1 else 2)
-        rows = like.nbytes // width
-        entries.append((Block(place, part * width, width, rows, width, parts * width), 0, index))
-        place += aligned(like.nbytes)
+        entries.append((Block(place, part * width, width, like.nbytes // width, width, parts * width), 0, index))
     return Copies(entries)
 
 

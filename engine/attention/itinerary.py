@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from engine.attention.layout import Layout
 from engine.attention.masks import Mask, meeting
-from engine.attention.ring import Ring
+from engine.attention.ring import Ring, RingTraffic
 from engine.attention.spans import WAITING_PARTS
 from engine.attention.tiles import Tile
 
@@ -89,7 +89,7 @@ def itinerary(mask: Mask, layout: Layout, ring: Ring, seq_len: int, cp_rank: int
         return Needs(
             ranges,
             as_written,
-            longest=max((ranges[pair][1] - ranges[pair][0] for pair in between), default=0),
+            longest=max((_length(ranges[pair]) for pair in between), default=0),
             all_as_written=all(as_written[pair] for pair in between),
             held=tuple(needed(holder(cycle, at), cycle) for at in range(ring.node_size)) if cycle else None,
         )
@@ -112,19 +112,14 @@ def _unsummed(tokens: list[slice]) -> bool:
     return apart and len(tokens) <= WAITING_PARTS
 
 
+def _length(tokens: Range) -> int:
+    return tokens[1] - tokens[0]
+
+
 def _hull(ranges: Iterable[Range]) -> Range:
     """The shortest range that holds all of them."""
     filled = [(start, stop) for start, stop in ranges if stop > start]
     return (min(start for start, _ in filled), max(stop for _, stop in filled)) if filled else (0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class RingTraffic:
-    """How much of a ring a mask leaves: 1 where every rank works on every shard and needs all of it."""
-
-    stops: float = 1.0  # with work, over all stops
-    near: float = 1.0  # tokens a rank receives from ranks of its node, over those of their shards
-    far: float = 1.0  # the same from other nodes
 
 
 @lru_cache(maxsize=256)
@@ -138,14 +133,9 @@ def ring_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int) -> RingTr
 def _rank_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int, rank: int) -> tuple[float, float, float]:
     work = itinerary(mask, layout, ring, seq_len, rank, queries_travel=False)
     slot, tokens = rank % ring.node_size, seq_len // ring.cp_size
-    near = sum(
-        stop - start
-        for lap in work.laps
-        for owner in range(ring.node_size)
-        if owner != slot
-        for start, stop in (lap.visit(owner, slot),)
-    )
-    far = sum(stop - start for lap in work.laps if lap.held for start, stop in (lap.held[slot],))
+    others = [owner for owner in range(ring.node_size) if owner != slot]
+    near = sum(_length(lap.visit(owner, slot)) for lap in work.laps for owner in others)
+    far = sum(_length(lap.held[slot]) for lap in work.laps if lap.held)
     stops = sum(bool(tiles) for tiles in work.tiles)
     return (
         stops / ring.cp_size,

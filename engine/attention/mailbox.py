@@ -15,7 +15,8 @@ Sources: torch.distributed._symmetric_memory; the CUDA driver's stream memory op
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -57,7 +58,13 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def message_bytes(likes: Iterable[Like]) -> int:
+def offsets(likes: Sequence[Like]) -> list[int]:
+    """Where in its slot each tensor of a message starts: one behind the other."""
+    ends = itertools.accumulate(aligned(like.nbytes) for like in likes)
+    return [end - aligned(like.nbytes) for end, like in zip(ends, likes, strict=True)]
+
+
+def message_bytes(likes: Sequence[Like]) -> int:
     """Size of the slot that a message of such tensors needs."""
     return sum(aligned(like.nbytes) for like in likes)
 
@@ -116,11 +123,11 @@ class Window:
         """The tensors of `message` where they arrive, in this rank's own slot."""
         key = (message % self.slots, likes)
         if key not in self._views:
-            views, offset = [], self._counters + message % self.slots * self.slot_bytes
-            for like in likes:
-                views.append(self._memory[offset : offset + like.nbytes].view(like.dtype).view(like.shape))
-                offset += aligned(like.nbytes)
-            self._views[key] = tuple(views)
+            slot = self._memory[self._counters + message % self.slots * self.slot_bytes :]
+            self._views[key] = tuple(
+                slot[start : start + like.nbytes].view(like.dtype).view(like.shape)
+                for start, like in zip(offsets(likes), likes, strict=True)
+            )
         return self._views[key]
 
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from engine.attention.context import ContextParallel
 from engine.attention.head_exchange import pieces_in_order
 from engine.attention.head_pass import HeadPlan
-from engine.attention.itinerary import RingTraffic, ring_traffic
+from engine.attention.itinerary import ring_traffic
 from engine.attention.kernels import Problem, choose_kernel
 from engine.attention.masks import Causal, Mask, band_kinds
 from engine.attention.merge import row_dot
+from engine.attention.ring import RingTraffic
 from engine.attention.ring_pass import RingPlan
 from engine.attention.schedule import (
     BACKWARD_ROUTES,
@@ -146,7 +147,6 @@ def plan_attention(
         raise ValueError(f"gradient_wire {gradient_wire!r} is unknown; choose fp32 or input")
     gradient_bytes = q_BLND.itemsize if gradient_wire == "input" else max(4, q_BLND.itemsize)
     estimated = schedule == "auto" and q_BLND.is_cuda and backward == exchange == "auto"
-    left = _traffic(mask, cp, seq_len) if estimated else RingTraffic()
     share = Share(
         cp_size=cp.size,
         node_size=cp.node_size,
@@ -156,9 +156,7 @@ def plan_attention(
         gradient_factor=gradient_bytes / q_BLND.itemsize,
         forward_flops=4.0 * batch * heads * head_dim * mask.area(seq_len) / cp.size,
         rows=batch * tokens,
-        stops=left.stops,
-        near=left.near,
-        far=left.far,
+        left=_traffic(mask, cp, seq_len) if estimated else RingTraffic(),
         replayed=replayed,
     )
     estimate = None

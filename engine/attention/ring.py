@@ -32,3 +32,12 @@ class Ring:
         node, slot = divmod(cp_rank, self.node_size)
         cycle, step = divmod(hop, self.node_size)
         return (node - cycle) % self.nodes * self.node_size + (slot - step) % self.node_size
+
+
+@dataclass(frozen=True, slots=True)
+class RingTraffic:
+    """How much of a ring a mask leaves: 1 where every rank works on every shard and needs all of it."""
+
+    stops: float = 1.0  # with work, over all stops
+    near: float = 1.0  # tokens a rank receives from ranks of its node, over those of their shards
+    far: float = 1.0  # the same from other nodes

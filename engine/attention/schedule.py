@@ -18,7 +18,9 @@ grouped heads the ring moves less on few nodes, with equal heads the exchange do
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from engine.attention.ring import RingTraffic
 
 BACKWARD_ROUTES = ("query", "key_value")
 RING_SCHEDULES = ("ring", "double_ring")
@@ -68,10 +70,7 @@ class Share(HeadsAndRanks):
     gradient_factor: float  # bytes of a gradient on the wire over those of its tensor
     forward_flops: float  # of one rank
     rows: int  # query rows of one rank: batch x tokens
-    # Of a ring's stops and bytes, what the mask leaves (`engine.attention.itinerary.ring_traffic`).
-    stops: float = 1.0
-    near: float = 1.0
-    far: float = 1.0
+    left: RingTraffic = field(default_factory=RingTraffic)  # what the mask leaves of a ring
     replayed: bool = False  # checkpointing calls attention twice, and what arrived in an exchange is not kept
 
     @property
@@ -141,7 +140,8 @@ def estimate(schedule: str, share: Share, speeds: Speeds, parts: int = 1) -> flo
         shard_forward, far = 2 * key, (laps - 1) / across
         travel = min(2 * query, 2 * key)
         returning = gradient_factor * (query if 2 * query + query <= 4 * key else 2 * key)
-        hops, near, far = max(1.0, hops * share.stops), share.near * (hops - laps) / inside, share.far * far
+        left = share.left
+        hops, near, far = max(1.0, hops * left.stops), left.near * (hops - laps) / inside, left.far * far
         compute = 1 + speeds.hop_share * (hops - 1)
         passes = max(forward * compute, shard_forward * max(near, far))
         # In parts, all but the last part's gradients return while another part is computed.

@@ -11,7 +11,7 @@ from engine.attention.cuda_driver import Copies
 from engine.attention.head_exchange import pieces_in_order
 from engine.attention.head_routes import HeadRoute, from_slot, in_rows
 from engine.attention.layout import layout_named
-from engine.attention.mailbox import aligned, message_bytes
+from engine.attention.mailbox import message_bytes, offsets
 
 BATCH, HEADS, HEAD_DIM = 2, 8, 3
 SIZE = 4
@@ -53,11 +53,10 @@ def launch(plan: Copies, tensors, slots) -> None:
 
 
 def tensors_of(slot: torch.Tensor, likes) -> list[torch.Tensor]:
-    found, offset = [], 0
-    for like in likes:
-        found.append(slot[offset : offset + like.nbytes].view(like.dtype).view(like.shape))
-        offset += aligned(like.nbytes)
-    return found
+    return [
+        slot[start : start + like.nbytes].view(like.dtype).view(like.shape)
+        for start, like in zip(offsets(likes), likes, strict=True)
+    ]
 
 
 def routes(layout: str, parts: int, seq_len: int) -> tuple[list[HeadRoute], list[torch.Tensor]]:
@@ -66,6 +65,17 @@ def routes(layout: str, parts: int, seq_len: int) -> tuple[list[HeadRoute], list
     pieces = pieces_in_order(shards)
     found = [HeadRoute(rank, SIZE, pieces, parts) for rank in range(SIZE)]
     return found, [torch.cat([torch.arange(s.start, s.start + s.count) for s in shard]) for shard in shards]
+
+
+def sent(planned, tensors_of_ranks) -> tuple[list[torch.Tensor], tuple]:
+    """The slot of every rank once all ranks have sent, and what a slot holds. `planned`: of a rank, for its tensors."""
+    slots: list[torch.Tensor] = []
+    for rank, tensors in enumerate(tensors_of_ranks):
+        message = planned(rank, tensors)
+        slots = slots or [torch.zeros(message_bytes(message.likes), dtype=torch.uint8) for _ in range(SIZE)]
+        launch(message.plan, tensors, slots)
+        assert message.away_bytes == message.plan.nbytes * (SIZE - 1) // SIZE
+    return slots, message.likes
 
 
 def whole_tensors(seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,16 +91,11 @@ def test_heads_arrive_with_the_groups_tokens_in_order(driver, layout, parts) -> 
     found, positions = routes(layout, parts, 32)
     share = HEADS // (SIZE * parts)
     for part in range(parts):
-        slots: list[torch.Tensor] = []
-        for route, held in zip(found, positions, strict=True):
-            shards = tuple(in_rows(tensor[:, held]) for tensor in whole)
-            planned = route.outward(shards, part)
-            slots = slots or [torch.zeros(message_bytes(planned.likes), dtype=torch.uint8) for _ in range(SIZE)]
-            launch(planned.plan, shards, slots)
-            assert planned.away_bytes == planned.plan.nbytes * (SIZE - 1) // SIZE
+        shards = [tuple(in_rows(tensor[:, held]) for tensor in whole) for held in positions]
+        slots, likes = sent(lambda rank, tensors, part=part: found[rank].outward(tensors, part), shards)
         for to, slot in enumerate(slots):
             heads = slice((to * parts + part) * share, (to * parts + part + 1) * share)
-            for arrived, tensor in zip(tensors_of(slot, planned.likes), whole, strict=True):
+            for arrived, tensor in zip(tensors_of(slot, likes), whole, strict=True):
                 assert torch.equal(arrived, tensor[:, :, heads])
 
 
@@ -105,15 +110,11 @@ def test_results_come_home_with_all_heads_in_order(driver, layout, parts) -> Non
         for _ in range(SIZE)
     ]
     for part in range(parts):
-        slots: list[torch.Tensor] = []
+        heads = [slice((rank * parts + part) * share, (rank * parts + part + 1) * share) for rank in range(SIZE)]
+        results = [tuple(tensor[:, :, some].contiguous() for tensor in whole) for some in heads]
+        slots, likes = sent(lambda rank, tensors: found[rank].homeward(tensors), results)
         for rank, route in enumerate(found):
-            heads = slice((rank * parts + part) * share, (rank * parts + part + 1) * share)
-            results = tuple(tensor[:, :, heads].contiguous() for tensor in whole)
-            planned = route.homeward(results)
-            slots = slots or [torch.zeros(message_bytes(planned.likes), dtype=torch.uint8) for _ in range(SIZE)]
-            launch(planned.plan, results, slots)
-        for rank, route in enumerate(found):
-            launch(route.homecoming(planned.likes, part), [slots[rank]], home[rank])
+            launch(route.homecoming(likes, part), [slots[rank]], home[rank])
     for results, held in zip(home, positions, strict=True):
         for result, tensor in zip(results, whole, strict=True):
             assert torch.equal(result.flatten(2, 4), tensor[:, held])

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from engine import ContextParallel, burst_attention
-from engine.attention.itinerary import RingTraffic, ring_traffic
+from engine.attention.itinerary import ring_traffic
 from engine.attention.layout import layout_named
 from engine.attention.masks import Causal, Full, SlidingWindow
 from engine.attention.op import plan_attention
-from engine.attention.ring import Ring
+from engine.attention.ring import Ring, RingTraffic
 from engine.attention.schedule import Share, Speeds, choose_parts, choose_schedule, estimate, schedule_refusal
 
 
@@ -70,7 +70,7 @@ def test_a_short_window_leaves_a_ring_little_to_send_and_an_exchange_of_heads_ev
     assert left.stops == 2 / 4
     assert left.near == pytest.approx(window / (3 * tokens / 4))
     work = 4.0 * 32 * 128 * (window + 1) * tokens / 4
-    windowed = replace(share(tokens), forward_flops=work, stops=left.stops, near=left.near)
+    windowed = replace(share(tokens), forward_flops=work, left=left)
     assert choose_schedule(windowed, "contiguous").best == "ring"
     across = ring_traffic(SlidingWindow(window), layout_named("contiguous"), Ring(cp_size=4, node_size=2), tokens)
     assert across.far == pytest.approx(window / (tokens / 4))
