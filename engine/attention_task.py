@@ -23,9 +23,8 @@ from engine.profile.capture import StepProfiler
 from engine.profile.ranges import STEP
 from engine.resources import reset_peaks
 from engine.settings import TrialSettings
-from engine.task import OnProgress, RefusingAttention, context_parallel, measured
+from engine.task import DTYPES, OnProgress, RefusingAttention, context_parallel, measured
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 CHECKED_TOKENS = 4096  # up to this length the dense float64 run fits anywhere
 _L2_FLUSH_BYTES = 1 << 28  # several times the L2 of any current GPU
 _NAMES = ("out", "dq", "dk", "dv")

@@ -1,11 +1,13 @@
 """Host memory that a GPU copies to and from at full speed, in buffers of exactly the size asked for.
 
 torch's pinned allocator rounds every block up to a power of two, which at tens of GiB wastes up to half of a host's
-memory. Here whole pages are mapped and then registered with CUDA; without a GPU the same pages are plain memory.
+memory. Here whole pages are mapped and then registered with CUDA; without a GPU the same pages are plain memory. Large
+ones where the system has them: locking walks every page, and is as slow as there are many.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import torch
@@ -33,9 +35,11 @@ def host_buffer(nbytes: int, device: torch.device) -> Tensor:
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     try:
-        pages = _Pages(-1, nbytes)
+        pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared pages are small ones
     except OSError as error:
         raise MemoryError(f"the host has no {nbytes} bytes of memory to map ({error}); keep less there") from error
+    with contextlib.suppress(OSError):  # a system without large pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
     if device.type == "cuda":
         status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0))

@@ -24,9 +24,8 @@ from engine.profile.capture import StepProfiler
 from engine.profile.ranges import LM_HEAD, STEP
 from engine.resources import reset_peaks
 from engine.settings import TrialSettings
-from engine.task import OnProgress, context_parallel, measured
+from engine.task import DTYPES, OnProgress, context_parallel, measured
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 CHECKED_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 22}  # up to this many a plain float64 run is no burden
 LOGIT_DEVIATION = 2.0  # of the random logits: a softmax that is neither flat nor sure of one word
 _NAMES = ("loss", "dhidden", "dweight")

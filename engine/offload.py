@@ -91,6 +91,16 @@ class HostStore:
         free = self._free.get((device.type, nbytes))
         return free.pop() if free else host_buffer(nbytes, device)
 
+    def reserve(self, count: int, nbytes: int, device: torch.device) -> None:
+        """Lock so many buffers of that size now, less those that lie free; what lies free in other sizes goes back to
+        the host first."""
+        size = device.type, nbytes
+        if stream := self._streams.get(device):
+            stream.synchronize()  # copies may still use what is dropped
+        self._free = {size: self._free.get(size, [])}
+        while len(self._free[size]) < count:
+            self._free[size].append(host_buffer(nbytes, device))
+
     def give_back(self, buffer: Tensor, device: torch.device) -> None:
         """No copy from or to `buffer` will be started any more but for a new owner; those under way may go on."""
         self._free.setdefault((device.type, buffer.numel()), []).append(buffer)

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from engine.checkpoint import set_activations
+from engine.checkpoint import Recompute, set_activations
 from engine.initialise import initialise
 from engine.lm_head.choose import loss_sum_of
 from engine.model import Attend, Decoder
@@ -16,8 +16,9 @@ from engine.settings import TrialSettings
 from engine.tiled_mlp import add_mlp_in
 
 
-def build_model(settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> Decoder:
+def build_model(settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> tuple[Decoder, Recompute | None]:
     """The model of `settings` on this rank, ready to train: parameters sharded over `mesh`, fp32 (fp64 for fp64).
+    Beside it who keeps what its layers are computed again from, None where everything is kept.
 
     The model is born on the meta device and only shards are ever allocated, so its size is bounded by all ranks
     together.
@@ -30,19 +31,21 @@ def build_model(settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> De
     """
     with torch.device("meta"):
         model = Decoder(settings.model).to(torch.float64 if settings.dtype == "fp64" else torch.float32)
-    parallelize(model, settings, attend, mesh)
+    recompute = parallelize(model, settings, attend, mesh)
     initialise(model, settings.seed, torch.device(mesh.device_type, _current_index(mesh)))
-    return model
+    return model, recompute
 
 
-def parallelize(model: Decoder, settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> None:
-    """Context parallelism, activation checkpointing, tiled MLP, loss fusion, then FSDP2 around all of them."""
+def parallelize(model: Decoder, settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> Recompute | None:
+    """Context parallelism, activation checkpointing, tiled MLP, loss fusion, then FSDP2 around all of them. Returns who
+    keeps what layers are computed again from, if anybody does."""
     for block in model.blocks:
         block.attend = attend
         block.add_mlp = add_mlp_in(settings.mlp_tiles)
-    set_activations(settings.checkpoint, list(model.blocks))
+    recompute = set_activations(settings.checkpoint, list(model.blocks))
     model.head.loss_sum = loss_sum_of(settings, mesh.device_type)
     shard_parameters(model, settings, mesh)
+    return recompute
 
 
 def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) -> None:

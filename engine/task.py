@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from engine.attention.context import ContextParallel
@@ -17,6 +18,8 @@ from engine.method import AttentionFn, NativeMethod
 from engine.profile.capture import StepProfiler
 from engine.resources import Usage, device_name, software, usage
 from engine.settings import TrialSettings
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}  # that a trial computes in
 
 OnProgress = Callable[[dict[str, Any]], None]
 

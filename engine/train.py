@@ -32,7 +32,7 @@ from engine.profile.ranges import OPTIMIZER, STEP
 from engine.recipe import Recipe
 from engine.resources import reset_peaks
 from engine.settings import TrialSettings, vocabulary_refusal
-from engine.task import OnProgress, RefusingAttention, context_parallel, measured
+from engine.task import DTYPES, OnProgress, RefusingAttention, context_parallel, measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class TrainTask:
             raise ValueError(refusal)
         self.cp: ContextParallel = context_parallel(settings, method, world)
         self.attend = RefusingAttention(method.attention(self.cp, settings))
-        self.model: Decoder = build_model(settings, self.attend, world.fsdp_mesh)
+        self.model, self._recompute = build_model(settings, self.attend, world.fsdp_mesh)
         self.optimizer = adamw(self.model, settings.learning_rate, self.recipe, offload=settings.optimizer_offload)
         self.cp.segments(settings.steps.warmup_seq_len or settings.seq_len)  # refuses what does not split
         self._clock = StepClock(world.device)
@@ -89,6 +89,7 @@ class TrainTask:
         steps: list[Step] = []
         for index in range(plan.warmup + plan.measured):
             if index == plan.warmup:
+                self._reserve()
                 reset_peaks(self.world.device)
             self.cp.traffic.reset()
             with traced_if(of_measured if index == plan.warmup else None, "measured_step"):
@@ -118,6 +119,14 @@ class TrainTask:
                     self.step(plan.warmup + plan.measured)
             figures.extra["profile"] = profiler.summary()
         return figures
+
+    def _reserve(self) -> None:
+        """After a warm-up on shorter sequences: lock the host memory that a step of the full length keeps inputs in."""
+        settings = self.settings
+        if self._recompute is not None and settings.steps.warmup_seq_len not in (0, settings.seq_len):
+            tokens = settings.batch_size * settings.seq_len // self.cp.size
+            nbytes = tokens * settings.model.hidden * DTYPES[settings.dtype].itemsize
+            self._recompute.reserve(nbytes, self.world.device)
 
     def _found_nodes(self) -> dict[str, str]:
         """Over how many ranks hybrid sharding splits parameters: those of the nodes it found."""

@@ -125,6 +125,17 @@ def test_buffers_are_used_again_from_step_to_step_and_held_by_one_owner_each() -
     assert len(buffer_addresses(store, [100] * 4) & first) == 2
 
 
+def test_reserved_buffers_are_what_the_next_puts_take_and_replace_those_of_other_sizes() -> None:
+    store = HostStore()
+    buffer_addresses(store, [50, 50, 100])
+    store.reserve(3, 400, CPU)
+    reserved = {buffer.data_ptr() for buffers in store._free.values() for buffer in buffers}
+    assert len(reserved) == 3
+    assert buffer_addresses(store, [100] * 3) == reserved
+    store.reserve(2, 400, CPU)  # more than enough lies free
+    assert {buffer.data_ptr() for buffer in store._free["cpu", 400]} == reserved
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_many_layers_leave_and_return_in_backward_order(device: str) -> None:
     store = HostStore()

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+import engine.offload
 from engine.burst import METHOD
 from engine.data.build import build_store
 from engine.data.tokenizers import ByteTokenizer
 from engine.distributed import arrange
 from engine.initialise import initialise
 from engine.model import Decoder
-from engine.settings import ModelShape, Steps, TrialSettings
+from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from engine.train import TrainTask
 from tests.engine.parity import task_of
 from tests.ranks import run_on_ranks
@@ -113,6 +114,29 @@ def test_warm_up_may_take_shorter_sequences_than_the_measured_steps(tmp_path: Pa
     steps = Steps(warmup=2, measured=1, warmup_seq_len=16)
     settings = dataclasses.replace(SETTINGS, cp_size=2, world_size=2, steps=steps)
     assert run_on_ranks(2, warmed_up, str(tmp_path), settings) == [([8, 8, 16], 1, "ring")] * 2
+
+
+def locked(cache: str, settings: TrialSettings) -> tuple[list[int], list[int]]:
+    """Sizes of the host buffers that were locked before the measured step began, and during it."""
+    os.environ["BURST_CACHE"] = cache
+    task = TrainTask(settings, METHOD, arrange(settings, torch.device("cpu")))
+    sizes: list[int] = []
+    begun: list[int] = []  # how many had been locked when each step's model was called
+    lock = engine.offload.host_buffer
+    engine.offload.host_buffer = lambda nbytes, device: (sizes.append(nbytes), lock(nbytes, device))[1]
+    task.model.register_forward_pre_hook(lambda *_: begun.append(len(sizes)))
+    task.run(lambda step: None)
+    return sizes[: begun[-1]], sizes[begun[-1] :]
+
+
+def test_a_measured_step_after_a_shorter_warm_up_locks_no_host_memory(tmp_path: Path) -> None:
+    steps = Steps(warmup=1, measured=1, warmup_seq_len=16)
+    checkpoint = Checkpoint(every=1, tail=0, offload="inputs")
+    settings = dataclasses.replace(SETTINGS, cp_size=2, world_size=2, steps=steps, checkpoint=checkpoint)
+    shape = settings.model
+    warm_up, whole = (tokens // 2 * shape.hidden * 4 for tokens in (16, settings.seq_len))
+    expected = ([warm_up] * shape.layers + [whole] * shape.layers, [])
+    assert run_on_ranks(2, locked, str(tmp_path), settings) == [expected] * 2
 
 
 def test_a_warm_up_length_that_does_not_split_is_refused(tmp_path: Path) -> None:
