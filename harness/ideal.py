@@ -1,8 +1,9 @@
 """Attention beside what nobody can beat: the whole problem on one GPU, shared out for nothing; and the link's bound.
 
 Both are formed from the trials of one run: the ideal is the time of the trial with cp_size 1 over the number of ranks;
-where nodes are joined by a slow link, its speed was measured in the trial that is judged. Ranks on a CPU share its
-cores, so there is no ideal of theirs.
+where nodes are joined by a slow link, its speed was measured in the trial that is judged. A trial with cp_size 1 on all
+ranks is the whole problem on every GPU at once, as slow as the slowest: what the GPUs reach together before anything is
+shared. Ranks on a CPU share its cores, so there is no ideal of theirs.
 """
 
 from __future__ import annotations
@@ -25,26 +26,29 @@ _SHARING = frozenset({
 _BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 NOTE = (
-    "ideal = seconds of the trial with cp_size 1 ÷ ranks; bound = the same, or the bytes the best schedule sends "
-    "between nodes ÷ the link's speed measured in the trial, whichever is more, for forward and for backward"
+    "ideal = seconds of the trial with cp_size 1 on one GPU ÷ ranks; at once = the same on every GPU at the same time, "
+    "the slowest; bound = the ideal, or the bytes the best schedule sends between nodes ÷ the link's speed measured in "
+    "the trial, whichever is more, for forward and for backward"
 )
 
 
 def ideal_table(rows: Sequence[Row]) -> Table | None:
     """Share of the ideal, and of the link's bound, that shared attention reaches; None without trials of cp_size 1."""
     attention = [row for row in rows if row["task"] == "attention" and row["status"] == "ok" and row["gpu"] != "cpu"]
-    alone: dict[tuple[Any, ...], list[Row]] = {}
+    unshared: dict[tuple[Any, ...], list[Row]] = {}  # by problem and ranks that work on it at once, each on all of it
     for row in attention:
-        if row["world_size"] == 1:
-            alone.setdefault(_problem(row), []).append(row)
+        if row["cp_size"] == 1:
+            unshared.setdefault((_problem(row), row["world_size"]), []).append(row)
     names = series_names(attention)
     lines = []
     for row, name in zip(attention, names, strict=True):
-        whole = alone.get(_problem(row))
-        if row["world_size"] == 1 or whole is None:
+        whole = unshared.get((_problem(row), 1))
+        if row["cp_size"] == 1 or whole is None:
             continue
         seconds = {column: pooled(whole, column) for column in ("step_seconds_median", "forward_seconds_median")}
         ideal = seconds["step_seconds_median"] / row["world_size"] if seconds["step_seconds_median"] else None
+        together = pooled(unshared.get((_problem(row), row["world_size"]), []), "step_seconds_median")
+        at_once = together / row["world_size"] if together else None
         bound = _bound(row, seconds)
         step = row["step_seconds_median"]
         lines.append(
@@ -56,6 +60,8 @@ def ideal_table(rows: Sequence[Row]) -> Table | None:
                 1e3 * step,
                 1e3 * ideal if ideal else None,
                 ideal / step if ideal else None,
+                1e3 * at_once if at_once else None,
+                at_once / step if at_once else None,
                 row.get("extra_across_gib_per_second"),
                 bound / step if bound else None,
             )
@@ -70,6 +76,8 @@ def ideal_table(rows: Sequence[Row]) -> Table | None:
         Column(header="ms", form=significant(3), numeric=True),
         Column(header="ideal ms", form=significant(3), numeric=True),
         Column(header="% of ideal", form=significant(3, 100), numeric=True),
+        Column(header="at once ms", form=significant(3), numeric=True),
+        Column(header="% of at once", form=significant(3, 100), numeric=True),
         Column(header="link GiB/s", form=significant(3), numeric=True),
         Column(header="% of bound", form=significant(3, 100), numeric=True),
     )

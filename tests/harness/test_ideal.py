@@ -31,6 +31,18 @@ def test_the_share_of_the_ideal_is_the_time_alone_over_ranks_and_time_together()
     assert shares == {"burst": pytest.approx(0.8), "ring": pytest.approx(0.5)}
 
 
+def test_the_whole_problem_on_every_gpu_at_once_is_what_they_reach_together() -> None:
+    trials = [attention(0.4), attention(0.42, world_size=4), attention(0.125, cp_size=4)]
+    table = ideal_table(rows_of(trials))
+    assert table is not None
+    [row] = table.rows  # what is not shared is judged by nothing
+    found = dict(zip([column.header for column in table.columns], row, strict=True))
+    assert found["% of ideal"] == pytest.approx(0.8)
+    assert found["at once ms"] == pytest.approx(105)
+    assert found["% of at once"] == pytest.approx(0.84)
+    assert ideal_table(rows_of(trials[1:])) is None
+
+
 def test_another_length_mask_or_kernel_is_not_the_ideal_of_a_trial() -> None:
     shared = attention(0.125, cp_size=4)
     for changes in ({"mask": "full"}, {"kernel": "cudnn"}, {"batch_size": 2}):
