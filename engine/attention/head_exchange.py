@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.attention.bundle import bundle, sections
 from engine.attention.layout import Segment
+from engine.attention.like import Like, likes
 from engine.attention.transport import Traffic
 
 
@@ -91,7 +93,7 @@ class HeadTrade(Protocol):
 
 
 class HeadExchange:
-    """A `HeadTrade` by all-to-all messages, one per tensor and part; a group of one keeps everything."""
+    """A `HeadTrade` by all-to-all, one message per part and direction; a group of one keeps everything."""
 
     def __init__(self, group: dist.ProcessGroup | None, traffic: Traffic) -> None:
         self.group, self._traffic = group, traffic
@@ -101,40 +103,12 @@ class HeadExchange:
     def trip(self, pieces: tuple[Piece, ...], parts: int, *, alternate: bool) -> HeadTrip:
         return _Messages(self, pieces, parts)
 
-    def to_heads(self, tensor_BLND: Tensor, pieces: tuple[Piece, ...], part: int, parts: int) -> Callable[[], Tensor]:
-        """One tensor of `HeadTrip.send`."""
-        if self.size == 1:
-            mine = tensor_BLND.chunk(parts, dim=2)[part]
-            return lambda: mine
-        by_part = tensor_BLND.unflatten(2, (self.size, parts, tensor_BLND.shape[2] // (self.size * parts)))
-        arrival = self._all_to_all(by_part.select(3, part).movedim(2, 0).contiguous())
-
-        def arrived() -> Tensor:
-            received = arrival()
-            return torch.cat([received[p.member, :, p.offset : p.offset + p.count] for p in pieces], dim=1)
-
-        return arrived
-
-    def to_tokens(self, tensor_BTHD: Tensor, pieces: tuple[Piece, ...]) -> Callable[[], Tensor]:
-        """The group's tokens of some heads -> some tokens of every member's: [B, L, group, H, ...]."""
-        if self.size == 1:
-            return lambda: tensor_BTHD.unsqueeze(2)
-        batch, tokens, heads, *rest = tensor_BTHD.shape
-        by_rank = tensor_BTHD.new_empty(self.size, batch, tokens // self.size, heads, *rest)
-        start = 0
-        for p in pieces:
-            by_rank[p.member, :, p.offset : p.offset + p.count] = tensor_BTHD[:, start : start + p.count]
-            start += p.count
-        arrival = self._all_to_all(by_rank)
-        return lambda: arrival().movedim(0, 2)
-
-    def _all_to_all(self, by_rank: Tensor) -> Callable[[], Tensor]:
-        received = torch.empty_like(by_rank)
-        self._traffic.add(by_rank[1:])  # one part stays here
-        output, sent = received, by_rank
-        if not by_rank.is_cuda:  # gloo's all-to-all has no bf16; flat, because a last dimension of one has any stride
-            output, sent = received.flatten().view(torch.uint8), by_rank.flatten().view(torch.uint8)
-        work = dist.all_to_all_single(output, sent, group=self.group, async_op=True)
+    def swap(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Row r of a bundle goes to member r; calling what is returned makes the current stream wait for the bundle of
+        what the members sent here."""
+        received = torch.empty_like(rows)
+        self._traffic.add(rows[1:])  # one row stays here
+        work = dist.all_to_all_single(received, rows, group=self.group, async_op=True)
 
         def arrived() -> Tensor:
             work.wait()
@@ -157,26 +131,72 @@ class _InMemory:
 
 
 class _Messages:
-    """The trip of a `HeadExchange`."""
+    """The trip of a `HeadExchange`: the tensors of a part travel as one bundle.
+
+    Each message takes multiprocessors, and waits for them while an attention kernel has them all.
+    """
 
     def __init__(self, exchange: HeadExchange, pieces: tuple[Piece, ...], parts: int) -> None:
         self._exchange, self._pieces, self._parts = exchange, pieces, parts
-        self._returning: list[list[Callable[[], Tensor]]] = []
+        self._returning: list[Callable[[], tuple[Tensor, ...]]] = []  # parts on their way back, oldest first
+        self._home = 0  # parts that are there
+        self._whole: tuple[Tensor, ...] = ()  # [B, L, group, parts, H, ...]
 
     def lane(self, part: int) -> AbstractContextManager[object]:
         return nullcontext()
 
     def send(self, tensors: tuple[Tensor, ...], part: int) -> Callable[[], Arrived]:
-        coming = [self._exchange.to_heads(tensor, self._pieces, part, self._parts) for tensor in tensors]
-        # An arrival holds what it received: each is let go when its tensor has been put in order.
-        return lambda: _InMemory(tuple(coming.pop(0)() for _ in range(len(coming))))
+        size, parts = self._exchange.size, self._parts
+        if size == 1:
+            return lambda: _InMemory(tuple(tensor.chunk(parts, dim=2)[part] for tensor in tensors))
+        split = tuple(tensor.unflatten(2, (size, parts, -1)).select(3, part).movedim(2, 0) for tensor in tensors)
+        shapes = likes(tuple(by_rank[0] for by_rank in split))
+        rows = bundle(shapes, size, tensors[0].device)
+        for section, by_rank in zip(sections(rows, shapes), split, strict=True):
+            section.copy_(by_rank)
+        coming = [self._exchange.swap(rows)]
+        # An arrival holds what it received: it is let go when the tensors have been put in order.
+        return lambda: _InMemory(tuple(self._in_order(section) for section in sections(coming.pop()(), shapes)))
+
+    def _in_order(self, by_rank: Tensor) -> Tensor:
+        """[group, B, L, H, ...] -> the group's tokens in order, [B, T, H, ...]."""
+        pieces = self._pieces
+        return torch.cat([by_rank[p.member, :, p.offset : p.offset + p.count] for p in pieces], dim=1)
 
     def give_back(self, results: tuple[Tensor, ...], part: int) -> None:
-        self._returning.append([self._exchange.to_tokens(tensor, self._pieces) for tensor in results])
+        self._returning.append(self._send_back(results))
+        # This part's own message came behind that of the part before the last: waiting for it costs nothing now, and
+        # its memory is free for the parts to come.
+        if len(self._returning) > 2:
+            self._bring_home()
+
+    def _send_back(self, results: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
+        """The group's tokens of some heads -> some tokens of every member's, each [B, L, group, H, ...]."""
+        size = self._exchange.size
+        if size == 1:
+            return lambda: tuple(result.unsqueeze(2) for result in results)
+        shapes = tuple(
+            Like((result.shape[0], result.shape[1] // size, *result.shape[2:]), result.dtype) for result in results
+        )
+        rows = bundle(shapes, size, results[0].device)
+        for section, result in zip(sections(rows, shapes), results, strict=True):
+            start = 0
+            for p in self._pieces:
+                section[p.member, :, p.offset : p.offset + p.count] = result[:, start : start + p.count]
+                start += p.count
+        arrival = self._exchange.swap(rows)
+        return lambda: tuple(section.movedim(0, 2) for section in sections(arrival(), shapes))
+
+    def _bring_home(self) -> None:
+        """Put what comes back of the oldest part on its way beside the other parts' heads."""
+        arrived = self._returning.pop(0)()
+        if not self._whole:
+            self._whole = tuple(heads.new_empty(*heads.shape[:3], self._parts, *heads.shape[3:]) for heads in arrived)
+        for whole, heads in zip(self._whole, arrived, strict=True):
+            whole[:, :, :, self._home] = heads
+        self._home += 1
 
     def results(self) -> tuple[Tensor, ...]:
-        def whole() -> Tensor:
-            # Tokens of every member's heads, part after part as they travelled, in order of head.
-            return torch.stack([part.pop(0)() for part in self._returning], dim=3).flatten(2, 4)
-
-        return tuple(whole() for _ in range(len(self._returning[0])))
+        while self._returning:
+            self._bring_home()
+        return tuple(whole.flatten(2, 4) for whole in self._whole)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from engine import ContextParallel, burst_attention
-from engine.attention.head_exchange import HeadExchange
+from engine.attention.bundle import bundle, sections
+from engine.attention.head_exchange import HeadExchange, Piece, pieces_in_order
 from engine.attention.head_pass import HeadPlan
+from engine.attention.like import Like
 from engine.attention.masks import Causal, SlidingWindow
 from engine.attention.schedule import Speeds, choose_parts, estimate
 from engine.attention.transport import Traffic
@@ -122,22 +126,18 @@ def test_a_rank_alone_computes_its_heads_in_parts_too(parts) -> None:
 
 
 class Buffers(HeadExchange):
-    """Stands in for messages of a `HeadExchange`: what arrives lies in a buffer, whose life can be followed."""
+    """Stands in for the messages of two ranks that hold the same: what arrives lies in a buffer, whose life can be
+    followed."""
 
     def __init__(self) -> None:
         super().__init__(None, Traffic())
+        self.size = 2
         self.received: list[weakref.ref[torch.Tensor]] = []
 
-    def arrival(self, tensor: torch.Tensor):
-        buffer = tensor.clone()
+    def swap(self, rows):
+        buffer = rows.clone()
         self.received.append(weakref.ref(buffer))
-        return lambda: buffer + 0
-
-    def to_heads(self, tensor, pieces, part, parts):
-        return self.arrival(tensor)
-
-    def to_tokens(self, tensor, pieces):
-        return self.arrival(tensor.unsqueeze(2))
+        return lambda: buffer
 
     def alive(self) -> int:
         return sum(buffer() is not None for buffer in self.received)
@@ -145,17 +145,84 @@ class Buffers(HeadExchange):
 
 def test_receive_buffers_are_gone_when_the_work_on_them_begins() -> None:
     heads, alive, here = Buffers(), [], []
-    cp = ContextParallel.single()
-    alone = SimpleNamespace(cp=cp)
-    plan = HeadPlan(cp=cp, members=(0,), schedule="head_exchange", heads=heads, pieces=(), inner=alone, parts=2)
+    alone = SimpleNamespace(cp=ContextParallel.single())
+    pieces = (Piece(0, 0, 4), Piece(1, 0, 4))
+    plan = HeadPlan(
+        cp=alone.cp, members=(0, 1), schedule="head_exchange", heads=heads, pieces=pieces, inner=alone, parts=4
+    )
 
     def compute(part, arrived):
         here.extend(weakref.ref(tensor) for tensor in arrived.tensors)
         alive.append((heads.alive(), sum(tensor() is not None for tensor in here)))
         return tuple(tensor + 1 for tensor in arrived.tensors)
 
-    results = plan._exchanged((torch.zeros(1, 4, 2, 3), torch.zeros(1, 4, 2, 3)), compute)
-    # While a part is computed: two buffers of the next one or of the last one's results, and its own two tensors.
-    assert alive == [(2, 2), (2, 2)]
+    results = plan._exchanged((torch.zeros(1, 4, 8, 3), torch.zeros(1, 4, 8)), compute)
+    # While a part is computed: the next one, at most two parts of results on their way, and its own two tensors.
+    assert alive == [(1, 2), (2, 2), (3, 2), (2, 2)]
     assert heads.alive() == 0
+    assert [result.shape for result in results] == [(1, 4, 8, 3), (1, 4, 8)]
     assert all(result.eq(1).all() for result in results)
+
+
+def messages(parts: int) -> list[list[int]]:
+    """How many messages forward and backward took, kept and replayed."""
+    counts = []
+    for replayed in (False, True):
+        cp = ContextParallel()
+        q, k, v = (torch.ones(1, 8, heads, 4, requires_grad=True) for heads in (16, 8, 8))
+        with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as posted:
+            out = burst_attention(
+                q, k, v, cp=cp, schedule="head_exchange", head_parts=parts, replayed=replayed, kernel="reference"
+            )
+            forward = posted.call_count
+            out.sum().backward()
+            counts.append([forward, posted.call_count - forward])
+    return counts
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_part_is_one_message_out_and_one_back(parts) -> None:
+    assert run_on_ranks(2, messages, parts) == 2 * [2 * [[2 * parts, 2 * parts]]]
+
+
+ODD = ((1, torch.bfloat16), (3, torch.float32), (1, torch.uint8), (1, torch.float64), (3, torch.bfloat16))
+
+
+def odd_tensors() -> tuple[bool, int]:
+    """Tokens of heads of odd sizes go to their ranks in two parts and come back: (unchanged, bytes sent)."""
+    cp = ContextParallel(layout="contiguous")
+    trade, members, _inner = cp.trade_heads("head_exchange", "auto", torch.device("cpu"))
+    pieces = pieces_in_order(tuple(cp.layout.segments(3 * cp.size, cp.size, rank) for rank in members))
+    tokens = torch.arange(3)[None, :, None, None] + 10 * cp.rank
+    tensors = tuple((tokens + 40 * torch.arange(4)[:, None]).expand(1, 3, 4, n).to(dtype) for n, dtype in ODD)
+    trip = trade.trip(pieces, 2, alternate=False)
+    same = True
+    for part in range(2):
+        arrived = trip.send(tensors, part)().tensors
+        everyone = torch.cat([torch.arange(3) + 10 * rank for rank in range(cp.size)])[None, :, None, None]
+        expected = everyone + 40 * (2 * cp.rank + part)
+        for tensor, (width, dtype) in zip(arrived, ODD, strict=True):
+            same &= torch.equal(tensor, expected.expand(1, 6, 1, width).to(dtype))
+        trip.give_back(arrived, part)
+    same &= all(map(torch.equal, trip.results(), tensors))
+    return same, cp.traffic.sent_bytes
+
+
+def test_tensors_of_any_dtypes_share_a_message() -> None:
+    unaligned = 3 * sum(width * dtype.itemsize for width, dtype in ODD)
+    row_bytes = -(-unaligned // 8) * 8
+    assert row_bytes > unaligned
+    for same, sent_bytes in run_on_ranks(2, odd_tensors):
+        assert same
+        assert sent_bytes == 4 * row_bytes
+
+
+def test_every_section_of_a_bundle_is_aligned_and_none_overlap() -> None:
+    likes = tuple(Like((3, width), dtype) for width, dtype in ODD)
+    rows = bundle(likes, 2, torch.device("cpu"))
+    views = sections(rows, likes)
+    for index, view in enumerate(views):
+        assert (view.dtype, view.shape) == (likes[index].dtype, (2, *likes[index].shape))
+        assert all(row.data_ptr() % view.itemsize == 0 for row in view)
+        view.fill_(index)
+    assert all(view.eq(index).all() for index, view in enumerate(views))
