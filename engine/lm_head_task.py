@@ -6,6 +6,8 @@ the weight is gathered; nothing is sent. Small problems are also compared with a
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,11 +22,10 @@ from engine.lm_head.tiles import choose_tile
 from engine.measurement import Measurement
 from engine.method import NativeMethod
 from engine.model import LossSum
-from engine.profile.capture import StepProfiler
 from engine.profile.ranges import LM_HEAD, STEP
 from engine.resources import reset_peaks
 from engine.settings import TrialSettings
-from engine.task import DTYPES, OnProgress, context_parallel, measured
+from engine.task import DTYPES, AroundStep, OnProgress, context_parallel, measured
 
 CHECKED_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 22}  # up to this many a plain float64 run is no burden
 LOGIT_DEVIATION = 2.0  # of the random logits: a softmax that is neither flat nor sure of one word
@@ -48,11 +49,8 @@ class HeadTask:
         self.weight_VE = weight_VE.mul_(LOGIT_DEVIATION / shape.hidden**0.5).requires_grad_()
         self.labels_T = torch.randint(shape.vocab, (tokens,), **kind)
 
-    def run(self, on_progress: OnProgress, profiler: StepProfiler | None = None) -> Measurement:
-        """Time forward and backward of the mean loss, `steps.measured` times after the warm-up.
-
-        `profiler` traces one more.
-        """
+    def run(self, on_progress: OnProgress, around_step: AroundStep = nullcontext) -> Measurement:
+        """Time forward and backward of the mean loss, `steps.measured` times after the warm-up."""
         plan, clock = self.settings.steps, StepClock(self.world.device)
         seconds: list[tuple[float, float]] = []
         losses: list[Tensor] = []
@@ -60,7 +58,8 @@ class HeadTask:
         for index in range(plan.warmup + plan.measured):
             if index == plan.warmup:
                 reset_peaks(self.world.device)
-            loss, gradients, elapsed = self._timed(clock)
+            with around_step() if index >= plan.warmup else nullcontext():
+                loss, gradients, elapsed = self._timed(clock)
             seconds.append(elapsed)
             losses.append(loss)
             norms.append(torch.stack([torch.linalg.vector_norm(g, dtype=wide(g)) for g in gradients]).norm())
@@ -79,11 +78,11 @@ class HeadTask:
         )
         if self.labels_T.numel() * self.settings.model.vocab <= CHECKED_LOGITS[self.world.device.type]:
             figures.extra["error"] = self._errors()  # last, because it would raise every peak
-        if profiler is not None:
-            with profiler.trace("extra_step"):
-                self._timed(clock)
-            figures.extra["profile"] = profiler.summary()
         return figures
+
+    def again(self) -> None:
+        """One more forward and backward, from the same start as the timed ones."""
+        self._timed(StepClock(self.world.device))
 
     def _timed(self, clock: StepClock) -> tuple[Tensor, tuple[Tensor, ...], tuple[float, float]]:
         """(loss, gradients) of one call and its (forward_seconds, step_seconds), all ranks starting together."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -15,13 +16,13 @@ from engine.attention.stored import Stored
 from engine.distributed import World
 from engine.measurement import PROGRESS_FILE, Measurement
 from engine.method import AttentionFn, NativeMethod
-from engine.profile.capture import StepProfiler
 from engine.resources import Usage, device_name, software, usage
 from engine.settings import TrialSettings
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}  # that a trial computes in
 
 OnProgress = Callable[[dict[str, Any]], None]
+AroundStep = Callable[[], AbstractContextManager[None]]
 
 
 class Refused(ValueError):
@@ -31,11 +32,15 @@ class Refused(ValueError):
 class Task(Protocol):
     """One trial's work on this rank. Constructing it is the set-up: a ValueError there refuses the trial."""
 
-    def run(self, on_progress: OnProgress, profiler: StepProfiler | None = None) -> Measurement:
+    def run(self, on_progress: OnProgress, around_step: AroundStep = nullcontext) -> Measurement:
         """Do the work, calling `on_progress` after every step. Collective; every rank returns the same figures.
 
-        With a `profiler` one step is traced as well, and the figures' `extra["profile"]` says where its time went.
+        Each measured step takes place within a context of its own from `around_step`.
         """
+        ...
+
+    def again(self) -> None:
+        """After `run`, one step more that is not measured. Collective."""
         ...
 
 

@@ -8,6 +8,7 @@ step, and FSDP2 adds the ranks' gradients.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -27,12 +28,11 @@ from engine.method import NativeMethod
 from engine.model import Decoder
 from engine.optimizer import adamw
 from engine.parallelize import build_model
-from engine.profile.capture import StepProfiler, traced_if
 from engine.profile.ranges import OPTIMIZER, STEP
 from engine.recipe import Recipe
 from engine.resources import reset_peaks
 from engine.settings import TrialSettings, vocabulary_refusal
-from engine.task import DTYPES, OnProgress, RefusingAttention, context_parallel, measured
+from engine.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,20 +79,16 @@ class TrainTask:
         self.cp.segments(settings.steps.warmup_seq_len or settings.seq_len)  # refuses what does not split
         self._clock = StepClock(world.device)
 
-    def run(self, on_progress: OnProgress, profiler: StepProfiler | None = None) -> Measurement:
-        """Warm up, then measure. Raises FloatingPointError when the loss stops being a number.
-
-        `profiler` traces one step more, or the measured one itself where a single one is: such a step takes minutes.
-        """
+    def run(self, on_progress: OnProgress, around_step: AroundStep = nullcontext) -> Measurement:
+        """Warm up, then measure. Raises FloatingPointError when the loss stops being a number."""
         plan = self.settings.steps
-        of_measured = profiler if plan.measured == 1 else None
         steps: list[Step] = []
         for index in range(plan.warmup + plan.measured):
             if index == plan.warmup:
                 self._reserve()
                 reset_peaks(self.world.device)
             self.cp.traffic.reset()
-            with traced_if(of_measured if index == plan.warmup else None, "measured_step"):
+            with around_step() if index >= plan.warmup else nullcontext():
                 steps.append(self.step(index))
             on_progress(
                 {
@@ -103,7 +99,7 @@ class TrainTask:
                 }
             )
         timed = steps[plan.warmup :]
-        figures = measured(
+        return measured(
             self.world,
             self.cp,
             step_seconds=self.world.slowest([step.step_seconds for step in timed]),
@@ -113,12 +109,10 @@ class TrainTask:
             chosen=self.attend.chosen() | self._found_nodes(),
             data=self.store.describe(),
         )
-        if profiler is not None:  # after the peaks were read, which a trace would raise
-            if of_measured is None:
-                with profiler.trace("extra_step"):
-                    self.step(plan.warmup + plan.measured)
-            figures.extra["profile"] = profiler.summary()
-        return figures
+
+    def again(self) -> None:
+        """The step after the last one measured."""
+        self.step(self.settings.steps.warmup + self.settings.steps.measured)
 
     def _reserve(self) -> None:
         """After a warm-up on shorter sequences: lock the host memory that a step of the full length keeps inputs in."""

@@ -32,9 +32,10 @@ from engine.lm_head_task import HeadTask
 from engine.measurement import write_json, write_measurement
 from engine.method import NativeMethod
 from engine.phases import Phases, process_seconds
-from engine.profile.capture import StepProfiler
+from engine.profile.capture import StepProfiler, step_to_trace
+from engine.profile.unfinished import PROFILE, unfinished
 from engine.settings import TrialSettings, from_json
-from engine.task import Refused, Task, progress_to
+from engine.task import AroundStep, Refused, Task, progress_to
 from engine.train import TrainTask
 from engine.turns import Turns
 
@@ -98,11 +99,32 @@ def serve(turns: Turns, trial_dir: Path, rank: int, phases: Phases) -> NoReturn:
 def _run(trial_dir: Path, rank: int, phases: Phases, turn: int = 1) -> Task:
     """Set the trial up, measure, leave the measurement; returns what the trial still holds."""
     task, profiler = _set_up(trial_dir, phases, turn)
-    measurement = task.run(progress_to(trial_dir) if rank == 0 else silent, profiler)
-    phases.end("warm-up and measuring")
+    measure(task, profiler, trial_dir, rank, phases)
+    return task
+
+
+def measure(task: Task, profiler: StepProfiler | None, trial_dir: Path, rank: int, phases: Phases) -> None:
+    """Do the task's work and leave the measurement, on rank 0. Collective.
+
+    With a `profiler` it is on disk before anything is done for a trace alone, and written again when the trace is read.
+    """
+    around_step: AroundStep = contextlib.nullcontext
+    if profiler is not None and profiler.of == "measured_step":
+        around_step = profiler.trace
+    measurement = task.run(progress_to(trial_dir) if rank == 0 else silent, around_step)
+    if profiler is not None:
+        measurement.extra[PROFILE] = unfinished(profiler.of)
     if rank == 0:
         write_measurement(trial_dir, measurement)
-    return task
+    phases.end("warm-up and measuring")
+    if profiler is not None:
+        if profiler.of == "extra_step":
+            with profiler.trace():
+                task.again()
+        measurement.extra[PROFILE] = profiler.summary()
+        if rank == 0:
+            write_measurement(trial_dir, measurement)
+        phases.end("tracing a step, and reading the trace")
 
 
 def _set_up(trial_dir: Path, phases: Phases, turn: int) -> tuple[Task, StepProfiler | None]:
@@ -113,7 +135,7 @@ def _set_up(trial_dir: Path, phases: Phases, turn: int) -> tuple[Task, StepProfi
         phases.end("joining the other ranks")
         task = TASKS[settings.task](settings, method, world)
         phases.end("building the task")
-        return task, StepProfiler(trial_dir, world) if profiled else None
+        return task, StepProfiler(trial_dir, world, step_to_trace(settings)) if profiled else None
     except ValueError as error:
         raise Refused(str(error)) from error
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from engine.measurement import Measurement, write_json
+from engine.measurement import write_json
 from engine.method import Method
 from engine.settings import TrialSettings, to_json
 from harness.errors import UsageError
@@ -18,6 +18,7 @@ from harness.launch import Job, Launcher, Outcome
 from harness.launch.environment import render
 from harness.launch.ports import port_was_taken
 from harness.machine import Machine
+from harness.measured import measured
 from harness.methods import method_module, method_named
 from harness.plan import nothing_can_run
 from harness.progress import ProgressView
@@ -150,7 +151,7 @@ def _attempt(trial: Trial, host: Host, directory: RunDirectory, view: ProgressVi
                 wall_seconds=elapsed.total_seconds(),
                 hosts=[host.machine.hostname],
             )
-        outcome, measurement = _measured(outcome, method, trial_dir)
+        outcome, measurement = measured(outcome, method, trial_dir)
         record = dataclasses.replace(
             record,
             status=outcome.status,
@@ -191,17 +192,6 @@ def _job(trial: Trial, method: Method, trial_dir: Path, host: Host) -> Job:
 def _for_good(settings: TrialSettings) -> str:
     """Of the settings, those that a process cannot take on and give up again: cuBLAS reads its own only once."""
     return f"deterministic {settings.deterministic}"
-
-
-def _measured(outcome: Outcome, method: Method, trial_dir: Path) -> tuple[Outcome, Measurement | None]:
-    """What an ok trial measured. One that left no numbers has failed, however well it ended."""
-    if outcome.status != "ok":
-        return outcome, None
-    try:
-        return outcome, method.read(trial_dir)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"all ranks ended well, but no measurement could be read ({error}); see logs/rank0.log"
-        return dataclasses.replace(outcome, status="failed", reason=reason), None
 
 
 def _say_how_to_go_on(statuses: Sequence[str], total: int, again: Sequence[str], say: Callable[[str], None]) -> None:

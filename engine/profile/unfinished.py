@@ -1,0 +1,29 @@
+"""What a measurement says of its traced step before the trace is read: all that stands there should nothing follow.
+
+Free of torch, so that whoever reads measurements can tell.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+Of = Literal["extra_step", "measured_step"]  # which step: one more, or the only one that was measured
+
+PROFILE = "profile"  # of `Measurement.extra`: where the time of the traced step went
+_REASON = "the trial ended before the trace was read"
+_UNDER_WAY: dict[Of, str] = {
+    "extra_step": "while one more step was traced",
+    "measured_step": "while the trace of the measured step was read",
+}
+
+
+def unfinished(of: Of) -> dict[str, Any]:
+    """In place of the numbers, until they are there."""
+    return {"of": of, "reason": _REASON}
+
+
+def cut_off(profile: dict[str, Any], how: str) -> dict[str, Any]:
+    """`profile` of a trial that then ended as `how` says, where it was still unfinished; any other as it is."""
+    if profile.get("reason") != _REASON:
+        return profile
+    return {"of": profile["of"], "reason": f"the trial ended {_UNDER_WAY[profile['of']]}: {how}"}
