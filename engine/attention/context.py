@@ -14,10 +14,13 @@ from engine.attention.exchange import HELD_GRADIENTS, Direct, Pattern, Relay
 from engine.attention.head_copies import HeadCopies
 from engine.attention.head_exchange import HeadExchange, HeadTrade
 from engine.attention.layout import Gathered, Layout, Segment, layout_named, rows_before, split_refusal
+from engine.attention.link_speed import across_gib_per_second
 from engine.attention.mailbox import copy_engine_missing
 from engine.attention.nodes import host_name, node_size_of
 from engine.attention.ring import Ring
 from engine.attention.transport import Nowhere, PointToPoint, Traffic, Transport
+
+_LINK_MESSAGE_BYTES = 64 << 20  # large enough for a link's full speed, small beside a shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class ContextParallel:
         if node_size is not None and (node_size < 1 or self.size % node_size):
             raise ValueError(f"node_size {node_size} does not divide cp_size {self.size}; give ranks per node that do")
         self._routes: dict[tuple[Ring, str], Routes] = {}
+        self._link_gib: float | None = None
         self._trades: dict[tuple[str, str], tuple[HeadTrade, tuple[int, ...], ContextParallel]] = {}
         self.node_size = node_size or self._find_node_size()
 
@@ -148,6 +152,16 @@ class ContextParallel:
         inside = len(others) if schedule == "heads_across" else 1
         inner._set_up(self._subgroup(others, "after_heads"), inside, Gathered(self.layout, tuple(groups)), self.traffic)
         return trade, groups[mine], inner
+
+    def link_gib(self, device: torch.device) -> float | None:
+        """GiB per second that each rank sends to the next node while all do; None on one node.
+
+        Measured at first use (collective) and kept: the same number on every rank, so that all choose alike.
+        """
+        if self._link_gib is None and self.group is not None and self.node_size < self.size:
+            message = torch.empty(_LINK_MESSAGE_BYTES, dtype=torch.uint8, device=device)
+            self._link_gib = across_gib_per_second(self.group, self.node_size, message)
+        return self._link_gib
 
     def _subgroup(self, cp_ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
         """A communicator of some CP ranks of their own, None for a rank alone."""

@@ -28,6 +28,7 @@ from engine.attention.schedule import (
     BACKWARD_ROUTES,
     HEAD_SCHEDULES,
     Share,
+    Speeds,
     cheaper_backward,
     choose_parts,
     choose_schedule,
@@ -159,11 +160,15 @@ def plan_attention(
         left=_traffic(mask, cp, seq_len) if estimated else RingTraffic(),
         replayed=replayed,
     )
+    # Asking for the link may mean measuring it: only where the model has something to decide.
+    open_parts = q_BLND.is_cuda and schedule in HEAD_SCHEDULES and head_parts is None
+    link_gib = cp.link_gib(q_BLND.device) if estimated or open_parts else None
+    speeds = Speeds() if link_gib is None else Speeds(across_gib=link_gib)
     estimate = None
     if schedule == "auto":
         # The speeds behind the estimate are a GPU's; elsewhere, and where a ring's own switches are set, it is a ring.
         if estimated:
-            estimate = choose_schedule(share, cp.layout.name)
+            estimate = choose_schedule(share, cp.layout.name, speeds)
         schedule = estimate.best if estimate else "ring" if cp.node_size == cp.size else "double_ring"
     refusal = schedule_refusal(schedule, share, cp.layout.name)
     if refusal:
@@ -174,7 +179,7 @@ def plan_attention(
         trade, members, inner = cp.trade_heads(schedule, exchange, q_BLND.device)
         traded = len(members)
         # The speeds that make parts worth their launches are a GPU's too.
-        parts = head_parts or (choose_parts(schedule, share) if q_BLND.is_cuda else 1)
+        parts = head_parts or (choose_parts(schedule, share, speeds) if q_BLND.is_cuda else 1)
         if kv_heads // traded % parts:
             raise ValueError(
                 f"head_parts {parts} does not divide the {kv_heads // traded} KV heads of a rank under schedule "
@@ -206,6 +211,7 @@ def plan_attention(
         deterministic=deterministic,
         gradient_wire=gradient_wire,
         estimate=estimate,
+        link_gib=link_gib,
     )
     if schedule not in HEAD_SCHEDULES:
         return around

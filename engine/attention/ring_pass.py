@@ -61,6 +61,7 @@ class RingPlan:
     deterministic: bool
     gradient_wire: str  # fp32, or `input`: sums of gradients cross links in the inputs' dtype
     estimate: Estimate | None = None  # what led to the schedule, when a cost model chose it
+    link_gib: float | None = None  # per second between nodes, when it was measured for a choice
 
     def itinerary(self, queries_travel: bool) -> Itinerary:
         """What this rank does when the query side travels, or the key side."""
@@ -132,6 +133,8 @@ class RingPlan:
     def chosen(self) -> dict[str, str]:
         """What was decided, for the record."""
         estimated = {"estimate": str(self.estimate)} if self.estimate else {}
+        if self.link_gib is not None:
+            estimated["link"] = f"{self.link_gib:.2f} GiB/s between nodes"
         return estimated | {
             "kernel": self.kernel.name,
             "layout": self.cp.layout.name,

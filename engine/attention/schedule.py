@@ -12,6 +12,9 @@ pays its transfers in full, or comes in parts: then all but the first arrival an
 and every part pays its launches. Inside a node copy engines carry it beside the kernels; between nodes NCCL does, which
 sorts by rank before and by token after.
 
+The link between nodes varies from machine to machine by more than schedules differ, so it is measured before a choice
+(`engine.attention.link_speed`); the other speeds are constants.
+
 Between nodes a ring moves 2 (M - 1) K/N chunks of Q's size in forward, an exchange (2 + 2 K/N) (M - 1) / M: with
 grouped heads the ring moves less on few nodes, with equal heads the exchange does.
 """
@@ -37,7 +40,8 @@ class Speeds:
     forward_tflops: float = 660.0
     backward_tflops: float = 625.0
     inside_gib: float = 315.0  # per second and rank, to the ranks of its node
-    across_gib: float = 2.9  # to other nodes
+    spanning_gib: float = 46.0  # the same in an all-to-all that also spans nodes
+    across_gib: float = 2.9  # to other nodes, where nobody measured it
     hop_seconds: float = 1.2e-3  # host time of one more hop, forward and backward: launches, messages, merges
     memory_gib: float = 3300.0  # per second, read and written
     merge_seconds: float = 0.25e-3  # what one more hop costs the device, forward and backward
@@ -118,14 +122,15 @@ def estimate(schedule: str, share: Share, speeds: Speeds, parts: int = 1) -> flo
     """Seconds of forward and backward under a schedule, heads traded in `parts` parts."""
     forward = share.forward_flops / speeds.forward_tflops / 1e12
     backward = 2.5 * share.forward_flops / speeds.backward_tflops / 1e12
-    inside, across = speeds.inside_gib * GIB, speeds.across_gib * GIB
+    inside, spanning, across = (gib * GIB for gib in (speeds.inside_gib, speeds.spanning_gib, speeds.across_gib))
     query, key, nodes = share.query_bytes, share.key_bytes, share.nodes
 
     def traded(ranks: int, far: float, inner: float) -> float:
         """Seconds of `inner` between exchanges of q, k, v, out, dout, dq, dk, dv, and of q, k, v again when replayed;
         `far` of the bytes leave the node."""
         nbytes = 4 * query + 4 * key + (query + 2 * key if share.replayed else 0)
-        travel = nbytes * ((ranks - 1) / ranks - far) / inside + nbytes * far / across
+        near = (ranks - 1) / ranks - far
+        travel = nbytes * near / (spanning if far else inside) + nbytes * far / across
         inner *= _tail_factor(share, parts, speeds.processors)
         if far == 0:
             unpacked = 2 * (2 * query + 2 * key) / (speeds.memory_gib * GIB)

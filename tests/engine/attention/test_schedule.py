@@ -64,6 +64,28 @@ def test_a_faster_link_never_makes_a_schedule_slower() -> None:
         assert fast <= slow
 
 
+def test_the_link_that_is_given_decides() -> None:
+    def best(kv_heads: int, across: float) -> str:
+        problem = share(256 << 10, node_size=2, kv_heads=kv_heads)
+        return choose_schedule(problem, "zigzag", Speeds(across_gib=across)).best
+
+    for slow in (1.0, 2.0):
+        assert best(8, slow) == "heads_inside"  # few KV heads: shards around a ring between nodes
+        assert best(32, slow) in ("head_exchange", "heads_across")
+    # Where bytes cost nothing: no hops, whose tiles are smaller and whose outputs have to be merged.
+    assert best(8, 1e5) == best(32, 1e5) == "head_exchange"
+
+
+def test_what_stays_inside_a_node_is_slow_in_an_exchange_that_spans_nodes() -> None:
+    problem = share(64 << 10, node_size=2)
+    for name, slower in (("head_exchange", True), ("heads_across", False), ("heads_inside", False)):
+        as_measured, as_if_apart = (estimate(name, problem, Speeds(spanning_gib=gib)) for gib in (46.0, 315.0))
+        assert (as_measured > as_if_apart) == slower
+    assert estimate("head_exchange", share(64 << 10), Speeds(spanning_gib=1.0)) == estimate(
+        "head_exchange", share(64 << 10), Speeds()
+    )
+
+
 def test_a_short_window_leaves_a_ring_little_to_send_and_an_exchange_of_heads_everything() -> None:
     tokens, window = 64 << 10, 4095
     left = ring_traffic(SlidingWindow(window), layout_named("contiguous"), Ring(cp_size=4, node_size=4), tokens)
