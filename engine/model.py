@@ -12,7 +12,7 @@ V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,8 @@ from torch.profiler import record_function
 
 from engine.attention.masks import Causal
 from engine.attention.reference import dense_attention
+from engine.elementwise.rotary import rotate
+from engine.elementwise.swiglu import swiglu
 from engine.lm_head import plain_loss_sum
 from engine.norm import RMSNorm
 from engine.profile.ranges import LM_HEAD
@@ -56,35 +58,6 @@ def rotary_angles(positions_L: Tensor, head_dim: int, base: float, dtype: torch.
     exponents_D = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions_L.device) / head_dim
     angles_LD = torch.outer(positions_L.double(), base**-exponents_D)
     return angles_LD.cos().to(dtype), angles_LD.sin().to(dtype)
-
-
-class _Rotate(torch.autograd.Function):
-    """Rotate the pairs (x[i], x[i + D/2]). Its own function because autograd would keep fp32 copies of q and k."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BLND: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_LD, sin_LD)
-        return _rotated(x_BLND, cos_LD, sin_LD)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BLND: Tensor) -> tuple[Tensor, None, None]:
-        cos_LD, sin_LD = ctx.saved_tensors
-        return _rotated(grad_BLND, cos_LD, -sin_LD), None, None
-
-
-def _rotated(x_BLND: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
-    first, second = x_BLND.chunk(2, dim=-1)
-    cos, sin = cos_LD[:, None], sin_LD[:, None]  # over heads; fp32, so each product below is formed in fp32
-    out_BLND = torch.empty_like(x_BLND)
-    out_first, out_second = out_BLND.chunk(2, dim=-1)
-    out_first.copy_((first * cos).sub_(second * sin))
-    out_second.copy_((second * cos).add_(first * sin))
-    return out_BLND
-
-
-def rotate(x_BLND: Tensor, rotary: Rotary) -> Tensor:
-    """Apply RoPE in the precision of `rotary`, return the dtype of x. Halves are paired as in Hugging Face's Llama."""
-    return _Rotate.apply(x_BLND, *rotary)
 
 
 class Attention(nn.Module):
@@ -126,7 +99,7 @@ class MLP(nn.Module):
 
 def activate(up_BLF: Tensor, gate_BLF: Tensor | None = None) -> Tensor:
     """What the MLP's last matrix is given: GELU of `up`, or `up` times the SiLU of `gate`."""
-    return F.gelu(up_BLF) if gate_BLF is None else F.silu(gate_BLF) * up_BLF
+    return F.gelu(up_BLF) if gate_BLF is None else swiglu(gate_BLF, up_BLF)
 
 
 class DenseCausal:

@@ -2,8 +2,8 @@
 
 At 128K tokens per rank and an MLP 11008 wide, one bf16 intermediate is 2.7 GiB and a SwiGLU's backward holds six. Only
 the branch's input is kept; backward forms a run's intermediates again, and from them the run's gradients, before it
-goes to the next. The norm before the MLP is part of the run, and so is the residual sum. Tiling of token-wise parts as
-in ALST (arXiv:2506.13996).
+goes to the next: three of them at a time on GPUs, where the gradients take their memory. The norm before the MLP is
+part of the run, and so is the residual sum. Tiling of token-wise parts as in ALST (arXiv:2506.13996).
 
 Shape letters: T tokens, E embedding, F MLP width.
 """
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from engine.elementwise.swiglu import swiglu_again
 from engine.model import MLP, AddMLP, activate, add_whole_mlp
 from engine.weight_gradient import add_product
 
@@ -81,30 +82,47 @@ class _TiledMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout_BLE: Tensor) -> tuple[Tensor | None, ...]:
         dout_TE = dout_BLE.flatten(0, -2)
-        x_TE, norm_E, down_EF, *projections_FE = ctx.memory.saved_tensors
+        x_TE, norm_E, *matrices = ctx.memory.saved_tensors
         norm_E = norm_E.detach().requires_grad_()
         dx_TE = torch.empty_like(x_TE)
-        dnorm_E, ddown_EF, *dprojections_FE = (
+        dnorm_E, *dmatrices = (
             torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-            for weight in (norm_E, down_EF, *projections_FE)
+            for weight in (norm_E, *matrices)
         )
         for tokens in _runs(x_TE, ctx.run):
             with torch.enable_grad():
                 x_run_TE = x_TE[tokens].detach().requires_grad_()
                 normed_TE = F.rms_norm(x_run_TE, norm_E.shape, norm_E, ctx.eps)
-                projected_TF = [F.linear(normed_TE.detach(), w_FE.detach()).requires_grad_() for w_FE in projections_FE]
-                hidden_TF = activate(*projected_TF)
-            add_product(ddown_EF, dout_TE[tokens], hidden_TF.detach())
-            dprojected_TF = torch.autograd.grad(hidden_TF, projected_TF, dout_TE[tokens] @ down_EF)
-            del hidden_TF, projected_TF
-            dnormed_TE = torch.zeros_like(normed_TE)
-            for dprojection_FE, weight_FE, d_TF in zip(dprojections_FE, projections_FE, dprojected_TF, strict=True):
-                add_product(dprojection_FE, d_TF, normed_TE.detach())
-                dnormed_TE.addmm_(d_TF, weight_FE)
+            dnormed_TE = _mlp_backward(dout_TE[tokens], normed_TE.detach(), matrices, dmatrices)
             dx_run_TE, dnorm_run_E = torch.autograd.grad(normed_TE, (x_run_TE, norm_E), dnormed_TE)
             torch.add(dout_TE[tokens], dx_run_TE, out=dx_TE[tokens])
             dnorm_E += dnorm_run_E
-        return dx_TE, None, None, None, None, *(wide.to(norm_E.dtype) for wide in (dnorm_E, ddown_EF, *dprojections_FE))
+        return dx_TE, None, None, None, None, *(wide.to(norm_E.dtype) for wide in (dnorm_E, *dmatrices))
+
+
+def _mlp_backward(dout_TE: Tensor, normed_TE: Tensor, matrices: list[Tensor], dmatrices: list[Tensor]) -> Tensor:
+    """The gradient of one run's MLP input; those of the matrices, down first, are added to `dmatrices`."""
+    down_EF, *projections_FE = matrices
+    ddown_EF, *dprojections_FE = dmatrices
+    projected_TF = [F.linear(normed_TE, weight_FE) for weight_FE in projections_FE]
+    hidden_TF, *dprojected_TF = _activate_again(dout_TE @ down_EF, *projected_TF)
+    del projected_TF
+    add_product(ddown_EF, dout_TE, hidden_TF)
+    del hidden_TF
+    dnormed_TE = dprojected_TF[0] @ projections_FE[0]
+    for d_TF, weight_FE in zip(dprojected_TF[1:], projections_FE[1:], strict=True):
+        dnormed_TE.addmm_(d_TF, weight_FE)
+    for dprojection_FE, d_TF in zip(dprojections_FE, dprojected_TF, strict=True):
+        add_product(dprojection_FE, d_TF, normed_TE)
+    return dnormed_TE
+
+
+def _activate_again(dhidden_TF: Tensor, up_TF: Tensor, gate_TF: Tensor | None = None) -> tuple[Tensor, ...]:
+    """What `activate` gives once more, then the gradients of its arguments, whose memory the results may take."""
+    if gate_TF is None:
+        return F.gelu(up_TF), torch.ops.aten.gelu_backward(dhidden_TF, up_TF)
+    hidden_TF, dgate_TF, dup_TF = swiglu_again(dhidden_TF, gate_TF, up_TF)
+    return hidden_TF, dup_TF, dgate_TF
 
 
 def _runs(x_TE: Tensor, run: int) -> Iterator[slice]:

@@ -1,0 +1,51 @@
+"""Rotary positions (arXiv:2104.09864): the pairs (x[i], x[i + D/2]) turned by their position's angles.
+
+Halves are paired as in Hugging Face's Llama. The gradient of a rotation is the inverse rotation of the gradient.
+Shape letters: B batch, L tokens held here, N heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.elementwise.choose import kernels_for
+
+
+def rotate(x_BLND: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply RoPE, return the dtype of x.
+
+    `rotary` is (cos_LD, sin_LD) over half of the head dim, fp32 or wider; its precision is that of the arithmetic.
+    """
+    return _Rotate.apply(x_BLND, *rotary, False)
+
+
+class _Rotate(torch.autograd.Function):
+    """(x_BLND, cos_LD, sin_LD, whether backwards) -> the rotated x. Its own function because autograd would keep fp32
+    copies of q and k."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BLND: Tensor, cos_LD: Tensor, sin_LD: Tensor, inverse: bool) -> Tensor:
+        ctx.save_for_backward(cos_LD, sin_LD)
+        ctx.inverse = inverse
+        kernels = kernels_for(x_BLND)
+        if kernels is not None:
+            return kernels.rotate(x_BLND, cos_LD, sin_LD, inverse)
+        return _rotated(x_BLND, cos_LD, -sin_LD if inverse else sin_LD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BLND: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Rotate.apply(grad_BLND, *ctx.saved_tensors, not ctx.inverse), None, None, None
+
+
+def _rotated(x_BLND: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
+    """The torch twin."""
+    first, second = x_BLND.chunk(2, dim=-1)
+    cos, sin = cos_LD[:, None], sin_LD[:, None]  # over heads; fp32, so each product below is formed in fp32
+    out_BLND = torch.empty_like(x_BLND)
+    out_first, out_second = out_BLND.chunk(2, dim=-1)
+    out_first.copy_((first * cos).sub_(second * sin))
+    out_second.copy_((second * cos).add_(first * sin))
+    return out_BLND
