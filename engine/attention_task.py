@@ -7,6 +7,7 @@ matmuls of a model. Short problems are also compared with a dense float64 run.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -19,11 +20,10 @@ from engine.clock import StepClock
 from engine.distributed import World
 from engine.measurement import Measurement
 from engine.method import NativeMethod
-from engine.profile.capture import StepProfiler
 from engine.profile.ranges import STEP
 from engine.resources import reset_peaks
 from engine.settings import TrialSettings
-from engine.task import DTYPES, OnProgress, RefusingAttention, context_parallel, measured
+from engine.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured
 
 CHECKED_TOKENS = 4096  # up to this length the dense float64 run fits anywhere
 _L2_FLUSH_BYTES = 1 << 28  # several times the L2 of any current GPU
@@ -58,22 +58,20 @@ class AttentionTask:
             for heads in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
         ]
 
-    def run(self, on_progress: OnProgress, profiler: StepProfiler | None = None) -> Measurement:
+    def run(self, on_progress: OnProgress, around_step: AroundStep = nullcontext) -> Measurement:
         """Time forward alone and forward with backward, `steps.measured` times each after the warm-up.
 
-        `profiler` traces one more forward with backward.
+        `around_step` is for forward with backward.
         """
-        plan = self.settings.steps
-        flush = torch.empty(_L2_FLUSH_BYTES if self.world.device.type == "cuda" else 0, dtype=torch.uint8).to(
-            self.world.device
-        )
+        plan, flush = self.settings.steps, self._flush()
         forward_seconds, step_seconds = [], []
         for index in range(plan.warmup + plan.measured):
             if index == plan.warmup:
                 reset_peaks(self.world.device)
             forward_seconds.append(self._timed(self._forward, flush))
             self.cp.traffic.reset()
-            step_seconds.append(self._timed(self._forward_backward, flush))
+            with around_step() if index >= plan.warmup else nullcontext():
+                step_seconds.append(self._timed(self._forward_backward, flush))
             on_progress({"step": index + 1, "of": plan.warmup + plan.measured, "seconds": step_seconds[-1]})
         figures = measured(
             self.world,
@@ -89,11 +87,16 @@ class AttentionTask:
             figures.extra["across_gib_per_second"] = 1 / self.world.slowest([1 / across])[0]
         if self.whole is not None:
             figures.extra["error"] = self._errors(self.whole)
-        if profiler is not None:
-            with profiler.trace("extra_step"):
-                self._timed(self._forward_backward, flush)
-            figures.extra["profile"] = profiler.summary()
         return figures
+
+    def again(self) -> None:
+        """One more forward with backward, from the same start as the timed ones."""
+        self._timed(self._forward_backward, self._flush())
+
+    def _flush(self) -> Tensor:
+        """What pushes everything else out of a GPU's L2 cache when it is written; empty on a CPU."""
+        nbytes = _L2_FLUSH_BYTES if self.world.device.type == "cuda" else 0
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.world.device)
 
     def _forward(self) -> None:
         with torch.no_grad():
