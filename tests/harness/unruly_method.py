@@ -4,11 +4,14 @@ import os
 import signal
 import time
 
+import torch
 import torch.distributed as dist
 
 from engine.burst import Burst
 
 WELL, RANK1_RAISES, RANK1_KILLED, HANGS, ALL_REFUSE, RANK1_REFUSES, RANK1_OUT_OF_MEMORY = range(7)
+TRACED_HANGS, TRACED_RANK1_RAISES, TRACED_RANK1_KILLED = range(7, 10)  # in the step that is traced, and in no other
+HANGS_NOW = "hangs in the traced step"  # what it prints
 
 
 class Unruly(Burst):
@@ -25,7 +28,27 @@ class Unruly(Burst):
             raise ValueError("refused as planned")
         if kind == HANGS:
             time.sleep(600)
-        return super().attention(cp, settings)
+        attend = super().attention(cp, settings)
+        return UnrulyWhenTraced(attend, kind, in_trouble) if kind >= TRACED_HANGS else attend
+
+
+class UnrulyWhenTraced:
+    """Attention that misbehaves while the profiler runs."""
+
+    def __init__(self, attend, kind: int, in_trouble: bool) -> None:
+        self.attend, self.kind, self.in_trouble = attend, kind, in_trouble
+        self.keep, self.chosen = attend.keep, attend.chosen
+
+    def __call__(self, *tensors, **stored):
+        if torch.autograd._profiler_enabled():
+            if self.kind == TRACED_HANGS:
+                print(HANGS_NOW, flush=True)
+                time.sleep(600)
+            if self.kind == TRACED_RANK1_RAISES and self.in_trouble:
+                raise RuntimeError("planned")
+            if self.kind == TRACED_RANK1_KILLED and self.in_trouble:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self.attend(*tensors, **stored)
 
 
 METHOD = Unruly()

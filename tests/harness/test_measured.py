@@ -1,0 +1,158 @@
+"""What a trial that ended counts as: figures that were on disk before a step was traced are kept, whatever follows."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from engine.burst import METHOD
+from engine.measurement import Measurement, write_measurement
+from engine.profile.unfinished import PROFILE, unfinished
+from engine.settings import ModelShape, Steps, TrialSettings
+from harness.launch import Outcome
+from harness.launch.local import LocalLauncher
+from harness.launch.supervisor import Patience, Supervisor
+from harness.machine import Machine
+from harness.measured import measured
+from harness.progress import PlainView
+from harness.record import Record, Status, read_records
+from harness.run import Host, Resume, run_experiment
+from harness.run_directory import RunDirectory
+from harness.trial import Trial
+from tests.harness.unruly_method import HANGS_NOW, TRACED_HANGS, TRACED_RANK1_KILLED, TRACED_RANK1_RAISES, WELL
+
+SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def outcome(status: Status, reason: str = "") -> Outcome:
+    return Outcome(status=status, reason=reason, wall_seconds=9.0, hosts=["here"])
+
+
+def figures(**extra: object) -> Measurement:
+    return Measurement(step_seconds=[1.5], extra=extra)
+
+
+@pytest.mark.parametrize("status", ["timeout", "failed", "oom", "host_oom", "node_lost"])
+def test_figures_that_only_a_trace_was_to_follow_are_kept_with_the_reason(tmp_path: Path, status: Status) -> None:
+    write_measurement(tmp_path, figures(profile=unfinished("extra_step")))
+    ended, found = measured(outcome(status, "it was so"), METHOD, tmp_path)
+    assert (ended.status, ended.reason) == ("ok", f"measured, and then {status}: it was so")
+    assert found is not None
+    assert found.step_seconds == [1.5]
+    assert found.extra[PROFILE] == {
+        "of": "extra_step",
+        "reason": f"the trial ended while one more step was traced: {status}: it was so",
+    }
+
+
+def test_a_trace_that_was_read_stays_when_the_trial_ends_badly_after_it(tmp_path: Path) -> None:
+    profile = {"of": "measured_step", "on": "gpu", "rank": 0, "span_seconds": 1.0, "seconds": {"idle": 1.0}}
+    write_measurement(tmp_path, figures(profile=profile))
+    ended, found = measured(outcome("timeout", "late"), METHOD, tmp_path)
+    assert ended.status == "ok"
+    assert found is not None
+    assert found.extra[PROFILE] == profile
+
+
+def test_without_a_trace_to_follow_only_a_good_end_counts(tmp_path: Path) -> None:
+    assert measured(outcome("timeout", "late"), METHOD, tmp_path) == (outcome("timeout", "late"), None)
+    write_measurement(tmp_path, figures())
+    assert measured(outcome("timeout", "late"), METHOD, tmp_path) == (outcome("timeout", "late"), None)
+    assert measured(outcome("ok"), METHOD, tmp_path) == (outcome("ok"), figures())
+
+
+def test_a_trial_that_the_user_stopped_runs_again(tmp_path: Path) -> None:
+    write_measurement(tmp_path, figures(profile=unfinished("extra_step")))
+    assert measured(outcome("interrupted", "stopped"), METHOD, tmp_path) == (outcome("interrupted", "stopped"), None)
+
+
+def test_figures_of_an_earlier_attempt_are_not_taken_for_those_of_this_one(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.begin_attempt("one")
+    write_measurement(directory.trial("one"), figures(profile=unfinished("extra_step")))
+    assert directory.begin_attempt("one") == 2
+    late = outcome("timeout", "late")
+    assert measured(late, METHOD, directory.trial("one")) == (late, None)
+
+
+@pytest.fixture(scope="module")
+def launcher():
+    supervisor = Supervisor({**os.environ, **ENVIRONMENT}, patience=Patience(failure=1.5, terminate=0.5, poll=0.02))
+    launcher = LocalLauncher(supervisor)
+    yield launcher
+    launcher.close()
+
+
+def trial(seed: int, share: bool, measured: int = 2) -> Trial:
+    settings = TrialSettings(
+        task="train", method="burst", model=SHAPE, seq_len=64, dtype="fp32", cp_size=2, seed=seed,
+        steps=Steps(warmup=0, measured=measured), learning_rate=1e-2,
+    )  # fmt: skip
+    return Trial(experiment="exp", title="E", settings=settings, deadline_seconds=3600, share_ranks=share, profile=True)
+
+
+def run(launcher: LocalLauncher, run_dir: Path, trials: list[Trial], resume: Resume | None = None) -> list[Record]:
+    host = Host(
+        machine=Machine(hostname="here", device="cpu", cores=2, memory_gib=8.0),
+        launcher=launcher,
+        environment=ENVIRONMENT,
+        commit="abc",
+    )
+    view = PlainView(Console(quiet=True))
+    run_experiment("exp", trials, host, run_dir, view=view, say=lambda _: None, resume=resume)
+    records = {record.trial_id: record for record in read_records(run_dir)}
+    return [records[each.id] for each in trials]
+
+
+def late_once_it_hangs(monkeypatch: pytest.MonkeyPatch, log: Path) -> None:
+    """The launcher's clock jumps ahead of every deadline when a rank says that it hangs."""
+
+    def monotonic() -> float:
+        hangs = log.exists() and HANGS_NOW in log.read_text()
+        return time.monotonic() + (1e6 if hangs else 0.0)
+
+    clock = SimpleNamespace(monotonic=monotonic, time=time.time)
+    monkeypatch.setattr("harness.launch.supervisor.time", clock)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_traced_step_that_ends_the_ranks_costs_no_figures_and_the_next_trial_has_fresh_ones(
+    launcher, tmp_path, monkeypatch, share
+):
+    monkeypatch.setattr("harness.run.method_module", lambda _name: "tests.harness.unruly_method")
+    kinds = (WELL, TRACED_HANGS, TRACED_RANK1_RAISES, TRACED_RANK1_KILLED, 100 + WELL)
+    trials = [trial(kind, share) for kind in kinds]
+    late_once_it_hangs(monkeypatch, tmp_path / "run" / "trials" / trials[1].id / "logs" / "rank0.log")
+    records = run(launcher, tmp_path / "run", trials)
+
+    turns = [1, 2, 1, 1, 1] if share else [0] * 5
+    assert [(record.status, record.ranks_turn) for record in records] == [("ok", turn) for turn in turns]
+    profiles = []
+    for record in records:
+        assert record.measurement is not None
+        assert len(record.measurement.step_seconds) == 2
+        profiles.append(record.measurement.extra[PROFILE])
+        assert profiles[-1]["of"] == "extra_step"
+    for good in (0, 4):
+        assert records[good].reason == ""
+        assert profiles[good]["span_seconds"] > 0
+    how = ["timeout: not finished within its 3600 s", "failed: rank 1", "failed: rank 1 was killed"]
+    for cut, words in zip((1, 2, 3), how, strict=True):
+        assert records[cut].reason.startswith(f"measured, and then {words}")
+        assert profiles[cut]["reason"].startswith(f"the trial ended while one more step was traced: {words}")
+    assert run(launcher, tmp_path / "run", trials, Resume(retry_failed=True)) == records
+
+
+def test_a_trial_whose_only_step_is_the_traced_one_has_nothing_to_keep(launcher, tmp_path, monkeypatch):
+    monkeypatch.setattr("harness.run.method_module", lambda _name: "tests.harness.unruly_method")
+    [lost, good] = run(launcher, tmp_path / "run", [trial(TRACED_RANK1_RAISES, True, 1), trial(WELL, True, 1)])
+    assert (lost.status, lost.measurement) == ("failed", None)
+    assert good.measurement is not None
+    assert good.measurement.extra[PROFILE]["of"] == "measured_step"
+    assert good.measurement.extra[PROFILE]["span_seconds"] > 0
