@@ -124,7 +124,7 @@ def measure(task: Task, profiler: StepProfiler | None, trial_dir: Path, rank: in
         measurement.extra[PROFILE] = profiler.summary()
         if rank == 0:
             write_measurement(trial_dir, measurement)
-        phases.end("tracing a step, and reading the trace")
+        phases.end("the trace")
 
 
 def _set_up(trial_dir: Path, phases: Phases, turn: int) -> tuple[Task, StepProfiler | None]:

@@ -140,7 +140,6 @@ def test_a_traced_step_that_ends_the_ranks_costs_no_figures_and_the_next_trial_h
         profiles.append(record.measurement.extra[PROFILE])
         assert profiles[-1]["of"] == "extra_step"
     for good in (0, 4):
-        assert records[good].reason == ""
         assert profiles[good]["span_seconds"] > 0
     how = ["timeout: not finished within its 3600 s", "failed: rank 1", "failed: rank 1 was killed"]
     for cut, words in zip((1, 2, 3), how, strict=True):
