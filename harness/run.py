@@ -18,7 +18,7 @@ from harness.launch import Job, Launcher, Outcome
 from harness.launch.environment import render
 from harness.launch.ports import port_was_taken
 from harness.machine import Machine
-from harness.measured import measured
+from harness.measured import completed, measured
 from harness.methods import method_module, method_named
 from harness.plan import nothing_can_run
 from harness.progress import ProgressView
@@ -33,9 +33,9 @@ from harness.trial import Trial
 class Resume:
     """Which trials of an earlier run in the same directory are not executed again.
 
-    Kept are those with a record, unless the trial was interrupted or only the plan refused it (the machine may be
-    another one now). `retry_failed` also executes again what says nothing about the method: failed, timeout, hang,
-    node_lost.
+    Kept are those with a record, unless the trial was interrupted before it had its figures, or only the plan refused
+    it (the machine may be another one now). `retry_failed` also executes again what says nothing about the method:
+    failed, timeout, hang, node_lost.
     """
 
     retry_failed: bool = False
@@ -91,7 +91,7 @@ def run_experiment(
         view.begin(len(trials))
         try:
             for trial in trials:
-                record = directory.record(trial.id) if resume is not None else None
+                record = _recorded(directory, trial.id) if resume is not None else None
                 kept = record is not None and resume is not None and resume.keeps(record)
                 if record is None or not kept:
                     view.trial_began(trial)
@@ -105,6 +105,17 @@ def run_experiment(
             view.end()
     _say_how_to_go_on(statuses, len(trials), again, say)
     return 0 if all(status in RESULTS for status in statuses) else 1
+
+
+def _recorded(directory: RunDirectory, trial_id: str) -> Record | None:
+    """The record that an earlier run left of a trial, completed where the user stopped it with its figures on disk."""
+    before = directory.record(trial_id)
+    if before is None:
+        return None
+    record = completed(before, directory.trial(trial_id))
+    if record != before:
+        write_record(directory.trial(trial_id), record)
+    return record
 
 
 def _execute(trial: Trial, host: Host, directory: RunDirectory, view: ProgressView) -> Record:

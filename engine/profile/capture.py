@@ -21,10 +21,9 @@ from torch.profiler import ProfilerActivity, profile
 from engine.atomic import write_atomic
 from engine.distributed import World
 from engine.profile.timeline import Breakdown, breakdown_of
-from engine.profile.unfinished import Of
+from engine.profile.unfinished import TRACE_FILE, Of
 from engine.settings import TrialSettings
 
-TRACE_FILE = "trace.json.gz"  # of a trial, in the Chrome trace format
 _GZIP_LEVEL = 6
 _REASON_CHARACTERS = 200  # of an error's first line
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 Of = Literal["extra_step", "measured_step"]  # which step: one more, or the only one that was measured
 
+TRACE_FILE = "trace.json.gz"  # of a trial, in the Chrome trace format: rank 0's
 PROFILE = "profile"  # of `Measurement.extra`: where the time of the traced step went
 _REASON = "the trial ended before the trace was read"
 _UNDER_WAY: dict[Of, str] = {

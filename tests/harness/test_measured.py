@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import time
 from pathlib import Path
@@ -12,18 +14,19 @@ from rich.console import Console
 
 from engine.burst import METHOD
 from engine.measurement import Measurement, write_measurement
-from engine.profile.unfinished import PROFILE, unfinished
+from engine.profile.unfinished import PROFILE, TRACE_FILE, unfinished
 from engine.settings import ModelShape, Steps, TrialSettings
 from harness.launch import Outcome
 from harness.launch.local import LocalLauncher
 from harness.launch.supervisor import Patience, Supervisor
 from harness.machine import Machine
-from harness.measured import measured
+from harness.measured import completed, measured
 from harness.progress import PlainView
 from harness.record import Record, Status, read_records
 from harness.run import Host, Resume, run_experiment
 from harness.run_directory import RunDirectory
 from harness.trial import Trial
+from tests.harness import synthetic_records
 from tests.harness.unruly_method import HANGS_NOW, TRACED_HANGS, TRACED_RANK1_KILLED, TRACED_RANK1_RAISES, WELL
 
 SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
@@ -67,9 +70,43 @@ def test_without_a_trace_to_follow_only_a_good_end_counts(tmp_path: Path) -> Non
     assert measured(outcome("ok"), METHOD, tmp_path) == (outcome("ok"), figures())
 
 
-def test_a_trial_that_the_user_stopped_runs_again(tmp_path: Path) -> None:
+STOPPED = "stopped by the user; --resume runs it again"
+
+
+def test_a_trial_that_the_user_stopped_ends_the_run_as_interrupted(tmp_path: Path) -> None:
     write_measurement(tmp_path, figures(profile=unfinished("extra_step")))
-    assert measured(outcome("interrupted", "stopped"), METHOD, tmp_path) == (outcome("interrupted", "stopped"), None)
+    assert measured(outcome("interrupted", STOPPED), METHOD, tmp_path) == (outcome("interrupted", STOPPED), None)
+
+
+def test_a_resumed_run_keeps_the_figures_of_a_trial_that_was_stopped_while_its_trace_was_read(tmp_path: Path) -> None:
+    stopped = synthetic_records.record(status="interrupted", reason=STOPPED)
+    assert completed(stopped, tmp_path) == stopped  # nothing was measured
+    write_measurement(tmp_path, figures(profile=unfinished("measured_step")))
+    kept = completed(stopped, tmp_path)
+    assert (kept.status, kept.reason) == ("ok", "measured, and then interrupted: stopped by the user")
+    assert kept.measurement is not None
+    assert kept.measurement.step_seconds == [1.5]
+    assert set(kept.measurement.extra[PROFILE]) == {"of", "reason"}  # no trace
+    failed = synthetic_records.record(status="failed", reason="no")
+    assert completed(failed, tmp_path) == failed
+
+
+@pytest.mark.parametrize("damage", [0, 9])
+def test_the_trace_that_rank_0_left_tells_where_its_time_went(tmp_path: Path, damage: int) -> None:
+    write_measurement(tmp_path, figures(profile=unfinished("measured_step")))
+    kernel = {"ph": "X", "cat": "kernel", "name": "flash_bwd", "ts": 0.0, "dur": 3e6, "args": {}}
+    trace = gzip.compress(json.dumps({"traceEvents": [kernel, kernel | {"ts": 4e6}]}).encode())
+    (tmp_path / TRACE_FILE).write_bytes(trace[: len(trace) - damage])
+    kept = completed(synthetic_records.record(status="interrupted", reason=STOPPED), tmp_path)
+    assert kept.measurement is not None
+    profile = kept.measurement.extra[PROFILE]
+    assert profile["reason"] == (
+        "the trial ended while the trace of the measured step was read: interrupted: stopped by the user"
+    )
+    found = (profile.get("on"), profile.get("rank"), profile.get("span_seconds"))
+    assert found == ((None, None, None) if damage else ("gpu", 0, 7.0))
+    if not damage:
+        assert profile["seconds"]["idle"] == 1.0
 
 
 def test_figures_of_an_earlier_attempt_are_not_taken_for_those_of_this_one(tmp_path: Path) -> None:
