@@ -36,7 +36,7 @@ _COLOURS = {
     "flash_1gpu": "#2b2f36",
 }
 _SPARE = ("#8a5a44", "#6a51a3", "#35978f", "#ad1457")
-_HATCHES = ("", "////", "....", "xxxx", "----", "++++")
+_HATCHES = ("", "////", "\\\\\\\\", "xxxx", "----", "++++")  # no dots: an SVG writes out every circle of theirs
 _DASHES: tuple[str | tuple[int, tuple[int, ...]], ...] = ("-", (0, (5, 2)), (0, (2, 2)), (0, (7, 2, 2, 2)), (0, (1, 1)))
 _MARKERS = ("o", "s", "D", "^", "v", "P")
 
