@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.data import open_tokens
-from engine.data.held_out import ShuffledSequences, spans
+from engine.data.held_out import ShuffledSequences, Span, spans
 from engine.data.store import Header
 from engine.distributed import World
 from engine.method import NativeMethod
@@ -47,7 +47,7 @@ class TrainingRun:
             world,
             self.task.model,
             self.task.optimizer,
-            facts=order.facts | _data_facts(store.header),
+            facts=order.facts | _data_facts(store.header, held_out),
             keep=config.save.keep,
         )
         self.notes: list[str] = []  # what the user should know of how the run started
@@ -164,12 +164,15 @@ def _check_data(config: TrainingConfig, header: Header, sequences: int) -> None:
         )
 
 
-def _data_facts(header: Header) -> dict[str, object]:
-    """What of a token store decides which tokens a step sees."""
+def _data_facts(header: Header, held_out: Span) -> dict[str, object]:
+    """What of a token store decides which tokens a step sees.
+
+    A text read without a store of its own is parted as `burst data` would, which its header does not say.
+    """
     return {
         "data of sha256": header.sha256,
         "tokenizer": header.tokenizer,
         "tokenizer of sha256": header.tokenizer_sha256,
         "tokens": header.count,
-        "validation tokens": header.validation,
+        "validation tokens": held_out.stop - held_out.start,
     }

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from engine.data.build import build_store
+from engine.data.held_out import VALIDATION
+from engine.data.sources import PYTHON_DOCS
+from engine.data.tokenizers import ByteTokenizer
 from engine.settings import Checkpoint
 from engine.training.config import Evaluation
 from engine.training.saving import whole_parameters
@@ -49,6 +54,10 @@ def one_rank(folder: Path, two_ranks: list[dict]) -> dict[str, dict]:
     starts |= {words: (changed, case) for words, case in CHANGES.items()}
     (folder / "other.txt").write_text("other words, " * 2500)
     starts["other data"] = (changed, config(data=str(folder / "other.txt")))
+    build_store([PYTHON_DOCS], folder / "store", ByteTokenizer(), VALIDATION)
+    starts["a store of the text"] = (copy(folder, "stored", steps=[4]), config(data=str(folder / "store")))
+    build_store([PYTHON_DOCS], folder / "tenth", ByteTokenizer(), 0.1)
+    starts["a store with more held out"] = (changed, config(data=str(folder / "tenth")))
     starts["fewer steps"] = (changed, config(steps=3))
     starts["newest damaged"] = (copy(folder, "newest", steps=[4, 6]), config())
     damage(folder / "newest", 6)
@@ -151,6 +160,15 @@ def test_other_data_are_refused_and_another_course_is_not(one_rank) -> None:
     assert "it was made with data of sha256" in one_rank["other data"]["refused"]
     assert one_rank[ALLOWED]["steps_done"] == 5
     assert one_rank[ALLOWED]["metrics"][-1]["learning_rate"] < 0.002
+
+
+def test_a_store_of_the_same_text_parted_alike_is_the_same_data(two_ranks, one_rank) -> None:
+    assert_same_curve(one_rank["a store of the text"], two_ranks[0], done=4)
+
+
+def test_a_store_with_another_part_held_out_is_refused_with_both_numbers(one_rank) -> None:
+    sentence = one_rank["a store with more held out"]["refused"]
+    assert re.search(r"it was made with validation tokens [1-9]\d+, and the run now says [1-9]\d+; ", sentence)
 
 
 def test_a_run_cannot_end_before_where_it_is(one_rank) -> None:
