@@ -20,6 +20,7 @@ from engine.attention.head_exchange import pieces_in_order
 from engine.attention.head_pass import HeadPlan
 from engine.attention.itinerary import ring_traffic
 from engine.attention.kernels import Problem, choose_kernel
+from engine.attention.kernels.stand_in import with_room_for_delta
 from engine.attention.masks import Causal, Mask, band_kinds
 from engine.attention.merge import row_dot
 from engine.attention.ring import RingTraffic
@@ -72,6 +73,7 @@ class _BurstAttention(torch.autograd.Function):
         delta_BNL = row_dot(dout_BLND, out_BLND)
         if dlse_BNL is not None:
             delta_BNL -= dlse_BNL
+            dout_BLND = with_room_for_delta(dout_BLND, delta_BNL)
         if ctx.as_given:
             q_BLND, k_BLKD, v_BLKD = kept
             gradients = plan.backward(q_BLND, k_BLKD, v_BLKD, dout_BLND, lse_BNL, delta_BNL)

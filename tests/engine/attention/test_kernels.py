@@ -7,8 +7,8 @@ import torch
 
 from engine.attention.gradients import GradientSum
 from engine.attention.kernels import KERNELS, BackwardInputs, Problem, available, choose_kernel, kernel_named, refusal
-from engine.attention.kernels.stand_in import output_stand_in
-from engine.attention.merge import RunningOutput, merge_parts, row_dot
+from engine.attention.kernels.stand_in import output_stand_in, with_room_for_delta
+from engine.attention.merge import RunningOutput, accumulation_dtype, merge_parts, row_dot
 from engine.attention.tiles import CAUSAL, FULL, Band
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -92,6 +92,21 @@ def test_the_stand_in_for_the_output_has_the_right_row_sums_at_any_magnitude(siz
     delta = row_dot(dout, out)
     rebuilt = row_dot(dout, output_stand_in(dout, delta))
     torch.testing.assert_close(rebuilt, delta, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_rows_without_a_gradient_of_out_have_room_for_that_of_the_lse(dtype) -> None:
+    dout, delta = torch.randn(2, 8, 3, 16).to(dtype), torch.randn(2, 3, 8, dtype=accumulation_dtype(dtype))
+    dout[0, :4], dout[1, 0, 0] = 0, 1e-44
+    delta[0, :, 0] = 0
+    roomy = with_room_for_delta(dout, delta)
+    changed = dout.ne(roomy).any(-1)
+    assert changed[0].sum(1).tolist() == [0, 3, 3, 3, 0, 0, 0, 0]
+    assert (roomy - dout).abs().max() <= 2**-10 * delta.abs().max()
+    rebuilt = output_stand_in(roomy, delta)
+    assert torch.isfinite(rebuilt).all()
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(row_dot(roomy, rebuilt), delta, rtol=tolerance, atol=tolerance)
 
 
 def test_merging_survives_scores_far_apart_and_rows_without_keys() -> None:
