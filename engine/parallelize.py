@@ -79,5 +79,12 @@ def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) 
             module.set_force_sum_reduction_for_comms(True)
 
 
+def sum_across_nodes(model: Decoder, now: bool) -> None:
+    """Whether backward sums gradients over the first of two mesh axes from here on, or holds the sums over the second,
+    sharded, for a later backward to add to. Nothing to say where the mesh has one axis."""
+    assert isinstance(model, FSDPModule)
+    model.set_requires_all_reduce(now)
+
+
 def _current_index(mesh: DeviceMesh) -> int | None:
     return torch.cuda.current_device() if mesh.device_type == "cuda" else None

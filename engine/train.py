@@ -27,7 +27,7 @@ from engine.measurement import Measurement
 from engine.method import NativeMethod
 from engine.model import Decoder
 from engine.optimizer import adamw
-from engine.parallelize import build_model
+from engine.parallelize import build_model, sum_across_nodes
 from engine.profile.ranges import OPTIMIZER, STEP
 from engine.recipe import Recipe
 from engine.resources import reset_peaks
@@ -152,9 +152,11 @@ class TrainTask:
     def gradients(self, index: int) -> Tensor:
         """Form the gradients of step `index`; returns this rank's share of the mean loss, 0-dim. Collective."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for number, batch in enumerate(self.batches(index)):
+        batches = self.batches(index)
+        for number, batch in enumerate(batches):
             if number:
                 self._clock.mark()
+            sum_across_nodes(self.model, now=batch is batches[-1])  # the slow links carry gradients once per step
             loss = self.forward(batch)
             self._clock.mark()
             loss.backward()

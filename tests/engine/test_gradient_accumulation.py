@@ -19,6 +19,10 @@ SHAPE = ModelShape(name="odd", layers=2, hidden=18, ffn=30, heads=6, kv_heads=2,
 # Two replicas of one rank, six sequences each.
 BIG = TrialSettings(task="train", method="burst", model=SHAPE, seq_len=16, world_size=2, batch_size=6, dtype="fp64")
 SMALL = dataclasses.replace(BIG, batch_size=2, gradient_accumulation=3)
+# Four replicas on two nodes, over which parameters are repeated.
+BIG_HYBRID, SMALL_HYBRID = (
+    dataclasses.replace(each, world_size=4, sharding="hybrid", emulate_nodes=2) for each in (BIG, SMALL)
+)
 
 
 def tokens_and_targets(settings: TrialSettings) -> tuple[list[Any], set[int]]:
@@ -29,21 +33,24 @@ def tokens_and_targets(settings: TrialSettings) -> tuple[list[Any], set[int]]:
 
 
 class Reductions(TorchDispatchMode):
-    """Counts the collectives that reduce sharded gradients."""
+    """Counts the collectives that sum over ranks."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.scattered = self.whole = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.namespace == "c10d" and "reduce_scatter" in func.name()
+        self.scattered += func.namespace == "c10d" and "reduce_scatter" in func.name()
+        self.whole += func.namespace == "c10d" and "allreduce" in func.name()
         return func(*args, **(kwargs or {}))
 
 
-def reductions_of(settings: TrialSettings) -> int:
-    """Collectives that reduce parameters' gradients in one step."""
+def reductions_of(settings: TrialSettings) -> tuple[int, int]:
+    """Collectives of one step that reduce parameters' gradients within a mesh axis, and those over a whole group."""
     _, task = task_of(settings)
     with Reductions() as reductions:
         task.gradients(0)
-    return reductions.count
+    return reductions.scattered, reductions.whole
 
 
 def everything(cache: str) -> dict[str, Any]:
@@ -63,7 +70,25 @@ def test_micro_batches_are_one_big_batch_in_parts(tmp_path: Path) -> None:
         assert np.array(big[0]).shape == (2, 6, 16)
         assert small == big == (big[0], {2 * 6 * 16})
         # Embedding, two blocks, head and the norm before it, each once a micro-batch: no rank keeps them whole.
-        assert rank["reductions"] == {"big": 5, "small": 15}
+        # The one sum over a whole group is that of the targets.
+        assert rank["reductions"] == {"big": (5, 1), "small": (15, 1)}
     assert ranks[0]["batches"]["big"][0] != ranks[1]["batches"]["big"][0]  # replicas learn from different sequences
+    found, truth = ranks[0]["gradients"]["small"], ranks[0]["gradients"]["big"]
+    assert {what: error for what, error in errors(found, truth).items() if not error < 1e-12} == {}
+
+
+def hybrid(cache: str) -> dict[str, Any]:
+    os.environ["BURST_CACHE"] = cache
+    both = {"big": BIG_HYBRID, "small": SMALL_HYBRID}
+    return {
+        "reductions": {name: reductions_of(settings) for name, settings in both.items()},
+        "gradients": parallel_runs(cache, both),
+    }
+
+
+def test_nodes_sum_their_gradients_once_however_many_micro_batches(tmp_path: Path) -> None:
+    ranks = run_on_ranks(4, hybrid, str(tmp_path))
+    for rank in ranks:
+        assert rank["reductions"] == {"big": (5, 6), "small": (15, 6)}  # five units and the targets
     found, truth = ranks[0]["gradients"]["small"], ranks[0]["gradients"]["big"]
     assert {what: error for what, error in errors(found, truth).items() if not error < 1e-12} == {}
