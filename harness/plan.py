@@ -31,6 +31,7 @@ from harness.machine import Machine
 from harness.methods import method_named
 from harness.spec import Experiment
 from harness.trial import Trial
+from harness.warm_up import warm_up_refusal
 
 # Kernels that exist for one kind of device only; `auto` and `reference` run on both.
 _DEVICE_OF_KERNEL = {"cpu": "cpu", "fa2": "cuda", "cudnn": "cuda", "fa4": "cuda", "flex": "cuda"}
@@ -217,8 +218,10 @@ def _data_refusal(settings: TrialSettings) -> str | None:
 
 def _layout_refusal(settings: TrialSettings) -> str | None:
     """A sequence that does not split. Only native methods say how they lay it out; foreign ones judge by themselves."""
-    layout = getattr(method_named(settings.method), "layout", None)
-    return None if layout is None else split_refusal(layout(settings), settings.seq_len, settings.cp_size)
+    layout_of = getattr(method_named(settings.method), "layout", None)
+    layout = None if layout_of is None else layout_of(settings)
+    whole = None if layout is None else split_refusal(layout, settings.seq_len, settings.cp_size)
+    return whole or warm_up_refusal(settings, layout)
 
 
 def _schedule_refusal(settings: TrialSettings, machine: Machine) -> str | None:

@@ -163,6 +163,22 @@ def test_a_length_that_does_not_split_names_the_nearest_ones(tmp_path: Path) -> 
     assert "1002" in refused["ulysses", 2]
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (["fixed.cp_size=2", "steps.warmup_seq_len=18"], "seq_len 18 does not split into 2 x cp_size = 4 equal zigzag"),
+        (["fixed.mask=documents:1000,24", "steps.warmup_seq_len=128"], "2 documents hold 1024 tokens and the sequence"),
+    ],
+)
+def test_a_warm_up_length_that_cannot_be_run_is_refused_by_its_name(tmp_path: Path, changes, reason: str) -> None:
+    refusal = _only_refusal(tmp_path, *changes)
+    assert refusal.startswith(f"steps.warmup_seq_len {changes[1].partition('=')[2]} cannot be run: {reason}")
+    assert refusal.endswith("; 0 warms up at the trial's own length")
+    [attention] = _plan(tmp_path, "fixed.method=burst", "fixed.cp_size=1", *changes, "task=attention")
+    [cold] = _plan(tmp_path, "fixed.method=burst", "fixed.cp_size=1", *changes, "steps.warmup=0")
+    assert attention.refusal is cold.refusal is None
+
+
 def test_heads_that_ulysses_cannot_divide_are_refused_and_the_rest_runs(tmp_path: Path) -> None:
     trials = _plan(tmp_path, "fixed.cp_size=8")
     reasons = {trial.settings.method: trial.refusal for trial in trials}
