@@ -160,6 +160,10 @@ def _groups_of(double_group: Sequence[Any] | None) -> tuple[dist.ProcessGroup | 
     """(intra-node group, inter-node group), both or neither."""
     if double_group is None:
         return None, None
+    if not isinstance(double_group, Sequence):
+        raise ValueError(
+            f"double_group is a {type(double_group).__name__}; pass (intra-node group, inter-node group) or None"
+        )
     if len(double_group) != 2:
         raise ValueError(f"double_group has {len(double_group)} entries; pass (intra-node group, inter-node group)")
     if (double_group[0] is None) != (double_group[1] is None):

@@ -75,6 +75,8 @@ class ContextParallel:
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not in the group it was given; pass a group of its own")
         if node_size is not None and (node_size < 1 or self.size % node_size):
             raise ValueError(f"node_size {node_size} does not divide cp_size {self.size}; give ranks per node that do")
         self._routes: dict[tuple[Ring, str], Routes] = {}
@@ -125,10 +127,19 @@ class ContextParallel:
         """For a schedule that trades heads: the exchange, the CP ranks in it, and who shares the sequence after it.
 
         Heads are traded by copy engine where that is asked for, or left open, and all who trade share a node; else by
-        all-to-all. Collective at first use, then kept.
+        all-to-all. Collective at first use, then kept. Raises ValueError when the copy engine is asked for and nothing
+        could be copied.
         """
         inside = schedule == "heads_inside" or self.node_size == self.size
-        copied = inside and exchange in ("auto", "copy_engine") and copy_engine_missing(device) is None
+        missing = copy_engine_missing(device)
+        if exchange == "copy_engine" and self.size > 1:
+            nowhere = (
+                f"exchange copy_engine copies inside a node and nodes are of {self.node_size}; choose exchange auto"
+            )
+            refusal = missing if inside or schedule != "head_exchange" else nowhere
+            if refusal:
+                raise ValueError(refusal)
+        copied = inside and exchange in ("auto", "copy_engine") and missing is None
         key = (schedule, "copy_engine" if copied else "all_to_all")
         if key not in self._trades:
             self._trades[key] = self._make_trade(*key)
@@ -213,7 +224,11 @@ class ContextParallel:
         return rows_before(self.layout.segments(seq_len, self.size, self.rank), cut)
 
     def positions(self, seq_len: int, device: torch.device | None = None) -> Tensor:
-        """Global position of each local token, int64 of length seq_len / size. For RoPE and labels."""
+        """Global position of each local token, int64 of length seq_len / size. For RoPE and labels.
+
+        Raises ValueError, naming the nearest lengths, when the layout cannot split `seq_len`.
+        """
+        self.segments(seq_len)
         return self._positions_of(self.rank, seq_len).to(device)
 
     def _positions_of(self, cp_rank: int, seq_len: int) -> Tensor:
@@ -235,6 +250,7 @@ class ContextParallel:
         """The whole-sequence tensor from every rank's tokens: `shard` undone. Collective; not differentiable."""
         if self.size == 1:
             return tensor
+        self.segments(tensor.shape[dim] * self.size)  # refuses lengths no shard has
         shards = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(shards, tensor.detach().contiguous(), group=self.group)
         seq_len = tensor.shape[dim] * self.size

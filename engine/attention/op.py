@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.attention.context import ContextParallel
 from engine.attention.head_exchange import pieces_in_order
 from engine.attention.head_pass import HeadPlan
+from engine.attention.inputs import check_inputs, check_mask, check_scale
 from engine.attention.itinerary import ring_traffic
 from engine.attention.kernels import Problem, choose_kernel
 from engine.attention.kernels.stand_in import with_room_for_delta
@@ -66,6 +67,8 @@ class _BurstAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout_BLND: Tensor | None, dlse_BNL: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # what travels is out of autograd's sight: second derivatives would be wrong
+            raise ValueError("create_graph is set and attention has no second derivative; take gradients without it")
         out_BLND, lse_BNL, *kept = ctx.saved_tensors
         plan: AttentionPlan = ctx.plan
         dout_BLND = torch.zeros_like(out_BLND) if dout_BLND is None else dout_BLND.contiguous()
@@ -98,24 +101,6 @@ def _forward(
             f"before it, but q has {q_BLND.shape[1]}; pass what keep_tail returned for these shards"
         )
     return torch.cat((out_BHND, stored.out_BLND), dim=1), torch.cat((lse_BNH, stored.lse_BNL), dim=2)
-
-
-def _check_shapes(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> None:
-    if q_BLND.ndim != 4 or k_BLKD.ndim != 4 or k_BLKD.shape != v_BLKD.shape:
-        raise ValueError(
-            f"q {tuple(q_BLND.shape)}, k {tuple(k_BLKD.shape)}, v {tuple(v_BLKD.shape)} are not [batch, tokens, heads, "
-            "head_dim] with equal k and v; reshape them"
-        )
-    batch, tokens, heads, head_dim = q_BLND.shape
-    if (batch, tokens, head_dim) != (k_BLKD.shape[0], k_BLKD.shape[1], k_BLKD.shape[3]):
-        raise ValueError(
-            f"q {tuple(q_BLND.shape)} and k {tuple(k_BLKD.shape)} differ in batch, tokens or head_dim; pass shards of "
-            "the same positions"
-        )
-    if heads % k_BLKD.shape[2]:
-        raise ValueError(f"{heads} query heads are not divisible by {k_BLKD.shape[2]} KV heads; choose heads that are")
-    if not q_BLND.dtype == k_BLKD.dtype == v_BLKD.dtype:
-        raise ValueError(f"q, k, v are {q_BLND.dtype}, {k_BLKD.dtype}, {v_BLKD.dtype}; pass one dtype")
 
 
 def _traffic(mask: Mask, cp: ContextParallel, seq_len: int) -> RingTraffic:
@@ -181,8 +166,9 @@ def plan_attention(
         trade, members, inner = cp.trade_heads(schedule, exchange, q_BLND.device)
         traded = len(members)
         # The speeds that make parts worth their launches are a GPU's too.
-        parts = head_parts or (choose_parts(schedule, share, speeds) if q_BLND.is_cuda else 1)
-        if kv_heads // traded % parts:
+        chosen_parts = choose_parts(schedule, share, speeds) if q_BLND.is_cuda else 1
+        parts = chosen_parts if head_parts is None else head_parts
+        if parts < 1 or kv_heads // traded % parts:
             raise ValueError(
                 f"head_parts {parts} does not divide the {kv_heads // traded} KV heads of a rank under schedule "
                 f"{schedule}; give a number that does"
@@ -268,13 +254,17 @@ def burst_attention(
         out_BLND in the inputs' dtype, or (out_BLND, lse_BNL). A query that sees no key gives 0, lse -inf, no gradient.
 
     Raises:
-        ValueError: shapes that do not fit, a length the layout cannot split, or a choice this machine cannot run.
+        ValueError: tensors that do not fit each other, a scale that is not above 0, a length the layout cannot split,
+            or a choice this machine cannot run.
     """
-    _check_shapes(q_BLND, k_BLKD, v_BLKD)
+    mask = Causal() if mask is None else mask
+    check_inputs(q_BLND, k_BLKD, v_BLKD)
+    check_scale(scale)
+    check_mask(mask)
     plan = plan_attention(
         q_BLND,
         k_BLKD,
-        mask=mask or Causal(),
+        mask=mask,
         cp=cp or ContextParallel.single(),
         scale=scale,
         kernel=kernel,

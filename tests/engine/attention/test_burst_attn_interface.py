@@ -130,6 +130,7 @@ def test_communicators_are_made_once_per_group() -> None:
     [
         ({"flash": "cudnn"}, "flash 'cudnn' is unknown; choose 'cuda', 'triton' or None"),
         ({"process_group": 3}, "process_group is a int, which names no ranks"),
+        ({"double_group": 3}, "double_group is a int; pass"),
     ],
 )
 def test_what_it_cannot_take_is_refused(arguments, words) -> None:

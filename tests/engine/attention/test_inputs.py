@@ -1,0 +1,93 @@
+"""What attention and its context refuse, before any rank waits for another."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine import ContextParallel, burst_attention
+from engine.attention.masks import Causal
+from engine.attention.op import plan_attention
+from tests.ranks import run_on_ranks
+
+Q = torch.zeros(1, 8, 4, 16)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "words"),
+    [
+        (Q[:, :0], Q[:, :0], "is empty"),
+        (Q[:0], Q[:0], "is empty"),
+        (Q, Q[:, :, :0], "is empty"),
+        (Q.long(), Q.long(), "pass a floating-point dtype"),
+        (Q, Q.to("meta"), "move them to one device"),
+        (Q, Q.double(), "pass one dtype"),
+    ],
+)
+def test_tensors_that_no_kernel_could_take_are_refused(q, k, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        burst_attention(q, k, k)
+
+
+@pytest.mark.parametrize("scale", [0, -0.5, math.inf, math.nan])
+def test_a_scale_that_shows_hidden_keys_is_refused(scale) -> None:
+    with pytest.raises(ValueError, match="finite factor above 0"):
+        burst_attention(Q, Q, Q, scale=scale)
+
+
+@pytest.mark.parametrize("mask", ["causal", Causal])
+def test_what_is_no_mask_is_refused(mask) -> None:
+    with pytest.raises(ValueError, match=r"such as Causal\(\)"):
+        burst_attention(Q, Q, Q, mask=mask)
+
+
+@pytest.mark.parametrize("parts", [0, -1, 3])
+def test_parts_that_do_not_divide_the_heads_are_refused(parts) -> None:
+    with pytest.raises(ValueError, match=f"head_parts {parts} does not divide the 4 KV heads"):
+        burst_attention(Q, Q, Q, schedule="head_exchange", head_parts=parts)
+
+
+def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
+    q = torch.randn(1, 8, 4, 16, requires_grad=True)
+    with pytest.raises(ValueError, match="no second derivative"):
+        torch.autograd.grad(burst_attention(q, q, q).sum(), q, create_graph=True)
+
+
+def refusals() -> list[str]:
+    """Why this rank was refused: the copy engine it lacks, lengths that do not split, a group that it is not in."""
+    node, nodes = ContextParallel(), ContextParallel(node_size=1)
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+
+    def plan(cp: ContextParallel, schedule: str) -> object:
+        return plan_attention(Q, Q, mask=Causal(), cp=cp, schedule=schedule, exchange="copy_engine")
+
+    found = []
+    for refused in (
+        lambda: plan(node, "head_exchange"),
+        lambda: plan(nodes, "head_exchange"),
+        lambda: plan(nodes, "heads_across"),
+        lambda: node.positions(10),
+        lambda: node.unshard(torch.zeros(1, 5)),
+        lambda: ContextParallel(group=groups[1 - dist.get_rank()]),
+    ):
+        try:
+            found.append(f"not refused: {refused()}")
+        except ValueError as reason:
+            found.append(str(reason))
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs the copy engine runs")
+def test_a_context_refuses_what_it_cannot_do_on_every_rank() -> None:
+    for rank, found in enumerate(run_on_ranks(2, refusals)):
+        assert [words.split("; ")[0] for words in found] == [
+            "exchange copy_engine needs CUDA GPUs, found cpu",
+            "exchange copy_engine copies inside a node and nodes are of 1",
+            "exchange copy_engine needs CUDA GPUs, found cpu",
+            "seq_len 10 does not split into 2 x cp_size = 4 equal zigzag chunks",
+            "seq_len 10 does not split into 2 x cp_size = 4 equal zigzag chunks",
+            f"rank {rank} is not in the group it was given",
+        ]
