@@ -7,6 +7,7 @@ by programs that only plan.
 """
 
 from engine.data.cache import cache_dir as cache_dir
+from engine.data.cache import is_built as is_built
 from engine.data.cache import open_tokens as open_tokens
 from engine.data.cache import vocabulary_of as vocabulary_of
 from engine.data.sources import PYTHON_DOCS as PYTHON_DOCS

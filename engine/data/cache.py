@@ -23,6 +23,11 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burst"
 
 
+def is_built(source: str) -> bool:
+    """Whether `source` is a store that somebody built, rather than a text."""
+    return source != PYTHON_DOCS and is_store(Path(source))
+
+
 def open_tokens(source: str) -> TokenStore:
     """The tokens of `source`: a store that `burst data` built, or the store of a text, built on first use.
 
@@ -32,7 +37,7 @@ def open_tokens(source: str) -> TokenStore:
     Raises:
         ValueError: the file is missing, empty or not UTF-8, or the cache directory cannot be written.
     """
-    if source != PYTHON_DOCS and is_store(Path(source)):
+    if is_built(source):
         return TokenStore(Path(source))
     directory = cache_dir() / "tokens" / _store_name(source)
     if not directory.exists():
@@ -48,7 +53,7 @@ def open_tokens(source: str) -> TokenStore:
 
 def vocabulary_of(source: str) -> int:
     """What the ids of `source`'s tokens lie below; reads a store's header at most. Raises ValueError."""
-    if source != PYTHON_DOCS and is_store(Path(source)):
+    if is_built(source):
         return read_header(Path(source)).vocabulary
     return ByteTokenizer.vocabulary
 

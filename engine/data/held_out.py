@@ -28,10 +28,10 @@ class Span:
         return max(0, self.stop - self.start - 1) // seq_len
 
 
-def spans(header: Header) -> tuple[Span, Span]:
-    """(training, validation) of a store; the header's own split, or the last 1% where it has none."""
-    held_out = header.validation or int(header.count * VALIDATION)
-    edge = header.count - held_out
+def spans(header: Header, *, built: bool) -> tuple[Span, Span]:
+    """(training, validation) of the tokens of a store. One that `burst data` built has the split that was asked for
+    there, which may hold out nothing; of a text read without a store of its own the last 1% is held out."""
+    edge = header.count - (header.validation if built else int(header.count * VALIDATION))
     return Span(start=0, stop=edge), Span(start=edge, stop=header.count)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,14 @@ def test_large_orders_take_no_memory_and_no_time() -> None:
 
 
 def test_what_is_learnt_from_and_what_is_held_out_share_no_token(store: TokenStore) -> None:
-    learnt, held_out = spans(store.header)
+    learnt, held_out = spans(store.header, built=True)
     assert (learnt, held_out) == (Span(start=0, stop=180), Span(start=180, stop=200))
+
+
+def test_a_text_without_a_store_of_its_own_has_its_last_part_held_out(store: TokenStore) -> None:
+    header = replace(store.header, validation=0)
+    assert spans(header, built=False) == (Span(start=0, stop=198), Span(start=198, stop=200))
+    assert spans(header, built=True) == (Span(start=0, stop=200), Span(start=200, stop=200))
 
 
 def test_a_sequence_needs_the_token_after_its_last_one() -> None:
@@ -48,7 +55,7 @@ def test_a_sequence_needs_the_token_after_its_last_one() -> None:
 
 
 def test_every_sequence_comes_once_per_epoch_in_another_order(store: TokenStore) -> None:
-    sequences = ShuffledSequences(store, spans(store.header)[0], seed=7)
+    sequences = ShuffledSequences(store, spans(store.header, built=True)[0], seed=7)
     epochs = [[sequences.sequence(number, 16).tolist() for number in range(11 * epoch, 11 * epoch + 11)]
               for epoch in (0, 1)]  # fmt: skip
     whole = [store.window(16 * place, 17).tolist() for place in range(11)]
@@ -57,7 +64,7 @@ def test_every_sequence_comes_once_per_epoch_in_another_order(store: TokenStore)
 
 
 def test_replicas_deal_the_sequences_that_one_replica_would_read(store: TokenStore) -> None:
-    sequences = ShuffledSequences(store, spans(store.header)[0], seed=7)
+    sequences = ShuffledSequences(store, spans(store.header, built=True)[0], seed=7)
     alone, labels = sequences.batch(step=1, replica=0, dp_size=1, batch_size=4, seq_len=16)
     shared = [sequences.batch(step=1, replica=r, dp_size=2, batch_size=2, seq_len=16)[0].tolist() for r in (0, 1)]
     assert alone.tolist() == shared[0] + shared[1]

@@ -58,6 +58,9 @@ def one_rank(folder: Path, two_ranks: list[dict]) -> dict[str, dict]:
     starts["a store of the text"] = (copy(folder, "stored", steps=[4]), config(data=str(folder / "store")))
     build_store([PYTHON_DOCS], folder / "tenth", ByteTokenizer(), 0.1)
     starts["a store with more held out"] = (changed, config(data=str(folder / "tenth")))
+    build_store([PYTHON_DOCS], folder / "unparted", ByteTokenizer())
+    starts["a store with nothing held out"] = (changed, config(data=str(folder / "unparted"), evaluate=Evaluation()))
+    starts["a store with nothing to evaluate on"] = (changed, config(data=str(folder / "unparted")))
     starts["fewer steps"] = (changed, config(steps=3))
     starts["newest damaged"] = (copy(folder, "newest", steps=[4, 6]), config())
     damage(folder / "newest", 6)
@@ -169,6 +172,8 @@ def test_a_store_of_the_same_text_parted_alike_is_the_same_data(two_ranks, one_r
 def test_a_store_with_another_part_held_out_is_refused_with_both_numbers(one_rank) -> None:
     sentence = one_rank["a store with more held out"]["refused"]
     assert re.search(r"it was made with validation tokens [1-9]\d+, and the run now says [1-9]\d+; ", sentence)
+    assert "and the run now says None; " in one_rank["a store with nothing held out"]["refused"]
+    assert "the 0 held-out tokens of" in one_rank["a store with nothing to evaluate on"]["refused"]
 
 
 def test_a_run_cannot_end_before_where_it_is(one_rank) -> None:
