@@ -20,22 +20,24 @@ from torch.autograd.function import once_differentiable
 
 from engine.elementwise.swiglu import swiglu_again
 from engine.model import MLP, AddMLP, activate, add_whole_mlp
+from engine.norm import MOST_ELEMENTS
 from engine.weight_gradient import add_product
 
 
 def add_mlp_in(tiles: int) -> AddMLP:
     """The MLP's residual branch in `tiles` runs of tokens; 1 is the whole at once, as torch does it.
 
-    T tokens go in runs of ceil(T / tiles), so there are never more runs than tokens, and the last may be shorter.
-    Outputs equal those of the whole to rounding, and so do gradients: those of the weights are summed over the runs in
-    fp32 or wider and rounded to the weight's dtype once.
+    T tokens go in runs of ceil(T / tiles), fewer where that is more than a norm takes at once, so there are never more
+    runs than tokens, and the last may be shorter. Outputs equal those of the whole to rounding, and so do gradients:
+    those of the weights are summed over the runs in fp32 or wider and rounded to the weight's dtype once.
     """
     if tiles == 1:
         return add_whole_mlp
 
     def add_tiled_mlp(norm: nn.RMSNorm, mlp: MLP, x_BLE: Tensor) -> Tensor:
         x_TE = x_BLE.flatten(0, -2)
-        run = -(-x_TE.shape[0] // tiles)
+        # No longer than the norm's kernel can address (engine.norm).
+        run = min(-(-x_TE.shape[0] // tiles), MOST_ELEMENTS // x_TE.shape[1])
         matrices = [mlp.down.weight, mlp.up.weight, *([] if mlp.gate is None else [mlp.gate.weight])]
         weights = (norm.weight, *matrices)
         if torch.is_grad_enabled():

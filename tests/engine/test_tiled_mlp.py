@@ -107,6 +107,14 @@ def test_only_one_runs_intermediates_exist_at_a_time() -> None:
     assert counted.widest == 22 * SHAPE.ffn
 
 
+def test_a_run_is_no_longer_than_the_norm_can_address(monkeypatch) -> None:
+    monkeypatch.setattr("engine.tiled_mlp.MOST_ELEMENTS", 4 * SHAPE.hidden + 1)
+    with Products() as counted:
+        found = branch(SHAPE, add_mlp_in(2))
+    assert counted.widest == 4 * SHAPE.ffn  # of the 11 tokens that two tiles would have
+    torch.testing.assert_close(found, branch(SHAPE, add_whole_mlp), rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("tail", [0.0, 1.0])
 def test_a_recomputed_layer_does_not_compute_its_tiled_mlp_twice(tail: float) -> None:
     tiles = 4
