@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 TOKENS_FILE = "tokens.bin"
 HEADER_FILE = "header.json"
 
+_MEND = "remove it; that of a text is built again when it is next read, any other with `burst data`"
+
 TokenType = Literal["uint8", "uint16", "uint32"]
 
 
@@ -55,7 +57,7 @@ class TokenStore(Sequences):
         if self._tokens.size != self.header.count:
             raise ValueError(
                 f"token store {directory} holds {self._tokens.size} tokens and its header says {self.header.count}; "
-                "remove it and it is built again"
+                f"{_MEND}"
             )
 
     def window(self, start: int, count: int) -> Tensor:
@@ -94,4 +96,4 @@ def read_header(directory: Path) -> Header:
 
 
 def _unreadable(directory: Path, error: Exception) -> ValueError:
-    return ValueError(f"token store {directory} cannot be read ({error}); remove it and it is built again")
+    return ValueError(f"token store {directory} cannot be read ({error}); {_MEND}")
