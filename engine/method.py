@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from engine.attention.nodes import node_size_of
+from engine.attention.nodes import shared_node_size
 from engine.attention.schedule import HEAD_SCHEDULES, HeadsAndRanks, schedule_refusal
 from engine.measurement import Measurement, read_measurement
 
@@ -106,7 +106,7 @@ def schedule_refusal_on(method: Method, settings: TrialSettings, nodes: int) -> 
     ranks, cp_size, model = settings.world_size, settings.cp_size, settings.model
     hosts = [str(rank * nodes // ranks) for rank in range(ranks)]
     # Context-parallel ranks are consecutive, and each group of them finds its nodes by itself.
-    node_sizes = {node_size_of(hosts[first : first + cp_size]) or cp_size for first in range(0, ranks, cp_size)}
+    node_sizes = {shared_node_size(hosts[first : first + cp_size]) for first in range(0, ranks, cp_size)}
     shares = (
         HeadsAndRanks(cp_size=cp_size, node_size=node_size, heads=model.heads, kv_heads=model.kv_heads)
         for node_size in sorted(node_sizes)

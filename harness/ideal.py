@@ -96,12 +96,12 @@ def _problem(row: Row) -> tuple[Any, ...]:
 
 
 def _bound(row: Row, whole: Mapping[str, float | None]) -> float | None:
-    """Seconds that the link between nodes allows at best; None on one node or where a figure is missing."""
+    """Seconds that the link between nodes allows at best; None on one node or unequal ones, or without a figure."""
     across, nodes = row.get("extra_across_gib_per_second"), row["nodes"] or 1
     step, forward = whole["step_seconds_median"], whole["forward_seconds_median"]
-    if across is None or nodes < 2 or step is None or forward is None:
-        return None
     ranks = row["cp_size"]
+    if across is None or nodes < 2 or ranks % nodes or step is None or forward is None:
+        return None
     tokens = row["seq_len"] // ranks * row["batch_size"]
     share = Share(
         cp_size=ranks,

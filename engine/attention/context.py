@@ -16,7 +16,7 @@ from engine.attention.head_exchange import HeadExchange, HeadTrade
 from engine.attention.layout import Gathered, Layout, Segment, layout_named, rows_before, split_refusal
 from engine.attention.link_speed import across_gib_per_second
 from engine.attention.mailbox import copy_engine_missing
-from engine.attention.nodes import host_name, node_size_of
+from engine.attention.nodes import host_name, shared_node_size
 from engine.attention.ring import Ring
 from engine.attention.transport import Nowhere, PointToPoint, Traffic, Transport
 
@@ -43,7 +43,7 @@ class ContextParallel:
         group: process group of the context-parallel ranks; None means all ranks, or a group of one when
             torch.distributed is not initialised.
         node_size: consecutive CP ranks that share a node; found from host names when None (NCCL_HOSTID, which emulates
-            nodes for NCCL, is honoured).
+            nodes for NCCL, is honoured; hosts with unequal numbers of ranks count as several nodes of equal ones).
         layout: contiguous, zigzag or striped, or a layout of `engine.attention.layout` such as SplitZigzag.
 
     Creating one is collective over `group`, and so is the first attention call with a new schedule or exchange.
@@ -85,12 +85,12 @@ class ContextParallel:
         self.node_size = node_size or self._find_node_size()
 
     def _find_node_size(self) -> int:
-        """Consecutive ranks per host when every host has equally many, else one node."""
+        """Consecutive ranks that share a host, equally many everywhere."""
         if self.size == 1:
             return 1
         hosts: list[str] = [""] * self.size
         dist.all_gather_object(hosts, host_name(), group=self.group)
-        return node_size_of(hosts) or self.size
+        return shared_node_size(hosts)
 
     def ring(self, schedule: str) -> Ring:
         """The order of meetings: one circle of all ranks (`ring`), or circles inside nodes joined by one across them.

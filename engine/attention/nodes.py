@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Sequence
@@ -22,3 +23,12 @@ def node_size_of(hosts: Sequence[str]) -> int | None:
     """Consecutive ranks per node when every node has equally many, else None. `hosts` are all ranks' in rank order."""
     runs = ranks_by_node(hosts)
     return runs[0] if len(set(runs)) == 1 and len(runs) == len(set(hosts)) else None
+
+
+def shared_node_size(hosts: Sequence[str]) -> int:
+    """Most consecutive ranks that always share a host when all ranks are cut into equal runs of so many.
+
+    On equal nodes that is a node. Where one host has more ranks than another, or ranks alternate between hosts, it is
+    less: what counts as one node is never spread over two hosts, whose GPUs cannot address each other's memory.
+    """
+    return math.gcd(*ranks_by_node(hosts))
