@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 
 import pytest
@@ -109,6 +110,30 @@ def test_every_shard_comes_from_the_peer_that_held_it(ring) -> None:
         else:  # crossed from the node before, where the lap before it began with it
             source, earlier = (rank - ring.node_size) % ring.cp_size, hop - ring.node_size
         assert ring.owner(source, earlier) == ring.owner(rank, hop)
+
+
+def links_into(rank: int, ring: Ring, ranks_per_node: int) -> list[tuple[int, int]]:
+    """(rank that sent it, rank) for every shard that came to `rank` from another node of `ranks_per_node`."""
+    links = []
+    for hop in range(1, ring.cp_size):
+        first = rank // ring.node_size * ring.node_size
+        within = first + (rank - first - 1) % ring.node_size
+        source = within if hop % ring.node_size else (rank - ring.node_size) % ring.cp_size
+        if source // ranks_per_node != rank // ranks_per_node:
+            links.append((source, rank))
+    return links
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (2, 4), (4, 2), (3, 2), (8, 1)])
+def test_a_slow_link_carries_all_shards_of_a_flat_ring_and_one_per_other_node_of_a_double_one(nodes, per_node) -> None:
+    ranks = range(nodes * per_node)
+    flat, double = (Ring(cp_size=len(ranks), node_size=size) for size in (len(ranks), per_node))
+    over_flat = Counter(link for rank in ranks for link in links_into(rank, flat, per_node))
+    over_double = Counter(link for rank in ranks for link in links_into(rank, double, per_node))
+    # One rank of a node does all its receiving, and every shard but its own comes that way; or all of them do a part.
+    firsts = ranks[::per_node]
+    assert over_flat == {((first - 1) % len(ranks), first): len(ranks) - 1 for first in firsts}
+    assert over_double == {((rank - per_node) % len(ranks), rank): nodes - 1 for rank in ranks}
 
 
 @pytest.mark.parametrize("size", range(1, 9))

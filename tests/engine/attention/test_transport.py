@@ -1,13 +1,20 @@
-"""What the process group's own transfers owe to NCCL, as far as it can be seen without one."""
+"""When transfers start and are waited for, and what the process group's own owe to NCCL, as far as it can be seen
+without one."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from engine import ContextParallel
 from engine.attention import transport
 from engine.attention.like import Like
+from engine.attention.masks import Full
+from engine.attention.op import plan_attention
+from engine.attention.ring_pass import KEY_SIDE_DIMS
 from engine.attention.transport import PointToPoint, Traffic
 from tests.ranks import run_on_ranks
 
@@ -61,3 +68,27 @@ def test_a_group_with_nccl_receives_on_the_gpu_also_beside_gloo(monkeypatch, bac
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert transport.gpu_of(object()) == torch.device("cuda", 3)
+
+
+def order_of_events() -> list[str]:
+    """Meetings as cycle.step, and when transfers between nodes start and are waited for; three nodes of two."""
+    cp = ContextParallel(node_size=2)
+    k = torch.zeros(1, 8, 2, 8)
+    plan = plan_attention(k, k, mask=Full(), cp=cp, schedule="double_ring")
+    across, events = cp.routes(plan.ring, plan.exchange).across, []
+    start = across.start
+
+    def started(*message):
+        transfer = start(*message)
+        events.append("starts")
+        return SimpleNamespace(wait=lambda: events.append("waits") or transfer.wait())
+
+    across.start = started
+    for stop in plan.circulate((k, k), KEY_SIDE_DIMS, queries_travel=False):
+        events.append(f"{stop.cycle}.{stop.step}")
+    return events
+
+
+def test_a_transfer_between_nodes_has_a_whole_lap_to_finish() -> None:
+    expected = ["starts", "0.0", "0.1", "waits", "starts", "1.0", "1.1", "waits", "2.0", "2.1"]
+    assert run_on_ranks(6, order_of_events) == 6 * [expected]
