@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.attention.masks.balance import band_kinds, imbalance, kept_share, meeting, rank_areas, recompute_share
-from engine.attention.masks.bands import Causal, Full, SlidingWindow
+from engine.attention.masks.bands import Causal, Full
 from engine.attention.masks.block_sparse import BlockSparse
 from engine.attention.masks.blocks import TooManyTiles
 from engine.attention.masks.documents import Documents
@@ -11,6 +11,7 @@ from engine.attention.masks.first_rows import FirstRows
 from engine.attention.masks.mask import Mask
 from engine.attention.masks.patterns import Grid, LocalGlobal, Pattern, Strided
 from engine.attention.masks.setting import parse_mask
+from engine.attention.masks.window import SlidingWindow
 
 __all__ = [
     "BlockSparse",

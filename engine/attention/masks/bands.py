@@ -1,4 +1,4 @@
-"""Masks that show each query one band of keys around it: full, causal, sliding window."""
+"""Masks that show each query one band of keys: full and causal. `engine.attention.masks.window` has bounded ones."""
 
 from __future__ import annotations
 
@@ -10,30 +10,33 @@ from engine.attention.tiles import CAUSAL, Tile, band_area, join, segment_tile, 
 
 
 class _BandMask:
-    """Query i sees keys i - left ... i + right; None means no limit on that side."""
+    """Query i sees every key up to i + right; None means no limit."""
 
-    left: int | None
     right: int | None
 
     def refusal(self, seq_len: int) -> str | None:
         return None
 
     def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
-        return _band_tiles(q, k, self.left, self.right)
+        return band_tiles(q, k, None, self.right)
 
     def row_area(self, queries: Segment, seq_len: int) -> int:
-        lo = None if self.left is None else queries.start - self.left
-        hi = None if self.right is None else queries.start + self.right
-        return band_area(queries.count, seq_len, lo, hi, queries.step)
+        return band_row_area(queries, seq_len, None, self.right)
 
     def area(self, seq_len: int) -> int:
         return self.row_area(Segment(0, seq_len), seq_len)
 
 
+def band_row_area(queries: Segment, keys: int, left: int | None, right: int | None) -> int:
+    """Keys i - left ... i + right of the sequence's first `keys` that these queries see, summed over the queries."""
+    lo = None if left is None else queries.start - left
+    hi = None if right is None else queries.start + right
+    return band_area(queries.count, keys, lo, hi, queries.step)
+
+
 @lru_cache(maxsize=4096)
-def _band_tiles(
-    q: tuple[Segment, ...], k: tuple[Segment, ...], left: int | None, right: int | None
-) -> tuple[Tile, ...]:
+def band_tiles(q: tuple[Segment, ...], k: tuple[Segment, ...], left: int | None, right: int | None) -> tuple[Tile, ...]:
+    """Query i sees keys i - left ... i + right; None means no limit on that side."""
     count = sum(segment.count for segment in q)
     if q == k and left is None and right == 0:
         # A shard against itself: local order is position order, so one causal call serves all its segments.
@@ -55,7 +58,6 @@ def _band_tiles(
 class Full(_BandMask):
     """Every query sees every key."""
 
-    left: None = None
     right: None = None
 
     def __str__(self) -> str:
@@ -66,23 +68,7 @@ class Full(_BandMask):
 class Causal(_BandMask):
     """A query sees itself and what came before."""
 
-    left: None = None
     right: int = 0
 
     def __str__(self) -> str:
         return "causal"
-
-
-@dataclass(frozen=True, slots=True)
-class SlidingWindow(_BandMask):
-    """A query sees itself, `left` tokens before it and `right` after it."""
-
-    left: int
-    right: int = 0
-
-    def __post_init__(self) -> None:
-        if self.left < 0 or self.right < 0:
-            raise ValueError(f"sliding window ({self.left}, {self.right}) has a negative side; give token counts >= 0")
-
-    def __str__(self) -> str:
-        return f"sliding_window:{self.left}" + (f":{self.right}" if self.right else "")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
-from engine.attention.masks.bands import Causal, Full, SlidingWindow
+from engine.attention.masks.bands import Causal, Full
 from engine.attention.masks.block_sparse import BlockSparse
 from engine.attention.masks.documents import Documents
 from engine.attention.masks.mask import Mask
 from engine.attention.masks.patterns import parse_pattern
+from engine.attention.masks.window import SlidingWindow
 
 _TOKENS = r"[0-9]+[kM]?"
 _UNITS = {"k": 1 << 10, "M": 1 << 20}
@@ -23,7 +24,8 @@ def parse_mask(setting: str) -> Mask:
     """Read a mask as experiment files write it. Token counts are plain, or in k (1024) or M (1048576).
 
     - `full`, `causal`
-    - `sliding_window:LEFT`, `sliding_window:LEFT:RIGHT`
+    - `sliding_window:LEFT`, `sliding_window:LEFT:RIGHT`, `sliding_window:LEFT:RIGHT:GLOBAL`, whose first GLOBAL tokens
+      everybody sees
     - `documents:LENGTH,LENGTH,...`: lengths that sum to the sequence, or, ending in a literal `...`, repeat until it is
       full; `:full` behind them lets a document's tokens see later ones
     - `block_sparse:BLOCK_SIZE:PATTERN`, `:causal` behind it to hide later keys; the pattern is `strided-STRIDE`,
@@ -35,7 +37,7 @@ def parse_mask(setting: str) -> Mask:
     joined = ":".join(arguments)
     if setting in ("full", "causal"):
         return Full() if setting == "full" else Causal()
-    if name == "sliding_window" and re.fullmatch(rf"{_TOKENS}(:{_TOKENS})?", joined):
+    if name == "sliding_window" and re.fullmatch(rf"{_TOKENS}(:{_TOKENS}){{0,2}}", joined):
         return SlidingWindow(*map(_tokens, arguments))
     if name == "documents" and re.fullmatch(rf"{_TOKENS}(,{_TOKENS})*(,\.\.\.)?(:full)?", joined):
         repeat = arguments[0].endswith(",...")
@@ -44,6 +46,6 @@ def parse_mask(setting: str) -> Mask:
     if name == "block_sparse" and re.fullmatch(rf"{_TOKENS}:[^:]+(:causal)?", joined):
         return BlockSparse(parse_pattern(arguments[1]), _tokens(arguments[0]), causal=len(arguments) == 3)
     raise ValueError(
-        f"mask {setting!r} is unknown; write full, causal or sliding_window:LEFT[:RIGHT], documents:LENGTH,...[:full] "
-        "or block_sparse:BLOCK_SIZE:PATTERN[:causal] (tokens)"
+        f"mask {setting!r} is unknown; write full, causal or sliding_window:LEFT[:RIGHT[:GLOBAL]], "
+        "documents:LENGTH,...[:full] or block_sparse:BLOCK_SIZE:PATTERN[:causal] (tokens)"
     )

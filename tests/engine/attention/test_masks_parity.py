@@ -1,4 +1,4 @@
-"""Block-sparse and document masks on real ranks: out, lse, dq, dk, dv equal dense float64, blind rows included."""
+"""Masks in several pieces on real ranks: out, lse, dq, dk, dv equal dense float64, blind rows included."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from engine import ContextParallel, burst_attention
 from engine.attention.layout import LAYOUTS
-from engine.attention.masks import BlockSparse, Documents, LocalGlobal, Strided, meeting
+from engine.attention.masks import BlockSparse, Documents, LocalGlobal, SlidingWindow, Strided, meeting
 from engine.attention.reference import visibility
 from tests.engine.attention.test_parity import dense, distributed, problem
 from tests.ranks import run_on_ranks
@@ -27,6 +27,8 @@ MASKS = (
     BlockSparse([[False, True], [False, False]], 24, causal=True),  # only the future, which is hidden
     BlockSparse(Strided(3), 5, causal=True),
     BlockSparse(LocalGlobal(1, 1), 4),
+    SlidingWindow(6, everywhere=3),
+    SlidingWindow(5, 2, everywhere=14),  # on 4 ranks, all of the first shard and some of the second
 )
 
 

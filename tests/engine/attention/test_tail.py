@@ -109,6 +109,7 @@ MASKS = (
     Full(),
     SlidingWindow(5),
     SlidingWindow(3, 4),
+    SlidingWindow(4, everywhere=6),
     Documents((7, 1, 20, 20)),
     BlockSparse(Strided(3), 5, causal=True),
     BlockSparse(Strided(2), 4),

@@ -17,11 +17,20 @@ from engine.attention.tiles import band_area, trim
 from engine.attention.transport import Nowhere
 from tests.positions import shard_positions
 
-MASKS = [Full(), Causal(), SlidingWindow(0), SlidingWindow(3), SlidingWindow(5, 2), SlidingWindow(40, 40)]
+WINDOWS = [
+    SlidingWindow(0), SlidingWindow(3), SlidingWindow(5, 2), SlidingWindow(40, 40),
+    SlidingWindow(0, everywhere=1), SlidingWindow(3, everywhere=2), SlidingWindow(2, everywhere=40),
+    SlidingWindow(0, 1, everywhere=3), SlidingWindow(4, 2, everywhere=5),
+]  # fmt: skip
+MASKS = [Full(), Causal(), *WINDOWS]
 
 
 def sees(mask, query: int, key: int) -> bool:
-    return (mask.left is None or key >= query - mask.left) and (mask.right is None or key <= query + mask.right)
+    if isinstance(mask, SlidingWindow):
+        near = query - mask.left <= key <= query + mask.right
+        known = min(query, key) < mask.everywhere and (mask.right > 0 or key <= query)
+        return near or known
+    return mask == Full() or key <= query
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 8])
@@ -74,6 +83,15 @@ def test_the_area_of_a_mask_is_exact_and_shared_out_completely(mask) -> None:
         expected = sum(sees(mask, q, k) for q in range(seq_len) for k in range(seq_len))
         assert mask.area(seq_len) == expected
         assert sum(rank_areas(mask, layout, seq_len, cp_size)) == expected
+
+
+def test_a_long_causal_window_keeps_a_shard_against_itself_one_square_call_and_few_besides() -> None:
+    mask, layout = SlidingWindow(4095, everywhere=64), layout_named("contiguous")
+    tiles = [meeting(mask, layout, 1 << 16, 4, 3, k_rank) for k_rank in range(4)]
+    # The last of four shards: the global tokens, nothing, the window's reach into the neighbour, its own band.
+    assert [len(found) for found in tiles] == [1, 0, 1, 1]
+    assert tiles[0][0].columns == 64
+    assert [tile.band.kind for tile in meeting(mask, layout, 1 << 16, 4, 0, 0)] == ["full", "causal", "band"]
 
 
 @pytest.mark.parametrize("cp_size", [2, 4, 8])
@@ -176,10 +194,12 @@ def test_a_length_that_does_not_split_names_the_nearest_that_do(layout, seq_len,
 def test_masks_are_read_back_from_how_they_are_written() -> None:
     for mask in MASKS:
         assert parse_mask(str(mask)) == mask
-    for wrong in ("casual", "sliding_window", "sliding_window:-1", "causal:3", "sliding_window:1:2:3"):
+    for wrong in ("casual", "sliding_window", "sliding_window:-1", "causal:3", "sliding_window:1:2:3:4"):
         with pytest.raises(ValueError, match="is unknown"):
             parse_mask(wrong)
     with pytest.raises(ValueError, match="negative side"):
         SlidingWindow(-1)
+    with pytest.raises(ValueError, match="-2 global tokens"):
+        SlidingWindow(3, everywhere=-2)
     with pytest.raises(ValueError, match="choose one of"):
         layout_named("zigzig")
