@@ -78,6 +78,12 @@ class LocalGlobal:
     reach: int
     everywhere: int = 0
 
+    def __post_init__(self) -> None:
+        if self.reach < 0 or self.everywhere < 0:
+            raise ValueError(
+                f"local_global pattern reaches {self.reach} blocks, with {self.everywhere} everywhere; give counts >= 0"
+            )
+
     def blocks(self) -> int | None:
         return None
 

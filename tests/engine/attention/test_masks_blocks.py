@@ -251,6 +251,12 @@ def test_a_grid_that_is_not_a_square_of_booleans_is_refused(blocks) -> None:
         BlockSparse(blocks, 4)
 
 
+@pytest.mark.parametrize("counts", [(-1, 0), (2, -1)])
+def test_a_local_pattern_of_negative_counts_is_refused(counts) -> None:
+    with pytest.raises(ValueError, match="give counts >= 0"):
+        LocalGlobal(*counts)
+
+
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
