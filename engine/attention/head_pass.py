@@ -21,6 +21,7 @@ from engine.attention.context import ContextParallel
 from engine.attention.head_exchange import Arrived, HeadTrade, Piece
 from engine.attention.head_rows import HeadRows
 from engine.attention.ring_pass import RingPlan
+from engine.attention.wire_bytes import PassBytes, trade_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,15 @@ class HeadPlan:
     pieces: tuple[Piece, ...]
     inner: RingPlan  # over one part of the heads
     parts: int = 1  # that a rank's heads come in
+
+    def sent_bytes(self, *, kept: bool = True) -> PassBytes:
+        """What this rank sends in a whole forward and its backward; `kept`: by `forward_keeping`, `backward_kept`."""
+        packed, inner = self.heads.name != "copy_engine", self.inner
+        traded = trade_bytes(self.members, self.cp.rank, self.cp.node_size, inner.shards, kept=kept, packed=packed)
+        around = inner.sent_bytes()
+        return PassBytes(
+            (traded.forward + around.forward).times(self.parts), (traded.backward + around.backward).times(self.parts)
+        )
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
         """(out_BLND, lse_BNL) of this rank's queries over the whole sequence."""

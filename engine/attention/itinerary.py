@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from engine.attention.layout import Layout
@@ -120,6 +120,12 @@ def _hull(ranges: Iterable[Range]) -> Range:
     """The shortest range that holds all of them."""
     filled = [(start, stop) for start, stop in ranges if stop > start]
     return (min(start for start, _ in filled), max(stop for _, stop in filled)) if filled else (0, 0)
+
+
+def traffic_left(mask: Mask, layout: Layout, cp_size: int, node_size: int, seq_len: int) -> RingTraffic:
+    """What of a ring's stops and bytes the mask leaves: near of a flat circle, far of one across nodes."""
+    flat, double = (Ring(cp_size=cp_size, node_size=size) for size in (cp_size, node_size))
+    return replace(ring_traffic(mask, layout, flat, seq_len), far=ring_traffic(mask, layout, double, seq_len).far)
 
 
 @lru_cache(maxsize=256)

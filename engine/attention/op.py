@@ -9,7 +9,6 @@ Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from engine.attention.context import ContextParallel
 from engine.attention.head_exchange import pieces_in_order
 from engine.attention.head_pass import HeadPlan
 from engine.attention.inputs import check_inputs, check_mask, check_scale
-from engine.attention.itinerary import ring_traffic
+from engine.attention.itinerary import traffic_left
 from engine.attention.kernels import Problem, choose_kernel
 from engine.attention.kernels.stand_in import with_room_for_delta
 from engine.attention.masks import Causal, Mask, band_kinds
@@ -31,12 +30,12 @@ from engine.attention.schedule import (
     HEAD_SCHEDULES,
     Share,
     Speeds,
-    cheaper_backward,
     choose_parts,
     choose_schedule,
     schedule_refusal,
 )
 from engine.attention.stored import Stored
+from engine.attention.wire_bytes import PassBytes, Shards
 
 AttentionPlan = RingPlan | HeadPlan
 
@@ -103,12 +102,6 @@ def _forward(
     return torch.cat((out_BHND, stored.out_BLND), dim=1), torch.cat((lse_BNH, stored.lse_BNL), dim=2)
 
 
-def _traffic(mask: Mask, cp: ContextParallel, seq_len: int) -> RingTraffic:
-    """What of a ring's stops and bytes the mask leaves: near of a flat circle, far of one across nodes."""
-    flat = ring_traffic(mask, cp.layout, cp.ring("ring"), seq_len)
-    return replace(flat, far=ring_traffic(mask, cp.layout, cp.ring("double_ring"), seq_len).far)
-
-
 def plan_attention(
     q_BLND: Tensor,
     k_BLKD: Tensor,
@@ -144,7 +137,7 @@ def plan_attention(
         gradient_factor=gradient_bytes / q_BLND.itemsize,
         forward_flops=4.0 * batch * heads * head_dim * mask.area(seq_len) / cp.size,
         rows=batch * tokens,
-        left=_traffic(mask, cp, seq_len) if estimated else RingTraffic(),
+        left=traffic_left(mask, cp.layout, cp.size, cp.node_size, seq_len) if estimated else RingTraffic(),
         replayed=replayed,
     )
     # Asking for the link may mean measuring it: only where the model has something to decide.
@@ -185,22 +178,24 @@ def plan_attention(
         bands=band_kinds(mask, inner.layout, seq_len, inner.size),
         deterministic=deterministic,
     )
-    if backward == "auto":
-        backward = cheaper_backward(heads, kv_heads, head_dim, q_BLND.itemsize, gradient_bytes)
+    attend = choose_kernel(kernel, problem)
     around = RingPlan(
         cp=inner,
         mask=mask,
         ring=ring,
         exchange=inner.choose_exchange(exchange, ring, q_BLND.device),
-        kernel=choose_kernel(kernel, problem),
-        travels=backward,
+        kernel=attend,
+        travels="query" if backward == "auto" else backward,
         seq_len=seq_len,
+        shards=Shards.of(problem, attend, batch, seq_len // inner.size, gradient_bytes),
         scale=head_dim**-0.5 if scale is None else scale,
         deterministic=deterministic,
         gradient_wire=gradient_wire,
         estimate=estimate,
         link_gib=link_gib,
     )
+    if backward == "auto":
+        around = around.by_cheaper_route(speeds)
     if schedule not in HEAD_SCHEDULES:
         return around
     pieces = pieces_in_order(tuple(cp.layout.segments(seq_len, cp.size, rank) for rank in members))
@@ -238,7 +233,7 @@ def burst_attention(
         schedule: ring, double_ring, head_exchange, heads_inside, heads_across (see `engine.attention.schedule`), or
             auto: on GPUs the one a cost model finds cheapest, elsewhere a ring.
         exchange: how they travel inside a lap: relay, direct, copy_engine, or auto for the fastest the links allow.
-        backward: side that travels in backward: query, key_value, or auto for the one that sends fewer bytes.
+        backward: side that travels in backward: query, key_value, or auto for the one whose bytes take less time.
         deterministic: repeat bit for bit; refused by kernels that cannot.
         gradient_wire: fp32: sums of gradients cross links in fp32 and a single kernel result as the kernel wrote it;
             input: all cross in the inputs' dtype.
@@ -292,3 +287,9 @@ def run_attention(
     """`burst_attention` with its choices already made."""
     out_BLND, lse_BNL = _BurstAttention.apply(q_BLND, k_BLKD, v_BLKD, plan, stored, replayed)
     return (out_BLND, lse_BNL) if return_lse else out_BLND
+
+
+def computed_bytes(out_BLND: Tensor) -> PassBytes:
+    """What this rank sends in the call of `run_attention` that gave `out_BLND`, nothing stored, and in its backward."""
+    call: Any = out_BLND.grad_fn
+    return call.plan.sent_bytes(kept=not call.as_given)

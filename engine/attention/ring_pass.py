@@ -30,7 +30,8 @@ from engine.attention.like import likes
 from engine.attention.masks import FirstRows, Mask, imbalance, recompute_share
 from engine.attention.merge import RunningOutput, accumulation_dtype
 from engine.attention.ring import Ring
-from engine.attention.schedule import Estimate
+from engine.attention.schedule import Estimate, Speeds
+from engine.attention.wire_bytes import Circle, PassBytes, Shards, cheaper_backward
 
 KEY_SIDE_DIMS = (1, 1)  # token dimension of K_BLKD, V_BLKD
 QUERY_SIDE_DIMS = (1, 1, 2, 2)  # of Q_BLND, dO_BLND, LSE_BNL, delta_BNL
@@ -57,6 +58,7 @@ class RingPlan:
     kernel: Kernel
     travels: str  # side that travels in backward: query or key_value
     seq_len: int
+    shards: Shards  # of this rank
     scale: float
     deterministic: bool
     gradient_wire: str  # fp32, or `input`: sums of gradients cross links in the inputs' dtype
@@ -66,6 +68,28 @@ class RingPlan:
     def itinerary(self, queries_travel: bool) -> Itinerary:
         """What this rank does when the query side travels, or the key side."""
         return itinerary(self.mask, self.cp.layout, self.ring, self.seq_len, self.cp.rank, queries_travel)
+
+    @property
+    def circle(self) -> Circle:
+        """The ring as bytes travel it."""
+        return Circle(ring=self.ring, node_size=self.cp.node_size, exchange=self.exchange)
+
+    def sent_bytes(self, *, kept: bool = True) -> PassBytes:
+        """What this rank sends in a whole forward and its backward. A ring keeps its shards either way."""
+        assert not isinstance(self.mask, FirstRows), "the forward of some rows has no backward"
+        rank, circle, shards = self.cp.rank, self.circle, self.shards
+        queries_travel = self.travels == "query"
+        forward, backward = self.itinerary(queries_travel=False), self.itinerary(queries_travel)
+        return PassBytes(
+            circle.outward(forward, rank, shards.tokens, 2 * shards.key),
+            circle.outward(backward, rank, shards.tokens, shards.travelling(queries_travel))
+            + circle.homeward(backward, rank, shards, queries_travel),
+        )
+
+    def by_cheaper_route(self, speeds: Speeds) -> RingPlan:
+        """This plan with the route in backward whose bytes take less time: the same one on every rank."""
+        route = cheaper_backward(self.mask, self.cp.layout, self.circle, self.seq_len, self.shards, speeds)
+        return replace(self, travels=route)
 
     def circulate(
         self, shard: tuple[Tensor, ...], token_dims: tuple[int, ...], queries_travel: bool

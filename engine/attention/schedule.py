@@ -220,15 +220,3 @@ def choose_schedule(share: Share, layout: str, speeds: Speeds | None = None) -> 
     speeds = speeds or Speeds()
     costs = [(name, estimate(name, share, speeds, choose_parts(name, share, speeds))) for name in able]
     return Estimate(tuple(sorted(costs, key=lambda pair: pair[1])))
-
-
-def cheaper_backward(heads: int, kv_heads: int, head_dim: int, input_bytes: int, gradient_bytes: int) -> str:
-    """The backward route that sends fewer bytes per token and hop: `query` or `key_value`.
-
-    Query side: Q and dO, LSE and delta in fp32, dQ. Key side: K and V, dK and dV. With equal heads the query side sends
-    3 tensors and two small rows for the key side's 4; grouped heads turn it around from N / K of about 1.4 up.
-    """
-    row_bytes = 2 * max(4, input_bytes)  # LSE and delta: fp32, float64 for float64 inputs
-    query = heads * (head_dim * (2 * input_bytes + gradient_bytes) + row_bytes)
-    key_value = kv_heads * head_dim * 2 * (input_bytes + gradient_bytes)
-    return "query" if query <= key_value else "key_value"

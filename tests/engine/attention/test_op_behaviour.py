@@ -12,7 +12,6 @@ from engine.attention.masks import Causal, Full, SlidingWindow
 from engine.attention.op import plan_attention
 from engine.attention.reference import dense_attention
 from engine.attention.ring_pass import KEY_SIDE_DIMS
-from engine.attention.schedule import cheaper_backward
 from engine.attention.stored import keep_tail
 from tests.ranks import run_on_ranks
 
@@ -57,13 +56,6 @@ def test_grouped_heads_travel_unrepeated() -> None:
     for forward_bytes, backward_bytes in run_on_ranks(2, posted_bytes, 8, 2, "key_value", "input"):
         assert forward_bytes == 16 * 2 * HEAD_DIM * 4
         assert backward_bytes == 16 * 2 * HEAD_DIM * 8
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "cheaper"), [(32, 32, "query"), (32, 8, "key_value"), (40, 40, "query"), (8, 4, "key_value")]
-)
-def test_auto_picks_the_side_that_sends_fewer_bytes(heads, kv_heads, cheaper) -> None:
-    assert cheaper_backward(heads, kv_heads, 128, 2, 4) == cheaper
 
 
 def replay() -> tuple[bool, int, list[bool]]:

@@ -1,0 +1,271 @@
+"""The bytes a plan says it will send are those that are posted, and they decide what travels in backward."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine import ContextParallel
+from engine.attention.head_exchange import pieces_in_order
+from engine.attention.head_routes import HeadRoute
+from engine.attention.kernels.reference import ReferenceKernel
+from engine.attention.layout import layout_named
+from engine.attention.masks import BlockSparse, Causal, Documents, Full, LocalGlobal, Mask, SlidingWindow
+from engine.attention.op import computed_bytes, plan_attention, run_attention
+from engine.attention.ring import Ring
+from engine.attention.schedule import HEAD_SCHEDULES, Speeds
+from engine.attention.wire_bytes import (
+    Circle,
+    PassBytes,
+    Sent,
+    Shards,
+    cheaper_backward,
+    group_backward_bytes,
+    trade_bytes,
+)
+from tests.ranks import run_on_ranks
+
+TOKENS = 8  # of a rank
+MASKS = (
+    Full(),
+    Causal(),
+    SlidingWindow(5),
+    SlidingWindow(3, 4),
+    Documents((5, 6), repeat=True),
+    BlockSparse(LocalGlobal(1, 1), 3),
+    BlockSparse([[False]], 4 * TOKENS),
+)
+HEADS = ((8, 8), (16, 8))
+ROUTES = ("query", "key_value")
+
+
+class WritesInputs(ReferenceKernel):
+    """Its gradients come in the inputs' dtype, as those of all kernels for GPUs."""
+
+    writes_input_dtype = True
+
+    def backward(self, given, band, scale, deterministic):
+        gradients = super().backward(given, band, scale, deterministic)
+        return tuple(gradient.to(given.q_BLND.dtype) for gradient in gradients)
+
+
+def choices(schedules: tuple[str, ...], layout: str) -> Iterator[dict[str, Any]]:
+    for schedule, exchange, route in itertools.product(schedules, ("relay", "direct"), ROUTES):
+        if schedule not in HEAD_SCHEDULES or layout != "striped":
+            yield {"schedule": schedule, "exchange": exchange, "backward": route}
+
+
+class Posted:
+    """Bytes handed to torch.distributed for other ranks, while it is used as a context."""
+
+    def __init__(self, cp: ContextParallel) -> None:
+        self.node_size, self.rank = cp.node_size, cp.rank
+        self.sent = Sent()
+        self._point, self._all_to_all = dist.P2POp, dist.all_to_all_single
+
+    def __enter__(self) -> Posted:
+        self._patches = [
+            mock.patch.object(dist, "P2POp", self._operation),
+            mock.patch.object(dist, "all_to_all_single", self._exchange),
+        ]
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+    def _count(self, to: int, nbytes: int) -> None:
+        near = to // self.node_size == self.rank // self.node_size
+        self.sent += Sent(nbytes, 0) if near else Sent(0, nbytes)
+
+    def _operation(self, op, tensor, peer, group):
+        if op is dist.isend:
+            self._count(peer, tensor.numel() * tensor.itemsize)
+        return self._point(op, tensor, peer, group)
+
+    def _exchange(self, received, rows, group, async_op):
+        for to, row in zip(dist.get_process_group_ranks(group), rows, strict=True):
+            if to != self.rank:
+                self._count(to, row.numel() * row.itemsize)
+        return self._all_to_all(received, rows, group=group, async_op=async_op)
+
+
+WIDTHS = ((torch.bfloat16, "fp32"), (torch.bfloat16, "input"), (torch.float32, "fp32"), (torch.float64, "fp32"))
+
+
+def differing(
+    schedules: tuple[str, ...], node_size: int, layout: str, widths: tuple[tuple[torch.dtype, str], ...]
+) -> tuple[int, dict[str, Any]]:
+    """How many cases there were, and (computed, posted, counted) bytes of those where they differ."""
+    cp, kernel = ContextParallel(layout=layout, node_size=node_size), WritesInputs()
+    chance = random.Random(0)  # the same on every rank
+    count, found = 0, {}
+    for (heads, kv_heads), mask, choice in itertools.product(HEADS, MASKS, choices(schedules, layout)):
+        dtype, wire = chance.choice(widths)
+        replayed, parts = chance.choice((False, True)), chance.choice((1, 2))
+        q, k, v = (torch.ones(2, TOKENS, n, 3, dtype=dtype, requires_grad=True) for n in (heads, kv_heads, kv_heads))
+        with mock.patch("engine.attention.op.choose_kernel", return_value=kernel):
+            plan = plan_attention(q, k, mask=mask, cp=cp, gradient_wire=wire, head_parts=parts, **choice)
+        cp.traffic.reset()
+        with Posted(cp) as forward:
+            out = run_attention(plan, q, k, v, replayed=replayed)
+        computed = computed_bytes(out)
+        with Posted(cp) as backward:
+            out.sum().backward()
+        posted, counted = PassBytes(forward.sent, backward.sent), cp.traffic.sent_bytes
+        count += 1
+        if computed != posted or computed.total != counted:
+            found[f"{heads}:{kv_heads} {mask} {dtype} {wire} {replayed} {parts} {choice}"] = computed, posted, counted
+    return count, found
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("widths", [WIDTHS[:1], WIDTHS[1:]])
+@pytest.mark.parametrize(
+    ("world_size", "node_size", "schedules"),
+    [
+        (2, 1, ("double_ring",)),
+        (4, 2, ("ring", "double_ring", "head_exchange", "heads_inside", "heads_across")),
+    ],
+)
+def test_the_bytes_computed_are_the_bytes_posted(world_size, node_size, schedules, layout, widths) -> None:
+    for count, found in run_on_ranks(world_size, differing, schedules, node_size, layout, widths):
+        assert count >= len(HEADS) * len(MASKS) * 4
+        assert found == {}
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_by_copy_engine_heads_take_the_bytes_of_their_copies(kept) -> None:
+    ranks, parts, batch, tokens, heads, kv_heads, head_dim = 2, 2, 2, 5, 12, 4, 3
+    pieces = pieces_in_order(tuple(layout_named("contiguous").segments(ranks * tokens, ranks, rank) for rank in (0, 1)))
+    route = HeadRoute(0, ranks, pieces, parts)
+
+    def tensor(count: int, n: int, *dims: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(batch, count, n, *dims, dtype=dtype)
+
+    here, share = ranks * tokens, ranks * parts  # of a part: the group's tokens of some heads
+    q, k = tensor(tokens, heads, head_dim), tensor(tokens, kv_heads, head_dim)
+    delta, rows = (tensor(tokens, heads, *dims, dtype=torch.float32) for dims in ((), (2,)))
+    part_q, part_k = tensor(here, heads // share, head_dim), tensor(here, kv_heads // share, head_dim)
+    part_lse = tensor(here, heads // share, dtype=torch.float32)
+    back = (q, delta) if kept else (q, k, k, q, rows)
+    forward = route.outward((q, k, k), 0).away_bytes + route.homeward((part_q, part_lse)).away_bytes
+    backward = route.outward(back, 0).away_bytes + route.homeward((part_q, part_k, part_k)).away_bytes
+
+    part = Shards(
+        batch=batch,
+        tokens=here,
+        heads=heads // share,
+        kv_heads=kv_heads // share,
+        head_dim=head_dim,
+        input_bytes=2,
+        part_bytes=2,
+        sum_bytes=4,
+    )
+    assert trade_bytes((0, 1), 0, 2, part, kept=kept, packed=False) == PassBytes(Sent(forward), Sent(backward))
+
+
+SEQ_LEN = 1 << 14
+SINK = BlockSparse(LocalGlobal(0, 1), 1024, causal=True)  # all see the first keys, few of which are needed
+
+
+def shards(cp_size: int, heads: int, kv_heads: int, wire: str = "fp32") -> Shards:
+    """Of bf16 inputs with heads of 128, under a kernel that writes gradients in bf16."""
+    return Shards(
+        batch=1,
+        tokens=SEQ_LEN // cp_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=128,
+        input_bytes=2,
+        part_bytes=2,
+        sum_bytes=2 if wire == "input" else 4,
+    )
+
+
+def choice(
+    heads: int,
+    kv_heads: int,
+    mask: Mask,
+    exchange: str,
+    *,
+    layout: str = "contiguous",
+    node_size: int = 4,
+    across_gib: float = 3,
+) -> str:
+    """Route of four ranks on a ring made for their nodes."""
+    circle = Circle(ring=Ring(cp_size=4, node_size=node_size), node_size=node_size, exchange=exchange)
+    speeds = Speeds(across_gib=across_gib)
+    return cheaper_backward(mask, layout_named(layout), circle, SEQ_LEN, shards(4, heads, kv_heads), speeds)
+
+
+@pytest.mark.parametrize("exchange", ["relay", "direct"])
+@pytest.mark.parametrize("node_size", [1, 2, 4])
+def test_equal_heads_send_queries_and_grouped_heads_keys(exchange, node_size) -> None:
+    for mask, layout in itertools.product((Full(), Causal()), ("zigzag", "striped")):
+        where = {"mask": mask, "exchange": exchange, "layout": layout, "node_size": node_size}
+        routes = [choice(heads, kv_heads, **where) for heads, kv_heads in ((32, 32), (32, 4), (8, 4))]
+        assert routes == ["query", "key_value", "key_value"]
+
+
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(100)])
+def test_between_nodes_keys_go_the_short_way_to_later_queries(mask) -> None:
+    # Shards move on to the next node. There lie the queries that see these keys; queries would go all the way round.
+    assert choice(32, 32, mask, "direct", node_size=1) == "key_value"
+    assert choice(32, 32, mask, "direct", node_size=4) == "query"
+
+
+def test_where_only_what_is_needed_travels_few_keys_go_before_all_queries() -> None:
+    assert choice(32, 32, SINK, "relay") == "query"
+    assert choice(32, 32, SINK, "direct") == "key_value"
+
+
+def test_the_slower_the_link_between_nodes_the_more_its_bytes_decide() -> None:
+    # Whole shards are handed on inside a node, where queries are fewer bytes; of keys hardly any has to leave it.
+    assert choice(32, 32, SINK, "relay", node_size=2, across_gib=3) == "key_value"
+    assert choice(32, 32, SINK, "relay", node_size=2, across_gib=3000) == "query"
+
+
+def test_a_rank_alone_has_nothing_to_send_and_takes_the_query_route() -> None:
+    circle = Circle(ring=Ring(cp_size=1, node_size=1), node_size=1, exchange="direct")
+    known = (Causal(), layout_named("zigzag"), circle, SEQ_LEN, shards(1, 8, 1))
+    assert cheaper_backward(*known, Speeds()) == "query"
+    assert group_backward_bytes(*known, True) == Sent()
+
+
+@pytest.mark.parametrize(("wire", "saving"), [("input", 0.24), ("fp32", 0.33)])
+def test_a_relay_of_whole_shards_sends_what_the_formulas_say(wire, saving) -> None:
+    circle = Circle(ring=Ring(cp_size=4, node_size=4), node_size=4, exchange="relay")
+    given, gradient = shards(4, 32, 32, wire), 2 if wire == "input" else 4
+    query, key_value = (
+        group_backward_bytes(Causal(), layout_named("zigzag"), circle, SEQ_LEN, given, queries_travel).total
+        for queries_travel in (True, False)
+    )
+    hops = 4 * 3 * SEQ_LEN // 4
+    assert query == hops * 32 * (128 * (4 + gradient) + 8)
+    assert key_value == hops * 32 * 128 * (4 + 2 * gradient)
+    assert 1 - query / key_value == pytest.approx(saving, abs=0.005)
+
+
+def chosen_routes() -> list[str]:
+    cp = ContextParallel(layout="contiguous", node_size=2)
+    routes = []
+    for heads, kv_heads, mask in ((4, 4, Causal()), (8, 1, Causal()), (4, 4, BlockSparse(LocalGlobal(0, 1), 2))):
+        q, k = torch.zeros(1, 16, heads, 16), torch.zeros(1, 16, kv_heads, 16)
+        routes.append(plan_attention(q, k, mask=mask, cp=cp, exchange="direct").chosen()["backward"])
+    return routes
+
+
+def test_every_rank_chooses_the_same_route() -> None:
+    first, *others = run_on_ranks(4, chosen_routes)
+    assert first[:2] == ["query", "key_value"]
+    assert all(routes == first for routes in others)
