@@ -109,6 +109,7 @@ def test_bytes_sent_are_those_of_one_step(trained: tuple[Path, Measurement], tim
     # One layer whose attention is stored: recomputation sends nothing, so a step sends what one call alone sends.
     assert trained[1].sent_bytes == timed.sent_bytes
     assert min(timed.sent_bytes) > 0
+    assert timed.extra["computed_sent_bytes"] == timed.sent_bytes
 
 
 def test_every_step_is_one_progress_line(trained: tuple[Path, Measurement]) -> None:
