@@ -15,7 +15,6 @@ from torch.profiler import record_function
 
 from engine.attention.link_speed import across_gib_per_second
 from engine.attention.masks import Mask, parse_mask
-from engine.attention.op import computed_bytes
 from engine.attention.reference import dense_attention
 from engine.clock import StepClock
 from engine.distributed import World
@@ -47,7 +46,6 @@ class AttentionTask:
             shards = self._inputs(settings.seq_len // self.cp.size, seed=settings.seed + 1 + world.rank)
         self.q_BLND, self.k_BLKD, self.v_BLKD = (shard.requires_grad_() for shard in shards[:3])
         self.dout_BLND = shards[3]
-        self.computed_bytes = 0  # that this rank should send in a forward with backward
 
     def _inputs(self, tokens: int, seed: int) -> list[Tensor]:
         """q, k, v, dout of `tokens` tokens, standard normal."""
@@ -82,7 +80,8 @@ class AttentionTask:
             forward_seconds=self.world.slowest(forward_seconds[plan.warmup :]),
             chosen=self.attend.chosen(),
         )
-        figures.extra["computed_sent_bytes"] = self.world.gather(self.computed_bytes)
+        if (computed := self.attend.computed_sent_bytes()) is not None:
+            figures.extra["computed_sent_bytes"] = self.world.gather(computed)
         # Last, because each would raise every peak.
         if self.cp.group is not None and self.cp.node_size < self.cp.size:
             across = across_gib_per_second(self.cp.group, self.cp.node_size, self.q_BLND)
@@ -108,7 +107,6 @@ class AttentionTask:
     def _forward_backward(self) -> tuple[Tensor, ...]:
         """(out, dq, dk, dv) of this rank's tokens."""
         out_BLND, _lse = self.attend(self.q_BLND, self.k_BLKD, self.v_BLKD)
-        self.computed_bytes = computed_bytes(out_BLND).total
         inputs = (self.q_BLND, self.k_BLKD, self.v_BLKD)
         return (out_BLND.detach(), *torch.autograd.grad(out_BLND, inputs, self.dout_BLND))
 

@@ -72,6 +72,11 @@ class RefusingAttention:
         """What every `auto` became; empty before the first call."""
         return self._attend.chosen()
 
+    def computed_sent_bytes(self) -> int | None:
+        """What this rank sends in one forward and backward, from methods that compute it beforehand; else None."""
+        compute = getattr(self._attend, "computed_sent_bytes", None)
+        return compute() if compute else None
+
 
 def progress_to(trial_dir: Path) -> OnProgress:
     """Append each step as one JSON line to the trial's progress file."""

@@ -62,10 +62,16 @@ class BoundAttention:
         return keep_tail(out_BLND, lse_BNL, self._cp, tail)
 
     def chosen(self) -> dict[str, str]:
-        if not self._plans:
-            return {}
-        plan = next(reversed(self._plans.values()))  # warm-up may have had shorter sequences
-        return plan.chosen() | self._tail_shares(plan)
+        plan = self._last_plan()
+        return {} if plan is None else plan.chosen() | self._tail_shares(plan)
+
+    def computed_sent_bytes(self) -> int | None:
+        """What this rank sends in one forward and backward by the plan's arithmetic; None before the first call."""
+        plan = self._last_plan()
+        return None if plan is None else plan.sent_bytes(kept=not self._replayed).total
+
+    def _last_plan(self) -> AttentionPlan | None:
+        return next(reversed(self._plans.values()), None)  # warm-up may have had shorter sequences
 
     def _tail_shares(self, plan: AttentionPlan) -> dict[str, str]:
         """What checkpointing leaves the fullest and the busiest rank, as fractions of a rank's outputs and forward."""

@@ -35,7 +35,7 @@ from engine.attention.schedule import (
     schedule_refusal,
 )
 from engine.attention.stored import Stored
-from engine.attention.wire_bytes import PassBytes, Shards
+from engine.attention.wire_bytes import GRADIENT_WIRES, Shards, narrowed
 
 AttentionPlan = RingPlan | HeadPlan
 
@@ -124,9 +124,9 @@ def plan_attention(
     cp.segments(seq_len)  # refuses lengths the layout cannot split
     if backward not in ("auto", *BACKWARD_ROUTES):
         raise ValueError(f"backward {backward!r} is unknown; choose auto, query or key_value")
-    if gradient_wire not in ("fp32", "input"):
-        raise ValueError(f"gradient_wire {gradient_wire!r} is unknown; choose fp32 or input")
-    gradient_bytes = q_BLND.itemsize if gradient_wire == "input" else max(4, q_BLND.itemsize)
+    if gradient_wire not in GRADIENT_WIRES:
+        raise ValueError(f"gradient_wire {gradient_wire!r} is unknown; choose one of {', '.join(GRADIENT_WIRES)}")
+    narrow = narrowed(gradient_wire)[cp.node_size < cp.size]  # at the slowest links
     estimated = schedule == "auto" and q_BLND.is_cuda and backward == exchange == "auto"
     share = Share(
         cp_size=cp.size,
@@ -134,7 +134,7 @@ def plan_attention(
         heads=heads,
         kv_heads=kv_heads,
         query_bytes=q_BLND.numel() * q_BLND.itemsize,
-        gradient_factor=gradient_bytes / q_BLND.itemsize,
+        gradient_factor=1.0 if narrow else max(4, q_BLND.itemsize) / q_BLND.itemsize,
         forward_flops=4.0 * batch * heads * head_dim * mask.area(seq_len) / cp.size,
         rows=batch * tokens,
         left=traffic_left(mask, cp.layout, cp.size, cp.node_size, seq_len) if estimated else RingTraffic(),
@@ -187,7 +187,7 @@ def plan_attention(
         kernel=attend,
         travels="query" if backward == "auto" else backward,
         seq_len=seq_len,
-        shards=Shards.of(problem, attend, batch, seq_len // inner.size, gradient_bytes),
+        shards=Shards.of(problem, attend, batch, seq_len // inner.size, gradient_wire),
         scale=head_dim**-0.5 if scale is None else scale,
         deterministic=deterministic,
         gradient_wire=gradient_wire,
@@ -236,7 +236,7 @@ def burst_attention(
         backward: side that travels in backward: query, key_value, or auto for the one whose bytes take less time.
         deterministic: repeat bit for bit; refused by kernels that cannot.
         gradient_wire: fp32: sums of gradients cross links in fp32 and a single kernel result as the kernel wrote it;
-            input: all cross in the inputs' dtype.
+            input_across: a node's sum crosses a double ring between nodes, once, in the inputs' dtype; input: all do.
         head_parts: where heads are traded, how many parts they come in, one travelling while another is computed; the
             cost model's choice when None.
         stored: what `engine.attention.stored.keep_tail` kept of an earlier call with the same inputs: the forward is
@@ -287,9 +287,3 @@ def run_attention(
     """`burst_attention` with its choices already made."""
     out_BLND, lse_BNL = _BurstAttention.apply(q_BLND, k_BLKD, v_BLKD, plan, stored, replayed)
     return (out_BLND, lse_BNL) if return_lse else out_BLND
-
-
-def computed_bytes(out_BLND: Tensor) -> PassBytes:
-    """What this rank sends in the call of `run_attention` that gave `out_BLND`, nothing stored, and in its backward."""
-    call: Any = out_BLND.grad_fn
-    return call.plan.sent_bytes(kept=not call.as_given)

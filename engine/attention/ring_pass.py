@@ -31,7 +31,7 @@ from engine.attention.masks import FirstRows, Mask, imbalance, recompute_share
 from engine.attention.merge import RunningOutput, accumulation_dtype
 from engine.attention.ring import Ring
 from engine.attention.schedule import Estimate, Speeds
-from engine.attention.wire_bytes import Circle, PassBytes, Shards, cheaper_backward
+from engine.attention.wire_bytes import Circle, PassBytes, Shards, cheaper_backward, narrowed
 
 KEY_SIDE_DIMS = (1, 1)  # token dimension of K_BLKD, V_BLKD
 QUERY_SIDE_DIMS = (1, 1, 2, 2)  # of Q_BLND, dO_BLND, LSE_BNL, delta_BNL
@@ -61,7 +61,7 @@ class RingPlan:
     shards: Shards  # of this rank
     scale: float
     deterministic: bool
-    gradient_wire: str  # fp32, or `input`: sums of gradients cross links in the inputs' dtype
+    gradient_wire: str  # what sums of gradients cross links in: fp32, or the inputs' dtype: `input_across`, `input`
     estimate: Estimate | None = None  # what led to the schedule, when a cost model chose it
     link_gib: float | None = None  # per second between nodes, when it was measured for a choice
 
@@ -201,10 +201,10 @@ def _ring_backward(
     queries_travel = plan.travels == "query"
     query_side, key_side = (q_BLND, dout_BLND, lse_BNL, delta_BNL), (k_BLKD, v_BLKD)
     part_dtype = q_BLND.dtype if plan.kernel.writes_input_dtype else accumulation_dtype(q_BLND.dtype)
-    wire = q_BLND.dtype if plan.gradient_wire == "input" else None
+    wire, wire_across = (q_BLND.dtype if narrow else None for narrow in narrowed(plan.gradient_wire))
     routes, work = plan.cp.routes(plan.ring, plan.exchange), plan.itinerary(queries_travel)
     at_home = tuple(GradientSum(t, part_dtype) for t in (key_side if queries_travel else (q_BLND,)))
-    home = NodesHome(plan.ring, plan.cp.rank, routes.gradients_across, wire, work)
+    home = NodesHome(plan.ring, plan.cp.rank, routes.gradients_across, wire_across, work)
 
     travelling, dims = (query_side, QUERY_SIDE_DIMS) if queries_travel else (key_side, KEY_SIDE_DIMS)
     for stop in plan.circulate(travelling, dims, queries_travel):

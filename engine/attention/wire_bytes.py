@@ -17,6 +17,7 @@ from engine.attention.masks import Mask
 from engine.attention.ring import Ring
 from engine.attention.schedule import BACKWARD_ROUTES, GIB, Speeds
 
+GRADIENT_WIRES = ("fp32", "input_across", "input")
 ALL_RANKS = 8  # up to so many are added up for a choice; of more, a few
 
 
@@ -54,6 +55,22 @@ class PassBytes:
         return self.forward.total + self.backward.total
 
 
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Bytes per element of a gradient that crosses a link."""
+
+    written: int  # as the kernel wrote it
+    summed: int
+
+    def of(self, as_written: bool) -> int:
+        return self.written if as_written else self.summed
+
+
+def narrowed(gradient_wire: str) -> tuple[bool, bool]:
+    """Whether gradients cross links in the inputs' dtype inside a lap, and between nodes."""
+    return gradient_wire == "input", gradient_wire != "fp32"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
     """Shape and widths of one rank's shards. Counts of bytes are of one token, over the batch."""
@@ -64,13 +81,15 @@ class Shards:
     kv_heads: int
     head_dim: int
     input_bytes: int  # per element of Q, K, V and dO
-    part_bytes: int  # per element of a gradient that crosses as the kernel wrote it
-    sum_bytes: int  # and of one that crosses as a sum
+    inside: Widths  # of gradients inside a lap
+    across: Widths  # and between nodes
 
     @classmethod
-    def of(cls, problem: Problem, kernel: Kernel, batch: int, tokens: int, gradient_bytes: int) -> Shards:
-        """Those that `kernel` works on; sums of gradients cross links in `gradient_bytes` per element."""
+    def of(cls, problem: Problem, kernel: Kernel, batch: int, tokens: int, gradient_wire: str) -> Shards:
+        """Those that `kernel` works on; gradients cross links as `gradient_wire` says."""
         item = problem.dtype.itemsize
+        plain = Widths(item if kernel.writes_input_dtype else max(4, item), max(4, item))
+        inside, across = (Widths(item, item) if narrow else plain for narrow in narrowed(gradient_wire))
         return cls(
             batch=batch,
             tokens=tokens,
@@ -78,8 +97,8 @@ class Shards:
             kv_heads=problem.kv_heads,
             head_dim=problem.head_dim,
             input_bytes=item,
-            part_bytes=item if kernel.writes_input_dtype else gradient_bytes,
-            sum_bytes=gradient_bytes,
+            inside=inside,
+            across=across,
         )
 
     @property
@@ -105,10 +124,9 @@ class Shards:
         """Of what travels in backward: Q, dO, LSE and delta, or K and V."""
         return 2 * self.query + 2 * self.row if queries_travel else 2 * self.key
 
-    def gradient(self, queries_travel: bool, as_written: bool) -> int:
+    def gradient(self, queries_travel: bool, element_bytes: int) -> int:
         """Of what comes home: dQ, or dK and dV."""
-        elements = (self.query if queries_travel else 2 * self.key) // self.input_bytes
-        return elements * (self.part_bytes if as_written else self.sum_bytes)
+        return (self.query if queries_travel else 2 * self.key) // self.input_bytes * element_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +146,8 @@ class Circle:
         return self._counted(
             cp_rank,
             (
-                (to, count * shards.gradient(queries_travel, as_written))
-                for to, count, as_written in self._returned(work, cp_rank, shards.tokens)
+                (to, count * shards.gradient(queries_travel, element_bytes))
+                for to, count, element_bytes in self._returned(work, cp_rank, shards)
             ),
         )
 
@@ -147,20 +165,20 @@ class Circle:
                     count = _length(needs.visit(slot, to % ring.node_size))
                 yield node * ring.node_size + to % ring.node_size, count
 
-    def _returned(self, work: Itinerary, cp_rank: int, tokens: int) -> Iterator[tuple[int, int, bool]]:
-        """(rank sent to, tokens of its gradient, as the kernel wrote it) of each message."""
+    def _returned(self, work: Itinerary, cp_rank: int, shards: Shards) -> Iterator[tuple[int, int, int]]:
+        """(rank sent to, tokens of its gradient, bytes per element) of each message."""
         ring, (node, slot) = self.ring, divmod(cp_rank, self.ring.node_size)
         for cycle, needs in enumerate(work.laps):
             for step in range(1, ring.node_size):
                 if self.exchange == "relay":
-                    yield node * ring.node_size + (slot + 1) % ring.node_size, tokens, False
+                    yield node * ring.node_size + (slot + 1) % ring.node_size, shards.tokens, shards.inside.summed
                 else:
                     owner = (slot - step) % ring.node_size
-                    count = _length(needs.visit(owner, slot))
-                    yield node * ring.node_size + owner, count, needs.as_written[owner, slot]
+                    width = shards.inside.of(needs.as_written[owner, slot])
+                    yield node * ring.node_size + owner, _length(needs.visit(owner, slot)), width
             if cycle:
                 home = (node - cycle) % ring.nodes * ring.node_size + slot
-                yield home, _length(work.given[cycle]), work.given_as_written[cycle]
+                yield home, _length(work.given[cycle]), shards.across.of(work.given_as_written[cycle])
 
     def _counted(self, cp_rank: int, messages: Iterator[tuple[int, int]]) -> Sent:
         near = far = 0

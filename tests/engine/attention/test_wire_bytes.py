@@ -18,7 +18,7 @@ from engine.attention.head_routes import HeadRoute
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.layout import layout_named
 from engine.attention.masks import BlockSparse, Causal, Documents, Full, LocalGlobal, Mask, SlidingWindow
-from engine.attention.op import computed_bytes, plan_attention, run_attention
+from engine.attention.op import plan_attention, run_attention
 from engine.attention.ring import Ring
 from engine.attention.schedule import HEAD_SCHEDULES, Speeds
 from engine.attention.wire_bytes import (
@@ -26,6 +26,7 @@ from engine.attention.wire_bytes import (
     PassBytes,
     Sent,
     Shards,
+    Widths,
     cheaper_backward,
     group_backward_bytes,
     trade_bytes,
@@ -99,7 +100,10 @@ class Posted:
         return self._all_to_all(received, rows, group=group, async_op=async_op)
 
 
-WIDTHS = ((torch.bfloat16, "fp32"), (torch.bfloat16, "input"), (torch.float32, "fp32"), (torch.float64, "fp32"))
+WIDTHS = (
+    (torch.bfloat16, "fp32"), (torch.bfloat16, "input"), (torch.bfloat16, "input_across"),
+    (torch.float32, "fp32"), (torch.float64, "fp32"),
+)  # fmt: skip
 
 
 def differing(
@@ -118,7 +122,7 @@ def differing(
         cp.traffic.reset()
         with Posted(cp) as forward:
             out = run_attention(plan, q, k, v, replayed=replayed)
-        computed = computed_bytes(out)
+        computed = plan.sent_bytes(kept=not replayed)
         with Posted(cp) as backward:
             out.sum().backward()
         posted, counted = PassBytes(forward.sent, backward.sent), cp.traffic.sent_bytes
@@ -168,8 +172,8 @@ def test_by_copy_engine_heads_take_the_bytes_of_their_copies(kept) -> None:
         kv_heads=kv_heads // share,
         head_dim=head_dim,
         input_bytes=2,
-        part_bytes=2,
-        sum_bytes=4,
+        inside=Widths(written=2, summed=4),
+        across=Widths(written=2, summed=4),
     )
     assert trade_bytes((0, 1), 0, 2, part, kept=kept, packed=False) == PassBytes(Sent(forward), Sent(backward))
 
@@ -187,8 +191,8 @@ def shards(cp_size: int, heads: int, kv_heads: int, wire: str = "fp32") -> Shard
         kv_heads=kv_heads,
         head_dim=128,
         input_bytes=2,
-        part_bytes=2,
-        sum_bytes=2 if wire == "input" else 4,
+        inside=Widths(written=2, summed=2 if wire == "input" else 4),
+        across=Widths(written=2, summed=2 if wire == "input" else 4),
     )
 
 
