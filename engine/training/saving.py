@@ -194,6 +194,7 @@ def _system_error(error: BaseException) -> OSError | None:
 def _difference(made: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The first fact in which a checkpoint and a run differ, in words; empty when there is none."""
     for name in {**made, **now}:
-        if made.get(name) != now.get(name):
-            return f"it was made with {name} {made.get(name)}, and the run now says {now.get(name)}"
+        before, after = ("none" if facts.get(name) is None else facts[name] for facts in (made, now))
+        if before != after:
+            return f"it was made with {name} {before}, and the run now says {after}"
     return ""
