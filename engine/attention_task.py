@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from engine.attention.link_speed import across_gib_per_second
 from engine.attention.masks import Mask, parse_mask
 from engine.attention.reference import dense_attention
 from engine.clock import StepClock
@@ -83,8 +82,7 @@ class AttentionTask:
         if (computed := self.attend.computed_sent_bytes()) is not None:
             figures.extra["computed_sent_bytes"] = self.world.gather(computed)
         # Last, because each would raise every peak.
-        if self.cp.group is not None and self.cp.node_size < self.cp.size:
-            across = across_gib_per_second(self.cp.group, self.cp.node_size, self.q_BLND)
+        if (across := self.cp.measure_link(self.q_BLND)) is not None:
             # Of the slowest replica, because every rank returns the same figures.
             figures.extra["across_gib_per_second"] = 1 / self.world.slowest([1 / across])[0]
         if self.whole is not None:

@@ -169,10 +169,15 @@ class ContextParallel:
 
         Measured at first use (collective) and kept: the same number on every rank, so that all choose alike.
         """
-        if self._link_gib is None and self.group is not None and self.node_size < self.size:
-            message = torch.empty(_LINK_MESSAGE_BYTES, dtype=torch.uint8, device=device)
-            self._link_gib = across_gib_per_second(self.group, self.node_size, message)
+        if self._link_gib is None and self.node_size < self.size:
+            self._link_gib = self.measure_link(torch.empty(_LINK_MESSAGE_BYTES, dtype=torch.uint8, device=device))
         return self._link_gib
+
+    def measure_link(self, message: Tensor) -> float | None:
+        """`link_gib` with messages like `message`, of one size on all ranks, measured now. Collective."""
+        if self.group is None or self.node_size == self.size:
+            return None
+        return across_gib_per_second(self.group, self.node_size, message)
 
     def _subgroup(self, cp_ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
         """A communicator of some CP ranks of their own, None for a rank alone."""

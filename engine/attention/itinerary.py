@@ -89,7 +89,7 @@ def itinerary(mask: Mask, layout: Layout, ring: Ring, seq_len: int, cp_rank: int
         return Needs(
             ranges,
             as_written,
-            longest=max((_length(ranges[pair]) for pair in between), default=0),
+            longest=max((length(ranges[pair]) for pair in between), default=0),
             all_as_written=all(as_written[pair] for pair in between),
             held=tuple(needed(holder(cycle, at), cycle) for at in range(ring.node_size)) if cycle else None,
         )
@@ -112,7 +112,8 @@ def _unsummed(tokens: list[slice]) -> bool:
     return apart and len(tokens) <= WAITING_PARTS
 
 
-def _length(tokens: Range) -> int:
+def length(tokens: Range) -> int:
+    """How many tokens a range holds."""
     return tokens[1] - tokens[0]
 
 
@@ -140,8 +141,8 @@ def _rank_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int, rank: in
     work = itinerary(mask, layout, ring, seq_len, rank, queries_travel=False)
     slot, tokens = rank % ring.node_size, seq_len // ring.cp_size
     others = [owner for owner in range(ring.node_size) if owner != slot]
-    near = sum(_length(lap.visit(owner, slot)) for lap in work.laps for owner in others)
-    far = sum(_length(lap.held[slot]) for lap in work.laps if lap.held)
+    near = sum(length(lap.visit(owner, slot)) for lap in work.laps for owner in others)
+    far = sum(length(lap.held[slot]) for lap in work.laps if lap.held)
     stops = sum(bool(tiles) for tiles in work.tiles)
     return (
         stops / ring.cp_size,

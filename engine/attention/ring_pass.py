@@ -82,8 +82,7 @@ class RingPlan:
         forward, backward = self.itinerary(queries_travel=False), self.itinerary(queries_travel)
         return PassBytes(
             circle.outward(forward, rank, shards.tokens, 2 * shards.key),
-            circle.outward(backward, rank, shards.tokens, shards.travelling(queries_travel))
-            + circle.homeward(backward, rank, shards, queries_travel),
+            circle.backward(backward, rank, shards, queries_travel),
         )
 
     def by_cheaper_route(self, speeds: Speeds) -> RingPlan:

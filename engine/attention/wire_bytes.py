@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from engine.attention.itinerary import Itinerary, Needs, Range, itinerary
+from engine.attention.itinerary import Itinerary, Needs, itinerary, length
 from engine.attention.kernels import Kernel, Problem
 from engine.attention.layout import Layout
 from engine.attention.masks import Mask
@@ -151,18 +151,23 @@ class Circle:
             ),
         )
 
+    def backward(self, work: Itinerary, cp_rank: int, shards: Shards, queries_travel: bool) -> Sent:
+        """What `cp_rank` sends in backward by one route, out and home; `work` is of that route."""
+        out = self.outward(work, cp_rank, shards.tokens, shards.travelling(queries_travel))
+        return out + self.homeward(work, cp_rank, shards, queries_travel)
+
     def _posted(self, work: Itinerary, cp_rank: int, tokens: int) -> Iterator[tuple[int, int]]:
         """(rank sent to, tokens of a shard) of each message."""
         ring, (node, slot) = self.ring, divmod(cp_rank, self.ring.node_size)
         for cycle, needs in enumerate(work.laps):
             if cycle + 1 < ring.nodes:
-                yield (node + 1) % ring.nodes * ring.node_size + slot, _length(work.leaving[cycle])
+                yield (node + 1) % ring.nodes * ring.node_size + slot, length(work.leaving[cycle])
             for step in range(1, ring.node_size):
                 if self.exchange == "relay":
                     to, count = slot + 1, _held(needs, (slot - step + 1) % ring.node_size, tokens)
                 else:
                     to = slot + step
-                    count = _length(needs.visit(slot, to % ring.node_size))
+                    count = length(needs.visit(slot, to % ring.node_size))
                 yield node * ring.node_size + to % ring.node_size, count
 
     def _returned(self, work: Itinerary, cp_rank: int, shards: Shards) -> Iterator[tuple[int, int, int]]:
@@ -175,10 +180,10 @@ class Circle:
                 else:
                     owner = (slot - step) % ring.node_size
                     width = shards.inside.of(needs.as_written[owner, slot])
-                    yield node * ring.node_size + owner, _length(needs.visit(owner, slot)), width
+                    yield node * ring.node_size + owner, length(needs.visit(owner, slot)), width
             if cycle:
                 home = (node - cycle) % ring.nodes * ring.node_size + slot
-                yield home, _length(work.given[cycle]), shards.across.of(work.given_as_written[cycle])
+                yield home, length(work.given[cycle]), shards.across.of(work.given_as_written[cycle])
 
     def _counted(self, cp_rank: int, messages: Iterator[tuple[int, int]]) -> Sent:
         near = far = 0
@@ -229,8 +234,7 @@ def group_backward_bytes(
         # A flat ring has one lap, whose needs are all ranks': one itinerary says them.
         known = 0 if circle.ring.nodes == 1 else rank
         work = itinerary(mask, layout, circle.ring, seq_len, known, queries_travel)
-        total += circle.outward(work, rank, shards.tokens, shards.travelling(queries_travel))
-        total += circle.homeward(work, rank, shards, queries_travel)
+        total += circle.backward(work, rank, shards, queries_travel)
     return total
 
 
@@ -245,8 +249,4 @@ def cheaper_backward(mask: Mask, layout: Layout, circle: Circle, seq_len: int, s
 
 def _held(needs: Needs, slot: int, tokens: int) -> int:
     """Tokens of its shard that a slot of this lap starts with."""
-    return tokens if needs.held is None else _length(needs.held[slot])
-
-
-def _length(tokens: Range) -> int:
-    return tokens[1] - tokens[0]
+    return tokens if needs.held is None else length(needs.held[slot])
