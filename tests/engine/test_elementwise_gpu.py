@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,8 +13,8 @@ from engine.model import MLP, rotary_angles
 from engine.settings import ModelShape
 from engine.tiled_mlp import add_mlp_in
 from tests.engine.elementwise_program import error, faults, plain_swiglu, truth_of, with_gradients
+from tests.engine.interpreter import in_the_interpreter, interpret
 
-ROOT = Path(__file__).parents[2]
 FFN = 14336  # Llama-3-8B's MLP width
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -31,13 +25,9 @@ def skip_without(gib: int) -> None:
         pytest.skip(f"{free:.0f} GiB of GPU memory are free, {gib} are needed")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the same kernels are compared on the GPU")
+@in_the_interpreter
 def test_the_kernels_equal_float64_in_tritons_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.elementwise_program", "cpu"],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = interpret("elementwise_program")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

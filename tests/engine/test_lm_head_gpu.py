@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,9 +11,9 @@ from engine.lm_head.choose import loss_sum_of
 from engine.lm_head.tiles import Tile
 from engine.loss_kernel import LIBRARIES
 from engine.settings import ModelShape, TrialSettings
+from tests.engine.interpreter import in_the_interpreter, interpret
 from tests.engine.softmax_program import LARGE, SMALL, faults
 
-ROOT = Path(__file__).parents[2]
 SHAPE = ModelShape(name="head", layers=1, hidden=64, ffn=64, heads=1, kv_heads=1, head_dim=64, vocab=300)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 FORMS = [
@@ -31,13 +25,9 @@ FORMS = [
 ]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the same kernel is compared on the GPU")
+@in_the_interpreter
 def test_the_kernel_equals_its_twin_in_tritons_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.softmax_program", "cpu"],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = interpret("softmax_program")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
