@@ -21,6 +21,7 @@ ExchangeName = Literal["auto", "relay", "direct", "copy_engine"]
 GradientWire = Literal["fp32", "input_across", "input"]
 LossKernel = Literal["own", "liger", "cce"]
 Offload = Literal["none", "inputs", "all"]
+Replay = Literal["hold", "bisect"]
 Sharding = Literal["full", "hybrid"]
 
 BYTE_VOCABULARY = 256  # ids of byte-level tokens: what a text file is read as
@@ -106,11 +107,15 @@ class Checkpoint:
     recomputation (1: attention is never computed twice, 0: always).
 
     `offload` moves what is kept to host memory: nothing, the layers' inputs, or attention outputs as well.
+
+    `replay` is how the inputs that are not kept follow: `hold` runs a group of k layers once and holds them all, with
+    attention's outputs; `bisect` holds ceil(log2 k) of them at once and no outputs, and runs layers again more often.
     """
 
     every: int = 1
     tail: float = 1.0
     offload: Offload = "none"
+    replay: Replay = "hold"
 
     def __post_init__(self) -> None:
         if self.every < 0:

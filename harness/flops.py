@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from engine.attention.layout import tail_cut
 from engine.attention.masks import FirstRows, parse_mask
+from engine.replays import layers_replayed
 from engine.settings import ModelShape, TrialSettings
 
 # Attention forward is two products (QK^T, PV). Its backward needs four (dV, dP, dQ, dK); kernels that never store the
@@ -75,7 +76,8 @@ def work_of(settings: TrialSettings) -> Work:
     """FLOPs of one training step, or of one call for the other tasks.
 
     Checkpointing repeats each layer's matrix multiplications once, with `checkpoint.every` k those of k - 1 of k layers
-    twice, and attention for the part of the sequence whose outputs are not kept (`checkpoint.tail`). A tiled MLP whose
+    twice, or as often as `checkpoint.replay: bisect` runs them, and attention for the part of the sequence whose
+    outputs are not kept (`checkpoint.tail`): once, under `bisect` in every run of its layer. A tiled MLP whose
     layer is not recomputed repeats what lies before its last matrix. The fused LM head forms its gradients in the
     forward pass and repeats nothing.
     """
@@ -98,17 +100,19 @@ def work_of(settings: TrialSettings) -> Work:
 
 
 def _layers_again(settings: TrialSettings) -> float:
-    """Forwards of all layers that backward runs: one for the activations, and in every group of k layers one more of
-    all but the last for their inputs."""
+    """Forwards of all layers that backward runs: one for the activations, and those of a group for its inputs."""
     layers = settings.model.layers
-    return 2 - -(-layers // settings.checkpoint.every) / layers
+    return 1 + layers_replayed(settings.checkpoint, layers) / layers
 
 
 def _attention_again(settings: TrialSettings) -> float:
-    """Fraction of attention's forward, in visible pairs, that belongs to the head of the sequence and is not kept."""
+    """Forwards of attention that backward runs, in visible pairs: those of the sequence's head, whose outputs are not
+    kept. Once a layer, since a group that holds computes for the layers' own recomputation; under `bisect` every run's.
+    """
     mask, seq_len = parse_mask(settings.mask), settings.seq_len
     cut = tail_cut(settings.checkpoint.tail, seq_len, settings.cp_size)
-    return FirstRows(mask, cut).area(seq_len) / max(1, mask.area(seq_len))
+    head = FirstRows(mask, cut).area(seq_len) / max(1, mask.area(seq_len))
+    return head * (_layers_again(settings) if settings.checkpoint.replay == "bisect" else 1)
 
 
 def _repeated_by_tiles(settings: TrialSettings) -> float:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from engine.settings import TrialSettings, to_json
 
+# Settings that came after runs had been published, and what every run was until then: so these can still be resumed.
+_LATER = {"checkpoint.replay": "hold", "projection_tiles": 1}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
@@ -26,10 +29,16 @@ class Trial:
     def id(self) -> str:
         """Readable and unique: task, method, length, CP size, and a digest of all settings (the key of `--resume`).
 
-        The model's note is left out: rewording it makes no other trial.
+        The model's note is left out: rewording it makes no other trial. So is a later setting at the value that stands
+        for what there was before it.
         """
         settings = self.settings
         values = to_json(settings)
         del values["model"]["note"]
+        for key, before in _LATER.items():
+            *owner, name = key.split(".")
+            holder = values[owner[0]] if owner else values
+            if holder.get(name) == before:
+                del holder[name]
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
         return f"{settings.task}-{settings.method}-s{settings.seq_len}-cp{settings.cp_size}-{digest}"

@@ -30,8 +30,9 @@ class BoundAttention:
         self._head_parts = head_parts
         self._mask = parse_mask(settings.mask)
         checkpoint = settings.checkpoint
-        # With `every` above 1 a layer's own recomputation replays what its group's has computed, whatever the tail.
-        self._replayed = settings.task == "train" and (checkpoint.every > 1 or checkpoint.every * checkpoint.tail > 0)
+        # A group that holds has a layer's own recomputation replay what the group's has computed, whatever the tail.
+        held = checkpoint.every > 1 and checkpoint.replay == "hold"
+        self._replayed = settings.task == "train" and (held or checkpoint.every * checkpoint.tail > 0)
         self._plans: dict[object, AttentionPlan] = {}
 
     def __call__(

@@ -6,6 +6,8 @@ the sequence. docs/checkpointing.md has the arithmetic.
 
     recompute.py      one layer's forward under torch's checkpoint, and where its input comes from afterwards
     group.py          k layers of which only the first one's input is kept
+    hold.py           the others' computed again once, and held
+    bisect.py         or as often as it takes to hold few of them
     attend_once.py    attention that is computed once and then replayed
     parameters.py     FSDP2's parameters of a layer that runs outside its turn
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,12 +25,8 @@ class Step:
     attend: AttendOnce
 
 
-class Group:
-    """The layers of one group in one forward.
-
-    Backward wants the inputs last layer first. The first request computes all of them from the kept one, up to the
-    layer asked for, and each is dropped when it is handed out; so is attention's result, which the layer's own
-    recomputation replays.
+class Group(ABC):
+    """The layers of one group in one forward. Backward wants their inputs last layer first.
 
     Args:
         start_BLE: input of the group's first layer.
@@ -38,9 +36,8 @@ class Group:
 
     def __init__(self, start_BLE: Tensor, store: Store, previous: Group | None) -> None:
         self._start: Kept = store.put((start_BLE.detach(),))
-        self._previous = previous
+        self._store, self._previous = store, previous
         self._steps: list[Step] = []
-        self._inputs: dict[int, Tensor] = {}  # by place, on their way from a replay to their layer
 
     def add(self, step: Step) -> int:
         """The next layer; returns its place in the group."""
@@ -49,29 +46,33 @@ class Group:
 
     def input(self, place: int) -> Tensor:
         """Input x_BLE of the layer at `place`, outside any graph. Collective where parameters are sharded."""
-        self._steps[place].attend.prefetch()
-        if place not in self._inputs:
-            self._replay(place)
+        with torch.no_grad():
+            x_BLE = self._input(place)
         if place == 0 and self._previous is not None:
             self._previous.prefetch()
-        return self._inputs.pop(place)
+        return x_BLE
 
     def prefetch(self) -> None:
         """Backward is about to reach this group."""
         self._start.prefetch()
         self._steps[0].attend.prefetch()
 
-    @torch.no_grad()
-    def _replay(self, place: int) -> None:
-        """Inputs up to that of the layer at `place`."""
-        [x_BLE] = self._start.fetch()
-        self._inputs[0] = x_BLE
-        for index, step in enumerate(self._steps[:place]):
+    @abstractmethod
+    def _input(self, place: int) -> Tensor:
+        """What `input` gives. Stored attention of the layer at `place` is on its way afterwards."""
+
+    def _inputs(self, first: int, kept: Kept, place: int, *, ahead: bool) -> Iterator[tuple[int, Tensor]]:
+        """Places from `first`, whose input is `kept`, to `place`, each with its input: the layers between are run.
+        `ahead` holds attention's results for the layers' own recomputations."""
+        [x_BLE] = kept.fetch()
+        yield first, x_BLE
+        for index in range(first, place):
+            step, following, last = self._steps[index], self._steps[index + 1], index + 1 == place
             gather(step.block)
-            if index + 1 < place:
-                start_gathering(self._steps[index + 1].block)
-            self._steps[index + 1].attend.prefetch()
-            x_BLE = step.layer(x_BLE, step.rotary, step.attend.ahead)
-            self._inputs[index + 1] = x_BLE
-            if index + 1 < place:
+            if not last:
+                start_gathering(following.block)
+            following.attend.prefetch()
+            x_BLE = step.layer(x_BLE, step.rotary, step.attend.ahead if ahead else step.attend)
+            if not last:
                 release(step.block)  # but for the last one's, which backward needs next
+            yield index + 1, x_BLE

@@ -11,10 +11,13 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from engine.checkpoint.attend_once import AttendOnce
+from engine.checkpoint.bisect import BisectingGroup
 from engine.checkpoint.group import Group, Step
+from engine.checkpoint.hold import HoldingGroup
 from engine.model import Activations, Attend, AttendCall, LayerFn, Rotary
 from engine.offload import DeviceStore, HostStore, Store
 from engine.profile.ranges import RECOMPUTE
+from engine.replays import stops_at_once
 from engine.settings import Checkpoint
 
 
@@ -33,12 +36,14 @@ class Recompute:
         self._group: Group | None = None  # that the running forward is filling
 
     def reserve(self, input_bytes: int, device: torch.device) -> None:
-        """Have host memory locked for the layer inputs of a whole forward, `input_bytes` each, where they go there.
+        """Have host memory locked for the layer inputs that a step keeps at once, `input_bytes` each, where they go
+        there: those of a whole forward, and what a group keeps on its way back.
 
         The first forward of a length does so on its way, at a gigabyte or two per second: seconds that are no step's.
         """
         if isinstance(self.inputs, HostStore):
-            self.inputs.reserve(-(-self._layers // self._settings.every), input_bytes, device)
+            groups = -(-self._layers // self._settings.every)
+            self.inputs.reserve(groups + stops_at_once(self._settings, self._layers), input_bytes, device)
 
     def of_layer(self, index: int, block: nn.Module) -> Activations:
         """The activations of layer `index`, whose parameters are those of `block`."""
@@ -50,7 +55,8 @@ class Recompute:
         if not torch.is_grad_enabled():
             return layer(x_BLE, rotary, attend)
         if index % self._settings.every == 0:
-            self._group = Group(x_BLE, self.inputs, previous=self._group if index else None)
+            kind = BisectingGroup if self._settings.replay == "bisect" else HoldingGroup
+            self._group = kind(x_BLE, self.inputs, previous=self._group if index else None)
         assert self._group is not None, "layers run in order"
         once = AttendOnce(attend, self._settings.tail, self.attention)
         place = self._group.add(Step(block=block, layer=layer, rotary=rotary, attend=once))

@@ -48,7 +48,7 @@ def test_every_command_module_is_found_by_its_name():
         (["run", "exp.yaml", "--set", "fixed.seq_len=9999999999999G"], "is more than"),
         (
             ["run", "exp.yaml", "--set", "fixed.checkpoint=3"],
-            "it has the settings checkpoint.every, checkpoint.tail or checkpoint.offload",
+            "it has the settings checkpoint.every, checkpoint.tail, checkpoint.offload or checkpoint.replay",
         ),
         (["report", "."], "no record below"),
         (["report", ".", "--format", ","], "names no format"),

@@ -122,6 +122,17 @@ def test_groups_of_layers_run_all_but_their_last_layer_twice() -> None:
         assert work.recomputed_attention == work.attention  # found computed the second time
 
 
+def test_bisection_runs_layers_and_their_attention_again_more_often() -> None:
+    nine = replace(TOY, layers=9)  # a group of 8 and one of 1
+    layer = work_of(settings(model=nine)).layers / 9
+    work = work_of(settings(model=nine, checkpoint=Checkpoint(every=8, tail=0.0, replay="bisect")))
+    # To place 7 seven layers are run, to 5 one from 4, to 3 three, to 1 one; 6, 4 and 2 were kept on the way.
+    assert work.recomputed_layers == pytest.approx((9 + 12) * layer)
+    assert work.recomputed_attention == pytest.approx((9 + 12) / 9 * work.attention)
+    every = work_of(settings(model=nine, checkpoint=Checkpoint(every=1, tail=0.0, replay="bisect")))
+    assert every == work_of(settings(model=nine, checkpoint=Checkpoint(every=1, tail=0.0)))
+
+
 def test_fused_lm_head_repeats_nothing() -> None:
     assert work_of(settings(lm_head_fusion=True)) == work_of(settings(lm_head_fusion=False))
 

@@ -9,6 +9,7 @@ import pytest
 
 from engine.data.build import build_store
 from engine.data.tokenizers import ByteTokenizer
+from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.errors import UsageError
 from harness.machine import Machine
 from harness.plan import nothing_can_run, plan, plan_table, varying_settings
@@ -72,6 +73,14 @@ def test_the_note_of_a_model_is_no_part_of_a_trial(tmp_path: Path) -> None:
     trial = _plan(tmp_path)[0]
     reworded = replace(trial, settings=replace(trial.settings, model=replace(trial.settings.model, note="other words")))
     assert (reworded.settings, reworded.id) == (trial.settings, trial.id)
+
+
+def test_a_trial_keeps_the_id_it_had_before_settings_were_added() -> None:
+    model = ModelShape(name="small", layers=2, hidden=8, ffn=16, heads=2, kv_heads=1, head_dim=4, vocab=256)
+    settings = TrialSettings(task="train", method="burst", model=model, seq_len=64)
+    bisected = replace(settings, checkpoint=Checkpoint(replay="bisect"))
+    ids = [Trial(experiment="", title="", settings=each, deadline_seconds=1).id for each in (settings, bisected)]
+    assert (ids[0], len(set(ids))) == ("train-burst-s64-cp1-56cca729", 2)
 
 
 def test_equal_settings_are_one_trial(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import json
 import random
 from pathlib import Path
 
 from engine.settings import Checkpoint, to_json
+from harness.record import read_record, write_record
 from harness.results import COLUMNS, flatten, row_of, rows_of, write_results
 from tests.harness.synthetic_records import cpu_sweep, gpu_sweep, record
 
@@ -38,6 +40,17 @@ def test_every_setting_has_a_column(tmp_path: Path) -> None:
     assert written["lm_head_fusion"] == "false"
     assert written["steps.measured"] == "3"
     assert written["model.kv_heads"] == "4"
+
+
+def test_a_record_from_before_a_setting_existed_is_read_with_what_every_run_was_then(tmp_path: Path) -> None:
+    trial = record(checkpoint=Checkpoint(every=2))
+    write_record(tmp_path, trial)
+    path = tmp_path / "record.json"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    del data["settings"]["checkpoint"]["replay"]
+    path.write_text(json.dumps(data), encoding="utf-8")
+    assert read_record(path) == trial
+    assert row_of(read_record(path))["checkpoint.replay"] == "hold"
 
 
 def test_what_auto_became_stands_beside_what_was_asked(tmp_path: Path) -> None:

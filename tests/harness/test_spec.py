@@ -144,8 +144,10 @@ WRONG = [
     (
         "batch_size: 1",
         "checkpoint: 1",
-        r":7: checkpoint is 1; it has the settings checkpoint\.every, checkpoint\.tail or checkpoint\.offload",
+        r":7: checkpoint is 1; it has the settings checkpoint\.every, checkpoint\.tail, checkpoint\.offload or "
+        r"checkpoint\.replay",
     ),
+    ("batch_size: 1", "checkpoint: {replay: halve}", r":7: checkpoint.replay is 'halve'; expected hold or bisect"),
     ("batch_size: 1", "data: no/such/file.txt", r":7: data is 'no/such/file.txt', which is no file here"),
     ("batch_size: 1", "task: train", r":7: task does not belong in fixed; write it as task"),
     ("batch_size: 1", "seed: 3", r":7: seed does not belong in fixed; write it as seeds"),
