@@ -8,6 +8,8 @@ from pathlib import Path
 
 from engine.attention.layout import LAYOUTS, SplitZigzag, tail_cut
 from engine.attention.masks import kept_share, parse_mask, recompute_share
+from engine.replays import inputs_at_once, layers_replayed
+from engine.settings import Checkpoint
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "checkpointing.md"
@@ -27,6 +29,17 @@ def test_the_table_of_shares_is_computed_not_remembered() -> None:
             recompute_share(parse_mask(mask), layout, seq_len, cp_size, cut),
         )
         assert tuple(f"{value:.2f}" for value in found) == (kept, again), (mask, tail, name)
+
+
+def test_the_table_of_replays_is_computed_not_remembered() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    assert len(rows) > 4
+    for row in rows:
+        layers, *written = map(int, row)
+        hold, bisect = (Checkpoint(every=layers, replay=replay) for replay in ("hold", "bisect"))
+        found = [count(each, layers) for each in (hold, bisect) for count in (inputs_at_once, layers_replayed)]
+        assert found == written, layers
 
 
 def test_the_measured_curve_is_that_of_the_published_records() -> None:

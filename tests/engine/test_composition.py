@@ -32,6 +32,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "every": (1, 0, 3),
     "tail": (1.0, 0.0, 0.35),
     "offload": ("none", "inputs", "all"),
+    "replay": ("hold", "bisect"),
     "mlp_tiles": (1, 3),
     "optimizer_offload": (False, True),
     "sharding": ("full", "hybrid"),
@@ -48,7 +49,7 @@ LIMITS = {"fp64": 1e-10, "fp32": 1e-5}
 
 def settings_of(row: Row, world_size: int = 1, cp_size: int = 1) -> TrialSettings:
     row = dict(row)
-    checkpoint = Checkpoint(every=row.pop("every"), tail=row.pop("tail"), offload=row.pop("offload"))
+    checkpoint = Checkpoint(**{name: row.pop(name) for name in ("every", "tail", "offload", "replay")})
     sizes = {"world_size": world_size, "cp_size": cp_size, "emulate_nodes": min(2, world_size)}
     return dataclasses.replace(
         SETTINGS, checkpoint=checkpoint, batch_size=2 // row["gradient_accumulation"], **sizes, **row
