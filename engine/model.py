@@ -1,9 +1,10 @@
 """A Llama-style decoder, written for one device. Nothing here knows of ranks.
 
-Everything parallel is put in from outside (`engine.parallelize`) through four attributes, each a plain callable:
-`Block.attend` (attention over the whole sequence), `Block.activations` (what is kept for backward), `Block.add_mlp`
-(how many tokens go through the MLP at once) and `Head.loss_sum` (LM head and loss). The defaults make the model
-complete on one device, and the oracle of the parallel one.
+Everything parallel is put in from outside (`engine.parallelize`) through five attributes, each a plain callable:
+`Block.attend` (attention over the whole sequence), `Block.activations` (what is kept for backward), `Block.project` and
+`Block.add_mlp` (how many tokens go through the projections before attention, and through the MLP, at once) and
+`Head.loss_sum` (LM head and loss). The defaults make the model complete on one device, and the oracle of the parallel
+one.
 
 Shape letters: B batch, L tokens held here, N query heads, K KV heads, D head dim, E embedding, F MLP width,
 V vocabulary.
@@ -35,6 +36,8 @@ AttendCall = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q_BLN
 Rotary = tuple[Tensor, Tensor]  # cos_LD, sin_LD over half of the head dim
 LayerFn = Callable[[Tensor, Rotary, AttendCall], Tensor]  # x_BLE -> x_BLE
 Activations = Callable[[LayerFn, Tensor, Rotary, "Attend"], Tensor]  # runs a layer, decides what backward will find
+# (norm, attention, x_BLE, rotary) -> q_BLND, k_BLKD, v_BLKD of norm(x)
+Project = Callable[[nn.RMSNorm, "Attention", Tensor, Rotary], tuple[Tensor, Tensor, Tensor]]
 AddMLP = Callable[[nn.RMSNorm, "MLP", Tensor], Tensor]  # (norm, mlp, x_BLE) -> x + mlp(norm(x))
 LossSum = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden_TE, weight_VE, labels_T) -> sum of the losses
 
@@ -115,6 +118,13 @@ class DenseCausal:
         return None
 
 
+def project_whole(
+    norm: nn.RMSNorm, attention: Attention, x_BLE: Tensor, rotary: Rotary
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The default beginning of a layer: queries, keys and values of all tokens at once."""
+    return attention.project(norm(x_BLE), rotary)
+
+
 def add_whole_mlp(norm: nn.RMSNorm, mlp: MLP, x_BLE: Tensor) -> Tensor:
     """The default second half of a layer, the MLP's residual branch: all tokens at once."""
     return x_BLE + mlp(norm(x_BLE))
@@ -130,6 +140,7 @@ class Block(nn.Module):
 
     attend: Attend
     activations: Activations
+    project: Project
     add_mlp: AddMLP
 
     def __init__(self, shape: ModelShape) -> None:
@@ -140,6 +151,7 @@ class Block(nn.Module):
         self.mlp = MLP(shape)
         self.attend = DenseCausal()
         self.activations = keep_all
+        self.project = project_whole
         self.add_mlp = add_whole_mlp
 
     def forward(self, x_BLE: Tensor, rotary: Rotary) -> Tensor:
@@ -147,7 +159,7 @@ class Block(nn.Module):
 
     def layer(self, x_BLE: Tensor, rotary: Rotary, attend: AttendCall) -> Tensor:
         """The layer's mathematics. Pure but for `attend`, so it may be run again to recompute activations."""
-        out_BLND, _lse = attend(*self.attention.project(self.attention_norm(x_BLE), rotary))
+        out_BLND, _lse = attend(*self.project(self.attention_norm, self.attention, x_BLE, rotary))
         x_BLE = x_BLE + self.attention.output(out_BLND.flatten(-2))
         return self.add_mlp(self.mlp_norm, self.mlp, x_BLE)
 

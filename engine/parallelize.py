@@ -14,6 +14,7 @@ from engine.lm_head.choose import loss_sum_of
 from engine.model import Attend, Decoder
 from engine.settings import TrialSettings
 from engine.tiled_mlp import add_mlp_in
+from engine.tiled_projection import project_in
 
 
 def build_model(settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> tuple[Decoder, Recompute | None]:
@@ -37,10 +38,11 @@ def build_model(settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> tu
 
 
 def parallelize(model: Decoder, settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> Recompute | None:
-    """Context parallelism, activation checkpointing, tiled MLP, loss fusion, then FSDP2 around all of them. Returns who
+    """Context parallelism, activation checkpointing, tiles, loss fusion, then FSDP2 around all of them. Returns who
     keeps what layers are computed again from, if anybody does."""
     for block in model.blocks:
         block.attend = attend
+        block.project = project_in(settings.projection_tiles)
         block.add_mlp = add_mlp_in(settings.mlp_tiles)
     recompute = set_activations(settings.checkpoint, list(model.blocks))
     model.head.loss_sum = loss_sum_of(settings, mesh.device_type)

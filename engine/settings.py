@@ -38,6 +38,7 @@ COUNTS = (
     "world_size",
     "batch_size",
     "emulate_nodes",
+    "projection_tiles",
     "mlp_tiles",
     "gradient_accumulation",
 )
@@ -175,6 +176,7 @@ class TrialSettings:
     loss_kernel: LossKernel = "own"  # who fuses: the engine, or a library
     z_loss: float = 0.0  # weight of the squared log-partition added to each token's loss
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    projection_tiles: int = 1  # runs of tokens that queries, keys and values are formed in, one after another
     mlp_tiles: int = 1  # runs of tokens the MLP is computed in, one after another
     optimizer_offload: bool = False  # optimizer states live in host memory
     sharding: Sharding = "full"  # parameters over all ranks, or over the ranks of a node and repeated on every node

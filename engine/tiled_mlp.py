@@ -3,7 +3,7 @@
 At 128K tokens per rank and an MLP 11008 wide, one bf16 intermediate is 2.7 GiB and a SwiGLU's backward holds six. Only
 the branch's input is kept; backward forms a run's intermediates again, and from them the run's gradients, before it
 goes to the next: three of them at a time on GPUs, where the gradients take their memory. The norm before the MLP is
-part of the run, and so is the residual sum. Tiling of token-wise parts as in ALST (arXiv:2506.13996).
+part of the run, and so is the residual sum.
 
 Shape letters: T tokens, E embedding, F MLP width.
 """
@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from engine.elementwise.swiglu import swiglu_again
 from engine.model import MLP, AddMLP, activate, add_whole_mlp
-from engine.norm import MOST_ELEMENTS
+from engine.runs import NormAgain, run_length, wide_zeros
 from engine.weight_gradient import add_product
 
 
@@ -36,8 +36,7 @@ def add_mlp_in(tiles: int) -> AddMLP:
 
     def add_tiled_mlp(norm: nn.RMSNorm, mlp: MLP, x_BLE: Tensor) -> Tensor:
         x_TE = x_BLE.flatten(0, -2)
-        # No longer than the norm's kernel can address (engine.norm).
-        run = min(-(-x_TE.shape[0] // tiles), MOST_ELEMENTS // x_TE.shape[1])
+        run = run_length(x_TE.shape[0], x_TE.shape[1], tiles)
         matrices = [mlp.down.weight, mlp.up.weight, *([] if mlp.gate is None else [mlp.gate.weight])]
         weights = (norm.weight, *matrices)
         if torch.is_grad_enabled():
@@ -85,20 +84,12 @@ class _TiledMLP(torch.autograd.Function):
     def backward(ctx: Any, dout_BLE: Tensor) -> tuple[Tensor | None, ...]:
         dout_TE = dout_BLE.flatten(0, -2)
         x_TE, norm_E, *matrices = ctx.memory.saved_tensors
-        norm_E = norm_E.detach().requires_grad_()
         dx_TE = torch.empty_like(x_TE)
-        dnorm_E, *dmatrices = (
-            torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-            for weight in (norm_E, *matrices)
-        )
+        dnorm_E, *dmatrices = (wide_zeros(weight) for weight in (norm_E, *matrices))
         for tokens in _runs(x_TE, ctx.run):
-            with torch.enable_grad():
-                x_run_TE = x_TE[tokens].detach().requires_grad_()
-                normed_TE = F.rms_norm(x_run_TE, norm_E.shape, norm_E, ctx.eps)
-            dnormed_TE = _mlp_backward(dout_TE[tokens], normed_TE.detach(), matrices, dmatrices)
-            dx_run_TE, dnorm_run_E = torch.autograd.grad(normed_TE, (x_run_TE, norm_E), dnormed_TE)
-            torch.add(dout_TE[tokens], dx_run_TE, out=dx_TE[tokens])
-            dnorm_E += dnorm_run_E
+            norm = NormAgain(x_TE[tokens], norm_E, ctx.eps)
+            dnormed_TE = _mlp_backward(dout_TE[tokens], norm.normed_TE, matrices, dmatrices)
+            torch.add(dout_TE[tokens], norm.gradient(dnormed_TE, dnorm_E), out=dx_TE[tokens])
         return dx_TE, None, None, None, None, *(wide.to(norm_E.dtype) for wide in (dnorm_E, *dmatrices))
 
 

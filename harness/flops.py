@@ -78,8 +78,8 @@ def work_of(settings: TrialSettings) -> Work:
     Checkpointing repeats each layer's matrix multiplications once, with `checkpoint.every` k those of k - 1 of k layers
     twice, or as often as `checkpoint.replay: bisect` runs them, and attention for the part of the sequence whose
     outputs are not kept (`checkpoint.tail`): once, under `bisect` in every run of its layer. A tiled MLP whose
-    layer is not recomputed repeats what lies before its last matrix. The fused LM head forms its gradients in the
-    forward pass and repeats nothing.
+    layer is not recomputed repeats what lies before its last matrix; tiled projections repeat queries and keys where
+    these are normed. The fused LM head forms its gradients in the forward pass and repeats nothing.
     """
     model, checkpoint = settings.model, settings.checkpoint
     tokens = tokens_per_step(settings)
@@ -94,7 +94,8 @@ def work_of(settings: TrialSettings) -> Work:
         layers=layers,
         head=head,
         attention=attention * model.layers,
-        recomputed_layers=layers * _layers_again(settings) if checkpoint.every else _repeated_by_tiles(settings),
+        recomputed_layers=(layers * _layers_again(settings) if checkpoint.every else 0.0)
+        + _repeated_by_tiles(settings),
         recomputed_attention=attention * model.layers * _attention_again(settings) if checkpoint.every else 0.0,
     )
 
@@ -116,11 +117,17 @@ def _attention_again(settings: TrialSettings) -> float:
 
 
 def _repeated_by_tiles(settings: TrialSettings) -> float:
-    """A tiled MLP keeps its input alone: backward runs its first matrix again, or the first two of a gated one."""
-    if settings.mlp_tiles == 1:
-        return 0.0
-    model = settings.model
-    return 2.0 * tokens_per_step(settings) * model.layers * (2 if model.gated else 1) * model.hidden * model.ffn
+    """What tiles run again in backward because they keep their input alone.
+
+    A tiled MLP: its first matrix, or the first two of a gated one, unless the layer's recomputation ends before them.
+    Tiled projections: queries and keys where these are normed, since their norm's gradient wants its input.
+    """
+    model, again = settings.model, 0
+    if settings.mlp_tiles > 1 and settings.checkpoint.every == 0:
+        again += (2 if model.gated else 1) * model.hidden * model.ffn
+    if settings.projection_tiles > 1 and model.qk_norm:
+        again += model.hidden * (model.heads + model.kv_heads) * model.head_dim
+    return 2.0 * tokens_per_step(settings) * model.layers * again
 
 
 def sequences_per_step(settings: TrialSettings) -> int:

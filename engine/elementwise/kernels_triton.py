@@ -113,8 +113,8 @@ def _blocks(tensor: Tensor) -> tuple[int]:
     return (triton.cdiv(tensor.numel(), BLOCK),)
 
 
-def rotate(x_BLND: Tensor, cos_LD: Tensor, sin_LD: Tensor, inverse: bool) -> Tensor:
-    """`engine.elementwise.rotary.rotate` without autograd, or the inverse rotation; contiguous.
+def rotate(x_BLND: Tensor, cos_LD: Tensor, sin_LD: Tensor, inverse: bool, out_BLND: Tensor | None = None) -> Tensor:
+    """`engine.elementwise.rotary.rotate` without autograd, or the inverse rotation; contiguous, in `out` if given.
 
     x has any strides; it is copied where D has no unit stride.
     """
@@ -122,7 +122,10 @@ def rotate(x_BLND: Tensor, cos_LD: Tensor, sin_LD: Tensor, inverse: bool) -> Ten
     half = head_dim // 2
     x_BLND = x_BLND if x_BLND.stride(-1) == 1 else x_BLND.contiguous()
     cos_LD, sin_LD = (table.expand(tokens, half).contiguous() for table in (cos_LD, sin_LD))
-    out_BLND = torch.empty(x_BLND.shape, dtype=x_BLND.dtype, device=x_BLND.device)
+    if out_BLND is None:
+        out_BLND = torch.empty(x_BLND.shape, dtype=x_BLND.dtype, device=x_BLND.device)
+    assert out_BLND.is_contiguous()
+    assert out_BLND.shape == x_BLND.shape
     width = triton.next_power_of_2(half)
     rows = max(1, PAIRS // width)
     _rotate_kernel[(triton.cdiv(tokens * heads, rows), batch)](

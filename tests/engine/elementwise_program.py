@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.elementwise.rotary import rotate
+from engine.elementwise.rotary import rotate, rotate_into
 from engine.elementwise.swiglu import swiglu, swiglu_again
 from engine.model import MLP, add_whole_mlp, rotary_angles
 from engine.settings import ModelShape
@@ -101,6 +101,12 @@ def rotary_faults(device: str) -> Iterator[str]:
             yield from complaints(f"rotate {shape} {name}, {wide}", found, truth, dtype)
             if not found[0].is_contiguous():
                 yield f"rotate {shape} {name}: the result is not contiguous"
+        for inverse in (False, True):
+            into = torch.empty_like(x[0])
+            rotate_into(into, layouts["heads first"][0], angles, inverse=inverse)
+            turned = (angles[0], -angles[1]) if inverse else angles
+            if not torch.equal(into, rotate(x[:1], turned)[0]):
+                yield f"rotate {shape} into given memory, inverse {inverse}, {wide}: not the rotation"
         spread = gradient[:, :, :1].expand(shape)  # a gradient of stride 0
         expected = truth_of(lambda x, angles=exact_angles: rotate(x, angles), (x,), spread)
         found = with_gradients(lambda x, angles=angles: rotate(x, angles), (x,), spread)

@@ -33,6 +33,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "tail": (1.0, 0.0, 0.35),
     "offload": ("none", "inputs", "all"),
     "replay": ("hold", "bisect"),
+    "projection_tiles": (1, 3),
     "mlp_tiles": (1, 3),
     "optimizer_offload": (False, True),
     "sharding": ("full", "hybrid"),

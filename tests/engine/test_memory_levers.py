@@ -19,6 +19,7 @@ from engine.optimizer import adamw
 from engine.recipe import Recipe
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from engine.tiled_mlp import add_mlp_in
+from engine.tiled_projection import project_in
 from tests.engine.live_bytes import LiveBytes
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
@@ -33,9 +34,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "`checkpoint.every: 4`": {"checkpoint": Checkpoint(every=4)},
     "`checkpoint.offload: all`": {"checkpoint": Checkpoint(offload="all")},
     "`mlp_tiles: 8`": {"mlp_tiles": 8},
+    "`projection_tiles: 8`": {"projection_tiles": 8},
     "`optimizer_offload: true`": {"optimizer_offload": True},
-    "`every: 4`, `offload: all`, `mlp_tiles: 8`, `optimizer_offload`": {
+    "`every: 4`, `offload: all`, `projection_tiles: 8`, `mlp_tiles: 8`, `optimizer_offload`": {
         "checkpoint": Checkpoint(every=4, offload="all"),
+        "projection_tiles": 8,
         "mlp_tiles": 8,
         "optimizer_offload": True,
     },
@@ -60,6 +63,7 @@ def counted(row: str) -> tuple[float, float]:
     attend = METHOD.attention(ContextParallel.single(), settings)
     for block in model.blocks:
         block.attend, block.add_mlp = attend, add_mlp_in(settings.mlp_tiles)
+        block.project = project_in(settings.projection_tiles)
     set_activations(settings.checkpoint, list(model.blocks))
     model.head.loss_sum = fused_loss_sum
     optimizer = adamw(model, 1e-3, Recipe(), offload=settings.optimizer_offload)

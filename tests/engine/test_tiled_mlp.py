@@ -108,7 +108,7 @@ def test_only_one_runs_intermediates_exist_at_a_time() -> None:
 
 
 def test_a_run_is_no_longer_than_the_norm_can_address(monkeypatch) -> None:
-    monkeypatch.setattr("engine.tiled_mlp.MOST_ELEMENTS", 4 * SHAPE.hidden + 1)
+    monkeypatch.setattr("engine.runs.MOST_ELEMENTS", 4 * SHAPE.hidden + 1)
     with Products() as counted:
         found = branch(SHAPE, add_mlp_in(2))
     assert counted.widest == 4 * SHAPE.ffn  # of the 11 tokens that two tiles would have

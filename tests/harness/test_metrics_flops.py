@@ -65,6 +65,19 @@ def test_tiles_repeat_the_mlp_up_to_its_last_matrix_unless_the_layer_is_recomput
     assert work_of(recomputed) == work_of(settings(model=TOY, seq_len=6))
 
 
+def test_tiled_projections_repeat_queries_and_keys_where_these_are_normed() -> None:
+    plain, normed = TOY, replace(TOY, qk_norm=True)
+    for every in (0, 1):
+        checkpoint = Checkpoint(every=every)
+        again = [
+            work_of(settings(model=model, seq_len=6, projection_tiles=tiles, checkpoint=checkpoint)).recomputed_layers
+            for model in (plain, normed)
+            for tiles in (1, 2)
+        ]
+        assert again[0] == again[1] == again[2]
+        assert again[3] - again[2] == 2 * 6 * 2 * (4 * (2 + 1) * 2)  # tokens, layers, hidden x (N + K) x D
+
+
 def test_an_ungated_mlp_has_two_matrices() -> None:
     ungated = ModelShape(name="g", layers=1, hidden=4, ffn=3, heads=2, kv_heads=1, head_dim=2, vocab=5, gated=False)
     assert layer_matmul_parameters(ungated) == 48 + 2 * 4 * 3

@@ -1,0 +1,48 @@
+"""What the token-wise parts of a layer share when they are computed over runs of tokens, one run after another.
+
+Tiling of token-wise parts as in ALST (arXiv:2506.13996). Shape letters: T tokens of a run, E features.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.norm import MOST_ELEMENTS
+
+
+def run_length(tokens: int, features: int, tiles: int) -> int:
+    """Tokens of a run when `tokens` of them go in `tiles` runs: ceil(tokens / tiles), fewer where that is more than a
+    norm takes at once (engine.norm)."""
+    return max(1, min(-(-tokens // tiles), MOST_ELEMENTS // features))
+
+
+def wide_zeros(weight: Tensor) -> Tensor:
+    """Where a weight's gradient is summed over the runs: fp32 or wider, rounded to the weight's dtype once."""
+    return torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+
+
+class NormAgain:
+    """RMSNorm of one run formed once more, with what its gradient needs.
+
+    Args:
+        x_TE: the run's input.
+        weight_E: the norm's weight, outside any graph.
+        eps: the norm's epsilon.
+    """
+
+    def __init__(self, x_TE: Tensor, weight_E: Tensor, eps: float | None) -> None:
+        with torch.enable_grad():
+            self._leaves = x_TE.detach().requires_grad_(), weight_E.detach().requires_grad_()
+            self._normed_TE = F.rms_norm(self._leaves[0], weight_E.shape, self._leaves[1], eps)
+
+    @property
+    def normed_TE(self) -> Tensor:
+        return self._normed_TE.detach()
+
+    def gradient(self, dnormed_TE: Tensor, dweight_E: Tensor) -> Tensor:
+        """The gradient of the run's input; that of the weight is added to `dweight_E`. To be called once."""
+        dx_TE, dweight_run_E = torch.autograd.grad(self._normed_TE, self._leaves, dnormed_TE)
+        dweight_E += dweight_run_E
+        return dx_TE
