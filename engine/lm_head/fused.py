@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engine.elementwise.choose import KERNEL_DTYPES
 from engine.lm_head.plain import wide
 from engine.lm_head.softmax import Softmax
 from engine.lm_head.tiles import Tile, choose_tile, runs, runs_with_labels
@@ -17,19 +18,21 @@ from engine.weight_gradient import add_product
 def fused_loss_sum(
     hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_loss: float = 0.0, tile: Tile | None = None
 ) -> Tensor:
-    """`plain_loss_sum` with the logits of one tile in memory; without `tile` it is sized for the device.
+    """`plain_loss_sum` with the logits of one tile in memory; without `tile` it is sized for the problem and device.
 
     A sum, not a mean: how many tokens there are is known to all ranks together only, and a rank whose labels are all
     -100 gives 0. Matmuls run in the inputs' dtype; softmax, loss and all sums over tiles in fp32 or wider.
 
     Raises ValueError for a label that is neither a word nor -100.
     """
-    tile = tile or choose_tile(weight_VE.shape[0], hidden_TE.device.type)
+    tile = tile or choose_tile(weight_VE.shape[0], hidden_TE)
     if torch.is_grad_enabled() and (hidden_TE.requires_grad or weight_VE.requires_grad):
         return _FusedLossSum.apply(hidden_TE, weight_VE, labels_T, z_loss, tile)
     loss = hidden_TE.new_zeros((), dtype=wide(hidden_TE))
     for tokens, counts in runs_with_labels(labels_T, tile.tokens, weight_VE.shape[0]):
-        if counts:
+        if counts and tile.words >= weight_VE.shape[0]:
+            loss += _loss_and_dlogits(hidden_TE[tokens], weight_VE, labels_T[tokens], z_loss)[0]
+        elif counts:
             softmax = Softmax(labels_T[tokens], z_loss, wide(hidden_TE))
             for words in runs(weight_VE.shape[0], tile.words):
                 softmax.fold(_logits(hidden_TE[tokens], weight_VE[words]), words.start)
@@ -60,9 +63,10 @@ class _FusedLossSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         dhidden_TE, dweight_VE = ctx.saved_tensors
+        again = torch._C._autograd._get_current_graph_task_keep_graph()  # the stored gradients will be wanted once more
         return (
-            _scaled(dhidden_TE, dloss, dhidden_TE.dtype) if ctx.needs_input_grad[0] else None,
-            _scaled(dweight_VE, dloss, ctx.weight_dtype) if dweight_VE is not None else None,
+            _scaled(dhidden_TE, dloss, dhidden_TE.dtype, again) if ctx.needs_input_grad[0] else None,
+            _scaled(dweight_VE, dloss, ctx.weight_dtype, again) if dweight_VE is not None else None,
             None,
             None,
             None,
@@ -83,7 +87,7 @@ def _loss_and_gradients(
     With the whole vocabulary at once the logits serve loss and gradient; else they are computed for each in turn.
     """
     if words >= weight_VE.shape[0]:
-        loss, dlogits_TV = _loss_and_dlogits(_logits(hidden_TE, weight_VE), labels_T, z_loss, hidden_TE.dtype)
+        loss, dlogits_TV = _loss_and_dlogits(hidden_TE, weight_VE, labels_T, z_loss)
         torch.mm(dlogits_TV, weight_VE, out=dhidden_TE)
         if dweight_VE is not None:
             add_product(dweight_VE, dlogits_TV, hidden_TE)
@@ -104,19 +108,20 @@ def _loss_and_gradients(
     return softmax.loss_sum()
 
 
-def _loss_and_dlogits(logits_TV: Tensor, labels_T: Tensor, z_loss: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(loss sum, gradient of the logits in `dtype`) of the whole vocabulary, in the logits' own memory where it fits.
+def _loss_and_dlogits(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """(loss sum, gradient of the logits in the inputs' dtype) of the whole vocabulary.
 
-    One Triton kernel for fp32 logits on GPUs, its torch twin elsewhere.
+    On GPUs the logits leave the matmul in the inputs' dtype, as in a plain run, and one Triton kernel turns them into
+    their gradient where they lie. Elsewhere its torch twin, in fp32 or wider.
     """
-    if logits_TV.is_cuda and logits_TV.dtype == torch.float32:
-        from engine.lm_head import softmax_triton
+    if hidden_TE.is_cuda and hidden_TE.dtype in KERNEL_DTYPES:
+        from engine.lm_head.softmax_triton import loss_with_gradient_in_place
 
-        loss_T, dlogits_TV = softmax_triton.loss_and_gradient(logits_TV, labels_T, z_loss, dtype)
-        return loss_T.sum(), dlogits_TV
-    softmax = Softmax(labels_T, z_loss, logits_TV.dtype)
-    exps_TV = softmax.fold(logits_TV, 0)
-    return softmax.loss_sum(), softmax.gradient(exps_TV, 0, dtype)
+        logits_TV = hidden_TE @ weight_VE.T
+        return loss_with_gradient_in_place(logits_TV, labels_T, z_loss).sum(), logits_TV
+    softmax = Softmax(labels_T, z_loss, wide(hidden_TE))
+    exps_TV = softmax.fold(_logits(hidden_TE, weight_VE), 0)
+    return softmax.loss_sum(), softmax.gradient(exps_TV, 0, hidden_TE.dtype)
 
 
 def _logits(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
@@ -126,11 +131,11 @@ def _logits(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
     return (hidden_TE @ weight_VE.T).to(wide(hidden_TE))
 
 
-def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient x factor in `dtype`, without changing the stored gradient: backward may come twice.
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, again: bool) -> Tensor:
+    """gradient x factor in `dtype`: in the stored gradient's own memory where it fits and will not be wanted `again`.
 
     The factor gets dimensions because torch would round a 0-dim one to the gradient's dtype first, and 1 / tokens in
     bf16 is wrong by up to 0.4% in every entry.
     """
-    out = torch.empty_like(gradient, dtype=dtype)
+    out = torch.empty_like(gradient, dtype=dtype) if again or gradient.dtype != dtype else gradient
     return torch.mul(gradient, factor.reshape((1,) * gradient.ndim), out=out)

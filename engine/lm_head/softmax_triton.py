@@ -1,7 +1,8 @@
 """Softmax, loss and the gradient of the logits in one Triton kernel, for a run of tokens with its whole vocabulary.
 
 Its torch twin is `engine.lm_head.softmax.Softmax`, which passes over the logits five times and moves 30 bytes per
-logit; this kernel reads each fp32 logit twice and writes its bf16 gradient once, in place: 10 bytes. Source of the
+logit; this kernel reads each logit twice and writes its gradient once, in its place: 6 bytes in bf16, less what the
+second sweep finds in the cache, which it therefore begins where the first one ended. Arithmetic is fp32. Source of the
 running maximum and sum: online softmax, arXiv:1805.02867.
 """
 
@@ -20,22 +21,21 @@ WARPS = 8
 
 @triton.jit
 def _loss_and_gradient_kernel(  # type: ignore[no-untyped-def]
-    logits, logits_row, gradient, gradient_row, labels, losses, vocabulary, z_loss,
+    logits, logits_row, labels, losses, vocabulary, z_loss,
     IGNORED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # tokens x vocabulary outgrows 32 bits
     logits += row * logits_row
-    gradient += row * gradient_row
     label = tl.load(labels + row)
     counts = label != IGNORED
     label = tl.where(counts, label, 0)
     none = -float("inf")
-    at_label = tl.load(logits + label)
+    at_label = tl.load(logits + label).to(tl.float32)
     top = at_label
     others = 0.0  # sum of exp(x - top) over all words but the label: 1 - p of a sure label without cancellation
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        value = tl.load(logits + column, mask=column < vocabulary, other=none)
+        value = tl.load(logits + column, mask=column < vocabulary, other=none).to(tl.float32)
         value = tl.where(column == label, none, value)  # not by the mask, which would split the load into single words
         above = tl.maximum(top, tl.max(value, axis=0))
         shift = tl.where(above == none, 0.0, above)  # nothing but -inf so far: each adds exp(-inf - 0) = 0
@@ -48,30 +48,25 @@ def _loss_and_gradient_kernel(  # type: ignore[no-untyped-def]
     tl.store(losses + row, tl.where(counts, log_total - (at_label - top) + z_loss * lse * lse, 0.0))
     factor = tl.where(counts, (1.0 + 2.0 * z_loss * lse) / total, 0.0)
     label_entry = tl.where(counts, (2.0 * z_loss * lse * label_exp - others) / total, 0.0)
-    for start in range(0, vocabulary, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        value = tl.load(logits + column, mask=column < vocabulary, other=none)
+    last = (vocabulary - 1) // BLOCK * BLOCK
+    for back in range(0, vocabulary, BLOCK):
+        column = last - back + tl.arange(0, BLOCK)
+        value = tl.load(logits + column, mask=column < vocabulary, other=none).to(tl.float32)
         entry = tl.where(column == label, label_entry, tl.exp(value - top) * factor)
-        # The gradient is no wider than the logits it replaces, so its writes stay behind the reads, but for those of
-        # this block: all of it is read before any of it is overwritten.
-        tl.debug_barrier()
-        tl.store(gradient + column, entry.to(gradient.dtype.element_ty), mask=column < vocabulary)
+        tl.store(logits + column, entry.to(logits.dtype.element_ty), mask=column < vocabulary)
 
 
-def loss_and_gradient(logits_TV: Tensor, labels_T: Tensor, z_loss: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(loss_T in fp32, d loss / d logits in `dtype`) of fp32 logits, whose memory the gradient takes.
+def loss_with_gradient_in_place(logits_TV: Tensor, labels_T: Tensor, z_loss: float) -> Tensor:
+    """loss_T in fp32 of logits in bf16, fp16 or fp32, whose place d loss / d logits takes.
 
-    Ignored tokens have loss and gradient 0. The gradient's rows lie as far apart as those of the logits did. Labels
-    must be words or -100: the kernel takes them as addresses.
+    Ignored tokens have loss and gradient 0. Labels must be words or -100: the kernel takes them as addresses.
     """
     tokens, vocabulary = logits_TV.shape
-    assert logits_TV.dtype == torch.float32
+    assert logits_TV.dtype in (torch.bfloat16, torch.float16, torch.float32)
     assert logits_TV.is_contiguous()
-    assert dtype.itemsize <= logits_TV.dtype.itemsize
-    gradient_TV = logits_TV.view(dtype)[:, :vocabulary]
     loss_T = torch.empty(tokens, dtype=torch.float32, device=logits_TV.device)
     _loss_and_gradient_kernel[(tokens,)](
-        logits_TV, logits_TV.stride(0), gradient_TV, gradient_TV.stride(0), labels_T.contiguous(), loss_T,
+        logits_TV, logits_TV.stride(0), labels_T.contiguous(), loss_T,
         vocabulary, z_loss, IGNORED=IGNORE, BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)), num_warps=WARPS,
     )  # fmt: skip
-    return loss_T, gradient_TV
+    return loss_T

@@ -11,13 +11,16 @@ from torch import Tensor
 
 from engine.lm_head.plain import IGNORE
 
-# Bytes of one tile's logits in fp32. Every tile of tokens adds to the V x E weight gradient, which is read and written
-# whole: with a 128256 x 4096 head 1 GiB is 2K tokens, whose matmuls outweigh that traffic several times on an H200.
+# Bytes of one tile's logits. Every tile of tokens adds to the V x E weight gradient, which is read and written whole:
+# with a 128256 x 4096 head 1 GiB is 4K tokens in bf16, whose matmuls outweigh that traffic many times on an H200.
 TILE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 
 # Fewest tokens of a tile that holds the whole vocabulary. Fewer would spend more time on the weight gradient's traffic
 # than a tiled vocabulary spends on its second computation of the logits: docs/lm-head.md has the sums.
 FEWEST_TOKENS = {"cuda": 512, "cpu": 64}
+
+# Tokens beyond which a larger tile gains nothing to speak of on a GPU: an eighth of all, between these two.
+ENOUGH_TOKENS = (4096, 8192)
 
 _STEP = 128  # tiles of part of the vocabulary are whole multiples of it, so that matmuls start at aligned addresses
 
@@ -34,16 +37,25 @@ class Tile:
             raise ValueError(f"a tile of {self.tokens} tokens x {self.words} words holds no logit; give at least 1 x 1")
 
 
-def choose_tile(vocabulary: int, device_type: str) -> Tile:
-    """The tile that fills `TILE_BYTES` of the device: the whole vocabulary, unless that leaves too few tokens.
+def choose_tile(vocabulary: int, hidden_TE: Tensor) -> Tile:
+    """The tile for these hidden states: the whole vocabulary, unless that leaves too few tokens.
+
+    Its logits take `TILE_BYTES` of the device at most; on a GPU as much as the hidden states, if they take more, and no
+    more than `ENOUGH_TOKENS`.
 
     With part of the vocabulary, each tile moves 8 E bytes per word (weight gradient, read and written in fp32) and 8 E
     bytes per token (gradient of the hidden states, likewise); a square tile moves the least for its area.
     """
-    area = TILE_BYTES[device_type] // 4
-    if area >= FEWEST_TOKENS[device_type] * vocabulary:
-        return Tile(tokens=area // vocabulary, words=vocabulary)
-    side = math.isqrt(area) // _STEP * _STEP
+    device = hidden_TE.device.type
+    if device == "cuda":
+        budget = max(TILE_BYTES[device], hidden_TE.nbytes)
+        low, high = ENOUGH_TOKENS
+        whole, enough = budget // hidden_TE.itemsize, min(max(low, hidden_TE.shape[0] // 8), high)
+    else:
+        whole = enough = TILE_BYTES[device] // 4
+    if whole >= FEWEST_TOKENS[device] * vocabulary:
+        return Tile(tokens=min(whole // vocabulary, enough), words=vocabulary)
+    side = math.isqrt(TILE_BYTES[device] // 4) // _STEP * _STEP  # in fp32
     return Tile(tokens=side, words=min(side, vocabulary))
 
 
