@@ -42,6 +42,10 @@ class Store(Protocol):
         """Keep `tensors`; the caller forgets them and changes them no more."""
         ...
 
+    def settle(self) -> None:
+        """Hold no tensor for the sake of a copy any more: what the current stream is given next waits for those."""
+        ...
+
 
 class DeviceStore:
     """Keeps tensors where they are."""
@@ -51,6 +55,9 @@ class DeviceStore:
 
     def put(self, tensors: Tensors) -> Kept:
         return _Here(self, tensors)
+
+    def settle(self) -> None:
+        """Nothing is copied."""
 
 
 class _Here:

@@ -73,6 +73,7 @@ class _BurstAttention(torch.autograd.Function):
         dout_BLND = torch.zeros_like(out_BLND) if dout_BLND is None else dout_BLND.contiguous()
         # d lse / d score is the probability itself, so a gradient of LSE enters exactly where delta leaves.
         delta_BNL = row_dot(dout_BLND, out_BLND)
+        del out_BLND  # of a layer computed again nobody else holds it, and the gradients are about to want the room
         if dlse_BNL is not None:
             delta_BNL -= dlse_BNL
             dout_BLND = with_room_for_delta(dout_BLND, delta_BNL)

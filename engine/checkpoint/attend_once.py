@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from engine.attention.stored import Stored
@@ -19,10 +21,11 @@ class AttendOnce:
         attend: the method's attention.
         tail: fraction of the sequence, from its end, whose result is kept.
         store: where it is kept.
+        passed: called whenever backward has been through it.
     """
 
-    def __init__(self, attend: Attend, tail: float, store: Store) -> None:
-        self._attend, self._tail, self._store = attend, tail, store
+    def __init__(self, attend: Attend, tail: float, store: Store, passed: Callable[[], None]) -> None:
+        self._attend, self._tail, self._store, self._passed = attend, tail, store, passed
         self._called = False
         self._cut = 0
         self._kept: Kept | None = None
@@ -32,6 +35,9 @@ class AttendOnce:
         """(out, lse): computed and kept by the first call, replayed by the others."""
         if not self._called:
             self._called = True
+            if q_BLND.requires_grad:
+                passed = self._passed  # the hook lives in the graph, which holds this object: no cycle
+                q_BLND.register_hook(lambda dq_BLND: passed())
             out_BLND, lse_BNL = self._attend(q_BLND, k_BLKD, v_BLKD)
             self._keep(self._attend.keep(out_BLND, lse_BNL, self._tail))
             return out_BLND, lse_BNL

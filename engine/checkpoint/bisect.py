@@ -25,13 +25,18 @@ class BisectingGroup(Group):
         self._steps[first].attend.prefetch()
         wanted = stops(first, place)
         for reached, x_BLE in self._inputs(first, kept, place, ahead=False):
+            self._store.settle()  # what was put has had a layer's time to leave
             if reached in wanted:
                 self._stops.append((reached, self._store.put((x_BLE,))))
-        if place > 0:
-            following, kept = self._nearest(place - 1)
-            kept.prefetch()
-            self._steps[following].attend.prefetch()
         return x_BLE
+
+    def passed(self, place: int) -> None:
+        if place == 0:
+            super().passed(place)
+            return
+        following, kept = self._nearest(place - 1)
+        kept.prefetch()
+        self._steps[following].attend.prefetch()
 
     def _nearest(self, place: int) -> tuple[int, Kept]:
         """The last place up to `place` whose input is kept. Those after it are dropped: backward has passed them."""

@@ -47,10 +47,16 @@ class Group(ABC):
     def input(self, place: int) -> Tensor:
         """Input x_BLE of the layer at `place`, outside any graph. Collective where parameters are sharded."""
         with torch.no_grad():
-            x_BLE = self._input(place)
+            return self._input(place)
+
+    def passed(self, place: int) -> None:
+        """Backward has been through the attention of the layer at `place`: what it asks for next may come.
+
+        Not earlier, when a layer's backward holds most; not later, since the projections before attention still have
+        to hide the copies.
+        """
         if place == 0 and self._previous is not None:
             self._previous.prefetch()
-        return x_BLE
 
     def prefetch(self) -> None:
         """Backward is about to reach this group."""

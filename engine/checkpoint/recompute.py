@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 from functools import partial
 
@@ -58,7 +59,8 @@ class Recompute:
             kind = BisectingGroup if self._settings.replay == "bisect" else HoldingGroup
             self._group = kind(x_BLE, self.inputs, previous=self._group if index else None)
         assert self._group is not None, "layers run in order"
-        once = AttendOnce(attend, self._settings.tail, self.attention)
+        passed = partial(_passed, weakref.ref(self._group), index % self._settings.every)
+        once = AttendOnce(attend, self._settings.tail, self.attention, passed)
         place = self._group.add(Step(block=block, layer=layer, rotary=rotary, attend=once))
         source = _Source(x_BLE, self._group, place)
         if index + 1 == self._layers:
@@ -86,6 +88,12 @@ class _Source:
             return given_BLE
         # The same tensors are saved again only if the input asks for a gradient as it did; nothing flows to it.
         return self._group.input(self._place).detach().requires_grad_(self._requires_grad)
+
+
+def _passed(group: weakref.ref[Group], place: int) -> None:
+    """`Group.passed` of a group that holds, with its layers, whoever calls this."""
+    if (found := group()) is not None:
+        found.passed(place)
 
 
 def _layer_from(source: _Source, layer: LayerFn, rotary: Rotary, attend: AttendCall) -> Tensor:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.checkpoint import set_activations
 from engine.host_memory import host_buffer, host_like
-from engine.offload import DeviceStore, HostStore
+from engine.model import Decoder, DenseCausal
+from engine.offload import DeviceStore, HostStore, _Away
+from engine.settings import Checkpoint, ModelShape
 
 CPU = torch.device("cpu")
 DEVICES = [
@@ -151,3 +156,43 @@ def test_many_layers_leave_and_return_in_backward_order(device: str) -> None:
         if kept:
             kept[-1].prefetch()
         assert torch.equal(found, expected[index])
+
+
+class Logged(DenseCausal):
+    """Dense attention that notes when backward reaches it."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def __call__(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, **stored: Any) -> tuple[Tensor, Tensor]:
+        out_BLND, lse_BNL = super().__call__(q_BLND, k_BLKD, v_BLKD, **stored)
+        if out_BLND.requires_grad:
+            out_BLND.register_hook(lambda dout_BLND: self._log.append("attention"))
+        return out_BLND, lse_BNL
+
+
+@pytest.mark.parametrize("replay", ["hold", "bisect"])
+def test_an_input_comes_back_after_the_attention_that_backward_passes_before_it(
+    replay: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention's backward is where a layer holds most: the input that is wanted next is no part of that."""
+    log: list[str] = []
+    prefetch = _Away.prefetch
+
+    def noted(kept: _Away) -> None:
+        if kept._coming is None:
+            log.append("input")
+        prefetch(kept)
+
+    monkeypatch.setattr(_Away, "prefetch", noted)
+    shape = ModelShape(name="small", layers=4, hidden=8, ffn=8, heads=2, kv_heads=1, head_dim=4, vocab=11)
+    model = Decoder(shape)
+    for block in model.blocks:
+        block.attend = Logged(log)
+    torch.nn.init.normal_(model.head.weight)
+    set_activations(Checkpoint(every=1, offload="inputs", replay=replay), list(model.blocks))
+    tokens = torch.randint(shape.vocab, (1, 6))
+    loss = model(tokens, torch.arange(6), tokens)
+    assert log == []
+    loss.backward()
+    assert log == ["input", "attention"] * shape.layers

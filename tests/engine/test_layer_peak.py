@@ -1,0 +1,96 @@
+"""What a layer's backward holds at its peak, in units of one hidden state of all tokens, as docs/memory.md says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention import op
+from engine.attention.context import ContextParallel
+from engine.attention.kernels import BackwardInputs, Gradients
+from engine.attention.kernels.cpu import CpuKernel
+from engine.burst import METHOD
+from engine.checkpoint import set_activations
+from engine.model import Decoder
+from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.tiled_mlp import add_mlp_in
+from engine.tiled_projection import project_in
+from tests.engine.live_bytes import LiveBytes
+
+TOKENS, TILES = 2048, 32
+
+
+class Allocating(CpuKernel):
+    """Attention that makes the tensors a GPU kernel makes, and computes nothing."""
+
+    writes_input_dtype = True
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Any, scale: float) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+
+    def backward(self, given: BackwardInputs, band: Any, scale: float, deterministic: bool) -> Gradients:
+        dq, dk, dv = (torch.zeros_like(t) for t in (given.q_BLND, given.k_BMKD, given.v_BMKD))
+        return dq, dk, dv
+
+
+class FusedNorm(torch.autograd.Function):
+    """RMSNorm as GPUs have it: no intermediates. Values do not matter here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dnormed: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.zeros_like(x), torch.zeros_like(weight)
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "choose_kernel", lambda *_, **__: Allocating())
+    monkeypatch.setattr(op, "row_dot", lambda a, b: torch.zeros(a.shape[0], a.shape[2], a.shape[1]))
+    monkeypatch.setattr(F, "rms_norm", lambda x, shape, weight=None, eps=None: FusedNorm.apply(x, weight))
+
+
+def peak(kv_heads: int, checkpoint: Checkpoint, projection_tiles: int = TILES) -> float:
+    """Bytes that live at once in the backward of nine layers, over those of one hidden state of all tokens."""
+    shape = ModelShape(name="s", layers=9, hidden=256, ffn=32, heads=4, kv_heads=kv_heads, head_dim=64, vocab=32)
+    settings = TrialSettings(task="train", method="burst", model=shape, seq_len=TOKENS, dtype="bf16")
+    model = Decoder(shape).bfloat16()
+    attend = METHOD.attention(ContextParallel.single(), settings)
+    for block in model.blocks:
+        block.attend, block.add_mlp, block.project = attend, add_mlp_in(TILES), project_in(projection_tiles)
+    keeper = set_activations(checkpoint, list(model.blocks))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    tokens = torch.randint(shape.vocab, (1, TOKENS))
+    with LiveBytes() as live:
+        x_BLE = model.embedding(tokens)
+        rotary = torch.ones(TOKENS, 32), torch.zeros(TOKENS, 32)
+        for block in model.blocks:
+            x_BLE = block(x_BLE, rotary)
+        gradient = torch.zeros_like(x_BLE)
+        live.peak = live.now
+        x_BLE.backward(gradient)
+    del keeper
+    state = TOKENS * shape.hidden * 2
+    return (live.peak - rotary[0].nbytes * 2) / state - 2  # this function holds the last output and its gradient
+
+
+@pytest.mark.parametrize(("kv_heads", "states", "every"), [(1, 6.5, 8), (2, 7.0, 1), (4, 9.0, 4)])
+def test_a_layers_backward_holds_few_hidden_states(kv_heads: int, states: float, every: int) -> None:
+    bisected = Checkpoint(every=every, tail=0, offload="inputs", replay="bisect")
+    found = peak(kv_heads, bisected)
+    assert found == pytest.approx(states, abs=0.5)
+    assert peak(kv_heads, bisected, projection_tiles=1) > found + 0.9
+
+
+def test_a_held_replay_holds_its_inputs_and_outputs_besides() -> None:
+    held, bisected = (Checkpoint(every=4, tail=0, offload="inputs", replay=replay) for replay in ("hold", "bisect"))
+    assert peak(1, held) > peak(1, bisected) + 4
