@@ -8,7 +8,7 @@ from harness.lengths import format_length
 from harness.results import Row
 from harness.summary import series_names
 from harness.tables import Column, Table, significant, without_empty_columns
-from harness.variants import panel_name, panel_of
+from harness.variants import masks_of, models_of, panel_name, panel_of
 
 _PROFILE = "extra_profile."
 # What the worker calls a category, and how the table does; the order is that of precedence where several run at once.
@@ -32,8 +32,8 @@ _STEPS = {"extra_step": "one more", "measured_step": "the measured one"}
 def breakdown_table(rows: Sequence[Row]) -> Table | None:
     """A line per profiled trial; categories in which no trial spent any time have no column. None without a profile."""
     lines = [
-        (row, name)
-        for row, name in zip(rows, series_names(rows), strict=True)
+        (row, placed)
+        for row, *placed in zip(rows, models_of(rows), masks_of(rows), series_names(rows), strict=True)
         if row.get(f"{_PROFILE}span_seconds") is not None
     ]
     if not lines:
@@ -41,6 +41,8 @@ def breakdown_table(rows: Sequence[Row]) -> Table | None:
     met = [name for name in HEADERS if any(row.get(f"{_PROFILE}seconds.{name}") for row, _ in lines)]
     columns = (
         Column(header="task"),
+        Column(header="model"),
+        Column(header="mask"),
         Column(header="method"),
         Column(header="tokens", form=format_length, numeric=True),
         Column(header="parallel"),
@@ -56,7 +58,7 @@ def breakdown_table(rows: Sequence[Row]) -> Table | None:
             name="breakdown",
             title="Where a step's time goes",
             columns=columns,
-            rows=tuple(_line(row, name, met) for row, name in lines),
+            rows=tuple(_line(row, placed, met) for row, placed in lines),
             note="Of the rank whose events span the longest time. From its first event to its last every instant "
             "belongs to one column, the leftmost of those that run then, so transfers count only where nothing "
             "computes beside them; idle: nothing runs, because the host or another rank is waited for. The profiler "
@@ -65,11 +67,11 @@ def breakdown_table(rows: Sequence[Row]) -> Table | None:
     )
 
 
-def _line(row: Row, name: str, met: Sequence[str]) -> tuple[object, ...]:
+def _line(row: Row, placed: Sequence[str | None], met: Sequence[str]) -> tuple[object, ...]:
     span = row[f"{_PROFILE}span_seconds"]
     return (
         row["task"],
-        name,
+        *placed,
         row["seq_len"],
         panel_name(panel_of(row)),
         row["step_seconds_median"],

@@ -12,6 +12,8 @@ from harness.results import Row, method_rank, setting_names
 from harness.tables import Column, Table, significant, without_empty_columns
 from harness.variants import (
     Setup,
+    masks_of,
+    models_of,
     panel_name,
     panel_of,
     pooled,
@@ -33,11 +35,11 @@ _CHECKED = ("out", "dq", "dk", "dv")  # tensors of task attention compared with 
 
 def results_table(rows: Sequence[Row]) -> Table:
     """One line per trial: where it stands, its speed, memory, traffic and loss, or its status and reason."""
-    names = series_names(rows)
-    several_models = len({row["model"] for row in rows}) > 1 or len({row["dtype"] for row in rows}) > 1
+    names, models, masks = series_names(rows), models_of(rows), masks_of(rows)
     columns = (
         Column(header="task"),
         Column(header="model"),
+        Column(header="mask"),
         Column(header="method"),
         Column(header="tokens", form=format_length, numeric=True),
         Column(header="parallel"),
@@ -62,7 +64,8 @@ def results_table(rows: Sequence[Row]) -> Table:
     lines = tuple(
         (
             row["task"],
-            f"{row['model']} {row['dtype']}" if several_models else None,
+            models[index],
+            masks[index],
             names[index],
             row["seq_len"],
             panel_name(panel_of(row)),

@@ -40,6 +40,18 @@ def setup_name(rows: Sequence[Row]) -> str:
     return " · ".join([f"model {first['model']}", first["dtype"], f"{first['mask']} mask", *devices])
 
 
+def models_of(rows: Sequence[Row]) -> list[str | None]:
+    """Model and dtype of every row, in order, where the rows have several; a table without a need has no column."""
+    several = len({row["model"] for row in rows}) > 1 or len({row["dtype"] for row in rows}) > 1
+    return [f"{row['model']} {row['dtype']}" if several else None for row in rows]
+
+
+def masks_of(rows: Sequence[Row]) -> list[str | None]:
+    """Mask of every row, likewise."""
+    several = len({row["mask"] for row in rows}) > 1
+    return [row["mask"] if several else None for row in rows]
+
+
 def varying_settings(rows: Iterable[Row]) -> list[str]:
     """Names of the settings that differ between `rows` and have no place of their own, sorted."""
     values: dict[str, set[Any]] = {}

@@ -85,6 +85,7 @@ def test_the_table_has_the_shares_of_what_was_met_and_no_line_for_other_trials()
     [line] = [dict(zip((column.header for column in table.columns), row, strict=True)) for row in table.rows]
     assert [name for name in line if name.endswith("%")] == ["attention forward %", "matmul %", "idle %"]
     assert (line["attention forward %"], line["of rank"], line["traced step"]) == (0.6, 3, "the measured one")
+    assert (line["model"].endswith(" bf16"), "mask" in line) == (True, False)
     assert table.texts()[0][-3:] == ["60.0", "30.0", "10.0"]
 
 

@@ -56,6 +56,13 @@ def test_a_gradient_norm_that_differs_breaks_the_agreement_too() -> None:
     assert [pair.agrees for pair in agreements(rows_of([record(), trial]))] == [True, False]
 
 
+def test_models_and_masks_have_a_column_where_there_are_several() -> None:
+    one = results_table(rows_of([record(), record(seq_len=2048)]))
+    assert {"model", "mask"} & {column.header for column in one.columns} == set()
+    lines = as_dicts(results_table(rows_of([record(), record(mask="full", dtype="fp64")])))
+    assert {(line["model"], line["mask"]) for line in lines} == {("small fp32", "causal"), ("small fp64", "full")}
+
+
 def test_trials_that_compute_something_else_are_not_compared() -> None:
     others = [record(seed=1), record(mask="full"), record(batch_size=2), record(dtype="fp64"), record(seq_len=2048)]
     assert all(pair.row is pair.reference for pair in agreements(rows_of([record(), *others])))
