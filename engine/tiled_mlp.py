@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from engine.elementwise.swiglu import swiglu_again
 from engine.model import MLP, AddMLP, activate, add_whole_mlp
 from engine.runs import NormAgain, run_length, wide_zeros
+from engine.second_derivative import refuse_second_derivative
 from engine.weight_gradient import add_product
 
 
@@ -80,8 +80,8 @@ class _TiledMLP(torch.autograd.Function):
         return out_BLE
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout_BLE: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("an MLP in tiles")
         dout_TE = dout_BLE.flatten(0, -2)
         x_TE, norm_E, *matrices = ctx.memory.saved_tensors
         dx_TE = torch.empty_like(x_TE)

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from engine.elementwise.rotary import rotate_into
 from engine.model import Attention, Project, Rotary, project_whole
 from engine.runs import NormAgain, run_length, wide_zeros
+from engine.second_derivative import refuse_second_derivative
 from engine.weight_gradient import add_product
 
 
@@ -81,8 +81,8 @@ class _TiledProjection(torch.autograd.Function):
         return outs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("a projection in tiles")
         x_BLE, cos_LD, sin_LD, *weights = ctx.saved_tensors
         matrices_OE, (norm_E, *head_norms_D) = weights[:3], weights[3:]
         dx_BLE = torch.empty_like(x_BLE)

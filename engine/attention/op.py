@@ -36,6 +36,7 @@ from engine.attention.schedule import (
 )
 from engine.attention.stored import Stored
 from engine.attention.wire_bytes import GRADIENT_WIRES, Shards, narrowed
+from engine.second_derivative import refuse_second_derivative
 
 AttentionPlan = RingPlan | HeadPlan
 
@@ -66,8 +67,7 @@ class _BurstAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout_BLND: Tensor | None, dlse_BNL: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # what travels is out of autograd's sight: second derivatives would be wrong
-            raise ValueError("create_graph is set and attention has no second derivative; take gradients without it")
+        refuse_second_derivative("attention")  # what travels is out of autograd's sight
         out_BLND, lse_BNL, *kept = ctx.saved_tensors
         plan: AttentionPlan = ctx.plan
         dout_BLND = torch.zeros_like(out_BLND) if dout_BLND is None else dout_BLND.contiguous()

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from engine.elementwise.choose import KERNEL_DTYPES
 from engine.lm_head.plain import wide
 from engine.lm_head.softmax import Softmax
 from engine.lm_head.tiles import Tile, choose_tile, runs, runs_with_labels
+from engine.second_derivative import refuse_second_derivative
 from engine.weight_gradient import add_product
 
 
@@ -60,8 +60,8 @@ class _FusedLossSum(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        refuse_second_derivative("the fused loss")
         dhidden_TE, dweight_VE = ctx.saved_tensors
         again = torch._C._autograd._get_current_graph_task_keep_graph()  # the stored gradients will be wanted once more
         return (
