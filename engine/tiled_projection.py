@@ -39,10 +39,12 @@ def project_in(tiles: int) -> Project:
     def project_tiled(
         norm: nn.RMSNorm, attention: Attention, x_BLE: Tensor, rotary: Rotary
     ) -> tuple[Tensor, Tensor, Tensor]:
-        run = run_length(x_BLE.shape[0] * x_BLE.shape[1], x_BLE.shape[2], tiles)
         head_norms = [each for each in (attention.q_norm, attention.k_norm) if each is not None]
         eps = tuple(each.eps for each in (norm, *head_norms))
         matrices = (attention.q.weight, attention.k.weight, attention.v.weight)
+        # All heads of a token pass one norm together, and they may be wider than the token's embedding.
+        widest = max(x_BLE.shape[2], matrices[0].shape[0]) if head_norms else x_BLE.shape[2]
+        run = run_length(x_BLE.shape[0] * x_BLE.shape[1], widest, tiles)
         norms = (norm.weight, *(each.weight for each in head_norms))
         return _TiledProjection.apply(x_BLE, *rotary, attention.head_dim, run, eps, *matrices, *norms)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -123,6 +125,21 @@ def test_a_run_lies_in_one_sequence_and_is_no_longer_than_asked(tiles: int, most
     with Products() as counted:
         projected(SHAPE, project_in(tiles))
     assert counted.widest == most  # of 22 tokens in two sequences
+
+
+@pytest.mark.parametrize("shape", [SHAPE, NORMED], ids=lambda shape: shape.name)
+def test_no_norm_of_a_run_is_given_more_than_it_can_address(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    most, given = 80, []
+    rms_norm = F.rms_norm
+
+    def recorded(x: Tensor, *args: Any) -> Tensor:
+        given.append(x.numel())
+        return rms_norm(x, *args)
+
+    monkeypatch.setattr("engine.runs.MOST_ELEMENTS", most)
+    monkeypatch.setattr(F, "rms_norm", recorded)
+    projected(shape, project_in(2))
+    assert max(given) == 72  # six tokens of 12 features, or three of four heads of six
 
 
 def test_only_the_layers_input_is_kept() -> None:
