@@ -38,6 +38,16 @@ def hardware_for(gpu_name: str) -> Hardware | None:
     return next((hw for hw in all_hardware().values() if wanted in map(str.casefold, hw.gpu_names)), None)
 
 
+def hardware_named(name: str) -> Hardware:
+    """Hardware by its file's stem. Raises UsageError with the names there are."""
+    known = all_hardware()
+    if name not in known:
+        raise UsageError(
+            f"hardware {name!r} is not known; choose one of {', '.join(known)}, or add a file to {HARDWARE_DIR.name}/"
+        )
+    return known[name]
+
+
 @cache
 def all_hardware() -> dict[str, Hardware]:
     """Every known GPU model by file stem. Raises UsageError when a file is not as `docs/experiments.md` says."""

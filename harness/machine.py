@@ -17,6 +17,7 @@ from harness.errors import UsageError
 CPU_RANKS = 8
 
 _CGROUP = Path("/sys/fs/cgroup")
+ANY_NUMBER = 1 << 20  # GPUs of an imagined host
 _NVIDIA_SMI = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
 _NVIDIA_SMI_SECONDS = 30
 
@@ -80,6 +81,14 @@ def together(machines: Sequence[Machine], ranks_per_node: int) -> Machine:
         nodes=len(machines),
         ranks_per_node=ranks_per_node,
     )
+
+
+def imagined(gpu_name: str, gpu_memory_gib: float) -> Machine:
+    """One host with any number of GPUs of a kind, to plan for without having it."""
+    return Machine(
+        hostname="", device="cuda", cores=1, memory_gib=0.0,
+        gpu_name=gpu_name, gpu_count=ANY_NUMBER, gpu_memory_gib=gpu_memory_gib,
+    )  # fmt: skip
 
 
 def discover() -> Machine:

@@ -27,8 +27,10 @@ from engine.settings import (
 )
 from harness.errors import UsageError
 from harness.flops import work_of
+from harness.hardware import Hardware
 from harness.machine import Machine
 from harness.methods import method_named
+from harness.predict import predict
 from harness.spec import Experiment
 from harness.trial import Trial
 from harness.warm_up import warm_up_refusal
@@ -103,11 +105,14 @@ def _model_tflop(settings: TrialSettings) -> float | None:
     return work_of(settings).model / 1e12 if described else None
 
 
-def plan_table(trials: Sequence[Trial], hosts: Machine | None = None) -> list[dict[str, Any]]:
+def plan_table(
+    trials: Sequence[Trial], hosts: Machine | None = None, hardware: Hardware | None = None
+) -> list[dict[str, Any]]:
     """A plan as rows: trial id, task, method, model, sizes, every other setting that varies, and whether it can run.
 
     `model_tflop` is what one step or call computes over all ranks, in 1e12 model FLOPs. With `hosts`, several as one
-    machine, also how many of them a trial takes and its ranks on each, empty where it does not spread.
+    machine, also how many of them a trial takes and its ranks on each, empty where it does not spread. With `hardware`,
+    what `harness.predict` expects of it: seconds of a step or call at least, GiB of a rank on its GPU and on the host.
     """
     always = ["task", "method", "model", "seq_len", "cp_size", "world_size"]
     # Fields of the model are left out: its name, which is there, changes with them.
@@ -120,6 +125,7 @@ def plan_table(trials: Sequence[Trial], hosts: Machine | None = None) -> list[di
             | {key: flat[key] for key in keys}
             | {"model_tflop": _model_tflop(trial.settings)}
             | (_spread(trial.settings.world_size, hosts) if hosts else {})
+            | (_predicted(trial.settings, hardware) if hardware else {})
             | {"can_run": trial.refusal is None, "reason": trial.refusal or ""}
         )
     return rows
@@ -128,6 +134,15 @@ def plan_table(trials: Sequence[Trial], hosts: Machine | None = None) -> list[di
 def _spread(ranks: int, hosts: Machine) -> dict[str, Any]:
     count = hosts.nodes_for(ranks)
     return {"nodes": count or "", "ranks_per_node": ranks // count if count else ""}
+
+
+def _predicted(settings: TrialSettings, hardware: Hardware) -> dict[str, Any]:
+    found = predict(settings, hardware)
+    return {
+        "predicted_seconds": "" if found.seconds is None else found.seconds,
+        "predicted_gpu_gib": "" if found.gpu_gib is None else found.gpu_gib,
+        "predicted_host_gib": "" if found.host_gib is None else found.host_gib,
+    }
 
 
 def _combinations(experiment: Experiment) -> Iterator[TrialSettings]:

@@ -1,4 +1,7 @@
-"""`burst plan`: the trial matrix, with the reason for every trial that cannot run. Starts nothing."""
+"""`burst plan`: the trial matrix, with the reason for every trial that cannot run. Starts nothing.
+
+Where the GPUs are of a kind that experiments/hardware/ knows, found or named, it also says what a trial would take.
+"""
 
 from __future__ import annotations
 
@@ -21,29 +24,55 @@ class Plan:
             parser,
             nodes_help="inventory or list of hosts: plan for what burst run --nodes would have of them now",
         )
+        parser.add_argument(
+            "--hardware", metavar="NAME",
+            help="plan for one host with as many of these GPUs as a trial wants (a file of experiments/hardware/, such "
+            "as h200) and predict step time and memory",
+        )  # fmt: skip
         parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from harness.machine import discover
+        from harness.hardware import hardware_for, hardware_named
+        from harness.machine import discover, imagined
         from harness.plan import nothing_can_run, plan, plan_table
 
         experiment = chosen_experiment(arguments)
+        if arguments.nodes and arguments.hardware:
+            raise UsageError("--nodes and --hardware are two places to plan for; give one of them")
         if arguments.nodes:
             from harness.launch.cluster import planned_machine
 
             machine = planned_machine(arguments, _say)
             where = f"the nodes ({machine.nodes} x {machine.node_ranks} ranks)"
+        elif arguments.hardware:
+            named = hardware_named(arguments.hardware)
+            machine, where = imagined(named.gpu_names[0], named.memory_gib), f"GPUs of kind {named.title}"
         else:
             machine, where = discover(), "this machine"
         trials = plan(experiment, machine)
-        rows = plan_table(trials, machine if arguments.nodes else None)
+        hardware = hardware_for(machine.gpu_name)
+        rows = plan_table(trials, machine if arguments.nodes else None, hardware)
         if arguments.json:
             print(json.dumps(rows, indent=1))
         else:
             _print_table(rows, where)
+            if hardware and (sentence := _too_large(rows, hardware.memory_gib)):
+                print(sentence)
         if problem := nothing_can_run(trials):
             raise UsageError(problem)
         return 0
+
+
+def _too_large(rows: list[dict[str, object]], memory_gib: float) -> str:
+    """How many trials are predicted not to fit, in words; empty for none."""
+    sizes = [size for row in rows if isinstance(size := row["predicted_gpu_gib"], float)]
+    beyond = [size for size in sizes if size > memory_gib]
+    if not beyond:
+        return ""
+    return (
+        f"{len(beyond)} of them would hold {min(beyond):.0f} GiB or more by this prediction, where a GPU has "
+        f"{memory_gib:g}; docs/memory.md has the levers"
+    )
 
 
 def _print_table(rows: list[dict[str, object]], where: str) -> None:

@@ -40,6 +40,8 @@ def test_every_command_module_is_found_by_its_name():
         (["run", "exp.yaml", "--set", "sweep.method=[brust]"], "did you mean burst?"),
         (["run", "exp.yaml", "--set", "sweep.cp_size=[3]"], "none of the 2 trials can run"),
         (["plan", "exp.yaml", "--set", "sweep.cp_size=[3]"], "none of the 2 trials can run"),
+        (["plan", "exp.yaml", "--hardware", "h20"], "hardware 'h20' is not known; choose one of a100"),
+        (["plan", "exp.yaml", "--hardware", "h200", "--nodes", "lab"], "two places to plan for; give one of them"),
         (["run", "exp.yaml", "--resume"], "holds no run to resume"),
         (["run", "exp.yaml", "--out", "exp.yaml"], "is a file"),
         (["run", "exp.yaml", "--out", "exp.yaml/below"], "cannot be made (Not a directory)"),
@@ -87,6 +89,22 @@ def test_plan_gives_every_trial_and_the_reason_of_those_that_cannot_run(experime
         ("ulysses", 1, True),
         ("ulysses", 3, False),
     ]
+
+
+def test_plan_predicts_time_and_memory_on_hardware_that_is_not_there(experiment, capsys):
+    longer = ["--set", "sweep.cp_size=[8]", "--set", "fixed.dtype=bf16", "--set", "fixed.method=burst"]
+    million = [*longer, "--set", "sweep.seq_len=[1M, 16M]", "--set", "model=llama3_8b", "--set", "task=train"]
+    assert main(["plan", experiment, "--hardware", "h200", *million, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["can_run"] for row in rows] == [True, True]
+    short, long = rows
+    assert 200 < short["predicted_seconds"] < 230
+    assert 256 * 0.95 < long["predicted_seconds"] / short["predicted_seconds"] < 256
+    assert short["predicted_gpu_gib"] < 139 < long["predicted_gpu_gib"]
+    assert main(["plan", experiment, "--hardware", "h200", *million]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "2 trials, 2 can run on GPUs of kind NVIDIA H200 SXM 141 GB" in printed
+    assert "1 of them would hold" in printed
 
 
 def test_help_and_plan_import_neither_torch_nor_ray_nor_matplotlib(experiment):
