@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import record_function
 
 from engine.norm import MOST_ELEMENTS
+from engine.profile.ranges import RECOMPUTE
 
 
 def run_length(tokens: int, features: int, tiles: int) -> int:
@@ -33,7 +35,7 @@ class NormAgain:
     """
 
     def __init__(self, x_TE: Tensor, weight_E: Tensor, eps: float | None) -> None:
-        with torch.enable_grad():
+        with torch.enable_grad(), record_function(RECOMPUTE):
             self._leaves = x_TE.detach().requires_grad_(), weight_E.detach().requires_grad_()
             self._normed_TE = F.rms_norm(self._leaves[0], weight_E.shape, self._leaves[1], eps)
 

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from engine.elementwise.swiglu import swiglu_again
 from engine.model import MLP, AddMLP, activate, add_whole_mlp
+from engine.profile.ranges import RECOMPUTE
 from engine.runs import NormAgain, run_length, wide_zeros
 from engine.second_derivative import refuse_second_derivative
 from engine.weight_gradient import add_product
@@ -97,7 +99,8 @@ def _mlp_backward(dout_TE: Tensor, normed_TE: Tensor, matrices: list[Tensor], dm
     """The gradient of one run's MLP input; those of the matrices, down first, are added to `dmatrices`."""
     down_EF, *projections_FE = matrices
     ddown_EF, *dprojections_FE = dmatrices
-    projected_TF = [F.linear(normed_TE, weight_FE) for weight_FE in projections_FE]
+    with record_function(RECOMPUTE):
+        projected_TF = [F.linear(normed_TE, weight_FE) for weight_FE in projections_FE]
     hidden_TF, *dprojected_TF = _activate_again(dout_TE @ down_EF, *projected_TF)
     del projected_TF
     add_product(ddown_EF, dout_TE, hidden_TF)

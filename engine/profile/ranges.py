@@ -4,6 +4,6 @@ Entering a range without a profiler costs some microseconds of the host, and not
 """
 
 STEP = "burst.step"  # what is timed; everything outside it is left out of the breakdown
-RECOMPUTE = "burst.recompute"  # a layer that is run again in backward
+RECOMPUTE = "burst.recompute"  # what backward runs again: a layer, or what a tile forms once more
 OPTIMIZER = "burst.optimizer"  # clipping, the update and dropping the gradients
 LM_HEAD = "burst.lm_head"  # forward of LM head and loss; the fused forms compute their gradients there as well

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.attention.context import ContextParallel
@@ -12,6 +13,7 @@ from engine.attention.stored import Stored
 from engine.burst import METHOD
 from engine.checkpoint import set_activations
 from engine.model import MLP, AddMLP, Decoder, add_whole_mlp
+from engine.profile.ranges import RECOMPUTE
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from engine.tiled_mlp import add_mlp_in
 
@@ -113,6 +115,17 @@ def test_a_run_is_no_longer_than_the_norm_can_address(monkeypatch) -> None:
         found = branch(SHAPE, add_mlp_in(2))
     assert counted.widest == 4 * SHAPE.ffn  # of the 11 tokens that two tiles would have
     torch.testing.assert_close(found, branch(SHAPE, add_whole_mlp), rtol=1e-12, atol=1e-13)
+
+
+def test_the_profiler_is_told_what_tiles_run_again() -> None:
+    norm, mlp = torch.nn.RMSNorm(SHAPE.hidden, eps=1e-5), MLP(SHAPE)
+    out_BLE = add_mlp_in(2)(norm, mlp, torch.randn(*TOKENS, SHAPE.hidden, requires_grad=True))
+    with profile(activities=[ProfilerActivity.CPU]) as traced:
+        out_BLE.sum().backward()
+    again = [event for event in traced.events() if event.name == RECOMPUTE]
+    inside = [child.name for event in again for child in event.cpu_children]
+    assert inside.count("aten::linear") == 2 * 2  # gate and up of both runs
+    assert inside.count("aten::rms_norm") == 2
 
 
 @pytest.mark.parametrize("tail", [0.0, 1.0])
