@@ -75,11 +75,12 @@ def attention_forward(settings: TrialSettings) -> float:
 def work_of(settings: TrialSettings) -> Work:
     """FLOPs of one training step, or of one call for the other tasks.
 
-    Checkpointing repeats each layer's matrix multiplications once, with `checkpoint.every` k those of k - 1 of k layers
-    twice, or as often as `checkpoint.replay: bisect` runs them, and attention for the part of the sequence whose
-    outputs are not kept (`checkpoint.tail`): once, under `bisect` in every run of its layer. A tiled MLP whose
-    layer is not recomputed repeats what lies before its last matrix; tiled projections repeat queries and keys where
-    these are normed. The fused LM head forms its gradients in the forward pass and repeats nothing.
+    Checkpointing repeats each layer's matrix multiplications once, but for the MLP's last, whose result no gradient
+    wants; with `checkpoint.every` k those of k - 1 of k layers once more, or as often as `checkpoint.replay: bisect`
+    runs them, and attention for the part of the sequence whose outputs are not kept (`checkpoint.tail`): once, under
+    `bisect` in every run of its layer. A tiled MLP whose layer is not recomputed repeats what lies before its last
+    matrix; tiled projections repeat queries and keys where these are normed. The fused LM head forms its gradients in
+    the forward pass and repeats nothing.
     """
     model, checkpoint = settings.model, settings.checkpoint
     tokens = tokens_per_step(settings)
@@ -94,7 +95,7 @@ def work_of(settings: TrialSettings) -> Work:
         layers=layers,
         head=head,
         attention=attention * model.layers,
-        recomputed_layers=(layers * _layers_again(settings) if checkpoint.every else 0.0)
+        recomputed_layers=(layers * _layers_again(settings) - _last_matrices(settings) if checkpoint.every else 0.0)
         + _repeated_by_tiles(settings),
         recomputed_attention=attention * model.layers * _attention_again(settings) if checkpoint.every else 0.0,
     )
@@ -104,6 +105,12 @@ def _layers_again(settings: TrialSettings) -> float:
     """Forwards of all layers that backward runs: one for the activations, and those of a group for its inputs."""
     layers = settings.model.layers
     return 1 + layers_replayed(settings.checkpoint, layers) / layers
+
+
+def _last_matrices(settings: TrialSettings) -> float:
+    """One run of the last matrix of every layer's MLP: torch's checkpoint ends a recomputation before it."""
+    model = settings.model
+    return 2.0 * tokens_per_step(settings) * model.layers * model.ffn * model.hidden
 
 
 def _attention_again(settings: TrialSettings) -> float:

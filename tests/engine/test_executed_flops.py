@@ -1,0 +1,77 @@
+"""The matrix products that a training step really runs are those that `harness.flops` counts as executed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.checkpoint import set_activations
+from engine.model import Decoder
+from engine.settings import Checkpoint, ModelShape, TrialSettings
+from engine.tiled_mlp import add_mlp_in
+from engine.tiled_projection import project_in
+from harness.flops import work_of
+
+GATED = ModelShape(name="gated", layers=5, hidden=12, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=31)
+SHAPES = (GATED, dataclasses.replace(GATED, gated=False), dataclasses.replace(GATED, qk_norm=True))
+CHECKPOINTS = (
+    Checkpoint(every=0),
+    Checkpoint(every=1),
+    Checkpoint(every=3),
+    Checkpoint(every=4, replay="bisect"),
+    Checkpoint(every=9, offload="inputs", replay="bisect"),
+)
+TOKENS = 10
+FIRST = {torch.ops.aten.mm: 0, torch.ops.aten.addmm: 1, torch.ops.aten.addmm_: 1}  # place of a product's first factor
+
+
+class Products(TorchDispatchMode):
+    """Adds up the FLOPs of all matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        place = FIRST.get(func.overloadpacket)
+        if place is not None:
+            (rows, inner), (_, columns) = args[place].shape, args[place + 1].shape
+            self.flops += 2 * rows * inner * columns
+        return func(*args, **(kwargs or {}))
+
+
+class NoProducts:
+    """Attention without a matrix product."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, stored: Any = None) -> tuple[Tensor, Tensor]:
+        return q * k.repeat_interleave(2, 2) * v.repeat_interleave(2, 2), q[..., 0].transpose(1, 2)
+
+    def keep(self, out: Tensor, lse: Tensor, tail: float) -> None:
+        return None
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["gated", "ungated", "normed"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=lambda c: f"{c.every}-{c.replay}")
+@pytest.mark.parametrize("tiles", [(1, 1), (3, 1), (1, 3), (3, 3)], ids=lambda tiles: f"{tiles[0]}-{tiles[1]}")
+def test_what_is_counted_is_what_runs(shape: ModelShape, checkpoint: Checkpoint, tiles: tuple[int, int]) -> None:
+    settings = TrialSettings(
+        task="train", method="burst", model=shape, seq_len=TOKENS, dtype="fp32", checkpoint=checkpoint,
+        projection_tiles=tiles[0], mlp_tiles=tiles[1],
+    )  # fmt: skip
+    model = Decoder(shape)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    for block in model.blocks:
+        block.attend = NoProducts()
+        block.project, block.add_mlp = project_in(tiles[0]), add_mlp_in(tiles[1])
+    set_activations(checkpoint, list(model.blocks))
+    tokens = torch.randint(shape.vocab, (1, TOKENS + 1))
+    with Products() as products:
+        model(tokens[:, :-1], torch.arange(TOKENS), tokens[:, 1:]).backward()
+    work = work_of(settings)
+    assert products.flops == 3 * (work.layers + work.head) + work.recomputed_layers
