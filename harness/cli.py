@@ -78,10 +78,15 @@ class _Version(argparse.Action):
         raise SystemExit(0)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, without repeating all there is."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {message}; `{self.prog} --help` says what there is\n")
+
+
 def _parse(typed: list[str], commands: dict[str, Command]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="burst", description="Measure training on extremely long sequences: run, compare and report."
-    )
+    parser = _Parser(prog="burst", description="Measure training on extremely long sequences: run, compare and report.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print version and commit")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in commands.items():
@@ -92,7 +97,10 @@ def _parse(typed: list[str], commands: dict[str, Command]) -> argparse.Namespace
     if typed and typed[0] in commands and commands[typed[0]].forwards:
         # argparse would claim options among the forwarded arguments, --help first of all.
         return argparse.Namespace(command=typed[0], rest=typed[1:], typed=typed)
-    return parser.parse_args(typed, argparse.Namespace(typed=typed))
+    arguments, unknown = parser.parse_known_args(typed, argparse.Namespace(typed=typed))
+    if unknown:
+        subparsers.choices[arguments.command].error(f"{' '.join(unknown)} is not known")
+    return arguments
 
 
 def _as_interrupt(_: int, __: FrameType | None) -> NoReturn:

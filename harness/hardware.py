@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from cluster.document import Node, read_yaml
+from cluster.errors import nearest, one_of
 from engine.settings import Kernel
 from harness.errors import UsageError
 from harness.schema import check_keys, convert
@@ -39,11 +40,14 @@ def hardware_for(gpu_name: str) -> Hardware | None:
 
 
 def hardware_named(name: str) -> Hardware:
-    """Hardware by its file's stem. Raises UsageError with the names there are."""
+    """Hardware by its file's stem, in any case. Raises UsageError with the names there are."""
     known = all_hardware()
+    name = name.casefold()
     if name not in known:
         raise UsageError(
-            f"hardware {name!r} is not known; choose one of {', '.join(known)}, or add a file to {HARDWARE_DIR.name}/"
+            f"hardware {name!r} has no file in experiments/hardware/; {nearest(name, known)}"
+            if name
+            else f"--hardware names nothing; expected {one_of(known)}"
         )
     return known[name]
 

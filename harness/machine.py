@@ -17,7 +17,7 @@ from harness.errors import UsageError
 CPU_RANKS = 8
 
 _CGROUP = Path("/sys/fs/cgroup")
-ANY_NUMBER = 1 << 20  # GPUs of an imagined host
+ANY_NUMBER = 1 << 16  # GPUs of an imagined host
 _NVIDIA_SMI = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
 _NVIDIA_SMI_SECONDS = 30
 

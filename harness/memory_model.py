@@ -28,6 +28,11 @@ class Memory:
     gpu: float
     host: float
 
+    @property
+    def without_gpu(self) -> float:
+        """Of a rank on a CPU, where all of it is host memory and a process holds less of its own."""
+        return self.gpu + self.host - _PROCESS
+
 
 def training_memory(settings: TrialSettings) -> Memory:
     """The most that one rank of a training trial holds on its GPU and on the host."""

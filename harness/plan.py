@@ -29,11 +29,14 @@ from harness.errors import UsageError
 from harness.flops import work_of
 from harness.hardware import Hardware
 from harness.machine import Machine
+from harness.memory_model import GIB, training_memory
 from harness.methods import method_named
 from harness.predict import predict
 from harness.spec import Experiment
 from harness.trial import Trial
 from harness.warm_up import warm_up_refusal
+
+MOST_RANKS = 1 << 16  # choosing a layout looks at every rank
 
 # Kernels that exist for one kind of device only; `auto` and `reference` run on both.
 _DEVICE_OF_KERNEL = {"cpu": "cpu", "fa2": "cuda", "cudnn": "cuda", "fa4": "cuda", "flex": "cuda"}
@@ -75,6 +78,7 @@ def refusal(settings: TrialSettings, machine: Machine) -> str | None:
         or _schedule_refusal(settings, machine)
         or _head_refusal(settings, machine)
         or _device_refusal(settings, machine)
+        or _memory_refusal(settings, machine)
     )
 
 
@@ -112,7 +116,8 @@ def plan_table(
 
     `model_tflop` is what one step or call computes over all ranks, in 1e12 model FLOPs. With `hosts`, several as one
     machine, also how many of them a trial takes and its ranks on each, empty where it does not spread. With `hardware`,
-    what `harness.predict` expects of it: seconds of a step or call at least, GiB of a rank on its GPU and on the host.
+    what `harness.predict` expects of it: seconds of a step or call at least, GiB of a rank on its GPU and on the host,
+    and whether the former are there; None where nothing is known.
     """
     always = ["task", "method", "model", "seq_len", "cp_size", "world_size"]
     # Fields of the model are left out: its name, which is there, changes with them.
@@ -139,10 +144,26 @@ def _spread(ranks: int, hosts: Machine) -> dict[str, Any]:
 def _predicted(settings: TrialSettings, hardware: Hardware) -> dict[str, Any]:
     found = predict(settings, hardware)
     return {
-        "predicted_seconds": "" if found.seconds is None else found.seconds,
-        "predicted_gpu_gib": "" if found.gpu_gib is None else found.gpu_gib,
-        "predicted_host_gib": "" if found.host_gib is None else found.host_gib,
+        "predicted_seconds": found.seconds,
+        "predicted_gpu_gib": found.gpu_gib,
+        "predicted_host_gib": found.host_gib,
+        "predicted_to_fit": None if found.gpu_gib is None else found.gpu_gib <= hardware.memory_gib,
     }
+
+
+def _memory_refusal(settings: TrialSettings, machine: Machine) -> str | None:
+    """A training trial that would fill a host, which ends more than the trial. A GPU's memory is left to be tried."""
+    if settings.task != "train" or not machine.memory_gib:
+        return None
+    memory = training_memory(settings)
+    ranks = -(-settings.world_size // (machine.nodes_for(settings.world_size) or 1))
+    needed = ranks * (memory.host if machine.device == "cuda" else memory.without_gpu) / GIB
+    if needed <= machine.memory_gib:
+        return None
+    return (
+        f"its ranks would hold about {needed:,.0f} GiB of a host's memory, and there are {machine.memory_gib:g}; use a "
+        "smaller scale or more hosts, or keep less (docs/memory.md)"
+    )
 
 
 def _combinations(experiment: Experiment) -> Iterator[TrialSettings]:
@@ -204,6 +225,8 @@ def _flat(settings: TrialSettings) -> dict[str, Any]:
 def _size_refusal(settings: TrialSettings) -> str | None:
     """Sizes that do not fit each other."""
     world, parallel = settings.world_size, settings.cp_size * settings.tp_size
+    if world > MOST_RANKS:
+        return f"{world} ranks are more than anything here has been made for; choose at most {MOST_RANKS}"
     if world % parallel:
         return (
             f"cp_size {settings.cp_size} x tp_size {settings.tp_size} = {parallel} does not divide world_size {world}; "

@@ -37,14 +37,14 @@ class Plan:
         from harness.plan import nothing_can_run, plan, plan_table
 
         experiment = chosen_experiment(arguments)
-        if arguments.nodes and arguments.hardware:
+        if arguments.nodes and arguments.hardware is not None:
             raise UsageError("--nodes and --hardware are two places to plan for; give one of them")
         if arguments.nodes:
             from harness.launch.cluster import planned_machine
 
             machine = planned_machine(arguments, _say)
             where = f"the nodes ({machine.nodes} x {machine.node_ranks} ranks)"
-        elif arguments.hardware:
+        elif arguments.hardware is not None:
             named = hardware_named(arguments.hardware)
             machine, where = imagined(named.gpu_names[0], named.memory_gib), f"GPUs of kind {named.title}"
         else:
@@ -65,12 +65,12 @@ class Plan:
 
 def _too_large(rows: list[dict[str, object]], memory_gib: float) -> str:
     """How many trials are predicted not to fit, in words; empty for none."""
-    sizes = [size for row in rows if isinstance(size := row["predicted_gpu_gib"], float)]
-    beyond = [size for size in sizes if size > memory_gib]
+    beyond = [row["predicted_gpu_gib"] for row in rows if row["can_run"] and row["predicted_to_fit"] is False]
     if not beyond:
         return ""
+    least = min(size for size in beyond if isinstance(size, float))
     return (
-        f"{len(beyond)} of them would hold {min(beyond):.0f} GiB or more by this prediction, where a GPU has "
+        f"{len(beyond)} of them would hold {least:,.0f} GiB or more by this prediction, where a GPU has "
         f"{memory_gib:g}; docs/memory.md has the levers"
     )
 
@@ -83,7 +83,8 @@ def _print_table(rows: list[dict[str, object]], where: str) -> None:
     from harness.terminal import print_table, stdout_console
 
     # What all trials share is said once above the table, which then fits a terminal; ids are in --json.
-    left_out = {"trial_id", "can_run", "reason"}
+    left_out = {"trial_id", "can_run", "reason", "predicted_to_fit"}
+    left_out |= {name for name in (rows[0] if rows else ()) if all(row[name] is None for row in rows)}
     if all(row["world_size"] == row["cp_size"] for row in rows):
         left_out.add("world_size")
     settings = [name for name in (rows[0] if rows else ()) if name not in left_out]
@@ -96,7 +97,9 @@ def _print_table(rows: list[dict[str, object]], where: str) -> None:
     table.add_column("runs", no_wrap=True)
     reasons: dict[object, int] = {}  # numbered, because one reason often holds for many trials and is a sentence long
     for row in rows:
-        if row["can_run"]:
+        if row["can_run"] and row.get("predicted_to_fit") is False:
+            verdict = Text("too large?", style="yellow")
+        elif row["can_run"]:
             verdict = Text("yes", style="green")
         else:
             verdict = Text(f"no ({reasons.setdefault(row['reason'], len(reasons) + 1)})", style="yellow")
@@ -117,6 +120,8 @@ def _cell(name: str, value: object) -> str:
 
     if name == "seq_len" and isinstance(value, int):
         return format_length(value)
+    if value is None:
+        return ""
     return significant(3)(value) if isinstance(value, float) else str(value)
 
 

@@ -40,7 +40,30 @@ def test_every_command_module_is_found_by_its_name():
         (["run", "exp.yaml", "--set", "sweep.method=[brust]"], "did you mean burst?"),
         (["run", "exp.yaml", "--set", "sweep.cp_size=[3]"], "none of the 2 trials can run"),
         (["plan", "exp.yaml", "--set", "sweep.cp_size=[3]"], "none of the 2 trials can run"),
-        (["plan", "exp.yaml", "--hardware", "h20"], "hardware 'h20' is not known; choose one of a100"),
+        (
+            ["plan", "exp.yaml", "--hardware", "h20"],
+            "hardware 'h20' has no file in",
+        ),
+        (
+            ["plan", "exp.yaml", "--hardware", ""],
+            "--hardware names nothing; expected a100, a100_40gb",
+        ),
+        (["plan", "exp.yaml", "--hardware", "H200", "--set", "fixed.world_size=999999"], "choose at most 65536"),
+        (
+            [
+                "plan",
+                "exp.yaml",
+                "--set",
+                "task=train",
+                "--set",
+                "model=llama3_8b",
+                "--set",
+                "fixed.seq_len=16M",
+                "--set",
+                "sweep.cp_size=[1]",
+            ],
+            "GiB of a host's memory, and there are",
+        ),
         (["plan", "exp.yaml", "--hardware", "h200", "--nodes", "lab"], "two places to plan for; give one of them"),
         (["run", "exp.yaml", "--resume"], "holds no run to resume"),
         (["run", "exp.yaml", "--out", "exp.yaml"], "is a file"),
@@ -69,11 +92,25 @@ def test_bad_input_gives_one_sentence_and_exit_code_2(experiment, capsys, argume
     assert not Path("results").exists()
 
 
-@pytest.mark.parametrize("arguments", [[], ["unknown"], ["run"], ["run", "exp.yaml", "--launcher", "slurm"]])
-def test_an_unknown_command_line_exits_with_2(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "burst: the following arguments are required: COMMAND"),
+        (["unknown"], "burst: argument COMMAND: invalid choice: 'unknown'"),
+        (["run"], "burst run: the following arguments are required: EXP.yaml"),
+        (["run", "exp.yaml", "--launcher", "slurm"], "burst run: argument --launcher: invalid choice: 'slurm'"),
+        (["run", "exp.yaml", "--hardware", "h200"], "burst run: --hardware h200 is not known"),
+        (["plan", "exp.yaml", "more.yaml"], "burst plan: more.yaml is not known"),
+    ],
+)
+def test_an_unknown_command_line_exits_with_2_and_one_sentence(arguments, said, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)
     assert exit_info.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith(said)
+    assert message.endswith("--help` says what there is\n")
+    assert message.count("\n") == 1
 
 
 def test_plan_gives_every_trial_and_the_reason_of_those_that_cannot_run(experiment, capsys):
@@ -105,6 +142,15 @@ def test_plan_predicts_time_and_memory_on_hardware_that_is_not_there(experiment,
     printed = " ".join(capsys.readouterr().out.split())
     assert "2 trials, 2 can run on GPUs of kind NVIDIA H200 SXM 141 GB" in printed
     assert "1 of them would hold" in printed
+    assert (printed.count("too large?"), printed.count("yes")) == (1, 1)
+    assert [row["predicted_to_fit"] for row in rows] == [True, False]
+
+
+def test_what_is_unknown_is_no_column_and_null_in_json(experiment, capsys):
+    assert main(["plan", experiment, "--hardware", "a100"]) == 0
+    assert "predicted" not in capsys.readouterr().out
+    assert main(["plan", experiment, "--hardware", "a100", "--json"]) == 0
+    assert {row["predicted_seconds"] for row in json.loads(capsys.readouterr().out)} == {None}
 
 
 def test_help_and_plan_import_neither_torch_nor_ray_nor_matplotlib(experiment):
