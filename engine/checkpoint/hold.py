@@ -20,7 +20,7 @@ class HoldingGroup(Group):
         self._held: dict[int, Tensor] = {}  # by place, on their way from a replay to their layer
 
     def _input(self, place: int) -> Tensor:
-        self._steps[place].attend.prefetch()
         if place not in self._held:
             self._held.update(self._inputs(0, self._start, place, ahead=True))
+        self._steps[place].attend.prefetch()  # after the group's run, which has no room to spare; projections hide it
         return self._held.pop(place)
