@@ -50,7 +50,8 @@ TASKS: dict[str, type[TrainTask] | type[AttentionTask] | type[HeadTask]] = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run the trial of the given directory, and those that follow it; returns the exit code of a success."""
+    """Run the trial of the given directory, and those that follow it, and end the process; returns the exit code of a
+    command line that names no directory."""
     if len(arguments) != 1:
         print("usage: python -m engine.worker TRIAL_DIR", file=sys.stderr)
         return 2
@@ -65,7 +66,7 @@ def main(arguments: list[str]) -> int:
     with exit_on_error(trial_dir, rank):
         _run(trial_dir, rank, phases)
         leave()
-    return 0
+    raise AssertionError("a rank does not outlive its trial")
 
 
 def serve(turns: Turns, trial_dir: Path, rank: int, phases: Phases) -> NoReturn:

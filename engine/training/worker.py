@@ -26,7 +26,8 @@ from engine.worker import exit_on_error, prepare, silent
 
 
 def main(arguments: list[str]) -> int:
-    """Run the attempt of the given directory; returns the exit code of one that ended in order."""
+    """Run the attempt of the given directory and end the process; returns the exit code of a command line that names no
+    directory."""
     if len(arguments) != 1:
         print("usage: python -m engine.training.worker ATTEMPT_DIR", file=sys.stderr)
         return 2
@@ -39,7 +40,7 @@ def main(arguments: list[str]) -> int:
         if rank == 0:
             write_json(attempt / OUTCOME_FILE, {"step": training.steps_done, "finished": finished})
         leave()
-    return 0
+    raise AssertionError("a rank does not outlive its run")
 
 
 def _set_up(attempt: Path, stop: StopRequest) -> TrainingRun:

@@ -84,6 +84,30 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> Measurement:
     return read_measurement(trial_dir)
 
 
+# As `python -m engine.worker`, but that whoever shuts the interpreter down says so.
+WATCHED = (
+    "import atexit, sys; atexit.register(print, 'shut down', flush=True);"
+    "from engine.worker import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+def test_a_finished_rank_ends_without_shutting_the_interpreter_down(tmp_path: Path) -> None:
+    """A thread of gloo that drops a tensor in the middle of that aborts the process, whose figures are then lost."""
+    trial_dir = tmp_path / "trial"
+    trial_dir.mkdir()
+    (trial_dir / "trial.json").write_text(json.dumps({"settings": to_json(settings_of()), "method": "engine.burst"}))
+    shared = {
+        **os.environ, "BURST_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0",
+        "LOCAL_RANK": "0",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, str(trial_dir)], env=shared, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "shut down" in done.stdout) == (0, False), done.stderr
+    assert (trial_dir / "measurement.json").exists()
+
+
 def test_a_trained_trial_leaves_every_raw_figure(trained: tuple[Path, Measurement]) -> None:
     _, measurement = trained
     assert len(measurement.step_seconds) == len(measurement.forward_seconds) == 3
