@@ -15,7 +15,7 @@ _WORD_COLUMNS = 12  # a longer word, such as a commit's digest, may be broken wh
 
 def stdout_console() -> Console:
     """A console on stdout: as wide as the terminal, or wide enough to read where there is none."""
-    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, emoji=False)  # a path may hold :x:
 
 
 def print_table(console: Console, table: Table) -> None:

@@ -22,7 +22,7 @@ _STYLES = {"present": "dim", "loaded": "green", "failed": "bold red"}
 @contextmanager
 def progress_on_stderr() -> Iterator[ProgressBars]:
     """A bar for each node on a terminal; where stderr is none, a line for each stage a node enters."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     if not console.is_terminal:
         yield ProgressBars(None)
         return

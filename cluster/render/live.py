@@ -31,7 +31,7 @@ def live_table(nodes: Sequence[Node]) -> Iterator[Show]:
     except ModuleNotFoundError:
         yield lambda report: None
         return
-    console = Console(file=sys.stdout)
+    console = Console(file=sys.stdout, emoji=False)
     if not console.is_terminal:
         yield lambda report: None
         return

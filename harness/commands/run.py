@@ -54,7 +54,7 @@ class Run:
 
         experiment = chosen_experiment(arguments)
         run_dir = arguments.out or Path("results", "runs", experiment.name)
-        console = Console(stderr=True)
+        console = Console(stderr=True, emoji=False)
 
         def say(message: str) -> None:
             console.print(message, markup=False, highlight=False, soft_wrap=True)

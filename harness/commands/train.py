@@ -56,7 +56,7 @@ class Train:
                 commit=commit(),
                 again=command_line(arguments),
             )
-            with TrainingView(Console(stderr=True), file.config.steps) as view, _announced(view.say):
+            with TrainingView(Console(stderr=True, emoji=False), file.config.steps) as view, _announced(view.say):
                 try:
                     code = train(file.config, start, view, view.say)
                 except KeyboardInterrupt:

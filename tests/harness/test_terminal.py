@@ -1,6 +1,8 @@
 """Tables on terminals of every width: what a reader came for is never cut away."""
 
 import io
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -55,3 +57,16 @@ def test_names_and_reasons_wrap_before_the_table_grows_beyond_the_terminal():
     lines = printed(table, 48)
     assert max(map(len, lines)) <= 48
     assert "".join(line[15:].strip("│┃ ") for line in lines[3:-1]) == "commit" + "0123456789abcdef" * 4
+
+
+def test_a_sentence_is_printed_as_it_stands_and_imports_nothing_more():
+    """A signal's handler prints as well: an import that it interrupted could not be begun again inside it."""
+    script = (
+        "import io, sys; from harness.terminal import stdout_console;"
+        "from harness.training_progress import TrainingView;"
+        "console = stdout_console(); console.file = io.StringIO(); view = TrainingView(console, 3);"
+        "before = set(sys.modules); view.say('runs/:smile:/x');"
+        "sys.exit(' '.join([*(set(sys.modules) - before)]) or console.file.getvalue())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == "runs/:smile:/x"
