@@ -5,6 +5,8 @@ Tiling of token-wise parts as in ALST (arXiv:2506.13996). Shape letters: T token
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,12 @@ def run_length(tokens: int, features: int, tiles: int) -> int:
     """Tokens of a run when `tokens` of them go in `tiles` runs: ceil(tokens / tiles), fewer where that is more than a
     norm takes at once (engine.norm)."""
     return max(1, min(-(-tokens // tiles), MOST_ELEMENTS // features))
+
+
+def runs(length: int, size: int) -> Iterator[slice]:
+    """0 .. length in runs of `size`, the last one shorter."""
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
 
 
 def wide_zeros(weight: Tensor) -> Tensor:

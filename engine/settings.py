@@ -24,6 +24,8 @@ Offload = Literal["none", "inputs", "all"]
 Replay = Literal["hold", "bisect"]
 Sharding = Literal["full", "hybrid"]
 
+BYTES_OF: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2}  # of one element
+
 BYTE_VOCABULARY = 256  # ids of byte-level tokens: what a text file is read as
 
 # Beyond any machine; sizes past them would overflow in the middle of a trial instead of being told at its start.

@@ -10,7 +10,6 @@ Shape letters: T tokens, E embedding, F MLP width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.profiler import record_function
 from engine.elementwise.swiglu import swiglu_again
 from engine.model import MLP, AddMLP, activate, add_whole_mlp
 from engine.profile.ranges import RECOMPUTE
-from engine.runs import NormAgain, run_length, wide_zeros
+from engine.runs import NormAgain, run_length, runs, wide_zeros
 from engine.second_derivative import refuse_second_derivative
 from engine.weight_gradient import add_product
 
@@ -75,7 +74,7 @@ class _TiledMLP(torch.autograd.Function):
         norm_E, down_EF, *projections_FE = weights
         out_BLE = x_TE.new_empty(shape)  # not a view of another tensor, which FSDP2 warns of
         out_TE = out_BLE.flatten(0, -2)
-        for tokens in _runs(x_TE, run):
+        for tokens in runs(x_TE.shape[0], run):
             normed_TE = F.rms_norm(x_TE[tokens], norm_E.shape, norm_E, eps)
             hidden_TF = activate(*(F.linear(normed_TE, weight_FE) for weight_FE in projections_FE))
             torch.add(x_TE[tokens], F.linear(hidden_TF, down_EF), out=out_TE[tokens])
@@ -88,7 +87,7 @@ class _TiledMLP(torch.autograd.Function):
         x_TE, norm_E, *matrices = ctx.memory.saved_tensors
         dx_TE = torch.empty_like(x_TE)
         dnorm_E, *dmatrices = (wide_zeros(weight) for weight in (norm_E, *matrices))
-        for tokens in _runs(x_TE, ctx.run):
+        for tokens in runs(x_TE.shape[0], ctx.run):
             norm = NormAgain(x_TE[tokens], norm_E, ctx.eps)
             dnormed_TE = _mlp_backward(dout_TE[tokens], norm.normed_TE, matrices, dmatrices)
             torch.add(dout_TE[tokens], norm.gradient(dnormed_TE, dnorm_E), out=dx_TE[tokens])
@@ -119,7 +118,3 @@ def _activate_again(dhidden_TF: Tensor, up_TF: Tensor, gate_TF: Tensor | None = 
         return F.gelu(up_TF), torch.ops.aten.gelu_backward(dhidden_TF, up_TF)
     hidden_TF, dgate_TF, dup_TF = swiglu_again(dhidden_TF, gate_TF, up_TF)
     return hidden_TF, dup_TF, dgate_TF
-
-
-def _runs(x_TE: Tensor, run: int) -> Iterator[slice]:
-    return (slice(start, start + run) for start in range(0, x_TE.shape[0], run))

@@ -12,6 +12,7 @@ D head dim, O outputs of a projection.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from engine.elementwise.rotary import rotate_into
 from engine.model import Attention, Project, Rotary, project_whole
-from engine.runs import NormAgain, run_length, wide_zeros
+from engine.runs import NormAgain, run_length, runs, wide_zeros
 from engine.second_derivative import refuse_second_derivative
 from engine.weight_gradient import add_product
 
@@ -116,5 +117,4 @@ class _TiledProjection(torch.autograd.Function):
 
 
 def _runs(x_BLE: Tensor, run: int) -> Iterator[tuple[int, slice]]:
-    sequences, tokens = x_BLE.shape[:2]
-    return ((row, slice(start, start + run)) for row in range(sequences) for start in range(0, tokens, run))
+    return itertools.product(range(x_BLE.shape[0]), runs(x_BLE.shape[1], run))

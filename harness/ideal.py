@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.attention.schedule import Share, link_bound_seconds
+from engine.settings import BYTES_OF
 from harness.lengths import format_length
 from harness.results import Row, setting_names
 from harness.summary import series_names
@@ -23,7 +24,6 @@ _SHARING = frozenset({
     "method", "cp_size", "tp_size", "world_size", "layout", "schedule", "backward", "exchange", "gradient_wire",
     "emulate_nodes", "seed",
 })  # fmt: skip
-_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 NOTE = (
     "ideal = seconds of the trial with cp_size 1 on one GPU ÷ ranks; at once = the same on every GPU at the same time, "
@@ -108,7 +108,7 @@ def _bound(row: Row, whole: Mapping[str, float | None]) -> float | None:
         node_size=ranks // nodes,
         heads=row["model.heads"],
         kv_heads=row["model.kv_heads"],
-        query_bytes=tokens * row["model.heads"] * row["model.head_dim"] * _BYTES[row["dtype"]],
+        query_bytes=tokens * row["model.heads"] * row["model.head_dim"] * BYTES_OF[row["dtype"]],
         gradient_factor=1.0,
         forward_flops=0.0,
         rows=tokens,

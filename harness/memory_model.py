@@ -11,12 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.attention.masks import Causal, parse_mask
-from engine.replays import inputs_at_once, stops_at_once
-from engine.settings import TrialSettings
+from engine.replays import inputs_at_once, inputs_in_store, starts
+from engine.settings import BYTES_OF, TrialSettings
 
 GIB = 1 << 30
-_ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2}
-_WIDE = {"fp64": 8, "fp32": 4, "bf16": 4}  # of master weights, gradients and moments
 _PROCESS = 2 * GIB  # of host memory: interpreter, torch, CUDA's own
 _HEAD_TILE = 1 * GIB  # logits of one tile (engine.lm_head.tiles)
 
@@ -44,7 +42,8 @@ class _Estimate:
 
     def __init__(self, settings: TrialSettings) -> None:
         self._settings, shape = settings, settings.model
-        item, self._wide = _ITEMSIZE[settings.dtype], _WIDE[settings.dtype]
+        item = BYTES_OF[settings.dtype]
+        self._wide = max(4, item)  # of master weights, gradients and moments
         self._item = item
         tokens = settings.seq_len * settings.batch_size / settings.cp_size
         self._mlp_state = item * tokens * shape.ffn
@@ -70,7 +69,7 @@ class _Estimate:
             device += moments
         kept = 0.0
         if checkpoint.every and checkpoint.offload != "none":
-            on_host += inputs + stops_at_once(checkpoint, settings.model.layers) * self._state
+            on_host += inputs_in_store(checkpoint, settings.model.layers) * self._state
         else:
             kept += inputs
         if checkpoint.every and checkpoint.offload == "all":
@@ -89,8 +88,8 @@ class _Estimate:
             left = 4 * self._state + self._query + self._keys
             left += 0.0 if self._settings.mlp_tiles > 1 else (3 if shape.gated else 2) * self._mlp_state
             return shape.layers * left, shape.layers * (self._query + self._lse)
-        groups = -(-shape.layers // checkpoint.every)
-        return groups * self._state, shape.layers * checkpoint.tail * (self._query + self._lse)
+        results = shape.layers * checkpoint.tail * (self._query + self._lse)
+        return starts(checkpoint, shape.layers) * self._state, results
 
     def _gathered(self) -> float:
         """Two layers' parameters, and the gradient of one as computed and as reduced."""

@@ -42,7 +42,8 @@ def _seconds(settings: TrialSettings, hardware: Hardware) -> float | None:
     once = kernel_bound_seconds(work, hardware, kernels[0])  # nothing repeated
     if once is None:
         return None
-    again = work.recomputed_layers / (hardware.gemm_tflops or 1.0)
+    assert hardware.gemm_tflops is not None  # or `once` would be None
+    again = work.recomputed_layers / hardware.gemm_tflops
     if work.recomputed_attention:
         again += work.recomputed_attention / hardware.kernel_ceilings[kernels[0]]["forward"]
     return (once + again / 1e12) / settings.world_size

@@ -14,8 +14,17 @@ _WORD_COLUMNS = 12  # a longer word, such as a commit's digest, may be broken wh
 
 
 def stdout_console() -> Console:
-    """A console on stdout: as wide as the terminal, or wide enough to read where there is none."""
-    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, emoji=False)  # a path may hold :x:
+    """A console on stdout: as wide as the terminal, or wide enough to read where there is none.
+
+    Neither console replaces emoji: a path may hold :x:, and their names would be imported by the first print, which a
+    signal's handler that prints may have interrupted.
+    """
+    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, emoji=False)
+
+
+def stderr_console() -> Console:
+    """A console on stderr, for what is said beside the results."""
+    return Console(stderr=True, emoji=False)
 
 
 def print_table(console: Console, table: Table) -> None:

@@ -18,7 +18,7 @@ from engine.checkpoint.hold import HoldingGroup
 from engine.model import Activations, Attend, AttendCall, LayerFn, Rotary
 from engine.offload import DeviceStore, HostStore, Store
 from engine.profile.ranges import RECOMPUTE
-from engine.replays import stops_at_once
+from engine.replays import inputs_in_store
 from engine.settings import Checkpoint
 
 
@@ -43,8 +43,7 @@ class Recompute:
         The first forward of a length does so on its way, at a gigabyte or two per second: seconds that are no step's.
         """
         if isinstance(self.inputs, HostStore):
-            groups = -(-self._layers // self._settings.every)
-            self.inputs.reserve(groups + stops_at_once(self._settings, self._layers), input_bytes, device)
+            self.inputs.reserve(inputs_in_store(self._settings, self._layers), input_bytes, device)
 
     def of_layer(self, index: int, block: nn.Module) -> Activations:
         """The activations of layer `index`, whose parameters are those of `block`."""

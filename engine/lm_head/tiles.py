@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.lm_head.plain import IGNORE
+from engine.runs import runs
 
 # Bytes of one tile's logits. Every tile of tokens adds to the V x E weight gradient, which is read and written whole:
 # with a 128256 x 4096 head 1 GiB is 4K tokens in bf16, whose matmuls outweigh that traffic many times on an H200.
@@ -57,12 +57,6 @@ def choose_tile(vocabulary: int, hidden_TE: Tensor) -> Tile:
         return Tile(tokens=min(whole // vocabulary, enough), words=vocabulary)
     side = math.isqrt(TILE_BYTES[device] // 4) // _STEP * _STEP  # in fp32
     return Tile(tokens=side, words=min(side, vocabulary))
-
-
-def runs(length: int, size: int) -> Iterator[slice]:
-    """0 .. length in runs of `size`, the last one shorter."""
-    for start in range(0, length, size):
-        yield slice(start, min(start + size, length))
 
 
 def runs_with_labels(labels_T: Tensor, size: int, vocabulary: int) -> list[tuple[slice, bool]]:

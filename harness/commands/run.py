@@ -45,16 +45,15 @@ class Run:
 
     @interrupted_once()
     def run(self, arguments: argparse.Namespace) -> int:
-        from rich.console import Console
-
         from harness.machine import discover
         from harness.plan import plan
         from harness.progress import view_for
         from harness.run import Host, Resume, run_experiment
+        from harness.terminal import stderr_console
 
         experiment = chosen_experiment(arguments)
         run_dir = arguments.out or Path("results", "runs", experiment.name)
-        console = Console(stderr=True, emoji=False)
+        console = stderr_console()
 
         def say(message: str) -> None:
             console.print(message, markup=False, highlight=False, soft_wrap=True)

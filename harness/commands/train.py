@@ -37,10 +37,9 @@ class Train:
         parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in DIR")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from rich.console import Console
-
         from harness.machine import discover
         from harness.provenance import commit
+        from harness.terminal import stderr_console
         from harness.training import Start, interruption, train
         from harness.training_file import load_training
         from harness.training_progress import TrainingView
@@ -56,7 +55,7 @@ class Train:
                 commit=commit(),
                 again=command_line(arguments),
             )
-            with TrainingView(Console(stderr=True, emoji=False), file.config.steps) as view, _announced(view.say):
+            with TrainingView(stderr_console(), file.config.steps) as view, _announced(view.say):
                 try:
                     code = train(file.config, start, view, view.say)
                 except KeyboardInterrupt:

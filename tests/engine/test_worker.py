@@ -37,6 +37,20 @@ def settings_of(**changes: Any) -> TrialSettings:
 
 def run_worker(trial_dir: Path, settings: TrialSettings, ranks: int = 1, method: str = "engine.burst") -> list[int]:
     """Exit codes of the ranks, started as torchrun would."""
+    processes = start_workers(trial_dir, settings, ranks, method)
+    for process in processes:
+        process.communicate(timeout=120)
+    return [process.returncode for process in processes]
+
+
+def start_workers(
+    trial_dir: Path,
+    settings: TrialSettings,
+    ranks: int = 1,
+    method: str = "engine.burst",
+    program: tuple[str, ...] = ("-m", "engine.worker"),
+) -> list[subprocess.Popen[str]]:
+    """The ranks' processes, what they print on stdout piped."""
     trial_dir.mkdir(exist_ok=True)
     trial = {"settings": to_json(settings), "method": method}
     (trial_dir / "trial.json").write_text(json.dumps(trial))
@@ -53,15 +67,16 @@ def run_worker(trial_dir: Path, settings: TrialSettings, ranks: int = 1, method:
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
-    processes = [
+    return [
         subprocess.Popen(
-            [sys.executable, "-m", "engine.worker", str(trial_dir)],
+            [sys.executable, *program, str(trial_dir)],
             env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            text=True,
         )
         for rank in range(ranks)
     ]
-    return [process.wait(120) for process in processes]
 
 
 def errors_of(trial_dir: Path) -> dict[str, dict[str, str]]:
@@ -94,17 +109,9 @@ WATCHED = (
 def test_a_finished_rank_ends_without_shutting_the_interpreter_down(tmp_path: Path) -> None:
     """A thread of gloo that drops a tensor in the middle of that aborts the process, whose figures are then lost."""
     trial_dir = tmp_path / "trial"
-    trial_dir.mkdir()
-    (trial_dir / "trial.json").write_text(json.dumps({"settings": to_json(settings_of()), "method": "engine.burst"}))
-    shared = {
-        **os.environ, "BURST_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0",
-        "LOCAL_RANK": "0",
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", WATCHED, str(trial_dir)], env=shared, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, "shut down" in done.stdout) == (0, False), done.stderr
+    [rank] = start_workers(trial_dir, settings_of(), program=("-c", WATCHED))
+    printed, _ = rank.communicate(timeout=120)
+    assert (rank.returncode, "shut down" in printed) == (0, False)
     assert (trial_dir / "measurement.json").exists()
 
 
