@@ -34,6 +34,11 @@ def inputs_at_once(checkpoint: Checkpoint, layers: int) -> int:
     return beside.bit_length() if checkpoint.replay == "bisect" else beside
 
 
+def stops_at_once(checkpoint: Checkpoint, layers: int) -> int:
+    """The most of them that are kept for a later request, where `bisect` keeps: what was handed out is not."""
+    return max(0, inputs_at_once(checkpoint, layers) - 1) if checkpoint.replay == "bisect" else 0
+
+
 def starts(checkpoint: Checkpoint, layers: int) -> int:
     """Inputs that a forward keeps: those of the groups' first layers. `every` is at least 1."""
     return -(-layers // checkpoint.every)
@@ -42,11 +47,6 @@ def starts(checkpoint: Checkpoint, layers: int) -> int:
 def inputs_in_store(checkpoint: Checkpoint, layers: int) -> int:
     """The most inputs that one store keeps at once: those of the groups' first layers, and what a group adds."""
     return starts(checkpoint, layers) + stops_at_once(checkpoint, layers)
-
-
-def stops_at_once(checkpoint: Checkpoint, layers: int) -> int:
-    """The most of them that are kept for a later request, where `bisect` keeps: what was handed out is not."""
-    return max(0, inputs_at_once(checkpoint, layers) - 1) if checkpoint.replay == "bisect" else 0
 
 
 def _in_group(checkpoint: Checkpoint, layers: int) -> int:
