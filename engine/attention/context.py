@@ -256,7 +256,7 @@ class ContextParallel:
         if self.size == 1:
             return tensor
         self.segments(tensor.shape[dim] * self.size)  # refuses lengths no shard has
-        shards = [torch.empty_like(tensor) for _ in range(self.size)]
+        shards = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(shards, tensor.detach().contiguous(), group=self.group)
         seq_len = tensor.shape[dim] * self.size
         order = torch.cat([self._positions_of(rank, seq_len) for rank in range(self.size)]).to(tensor.device)

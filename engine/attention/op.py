@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.attention.context import ContextParallel
 from engine.attention.head_exchange import pieces_in_order
 from engine.attention.head_pass import HeadPlan
-from engine.attention.inputs import check_inputs, check_mask, check_scale
+from engine.attention.inputs import check_inputs, check_mask, check_scale, laid_out
 from engine.attention.itinerary import traffic_left
 from engine.attention.kernels import Problem, choose_kernel
 from engine.attention.kernels.stand_in import with_room_for_delta
@@ -36,6 +36,7 @@ from engine.attention.schedule import (
 )
 from engine.attention.stored import Stored
 from engine.attention.wire_bytes import GRADIENT_WIRES, Shards, narrowed
+from engine.autocast import outside_autocast
 from engine.second_derivative import refuse_second_derivative
 
 AttentionPlan = RingPlan | HeadPlan
@@ -45,6 +46,7 @@ class _BurstAttention(torch.autograd.Function):
     """Tensors and one plan in, (out, lse) out; both are differentiable."""
 
     @staticmethod
+    @outside_autocast
     def forward(
         ctx: Any,
         q_BLND: Tensor,
@@ -66,11 +68,12 @@ class _BurstAttention(torch.autograd.Function):
         return (out_BLND.view_as(out_BLND), lse_BNL.view_as(lse_BNL)) if stored is not None else (out_BLND, lse_BNL)
 
     @staticmethod
+    @outside_autocast
     def backward(ctx: Any, dout_BLND: Tensor | None, dlse_BNL: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("attention")  # what travels is out of autograd's sight
         out_BLND, lse_BNL, *kept = ctx.saved_tensors
         plan: AttentionPlan = ctx.plan
-        dout_BLND = torch.zeros_like(out_BLND) if dout_BLND is None else dout_BLND.contiguous()
+        dout_BLND = torch.zeros_like(out_BLND) if dout_BLND is None else laid_out(dout_BLND.contiguous())
         # d lse / d score is the probability itself, so a gradient of LSE enters exactly where delta leaves.
         delta_BNL = row_dot(dout_BLND, out_BLND)
         del out_BLND  # of a layer computed again nobody else holds it, and the gradients are about to want the room
@@ -286,5 +289,6 @@ def run_attention(
     return_lse: bool = False,
 ) -> Any:
     """`burst_attention` with its choices already made."""
+    q_BLND, k_BLKD, v_BLKD = (laid_out(tensor) for tensor in (q_BLND, k_BLKD, v_BLKD))
     out_BLND, lse_BNL = _BurstAttention.apply(q_BLND, k_BLKD, v_BLKD, plan, stored, replayed)
     return (out_BLND, lse_BNL) if return_lse else out_BLND
