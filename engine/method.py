@@ -34,7 +34,7 @@ class AttentionFn(Protocol):
         *,
         stored: Stored | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(out_BLND, lse_BNL), differentiable in q, k and v.
+        """(out_BLND, lse_BNL), out differentiable in q, k and v; the LSE is for `keep` alone.
 
         `stored` is what `keep` kept of an earlier call with the same inputs: the forward is then computed again for the
         other rows alone, which is how checkpointing keeps attention through recomputation.

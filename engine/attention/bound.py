@@ -53,6 +53,7 @@ class BoundAttention:
                 gradient_wire=self._settings.gradient_wire,
                 head_parts=self._head_parts,
                 replayed=self._replayed,
+                lse_gradient=False,  # an LSE is kept for a replay here, nothing is learnt from it
             )
         out_BLND, lse_BNL = run_attention(
             self._plans[key], q_BLND, k_BLKD, v_BLKD, stored=stored, replayed=self._replayed, return_lse=True

@@ -60,10 +60,10 @@ def check_mask(mask: object) -> None:
 def laid_out(tensor_BLND: Tensor) -> Tensor:
     """The tensor as every kernel and transfer can read it: itself, or a contiguous copy. Differentiable.
 
-    A head's values of one token lie side by side, from an address that wide loads take, and no two tokens or heads share
-    them. Other strides are free, so the parts of one projection for q, k and v, or tensors with heads before tokens,
-    are not copied. Kernels do not look themselves: that of the CPU reads past such strides and gives garbage, those of
-    GPUs give it, refuse, or end the process with a misaligned address.
+    A head's values of one token lie side by side, from an address that wide loads take, and no two tokens or heads
+    share them. Other strides are free, so the parts of one projection for q, k and v, or tensors with heads before
+    tokens, are not copied. Kernels do not look themselves: that of the CPU reads past such strides and gives garbage,
+    those of GPUs give it, refuse, or end the process with a misaligned address.
     """
     sizes, strides, item = tensor_BLND.shape[:-1], tensor_BLND.stride(), tensor_BLND.itemsize
     taken = [stride for size, stride in zip(sizes, strides, strict=False) if size > 1]

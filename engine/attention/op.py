@@ -20,7 +20,7 @@ from engine.attention.head_pass import HeadPlan
 from engine.attention.inputs import check_inputs, check_mask, check_scale, laid_out
 from engine.attention.itinerary import traffic_left
 from engine.attention.kernels import Problem, choose_kernel
-from engine.attention.kernels.stand_in import with_room_for_delta
+from engine.attention.kernels.stand_in import AnyDelta
 from engine.attention.masks import Causal, Mask, band_kinds
 from engine.attention.merge import row_dot
 from engine.attention.ring import RingTraffic
@@ -78,14 +78,24 @@ class _BurstAttention(torch.autograd.Function):
         delta_BNL = row_dot(dout_BLND, out_BLND)
         del out_BLND  # of a layer computed again nobody else holds it, and the gradients are about to want the room
         if dlse_BNL is not None:
+            _check_takes_lse_gradient(plan)
             delta_BNL -= dlse_BNL
-            dout_BLND = with_room_for_delta(dout_BLND, delta_BNL)
         if ctx.as_given:
             q_BLND, k_BLKD, v_BLKD = kept
             gradients = plan.backward(q_BLND, k_BLKD, v_BLKD, dout_BLND, lse_BNL, delta_BNL)
         else:
             gradients = plan.backward_kept(tuple(kept), dout_BLND, lse_BNL, delta_BNL)
         return *gradients, None, None, None
+
+
+def _check_takes_lse_gradient(plan: AttentionPlan) -> None:
+    """Raise ValueError when the plan is for an LSE that is not differentiated and its kernel would get this wrong."""
+    kernel = (plan.inner if isinstance(plan, HeadPlan) else plan).kernel
+    if not kernel.takes_delta:
+        raise ValueError(
+            f"the LSE has a gradient and this plan for kernel {kernel.name} was made for one without; plan it with "
+            "lse_gradient=True"
+        )
 
 
 def _forward(
@@ -121,8 +131,13 @@ def plan_attention(
     gradient_wire: str = "fp32",
     head_parts: int | None = None,
     replayed: bool = False,
+    lse_gradient: bool = True,
 ) -> AttentionPlan:
-    """Resolve every `auto` for shards of this shape, dtype and device. Raises ValueError when nothing fits."""
+    """Resolve every `auto` for shards of this shape, dtype and device. Raises ValueError when nothing fits.
+
+    Without `lse_gradient` backward need not look for a gradient of the LSE: some kernels wait for the answer. The other
+    arguments are those of `burst_attention`.
+    """
     batch, tokens, heads, head_dim = q_BLND.shape
     kv_heads, seq_len = k_BLKD.shape[2], tokens * cp.size
     cp.segments(seq_len)  # refuses lengths the layout cannot split
@@ -183,6 +198,8 @@ def plan_attention(
         deterministic=deterministic,
     )
     attend = choose_kernel(kernel, problem)
+    if lse_gradient and not attend.takes_delta:
+        attend = AnyDelta(attend)
     around = RingPlan(
         cp=inner,
         mask=mask,
@@ -247,7 +264,9 @@ def burst_attention(
             computed again for the other rows alone.
         replayed: under activation checkpointing, a call that will be repeated with `stored`. Both then leave the same
             tensors to backward; otherwise heads that were traded for tokens are kept as they arrived.
-        return_lse: also return lse_BNL, the natural-log sum-exp of scaled scores; it is differentiable.
+        return_lse: also return lse_BNL, the natural-log sum-exp of scaled scores; it is differentiable. The same on
+            every rank, as all choices are. With kernels cpu, cudnn and fa2, backward takes twice the time for tiles in
+            which some row's gradient comes by LSE alone, or nearly so.
 
     Returns:
         out_BLND in the inputs' dtype, or (out_BLND, lse_BNL). A query that sees no key gives 0, lse -inf, no gradient.
@@ -274,6 +293,7 @@ def burst_attention(
         gradient_wire=gradient_wire,
         head_parts=head_parts,
         replayed=replayed,
+        lse_gradient=return_lse,
     )
     return run_attention(plan, q_BLND, k_BLKD, v_BLKD, stored=stored, replayed=replayed, return_lse=return_lse)
 

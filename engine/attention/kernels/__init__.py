@@ -2,8 +2,9 @@
 
 A kernel sees a rectangle of queries and keys with a band of visible pairs (`engine.attention.tiles.Band`), returns the
 partial output with its log-sum-exp, and computes gradients from the *final* log-sum-exp and delta = rowsum(dO * O) of
-the whole row. O itself is never an input: that is what lets the backward ring leave O at home. Kernels whose backward
-insists on O get the stand-in of `engine.attention.kernels.stand_in`.
+the whole row, less the gradient of the log-sum-exp: d lse / d score is the probability itself, so it enters exactly
+where delta leaves. O itself is never an input: that is what lets the backward ring leave O at home. Kernels whose
+backward insists on O get the stand-in of `engine.attention.kernels.stand_in`.
 
 Shape letters: B batch, L query tokens, M key tokens, N query heads, K KV heads, D head dim.
 """
@@ -78,8 +79,18 @@ Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor]"  # dq_BLND, dk_BMKD, dv_B
 class Kernel(Protocol):
     """One implementation of tile attention."""
 
-    name: str
-    writes_input_dtype: bool  # gradients come in the inputs' dtype; else in fp32 or wider
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def writes_input_dtype(self) -> bool:
+        """Gradients come in the inputs' dtype; else in fp32 or wider."""
+        ...
+
+    @property
+    def takes_delta(self) -> bool:
+        """Backward takes any delta; else only one that is a rowsum(dO * O), because it forms that itself."""
+        ...
 
     def missing(self) -> str | None:
         """One sentence why this machine cannot run the kernel at all, with the next step; None when it can."""

@@ -42,6 +42,7 @@ class CpuKernel:
 
     name = "cpu"
     writes_input_dtype = False
+    takes_delta = False
 
     def missing(self) -> str | None:
         return None

@@ -19,6 +19,7 @@ class CudnnKernel:
 
     name = "cudnn"
     writes_input_dtype = True
+    takes_delta = False
 
     def missing(self) -> str | None:
         missing = gpu_missing(self.name, (8, 0))

@@ -19,6 +19,7 @@ class FlashAttention2Kernel:
 
     name = "fa2"
     writes_input_dtype = True
+    takes_delta = False
 
     def missing(self) -> str | None:
         return gpu_missing(self.name, (8, 0))

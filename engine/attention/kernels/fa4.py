@@ -78,6 +78,7 @@ class FlashAttention4Kernel:
 
     name = "fa4"
     writes_input_dtype = True
+    takes_delta = True
 
     def missing(self) -> str | None:
         missing = gpu_missing(self.name, (9, 0))

@@ -107,6 +107,7 @@ class FlexKernel:
 
     name = "flex"
     writes_input_dtype = True
+    takes_delta = True
 
     def missing(self) -> str | None:
         missing = gpu_missing(self.name, (8, 0))

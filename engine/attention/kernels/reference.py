@@ -39,6 +39,7 @@ class ReferenceKernel:
 
     name = "reference"
     writes_input_dtype = False
+    takes_delta = True
 
     def missing(self) -> str | None:
         return None

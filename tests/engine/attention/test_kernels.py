@@ -7,8 +7,9 @@ import torch
 
 from engine.attention.gradients import GradientSum
 from engine.attention.kernels import KERNELS, BackwardInputs, Problem, available, choose_kernel, kernel_named, refusal
-from engine.attention.kernels.stand_in import output_stand_in, with_room_for_delta
-from engine.attention.merge import RunningOutput, accumulation_dtype, merge_parts, row_dot
+from engine.attention.kernels.cpu import CpuKernel
+from engine.attention.kernels.stand_in import AnyDelta, output_stand_in
+from engine.attention.merge import RunningOutput, merge_parts, row_dot
 from engine.attention.tiles import CAUSAL, FULL, Band
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -94,19 +95,62 @@ def test_the_stand_in_for_the_output_has_the_right_row_sums_at_any_magnitude(siz
     torch.testing.assert_close(rebuilt, delta, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_rows_without_a_gradient_of_out_have_room_for_that_of_the_lse(dtype) -> None:
-    dout, delta = torch.randn(2, 8, 3, 16).to(dtype), torch.randn(2, 3, 8, dtype=accumulation_dtype(dtype))
-    dout[0, :4], dout[1, 0, 0] = 0, 1e-44
-    delta[0, :, 0] = 0
-    roomy = with_room_for_delta(dout, delta)
-    changed = dout.ne(roomy).any(-1)
-    assert changed[0].sum(1).tolist() == [0, 3, 3, 3, 0, 0, 0, 0]
-    assert (roomy - dout).abs().max() <= 2**-10 * delta.abs().max()
-    rebuilt = output_stand_in(roomy, delta)
-    assert torch.isfinite(rebuilt).all()
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-5 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(row_dot(roomy, rebuilt), delta, rtol=tolerance, atol=tolerance)
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e4, 1e9])
+@pytest.mark.parametrize("band", [FULL, CAUSAL, Band(-7, 3)], ids=str)
+@pytest.mark.parametrize("name", [name for name in KERNELS if not kernel_named(name).takes_delta])
+def test_a_kernel_that_wants_an_output_is_made_to_take_any_delta(name, band, size) -> None:
+    dtype = torch.float16 if DEVICE.type == "cuda" else torch.float32
+    runnable(name, dtype, 64, band, 4, 2)
+    q, k, v, dout = tile_inputs(64, 64, 4, 2, 64, dtype)
+    dout *= 1e-2
+    dout[:, ::2], dout[0, 1, 1] = 0, 6e-8  # the least that fp16 has
+    _, lse = REFERENCE.forward(q, k, v, band, 0.125)
+    delta = torch.randn(lse.shape, generator=torch.Generator().manual_seed(0)).to(DEVICE) * size
+    delta[1] = 0
+    given = BackwardInputs(q, dout, lse.float(), delta, k, v)
+    expected = REFERENCE.backward(given, band, 0.125, False)
+    found = AnyDelta(kernel_named(name)).backward(given, band, 0.125, False)
+    half = dtype == torch.float16
+    for gradient, truth in zip(found, expected, strict=True):
+        if half and truth.abs().max() > 3e4:  # out of what the kernel can write
+            continue
+        assert relative(gradient, truth) < (5e-3 if half else 1e-5)
+
+
+class Counted(CpuKernel):
+    """The kernel of the CPU, which counts its backward calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool):
+        self.calls += 1
+        return super().backward(given, band, scale, deterministic)
+
+
+def test_only_a_row_whose_gradient_is_too_small_for_its_delta_costs_a_second_call() -> None:
+    q, k, v, dout = tile_inputs(8, 8, 2, 2, 16, torch.float32)
+    out, lse = REFERENCE.forward(q, k, v, CAUSAL, 0.25)
+    given = [t.cpu() for t in BackwardInputs(q, dout, lse, row_dot(dout, out) + 100, k, v)]
+    kernel = Counted()
+    AnyDelta(kernel).backward(BackwardInputs(*given), CAUSAL, 0.25, False)
+    assert kernel.calls == 1
+    given[1][0, 3, 1] *= 1e-6
+    AnyDelta(kernel).backward(BackwardInputs(*given), CAUSAL, 0.25, False)
+    assert kernel.calls == 3
+
+
+@pytest.mark.parametrize("broken", [torch.inf, torch.nan])
+def test_a_delta_that_is_no_number_is_not_lost(broken) -> None:
+    q, k, v, dout = (t.cpu() for t in tile_inputs(8, 8, 2, 2, 16, torch.float32))
+    dout[0, 3, 1] = 0
+    out, lse = REFERENCE.forward(q, k, v, CAUSAL, 0.25)
+    delta = row_dot(dout, out)
+    delta[0, 1, 3] = broken
+    dq, _, dv = AnyDelta(CpuKernel()).backward(BackwardInputs(q, dout, lse, delta, k, v), CAUSAL, 0.25, False)
+    assert not torch.isfinite(dq[0, 3, 1]).any()
+    assert torch.isfinite(dq[1]).all()
+    assert torch.isfinite(dv).all()
 
 
 def test_merging_survives_scores_far_apart_and_rows_without_keys() -> None:
