@@ -244,6 +244,9 @@ def burst_attention(
 ) -> Any:
     """Attention of this rank's queries over the whole sequence. Collective over `cp`.
 
+    Its inputs' dtype alone says what is computed in what: autocast around the call or its backward changes nothing.
+    Tensors of strides that kernels do not read are copied (`engine.attention.inputs.laid_out`).
+
     Args:
         q_BLND: this rank's queries, [batch, local tokens, query heads, head_dim], positions as `cp.layout` deals them.
         k_BLKD, v_BLKD: this rank's keys and values; the number of KV heads divides the number of query heads.
