@@ -28,6 +28,7 @@ class Allocating(CpuKernel):
     """Attention that makes the tensors a GPU kernel makes, and computes nothing."""
 
     writes_input_dtype = True
+    takes_delta = True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Any, scale: float) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
