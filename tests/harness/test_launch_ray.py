@@ -18,6 +18,7 @@ from harness.launch import Job
 from harness.launch.ray import RayLauncher
 from harness.launch.ray_janitor import marked
 
+PROJECT = Path(__file__).parents[2]
 SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
 
 PROGRAM = """
@@ -131,6 +132,60 @@ def ray_directory(owner: int) -> str:
         if "harness.launch.ray_janitor" in arguments and parent(int(stat.parent.name)) == owner:
             return arguments[arguments.index("harness.launch.ray_janitor") + 1]
     raise AssertionError("no janitor")
+
+
+PRIVATE = """
+import json, os, sys
+from pathlib import Path
+from harness.launch.ray import RayLauncher
+from harness.launch.ray_janitor import marked
+launcher = RayLauncher()
+try:
+    launcher._ready_actor()
+    folder = launcher._directory
+    processes = [os.getpid(), *marked(folder)]
+    sockets = set()
+    for link in (link for process in processes for link in Path(f"/proc/{process}/fd").glob("*")):
+        try:
+            sockets.add(os.readlink(link)[8:-1])
+        except OSError:
+            pass
+    lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
+    heard = [line[1].partition(":")[0] for line in lines if line[3] == "0A" and line[9] in sockets]
+    print(json.dumps({"mode": os.stat(folder).st_mode & 0o777, "kept": os.listdir(folder), "heard": heard}))
+finally:
+    launcher.close()
+"""
+
+
+def test_an_embedded_ray_lies_in_a_folder_of_its_own_and_is_heard_on_this_machine_alone():
+    done = subprocess.run(
+        [sys.executable, "-c", PRIVATE], cwd=PROJECT, capture_output=True, text=True, check=False, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["mode"], found["kept"]) == (0o700, ["ray"])
+    assert len(found["heard"]) > 3  # of its servers and of this program
+    assert set(found["heard"]) <= {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+def test_a_ray_that_does_not_start_is_one_sentence(tmp_path):
+    """Its folder can hold no file: a /tmp without inodes, seen by the program alone."""
+    (tmp_path / "exp.yaml").write_text(
+        "{task: train, model: tiny, fixed: {method: burst, seq_len: 128}, steps: {warmup: 1, measured: 1}}"
+    )
+    mounts = f"mount --bind {tmp_path} /mnt && mount -t tmpfs -o nr_inodes=3 none /tmp"
+    command = f"{sys.executable} -m harness run /mnt/exp.yaml --launcher ray --out /mnt/out"
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", f"{mounts} && exec {command}"],
+        cwd=PROJECT, capture_output=True, text=True, check=False, timeout=180,
+    )  # fmt: skip
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no mount of its own here: {done.stderr.strip()}")
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "burst: Ray did not start (" in done.stderr
+    assert "use --launcher local" in done.stderr.splitlines()[-1]
 
 
 def test_jobs_share_ranks_in_the_actor(tmp_path):
