@@ -11,11 +11,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import NoReturn
 
 from harness.commands import Command, all_commands
 from harness.errors import UsageError
+from harness.interrupts import heeded
 
 USAGE = 2
 INTERRUPTED = NO_ROOM = 1
@@ -32,12 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = all_commands()
     try:
         arguments = _parse(typed, commands)
-        # A closed terminal or a polite kill is to leave a resumable state, just as Ctrl-C does.
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup a closed terminal is nothing to heed
-                signal.signal(number, _as_interrupt)
-        code = commands[arguments.command].run(arguments)
-        sys.stdout.flush()  # here, where an error still has its sentence
+        with heeded():  # a closed terminal or a polite kill is to leave a resumable state, just as Ctrl-C does
+            code = commands[arguments.command].run(arguments)
+            sys.stdout.flush()  # here, where an error still has its sentence
         return code
     except UsageError as error:
         return _say(str(error), USAGE)
@@ -101,7 +98,3 @@ def _parse(typed: list[str], commands: dict[str, Command]) -> argparse.Namespace
     if unknown:
         subparsers.choices[arguments.command].error(f"{' '.join(unknown)} is not known")
     return arguments
-
-
-def _as_interrupt(_: int, __: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt

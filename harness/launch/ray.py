@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.ray_settings import RAY_SETTINGS
 from harness.errors import UsageError
+from harness.interrupts import look
 from harness.launch import Job, Outcome
 from harness.launch.ray_janitor import MARK, Janitor
 from harness.launch.supervisor import Supervisor
@@ -37,8 +38,8 @@ OBJECT_STORE_BYTES = 80 * 2**20  # only jobs and progress lines pass through it;
 SETTINGS = {
     **RAY_SETTINGS,
     # Other users of this machine reach loopback too, so callers must know a token. Ray turns that on by itself when no
-    # mode is set; the token is given here because it would be saved in the user's home otherwise, and is one per process
-    # because Ray caches it.
+    # mode is set; the token is given here because it would be saved in the user's home otherwise, and is one per
+    # process because Ray caches it.
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     # Ray replaces 127.0.0.1 by an address that other machines reach, and then listens on all interfaces, unless it is
     # told that there will be no cluster. The name is that of its use elsewhere; it is read when Ray is imported.
@@ -94,6 +95,7 @@ class RayLauncher:
             try:
                 done = False
                 while not done:
+                    look()
                     done = bool(ray.wait([pending], timeout=POLL_SECONDS)[0])
                     with contextlib.suppress(ray.exceptions.GetTimeoutError):  # slow is not lost
                         for line in ray.get(actor.progress.remote(seen), timeout=ENDING_SECONDS):
