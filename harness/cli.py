@@ -22,6 +22,11 @@ INTERRUPTED = NO_ROOM = 1
 READER_LEFT = 128 + signal.SIGPIPE  # as the shell shows a program that the signal ended
 
 _NO_ROOM = frozenset({errno.EDQUOT, errno.EFBIG, errno.ENOSPC})
+# What a file system says that failed, was mounted anew or forbids: none of it is a fault of ours.
+_NO_ACCESS = frozenset({
+    errno.EACCES, errno.EIO, errno.ENODEV, errno.ENOLCK, errno.ENOTCONN, errno.EPERM, errno.EREMOTEIO, errno.EROFS,
+    errno.ESHUTDOWN, errno.ESTALE,
+})  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,13 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return READER_LEFT
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in _NO_ROOM | _NO_ACCESS:
             raise
         _discard_output()
         place = f"{error.filename}: " if error.filename else ""
+        mend = "make room" if error.errno in _NO_ROOM else "see to that file or its file system"
         return _say(
-            f"{place}{error.strerror}; make room, then repeat the command (`burst run` and `burst train` with "
-            "--resume)",
+            f"{place}{error.strerror}; {mend}, then repeat the command (`burst run` and `burst train` with --resume: "
+            "what was finished is kept)",
             NO_ROOM,
         )
 

@@ -132,7 +132,8 @@ def heeded(react: Callable[[int], bool] = lambda _: True, *, outlives: bool = Fa
             _current = outer
 
 
-def interrupted_once() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def interrupted_once() -> Iterator[None]:
     """A block that the first signal interrupts; those of the next PATIENCE_SECONDS only say so.
 
     After a signal the handlers outlive the block: at the program's own end Ray takes a moment, and would show where it
@@ -150,7 +151,8 @@ def interrupted_once() -> contextlib.AbstractContextManager[None]:
                 os.write(sys.__stderr__.fileno(), _SENTENCE.encode())  # a print may be what was interrupted
         return False
 
-    return heeded(react, outlives=True)
+    with heeded(react, outlives=True):
+        yield
 
 
 @contextlib.contextmanager

@@ -113,6 +113,10 @@ class RayLauncher:
                     ray.get(actor.cancel.remote(), timeout=ENDING_SECONDS)
                     ray.wait([pending], timeout=ENDING_SECONDS + (job.grace_seconds or 0))
                 raise
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, OSError):  # of a file system: as if it had been met here
+                raise error.cause from None
+            raise
         except (ray.exceptions.RayActorError, ray.exceptions.RaySystemError) as error:
             return self._lost(started, f"was lost ({str(error).strip().splitlines()[0].rstrip('.')})")
 
