@@ -15,7 +15,7 @@ pytest.importorskip("ray")
 
 from engine.settings import ModelShape, Steps, TrialSettings, to_json
 from harness.launch import Job
-from harness.launch.ray import RayLauncher
+from harness.launch.ray import RayLauncher, signal_handlers_kept
 from harness.launch.ray_janitor import marked
 
 PROJECT = Path(__file__).parents[2]
@@ -72,6 +72,11 @@ def test_jobs_run_in_an_actor_and_a_lost_actor_costs_one_job(tmp_path, monkeypat
         environment = (tmp_path / "well" / "environment").read_text()
         assert '"CUDA_VISIBLE_DEVICES": "0,1"' in environment
         assert "RAY_AUTH_TOKEN" not in environment
+
+        (tmp_path / "file").touch()
+        with pytest.raises(NotADirectoryError) as met:  # a file system's answer in the actor is as one here
+            launcher.run(replace(job(tmp_path / "well", "well"), trial_dir=tmp_path / "file" / "trial"))
+        assert met.value.filename == str(tmp_path / "file" / "trial" / "logs")
 
         def kill_actor(line: dict[str, object]) -> None:
             if line["step"] == 2:
@@ -208,6 +213,19 @@ def test_jobs_share_ranks_in_the_actor(tmp_path):
     [process] = {process for _, _, process in turns}
     assert [turn[:2] for turn in turns] == [("ok", 1), ("ok", 2)]
     assert all_end([int(process)])
+
+
+def test_a_sigterm_that_ray_would_answer_itself_is_a_ctrl_c():
+    before = signal.getsignal(signal.SIGTERM)
+
+    @signal_handlers_kept()
+    def start_ray() -> None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as `ray.init` does
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        start_ray()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_without_ray_one_sentence_names_the_other_launcher(monkeypatch):
