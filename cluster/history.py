@@ -6,7 +6,6 @@ One file of JSON lines per node. Only counters and the verdict are kept, nothing
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 from cluster.checks import AnyCheck
+from cluster.file_lock import try_lock
 from cluster.folders import state_folder
 from cluster.health import NodeReport
 from cluster.verdict import Verdict, merge
@@ -118,7 +118,7 @@ class History:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         with open(self._folder / ".lock", "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try_lock(lock, wait=True)  # without locks an entry is still one write; only cutting may lose another's
             yield
 
     def _replace(self, path: Path, content: bytes) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 
 def write_atomic(path: Path, content: str | bytes) -> Path:
-    """Write beside `path`, flush to disk, then rename; missing folders are made. Text is written as UTF-8."""
+    """Write beside `path`, flush to disk, then rename; missing folders are made. Text is written as UTF-8.
+
+    Raises OSError that names a file also where writing or flushing failed, of which Python says only why.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     data = content.encode() if isinstance(content, str) else content
@@ -17,8 +21,13 @@ def write_atomic(path: Path, content: str | bytes) -> Path:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-    finally:
+    except OSError as error:
+        with contextlib.suppress(OSError):  # on a file system that failed it fails too, and is not the reason
+            aside.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    except BaseException:
         aside.unlink(missing_ok=True)
+        raise
     return path
 
 

@@ -11,17 +11,22 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import NoReturn
 
 from harness.commands import Command, all_commands
 from harness.errors import UsageError
+from harness.interrupts import heeded
 
 USAGE = 2
 INTERRUPTED = NO_ROOM = 1
 READER_LEFT = 128 + signal.SIGPIPE  # as the shell shows a program that the signal ended
 
 _NO_ROOM = frozenset({errno.EDQUOT, errno.EFBIG, errno.ENOSPC})
+# What a file system says that failed, was mounted anew or forbids: none of it is a fault of ours.
+_NO_ACCESS = frozenset({
+    errno.EACCES, errno.EIO, errno.ENODEV, errno.ENOLCK, errno.ENOTCONN, errno.EPERM, errno.EREMOTEIO, errno.EROFS,
+    errno.ESHUTDOWN, errno.ESTALE,
+})  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,12 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = all_commands()
     try:
         arguments = _parse(typed, commands)
-        # A closed terminal or a polite kill is to leave a resumable state, just as Ctrl-C does.
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup a closed terminal is nothing to heed
-                signal.signal(number, _as_interrupt)
-        code = commands[arguments.command].run(arguments)
-        sys.stdout.flush()  # here, where an error still has its sentence
+        with heeded():  # a closed terminal or a polite kill is to leave a resumable state, just as Ctrl-C does
+            code = commands[arguments.command].run(arguments)
+            sys.stdout.flush()  # here, where an error still has its sentence
         return code
     except UsageError as error:
         return _say(str(error), USAGE)
@@ -47,13 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return READER_LEFT
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in _NO_ROOM | _NO_ACCESS:
             raise
         _discard_output()
         place = f"{error.filename}: " if error.filename else ""
+        mend = "make room" if error.errno in _NO_ROOM else "see to that file or its file system"
         return _say(
-            f"{place}{error.strerror}; make room, then repeat the command (`burst run` and `burst train` with "
-            "--resume)",
+            f"{place}{error.strerror}; {mend}, then repeat the command (`burst run` and `burst train` with --resume: "
+            "what was finished is kept)",
             NO_ROOM,
         )
 
@@ -101,7 +104,3 @@ def _parse(typed: list[str], commands: dict[str, Command]) -> argparse.Namespace
     if unknown:
         subparsers.choices[arguments.command].error(f"{' '.join(unknown)} is not known")
     return arguments
-
-
-def _as_interrupt(_: int, __: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt

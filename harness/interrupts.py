@@ -1,18 +1,31 @@
-"""Ctrl-C once ends a run in order; pressed again meanwhile it gets a sentence, and breaks nothing off."""
+"""Ctrl-C, SIGTERM and a closed terminal interrupt a command in order, and none of them is lost.
+
+A signal raises KeyboardInterrupt in the main thread. Python drops an exception that a destructor raises, and a library
+may catch one that its imports raise. A signal that lands in either waits until that is over, and one that was dropped
+all the same is raised again: a moment later where Python tells of it, else where the command next looks (`look`).
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE_SECONDS = 60.0  # for the ranks, Ray and the report to end; a signal after it breaks off what hangs
+AGAIN_SECONDS = 0.05  # between attempts to raise a signal that waits
+WAIT_SECONDS = 10.0  # for an import, a destructor or a held block to end; a signal then breaks it off
+SETTLING_SECONDS = 0.5  # between two exceptions: while the first is on its way a second one would replace it
 
 _SENTENCE = (
     "burst: the run is being ended and its records are kept; "
@@ -20,36 +33,177 @@ _SENTENCE = (
 )
 
 
-@contextlib.contextmanager
-def interrupted_once() -> Iterator[None]:
-    """A block that the first signal interrupts, as Ctrl-C does; those of the next PATIENCE_SECONDS only say so.
+class _Heeding:
+    """The handlers of one `heeded` block, and what became of the signals that it got."""
 
-    After a signal the handlers outlive the block: at the program's own end Ray takes a moment, and would show where it
-    was interrupted. Signals that the program was started to ignore stay ignored. For the main thread alone.
-    """
-    before = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
-    began: float | None = None  # of the interruption under way
+    def __init__(self, react: Callable[[int], bool]) -> None:
+        self.asked = False  # a signal was to interrupt the block
+        self.holds = 0  # `held` blocks under way, less the `released` ones in them
+        self._react = react
+        self._waits_since: float | None = None  # of a signal that is still to be raised
+        self._raised_at = -math.inf
+        self._before = {
+            number: handler for number in SIGNALS if (handler := signal.getsignal(number)) is not signal.SIG_IGN
+        }
+        self._alarm_before = signal.getsignal(signal.SIGALRM)
+        self._hook_before = sys.unraisablehook
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal began
-        if began is None or time.monotonic() - began >= PATIENCE_SECONDS:
-            began = time.monotonic()
-            raise KeyboardInterrupt
-        if sys.__stderr__ is not None:
-            with contextlib.suppress(OSError):  # the terminal may be gone
-                os.write(sys.__stderr__.fileno(), _SENTENCE.encode())  # a print may be what was interrupted
+    def begin(self) -> None:
+        sys.unraisablehook = self._dropped
+        signal.signal(signal.SIGALRM, self._again)
+        for number in self._before:
+            signal.signal(number, self._heard)
 
-    def ignore() -> None:
-        for number in before:
+    def end(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.signal(signal.SIGALRM, self._alarm_before)
+        sys.unraisablehook = self._hook_before
+
+    def ignore(self) -> None:
+        for number in self._before:
             signal.signal(number, signal.SIG_IGN)
 
-    atexit.register(ignore)  # before Ray registers its end, hence after it: the exit code is settled then
-    for number in before:
-        signal.signal(number, interrupt)
+    def take(self) -> bool:
+        """Whether a signal is to interrupt the block; it waits no longer."""
+        self._waits_since = None
+        return self.asked
+
+    def raise_waiting(self) -> None:
+        if self._waits_since is not None:
+            self._raise()
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if self._react(number):
+            self.asked = True
+            self._raise_when_possible(frame)
+
+    def _again(self, _: int, frame: FrameType | None) -> None:
+        if self._waits_since is not None:
+            self._raise_when_possible(frame)
+
+    def _raise_when_possible(self, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._waits_since is None:
+            self._waits_since = now
+        settling = now < self._raised_at + SETTLING_SECONDS
+        if (settling or self.holds > 0 or _drops(frame)) and now < self._waits_since + WAIT_SECONDS:
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
+            return
+        self._raise()
+
+    def _raise(self) -> None:
+        self._waits_since = None
+        self._raised_at = time.monotonic()
+        raise KeyboardInterrupt
+
+    def _dropped(self, unraisable: UnraisableHookArgs) -> None:
+        """Python tells of an exception that it could raise nowhere: ours is raised again."""
+        if self.asked and issubclass(unraisable.exc_type, KeyboardInterrupt):
+            self._waits_since, self._raised_at = time.monotonic(), -math.inf
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
+        else:
+            self._hook_before(unraisable)
+
+
+_current: _Heeding | None = None
+
+
+@contextlib.contextmanager
+def heeded(react: Callable[[int], bool] = lambda _: True, *, outlives: bool = False) -> Iterator[None]:
+    """A block that signals interrupt, as Ctrl-C does. `react` is called with each; False: this one is not to.
+
+    `outlives`: after a signal the handlers stay for the rest of the program. Signals that the program was started to
+    ignore stay ignored. For the main thread alone.
+    """
+    global _current
+    outer, heeding = _current, _Heeding(react)
+    if outlives:
+        atexit.register(heeding.ignore)  # before Ray registers its end, hence after it: the exit code is settled then
+    _current = heeding
+    heeding.begin()
     try:
         yield
     finally:
-        if began is None:
-            atexit.unregister(ignore)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        if _current is heeding and not (outlives and heeding.asked):
+            atexit.unregister(heeding.ignore)
+            heeding.end()
+            _current = outer
+
+
+@contextlib.contextmanager
+def interrupted_once() -> Iterator[None]:
+    """A block that the first signal interrupts; those of the next PATIENCE_SECONDS only say so.
+
+    After a signal the handlers outlive the block: at the program's own end Ray takes a moment, and would show where it
+    was interrupted.
+    """
+    began: float | None = None  # of the interruption under way
+
+    def react(_: int) -> bool:
+        nonlocal began
+        if began is None or time.monotonic() - began >= PATIENCE_SECONDS:
+            began = time.monotonic()
+            return True
+        if sys.__stderr__ is not None:
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(sys.__stderr__.fileno(), _SENTENCE.encode())  # a print may be what was interrupted
+        return False
+
+    with heeded(react, outlives=True):
+        yield
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """A block that a signal does not break off, unless it takes longer than WAIT_SECONDS: it is raised at its end."""
+    heeding = _current
+    if heeding is None:
+        yield
+        return
+    heeding.holds += 1
+    try:
+        yield
+    finally:
+        heeding.holds -= 1
+    heeding.raise_waiting()
+
+
+@contextlib.contextmanager
+def released() -> Iterator[None]:
+    """A part of a `held` block that signals interrupt all the same."""
+    heeding = _current
+    if heeding is None or heeding.holds == 0:
+        yield
+        return
+    heeding.holds -= 1
+    try:
+        heeding.raise_waiting()
+        yield
+    finally:
+        heeding.holds += 1
+
+
+def asked_to_end() -> bool:
+    """Whether a signal is to interrupt the command, which its caller then ends.
+
+    To be asked only where nothing has interrupted it yet: a signal of which nothing came was dropped on the way.
+    """
+    return _current is not None and _current.take()
+
+
+def look() -> None:
+    """Raise KeyboardInterrupt when `asked_to_end`. For loops that wait."""
+    if asked_to_end():
+        raise KeyboardInterrupt
+
+
+def _drops(frame: FrameType | None) -> bool:
+    """Whether the code under way is a destructor's or an import's, which an exception may never leave."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__del__" or code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False

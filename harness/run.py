@@ -14,6 +14,7 @@ from engine.measurement import write_json
 from engine.method import Method
 from engine.settings import TrialSettings, to_json
 from harness.errors import UsageError
+from harness.interrupts import asked_to_end, held, released
 from harness.launch import Job, Launcher, Outcome
 from harness.launch.environment import render
 from harness.launch.ports import port_was_taken
@@ -56,6 +57,7 @@ class Host:
     commit: str = dataclasses.field(default_factory=commit)
 
 
+@held()  # signals end a run while ranks are at work and between trials; bookkeeping they wait for
 def run_experiment(
     experiment: str,
     trials: Sequence[Trial],
@@ -91,6 +93,9 @@ def run_experiment(
         view.begin(len(trials))
         try:
             for trial in trials:
+                if asked_to_end():
+                    statuses.append("interrupted")
+                    break
                 record = _recorded(directory, trial.id) if resume is not None else None
                 kept = record is not None and resume is not None and resume.keeps(record)
                 if record is None or not kept:
@@ -153,7 +158,8 @@ def _attempt(trial: Trial, host: Host, directory: RunDirectory, view: ProgressVi
             | ({"profile": True} if trial.profile else {}),
         )
         try:
-            outcome = host.launcher.run(job, view.step)
+            with released():
+                outcome = host.launcher.run(job, view.step)
         except KeyboardInterrupt:
             elapsed = datetime.now(UTC) - datetime.fromisoformat(record.started_at)
             outcome = Outcome(

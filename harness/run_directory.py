@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from cluster.file_lock import try_lock
 from engine.measurement import write_json
 from harness.errors import UsageError
 from harness.record import RECORD_FILE, Record, read_record, read_records
@@ -78,13 +78,11 @@ class RunDirectory:
     def in_use(self) -> bool:
         """Whether a `burst run` is writing to it now."""
         try:
-            with open(self.path / LOCK_FILE, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            with open(self.path / LOCK_FILE, encoding="utf-8", errors="replace") as file:
+                locked = try_lock(file, shared=True)
+                return locked is False or (locked is None and not _holder_ended(file))
         except FileNotFoundError:
             return False
-        except BlockingIOError:
-            return True
-        return False
 
     def begin_attempt(self, trial_id: str) -> int:
         """Empty the trial directory, moving what is there to attempts/<n>; returns the coming attempt's number."""
@@ -136,24 +134,40 @@ def opened_for_writing(
 
 @contextlib.contextmanager
 def _lock(directory: Path) -> Iterator[None]:
-    """An advisory lock that the kernel drops when its holder dies, however that happens."""
+    """An advisory lock that the kernel drops when its holder dies, however that happens.
+
+    On a file system that has none (Lustre and NFS may be mounted so), what the file says of its holder stands for it.
+    """
     path = directory / LOCK_FILE
     with open(path, "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            still_there = path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
-        except BlockingIOError:
-            still_there = False
-        if not still_there:  # held, or moved away with its directory between opening and locking
+        locked = try_lock(file)
+        still_there = path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+        # Held, or moved away with its directory between opening and locking.
+        if not still_there or not (locked or (locked is None and _holder_ended(file))):
             file.seek(0)
             raise UsageError(
                 f"{directory} is in use by another burst run ({file.read().strip() or 'unknown'}); "
-                "wait for it, or give --out another directory"
+                + (f"its file system has no locks, so remove {path} if that run has ended, " if locked is None else "")
+                + "wait for it, or give --out another directory"
             )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        yield
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # whatever ends the run is said, not this
+                file.truncate(0)
+
+
+def _holder_ended(file: IO[str]) -> bool:
+    """Whether the process that a lock file names is gone, as far as this machine can tell."""
+    file.seek(0)
+    words = file.read().split()
+    if len(words) != 4:
+        return True  # its holder emptied it
+    _, process, _, host = words
+    return host == socket.gethostname() and (process == str(os.getpid()) or not Path("/proc", process).exists())
 
 
 def free_name(path: Path) -> Path:

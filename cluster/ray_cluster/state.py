@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 from cluster import strict_yaml
 from cluster.errors import UsageError
+from cluster.file_lock import try_lock
 from cluster.folders import state_folder
 from cluster.hosts import Host
 
@@ -117,12 +117,13 @@ class StateDirectory:
         except OSError as error:
             raise UsageError(f"{path} cannot be written ({error.strerror}); give --state a folder of yours") from error
         try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            locked = try_lock(lock)
+            if locked is None:
+                raise UsageError(f"{path} is on a file system without locks; give --state a folder on another one")
+            if not locked:
                 raise UsageError(
                     f"cannot {purpose}: another program starts or ends one in {self.path} right now; wait for it"
-                ) from None
+                )
             yield
         finally:
             os.close(lock)

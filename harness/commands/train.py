@@ -5,19 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 from harness.commands import command_line
 from harness.errors import UsageError
+from harness.interrupts import heeded
 from harness.launch.choose import LAUNCHERS, default_launcher, make_launcher
-
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_SETTLING_SECONDS = 0.5
 
 
 class Train:
@@ -74,37 +68,19 @@ def _check_packages(tensorboard: bool) -> None:
         )
 
 
-@contextlib.contextmanager
-def _announced(say: Callable[[str], None]) -> Iterator[None]:
+def _announced(say: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
     """Within the block the first request to stop says what happens next; it, and any later one, is a Ctrl-C."""
-    before = {number: signal.getsignal(number) for number in _STOPPING}
-    first: float | None = None
-    later: list[threading.Timer] = []
+    said = False
 
-    def stop(number: int, _: FrameType | None) -> None:
-        nonlocal first
-        if first is None:
-            first = time.monotonic()
+    def announce(_: int) -> bool:
+        nonlocal said
+        if not said:
+            said = True
             with contextlib.suppress(OSError):  # the terminal may be what is gone
                 say("stopping: the step under way is finished and saved; a second signal ends at once")
-        elif time.monotonic() < first + _SETTLING_SECONDS:
-            # The first exception is still on its way to whoever waits for the save: two would become one there.
-            main = threading.main_thread().ident
-            assert main is not None
-            later.append(threading.Timer(_SETTLING_SECONDS, signal.pthread_kill, (main, number)))
-            later[-1].start()
-            return
-        raise KeyboardInterrupt
+        return True
 
-    for number in _STOPPING:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for timer in later:
-            timer.cancel()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return heeded(announce)
 
 
 COMMAND = Train()

@@ -45,8 +45,11 @@ class Member:
             return self.ray.get(reference, timeout=seconds)
         except errors.GetTimeoutError:
             raise HostLost(self.name, f"no answer within {seconds:g} s") from None
-        except errors.RayTaskError:  # a fault of ours on the other side, not of the host
-            raise
+        except errors.RayTaskError as error:
+            if isinstance(error.cause, OSError):  # its file system does not work, others' may
+                why = f"{error.cause.filename or 'a file'}: {error.cause.strerror}"
+                raise HostLost(self.name, why) from None
+            raise  # a fault of ours on the other side, not of the host
         except errors.RayError as error:
             raise HostLost(self.name, one_line(str(error))) from error
 

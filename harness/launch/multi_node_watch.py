@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from harness.interrupts import look
 from harness.launch import Job, Part
 from harness.launch.multi_node_team import ENDING_SECONDS, HostLost, Member
 from harness.launch.verdict import Watched
@@ -51,6 +52,7 @@ class JobWatch:
         cancelled = False
         try:
             while self._pending:
+                look()
                 self._collect()
                 self._tell_progress()
                 self._look_at_head()

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.ray_settings import RAY_SETTINGS
 from harness.errors import UsageError
+from harness.interrupts import look
 from harness.launch import Job, Outcome
 from harness.launch.ray_janitor import MARK, Janitor
 from harness.launch.supervisor import Supervisor
@@ -36,10 +37,13 @@ OBJECT_STORE_BYTES = 80 * 2**20  # only jobs and progress lines pass through it;
 
 SETTINGS = {
     **RAY_SETTINGS,
-    # Ray listens on all interfaces whatever address it is given, so callers must know a token. It turns that on by
-    # itself when no mode is set; the token is given here because it would be saved in the user's home otherwise, and is
-    # one per process because Ray caches it.
+    # Other users of this machine reach loopback too, so callers must know a token. Ray turns that on by itself when no
+    # mode is set; the token is given here because it would be saved in the user's home otherwise, and is one per
+    # process because Ray caches it.
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    # Ray replaces 127.0.0.1 by an address that other machines reach, and then listens on all interfaces, unless it is
+    # told that there will be no cluster. The name is that of its use elsewhere; it is read when Ray is imported.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
 UNSET = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 
@@ -73,10 +77,11 @@ class RayLauncher:
 
     def __init__(self) -> None:
         """Raises UsageError when Ray is not installed. Ray itself is started by the first job."""
-        self._ray = import_ray()
         # What the user's shell gives: in Ray's workers CUDA_VISIBLE_DEVICES and OMP_NUM_THREADS are Ray's.
         self._environment = dict(os.environ)
-        self._directory = ""  # Ray's own files; empty while no Ray runs
+        with environment_set(SETTINGS, without=UNSET):
+            self._ray = import_ray()
+        self._directory = ""  # ours alone, and in it Ray's own files; empty while no Ray runs
         self._janitor: Janitor | None = None
         self._group: Any = None
         self._actor: ActorHandle | None = None
@@ -90,6 +95,7 @@ class RayLauncher:
             try:
                 done = False
                 while not done:
+                    look()
                     done = bool(ray.wait([pending], timeout=POLL_SECONDS)[0])
                     with contextlib.suppress(ray.exceptions.GetTimeoutError):  # slow is not lost
                         for line in ray.get(actor.progress.remote(seen), timeout=ENDING_SECONDS):
@@ -107,6 +113,10 @@ class RayLauncher:
                     ray.get(actor.cancel.remote(), timeout=ENDING_SECONDS)
                     ray.wait([pending], timeout=ENDING_SECONDS + (job.grace_seconds or 0))
                 raise
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, OSError):  # of a file system: as if it had been met here
+                raise error.cause from None
+            raise
         except (ray.exceptions.RayActorError, ray.exceptions.RaySystemError) as error:
             return self._lost(started, f"was lost ({str(error).strip().splitlines()[0].rstrip('.')})")
 
@@ -146,10 +156,7 @@ class RayLauncher:
             try:
                 ray.get(self._group.ready(), timeout=PLACEMENT_SECONDS)
             except ray.exceptions.GetTimeoutError as error:
-                raise RuntimeError(
-                    f"Ray placed no supervisor within {PLACEMENT_SECONDS:g} s; use --launcher local, "
-                    f"or see Ray's logs in {self._directory}"
-                ) from error
+                raise _not_started(f"it placed no supervisor within {PLACEMENT_SECONDS:g} s") from error
             self._actor = (
                 ray.remote(SupervisorActor)
                 .options(
@@ -167,19 +174,27 @@ class RayLauncher:
         # Ray keeps Unix sockets below its directory, whose paths may have 107 characters: TMPDIR can be too long.
         self._directory = tempfile.mkdtemp(prefix="burst-ray-", dir="/tmp")
         self._janitor = Janitor(self._directory)
-        with environment_set({**SETTINGS, MARK: self._directory}, without=UNSET), signal_handlers_kept():
-            self._ray.init(
-                address="local",  # a new one, whatever RAY_ADDRESS or a running Ray suggests
-                num_cpus=1,
-                num_gpus=0,
-                object_store_memory=OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                namespace=f"burst-{secrets.token_hex(4)}",
-                log_to_driver=False,  # ranks log to files
-                logging_level="ERROR",
-                _node_ip_address="127.0.0.1",
-                _temp_dir=self._directory,
-            )
+        try:
+            with environment_set({**SETTINGS, MARK: self._directory}, without=UNSET), signal_handlers_kept():
+                self._ray.init(
+                    address="local",  # a new one, whatever RAY_ADDRESS or a running Ray suggests
+                    num_cpus=1,
+                    num_gpus=0,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    include_dashboard=False,
+                    namespace=f"burst-{secrets.token_hex(4)}",
+                    log_to_driver=False,  # ranks log to files
+                    logging_level="ERROR",
+                    _node_ip_address="127.0.0.1",
+                    # Ray lets every user write to its folder, so that folder lies in one that they cannot enter.
+                    _temp_dir=f"{self._directory}/ray",
+                )
+        except Exception as error:  # Ray raises nothing more precise than that for most of what can go wrong
+            raise _not_started(" ".join(str(error).split())[:300] or type(error).__name__) from error
+
+
+def _not_started(why: str) -> UsageError:
+    return UsageError(f"Ray did not start ({why}); use --launcher local, which needs none")
 
 
 def import_ray() -> ModuleType:
@@ -220,5 +235,7 @@ def signal_handlers_kept() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
+    except SystemExit as answer:  # Ray's own to a SIGTERM that came meanwhile
+        raise KeyboardInterrupt from answer
     finally:
         signal.signal(signal.SIGTERM, before)

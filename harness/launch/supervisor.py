@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.measurement import PROGRESS_FILE
+from harness.interrupts import look
 from harness.launch import Job, Outcome
 from harness.launch.forkserver import ForkServer, ServerLost
 from harness.launch.host_memory import oom_kills
@@ -143,6 +144,7 @@ class Supervisor:
         tail = ProgressTail(job.trial_dir / PROGRESS_FILE)
         give_up: float | None = None
         while True:
+            look()
             watched.exits += ranks.exits(self._patience.poll)
             for line in tail.new():
                 watched.progress = line

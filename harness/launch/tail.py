@@ -16,12 +16,12 @@ class ProgressTail:
 
     def new(self) -> list[dict[str, object]]:
         """Lines completed since the last call. A line that is not a JSON object is skipped: progress is for display,
-        and what a foreign program prints there must not end its trial."""
+        and neither what a foreign program prints there nor a read that fails may end its trial."""
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._offset)
                 block = file.read()
-        except FileNotFoundError:  # not started yet
+        except OSError:  # not there yet, or a file system that does not answer at this moment
             return []
         whole = block[: block.rfind(b"\n") + 1]
         self._offset += len(whole)

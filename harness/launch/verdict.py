@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -121,11 +123,12 @@ def read_errors(trial_dir: Path) -> list[WorkerError]:
     found = []
     for path in trial_dir.glob(f"{ERRORS_DIRECTORY}/rank*.json"):
         rank = int(path.stem.removeprefix("rank"))
-        at = path.stat().st_mtime
+        at = time.time()
         try:
+            at = path.stat().st_mtime
             data = json.loads(path.read_text(encoding="utf-8"))
             error = WorkerError(rank=rank, kind=data["kind"], reason=data["reason"], at=at)
-        except (ValueError, KeyError, TypeError) as problem:
+        except (OSError, ValueError, KeyError, TypeError) as problem:
             error = WorkerError(rank=rank, kind="failed", reason=f"left an unreadable error file ({problem})", at=at)
         found.append(error)
     return sorted(found, key=lambda error: (error.at, error.rank))
@@ -133,11 +136,13 @@ def read_errors(trial_dir: Path) -> list[WorkerError]:
 
 def last_line(log: Path, limit: int = 200) -> str:
     """The last line of a log that is not blank, cut to `limit` characters; empty when there is none."""
-    if not log.exists():
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
+            end = file.read().decode("utf-8", errors="replace")
+    except OSError:  # none, or one that cannot be read: the verdict needs no last words
         return ""
-    with open(log, "rb") as file:
-        file.seek(max(0, log.stat().st_size - 8192))
-        lines = [line.strip() for line in file.read().decode("utf-8", errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in end.splitlines() if line.strip()]
     return lines[-1][:limit] if lines else ""
 
 

@@ -7,7 +7,7 @@ forked and executed, so that all ranks, ours or foreign, are started and ended i
 Nothing outlives this process, which is why it adopts orphans (child subreaper): it ends the process group of every rank
 and then whatever children are left, also grandchildren that made sessions of their own. It does so when asked, when the
 control socket closes because the supervisor died, and at SIGTERM; should it be killed itself, the kernel kills the
-ranks (parent-death signal).
+ranks (parent-death signal). While it imports it reads no socket, and the kernel ends it with the supervisor.
 
 Run by `harness.launch.forkserver` as `python -m harness.launch.zygote FD PRELOAD`. One JSON message per packet:
 in  {"do": "start", "rank", "command", "environment", "cwd", "log"}, {"do": "terminate"}, {"do": "sweep"}
@@ -24,6 +24,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import selectors
 import signal
 import socket
@@ -43,8 +44,12 @@ PR_SET_CHILD_SUBREAPER = 36
 def main() -> None:
     """Preload, serve, and in each forked child become the rank it was forked for."""
     control = socket.socket(fileno=int(sys.argv[1]))
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if control in select.select([control], [], [], 0)[0] and not control.recv(1, socket.MSG_PEEK):
+        return  # the supervisor died before the line above took effect
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     hazard = _preload(json.loads(sys.argv[2])) or fork_hazard()
+    _prctl(PR_SET_PDEATHSIG, 0)  # from here on the socket tells, and what the ranks started is ended too
     gc.freeze()  # keeps the collector from writing to, and so copying, the pages shared with the ranks
     order = Zygote(control, hazard).serve()
     if order is not None:  # in a child, and at the bottom of its stack: it ends as any Python program does

@@ -1,6 +1,7 @@
 """`burst` as a user meets it: exit codes, sentences, and no traceback."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -226,3 +227,13 @@ def test_a_full_disk_is_one_sentence(experiment):
     done = _shell(f"{sys.executable} -m harness plan exp.yaml > /dev/full")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "No space left on device; make room" in done.stderr
+
+
+def test_an_output_that_fails_is_one_sentence(experiment):
+    master, slave = os.openpty()
+    os.close(master)  # whatever is written to the slave now is an input/output error
+    command = [sys.executable, "-m", "harness", "plan", "exp.yaml"]
+    done = subprocess.run(command, stdout=slave, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(slave)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert "Input/output error; see to that file or its file system, then repeat the command" in done.stderr

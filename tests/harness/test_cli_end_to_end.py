@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,3 +110,41 @@ def test_ctrl_c_leaves_an_interrupted_record_and_no_process(workplace):
     trial_dir = str(next(progress.iterdir()))
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert not [command for command in commands if trial_dir.encode() in command]
+
+
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+def test_a_directory_that_becomes_unwritable_ends_the_run_in_one_sentence_and_what_is_finished_stays(
+    workplace, launcher
+):
+    if launcher == "ray":
+        pytest.importorskip("ray")
+    if shutil.which("setpriv") is None:
+        pytest.skip("needs setpriv, to run without the right to write anywhere")
+    (workplace / "exp.yaml").write_text(
+        "task: train\nmodel: tiny\nsweep: {seq_len: [64, 128]}\n"
+        "fixed: {method: burst, cp_size: 1, dtype: fp32}\nsteps: {warmup: 1, measured: 200}\n"
+    )
+    # Root, too, is then refused what the mode forbids.
+    refusable = ["setpriv", "--inh-caps=-dac_override", "--bounding-set=-dac_override"] if os.getuid() == 0 else []
+    program = subprocess.Popen(
+        [*refusable, *BURST, "run", "exp.yaml", "--launcher", launcher, "--out", "out"],
+        cwd=workplace, env={**os.environ, "PYTHONPATH": str(PROJECT)}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    trials = workplace / "out" / "trials"
+    give_up = time.monotonic() + 120
+    while not list(trials.glob("*/progress.jsonl")):
+        assert program.poll() is None, program.communicate()
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+    trials.chmod(0o555)  # the second trial's directory cannot be made
+    _, said = program.communicate(timeout=120)
+    trials.chmod(0o755)
+    assert program.returncode == 1, said
+    assert "Traceback" not in said, said
+    assert "Permission denied; see to that file or its file system, then repeat the command" in said
+    (finished,) = trials.glob("*/record.json")
+    before = finished.read_bytes()
+    again = burst(workplace, "run", "exp.yaml", "--launcher", "local", "--out", "out", "--resume")
+    assert again.returncode == 0, again.stderr
+    assert again.stderr.count("kept from before") == 1
+    assert finished.read_bytes() == before

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import csv
+import gc
+import importlib
 import os
 import signal
 import subprocess
@@ -15,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from harness import interrupts
-from harness.interrupts import PATIENCE_SECONDS, SIGNALS, interrupted_once
+from harness.interrupts import PATIENCE_SECONDS, SIGNALS, asked_to_end, heeded, held, interrupted_once, look, released
 
 PROJECT = Path(__file__).parents[2]
 EXPERIMENT = """\
@@ -34,10 +37,13 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     clock, registered = [1000.0], []
     monkeypatch.setattr(interrupts.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(atexit, "register", registered.append)
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    monkeypatch.setattr(interrupts, "_current", None)  # an interrupted block stays in force
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    handlers = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGALRM)}
     for number in SIGNALS:  # whoever started the tests may ignore some, as nohup does
         signal.signal(number, signal.SIG_DFL)
     yield clock
+    signal.setitimer(signal.ITIMER_REAL, 0)
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -92,6 +98,158 @@ def test_without_a_terminal_the_sentence_goes_nowhere(now, monkeypatch):
     with pytest.raises(KeyboardInterrupt), interrupted_once():
         press()
     press()
+
+
+class SignalsWhenDestroyed:
+    def __del__(self) -> None:
+        press(signal.SIGTERM)
+
+
+def in_a_destructor(_: Path) -> None:
+    SignalsWhenDestroyed()
+
+
+def in_a_generators_end(_: Path) -> None:
+    def values() -> Iterator[int]:
+        try:
+            yield 1
+        finally:
+            press(signal.SIGTERM)
+
+    next(values())
+
+
+def in_a_cycles_destructor(_: Path) -> None:
+    first, second = SignalsWhenDestroyed(), SignalsWhenDestroyed()
+    first.other, second.other = second, first  # type: ignore[attr-defined]
+    del first, second
+    gc.collect()
+
+
+def in_an_import(folder: Path) -> None:
+    (folder / "optional.py").write_text("import signal\nsignal.raise_signal(signal.SIGTERM)\n")
+    (folder / "wants_optional.py").write_text("try:\n    import optional\nexcept BaseException:\n    pass\n")
+    sys.path.insert(0, str(folder))
+    try:
+        importlib.import_module("wants_optional")
+    finally:
+        sys.path.remove(str(folder))
+        for name in ("optional", "wants_optional"):
+            sys.modules.pop(name, None)
+
+
+def wait_to_be_interrupted() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        sleep_at_most(20.0)
+
+
+def sleep_at_most(seconds: float) -> None:
+    for _ in range(int(seconds / 0.01)):
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("block", [heeded, interrupted_once])
+@pytest.mark.parametrize("land", [in_a_destructor, in_a_generators_end, in_a_cycles_destructor, in_an_import])
+def test_a_signal_that_python_drops_interrupts_a_moment_later(now, tmp_path, capfd, block, land):
+    with block():
+        land(tmp_path)
+        wait_to_be_interrupted()
+    assert capfd.readouterr().err.replace(interrupts._SENTENCE, "") == ""
+
+
+def test_a_signal_of_which_nothing_came_is_raised_at_the_next_look(now):
+    look()  # outside of a block there is nothing to see
+    with heeded():
+        look()
+        assert not asked_to_end()
+        with contextlib.suppress(BaseException):
+            press()
+        assert asked_to_end()
+        with pytest.raises(KeyboardInterrupt):
+            look()
+
+
+def test_a_held_block_is_finished_before_a_signal_interrupts(now):
+    done = []
+
+    @held()
+    def write_record() -> None:
+        press()
+        done.append("record")
+
+    with heeded(), pytest.raises(KeyboardInterrupt):
+        write_record()
+    assert done == ["record"]
+
+
+def test_a_released_part_of_a_held_block_is_interrupted(now):
+    with heeded(), held():
+        with pytest.raises(KeyboardInterrupt), released():
+            press()
+        press()
+        now[0] += interrupts.SETTLING_SECONDS
+        with pytest.raises(KeyboardInterrupt), released():
+            pytest.fail("a signal from before it counts too")
+
+
+def test_a_held_block_that_hangs_can_be_broken_off(now):
+    with heeded(), held():
+        press()
+        now[0] += interrupts.WAIT_SECONDS
+        wait_to_be_interrupted()
+
+
+def test_two_signals_at_once_are_two_interruptions(now):
+    with heeded():
+        with pytest.raises(KeyboardInterrupt):
+            press(signal.SIGTERM)
+        press(signal.SIGINT)  # the first may still be on its way
+        now[0] += interrupts.SETTLING_SECONDS
+        wait_to_be_interrupted()
+
+
+LANDING = """\
+import importlib, signal, sys
+class Signals:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+def land(*_):
+    where = {where!r}
+    if where == "destructor":
+        Signals()
+    elif where == "import":
+        importlib.import_module("wants_optional")
+    else:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except BaseException:
+            pass
+signal.signal(signal.SIGUSR1, land)  # it runs in the main thread, wherever that is
+from harness.cli import main
+sys.exit(main({arguments!r}))
+"""
+
+
+@pytest.mark.parametrize("where", ["destructor", "import", "except"])
+def test_a_signal_that_is_dropped_on_its_way_still_ends_a_run(tmp_path, where):
+    (tmp_path / "exp.yaml").write_text(EXPERIMENT)
+    (tmp_path / "optional.py").write_text("import signal\nsignal.raise_signal(signal.SIGTERM)\n")
+    (tmp_path / "wants_optional.py").write_text("try:\n    import optional\nexcept BaseException:\n    pass\n")
+    arguments = ["run", "exp.yaml", "--launcher", "local", "--out", "out"]
+    program = subprocess.Popen(
+        [sys.executable, "-c", LANDING.format(where=where, arguments=arguments)],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{PROJECT}{os.pathsep}{tmp_path}"}, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    wait_until(lambda: list((tmp_path / "out" / "trials").glob("*/progress.jsonl")))
+    program.send_signal(signal.SIGUSR1)
+    try:
+        _, said = program.communicate(timeout=120)
+    finally:
+        program.kill()
+    assert "Traceback" not in said, said
+    assert "interrupted after 0 of 2 trials; go on with: burst run exp.yaml" in said
+    assert program.returncode == 1
 
 
 @pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.slow)])

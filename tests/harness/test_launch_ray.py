@@ -15,9 +15,10 @@ pytest.importorskip("ray")
 
 from engine.settings import ModelShape, Steps, TrialSettings, to_json
 from harness.launch import Job
-from harness.launch.ray import RayLauncher
+from harness.launch.ray import RayLauncher, signal_handlers_kept
 from harness.launch.ray_janitor import marked
 
+PROJECT = Path(__file__).parents[2]
 SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
 
 PROGRAM = """
@@ -71,6 +72,11 @@ def test_jobs_run_in_an_actor_and_a_lost_actor_costs_one_job(tmp_path, monkeypat
         environment = (tmp_path / "well" / "environment").read_text()
         assert '"CUDA_VISIBLE_DEVICES": "0,1"' in environment
         assert "RAY_AUTH_TOKEN" not in environment
+
+        (tmp_path / "file").touch()
+        with pytest.raises(NotADirectoryError) as met:  # a file system's answer in the actor is as one here
+            launcher.run(replace(job(tmp_path / "well", "well"), trial_dir=tmp_path / "file" / "trial"))
+        assert met.value.filename == str(tmp_path / "file" / "trial" / "logs")
 
         def kill_actor(line: dict[str, object]) -> None:
             if line["step"] == 2:
@@ -133,6 +139,60 @@ def ray_directory(owner: int) -> str:
     raise AssertionError("no janitor")
 
 
+PRIVATE = """
+import json, os, sys
+from pathlib import Path
+from harness.launch.ray import RayLauncher
+from harness.launch.ray_janitor import marked
+launcher = RayLauncher()
+try:
+    launcher._ready_actor()
+    folder = launcher._directory
+    processes = [os.getpid(), *marked(folder)]
+    sockets = set()
+    for link in (link for process in processes for link in Path(f"/proc/{process}/fd").glob("*")):
+        try:
+            sockets.add(os.readlink(link)[8:-1])
+        except OSError:
+            pass
+    lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
+    heard = [line[1].partition(":")[0] for line in lines if line[3] == "0A" and line[9] in sockets]
+    print(json.dumps({"mode": os.stat(folder).st_mode & 0o777, "kept": os.listdir(folder), "heard": heard}))
+finally:
+    launcher.close()
+"""
+
+
+def test_an_embedded_ray_lies_in_a_folder_of_its_own_and_is_heard_on_this_machine_alone():
+    done = subprocess.run(
+        [sys.executable, "-c", PRIVATE], cwd=PROJECT, capture_output=True, text=True, check=False, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["mode"], found["kept"]) == (0o700, ["ray"])
+    assert len(found["heard"]) > 3  # of its servers and of this program
+    assert set(found["heard"]) <= {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+def test_a_ray_that_does_not_start_is_one_sentence(tmp_path):
+    """Its folder can hold no file: a /tmp without inodes, seen by the program alone."""
+    (tmp_path / "exp.yaml").write_text(
+        "{task: train, model: tiny, fixed: {method: burst, seq_len: 128}, steps: {warmup: 1, measured: 1}}"
+    )
+    mounts = f"mount --bind {tmp_path} /mnt && mount -t tmpfs -o nr_inodes=3 none /tmp"
+    command = f"{sys.executable} -m harness run /mnt/exp.yaml --launcher ray --out /mnt/out"
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", f"{mounts} && exec {command}"],
+        cwd=PROJECT, capture_output=True, text=True, check=False, timeout=180,
+    )  # fmt: skip
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no mount of its own here: {done.stderr.strip()}")
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "burst: Ray did not start (" in done.stderr
+    assert "use --launcher local" in done.stderr.splitlines()[-1]
+
+
 def test_jobs_share_ranks_in_the_actor(tmp_path):
     """What ends and hands over ranks is the supervisor's, see test_shared_ranks.py."""
     trial = {"task": "attention", "method": "burst", "seq_len": 64, "dtype": "fp32", "steps": Steps(measured=1)}
@@ -153,6 +213,19 @@ def test_jobs_share_ranks_in_the_actor(tmp_path):
     [process] = {process for _, _, process in turns}
     assert [turn[:2] for turn in turns] == [("ok", 1), ("ok", 2)]
     assert all_end([int(process)])
+
+
+def test_a_sigterm_that_ray_would_answer_itself_is_a_ctrl_c():
+    before = signal.getsignal(signal.SIGTERM)
+
+    @signal_handlers_kept()
+    def start_ray() -> None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as `ray.init` does
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        start_ray()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_without_ray_one_sentence_names_the_other_launcher(monkeypatch):

@@ -242,6 +242,25 @@ def test_no_rank_outlives_a_launcher_that_is_killed_or_interrupted(tmp_path, num
     assert all_end(pids(tmp_path) + pids(tmp_path, "grandchildren*"))
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_fork_server_that_still_imports_ends_with_its_launcher(tmp_path, number):
+    (tmp_path / "imports_for_long.py").write_text(
+        "import os, pathlib, time\n"
+        f"aside = pathlib.Path({str(tmp_path)!r}, 'aside')\n"
+        "aside.write_text(str(os.getpid()))\n"
+        "aside.rename(aside.with_name('server'))\n"
+        "time.sleep(600)\n"
+    )
+    script = LAUNCH.format(here=str(HERE), trial=str(tmp_path), what="well")
+    script = script.replace("preload=()", "preload=('imports_for_long',)")
+    script = script.replace(f'"PYTHONPATH": {str(HERE)!r}', f'"PYTHONPATH": {f"{HERE}:{tmp_path}"!r}')
+    launcher = subprocess.Popen([sys.executable, "-c", script])
+    wait_for(tmp_path / "server")
+    launcher.send_signal(number)
+    assert launcher.wait(30) == -number
+    assert all_end(pids(tmp_path, "server"))
+
+
 def test_ranks_forked_with_torch_meet_at_the_reserved_port(tmp_path):
     supervisor = Supervisor(
         {**os.environ, "PYTHONPATH": str(HERE), "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},

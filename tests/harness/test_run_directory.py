@@ -1,11 +1,15 @@
 """What `burst run` does with a directory that is already there."""
 
+import errno
+import fcntl
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from harness.errors import UsageError
-from harness.run_directory import RunDirectory, opened_for_writing
+from harness.run_directory import LOCK_FILE, RunDirectory, opened_for_writing
 
 
 def test_a_new_directory_is_made_and_held(tmp_path):
@@ -19,6 +23,38 @@ def test_a_new_directory_is_made_and_held(tmp_path):
         ):
             pass
     assert not directory.in_use()
+
+
+@pytest.fixture
+def without_locks(monkeypatch) -> None:
+    """As on Lustre mounted without flock: no file system here refuses a lock."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def test_without_locks_the_lock_file_tells_of_a_run_that_lives(tmp_path, without_locks):
+    path = tmp_path / "x"
+    with opened_for_writing(path, resume=False) as (directory, _):
+        directory.describe(experiment="x")
+        assert not directory.in_use()  # by another process
+        own = (path / LOCK_FILE).read_text()
+    with subprocess.Popen(["sleep", "600"]) as other:
+        (path / LOCK_FILE).write_text(own.replace(f"process {os.getpid()} ", f"process {other.pid} "))
+        assert directory.in_use()
+        with (
+            pytest.raises(UsageError, match=rf"process {other.pid} on .*no locks, so remove .*\.lock if that run has"),
+            opened_for_writing(path, resume=True),
+        ):
+            pass
+        other.kill()
+    assert not directory.in_use()
+    with opened_for_writing(path, resume=True):
+        pass
+    (path / LOCK_FILE).write_text("process 1 on another-host\n")
+    assert directory.in_use()
 
 
 def test_an_earlier_run_is_moved_aside_whole(tmp_path):
