@@ -27,7 +27,8 @@ from engine.attention.gradients import GradientSum
 from engine.attention.itinerary import Itinerary, itinerary, reach
 from engine.attention.kernels import BackwardInputs, Kernel
 from engine.attention.like import likes
-from engine.attention.masks import FirstRows, Mask, imbalance, recompute_share
+from engine.attention.masks import Mask, imbalance, recompute_share
+from engine.attention.masks.first_rows import FirstRows
 from engine.attention.merge import RunningOutput, accumulation_dtype
 from engine.attention.ring import Ring
 from engine.attention.schedule import Estimate, Speeds
@@ -64,6 +65,7 @@ class RingPlan:
     gradient_wire: str  # what sums of gradients cross links in: fp32, or the inputs' dtype: `input_across`, `input`
     estimate: Estimate | None = None  # what led to the schedule, when a cost model chose it
     link_gib: float | None = None  # per second between nodes, when it was measured for a choice
+    cut: int | None = None  # global position that the computed rows lie before; None: all rows are computed
 
     def itinerary(self, queries_travel: bool) -> Itinerary:
         """What this rank does when the query side travels, or the key side."""
@@ -76,7 +78,7 @@ class RingPlan:
 
     def sent_bytes(self, *, kept: bool = True) -> PassBytes:
         """What this rank sends in a whole forward and its backward. A ring keeps its shards either way."""
-        assert not isinstance(self.mask, FirstRows), "the forward of some rows has no backward"
+        assert self.cut is None, "the forward of some rows has no backward"
         rank, circle, shards = self.cp.rank, self.circle, self.shards
         queries_travel = self.travels == "query"
         forward, backward = self.itinerary(queries_travel=False), self.itinerary(queries_travel)
@@ -122,7 +124,7 @@ class RingPlan:
 
         Only keys that they see travel. Its tensors may be those of the whole shard or no more than it needs of them.
         """
-        return replace(self, mask=FirstRows(self.mask, cut))
+        return replace(self, mask=FirstRows(self.mask, cut), cut=cut)
 
     def recompute_share(self, cut: int) -> float:
         """Work of the busiest rank in the forward of `before(cut)`, over a rank's mean work in its own."""
@@ -170,10 +172,10 @@ class RingPlan:
 
 
 def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
-    if isinstance(plan.mask, FirstRows):
+    if plan.cut is not None:
         # What is handed on around a circle is handed on whole: keys that nobody needs are left out before.
         needed = reach(plan.mask, plan.cp.layout, plan.cp.size, plan.seq_len)
-        q_BLND = q_BLND[:, : plan.cp.rows_before(plan.mask.cut, plan.seq_len)]
+        q_BLND = q_BLND[:, : plan.cp.rows_before(plan.cut, plan.seq_len)]
         k_BLKD, v_BLKD = k_BLKD[:, :needed], v_BLKD[:, :needed]
     running, work = RunningOutput(q_BLND), plan.itinerary(queries_travel=False)
     for stop in plan.circulate((k_BLKD, v_BLKD), KEY_SIDE_DIMS, queries_travel=False):
