@@ -28,6 +28,7 @@ from engine.attention import cuda_driver
 from engine.attention.cuda_driver import Copies, Counters
 from engine.attention.like import Like
 from engine.attention.transport import Traffic
+from engine.streams import own_stream
 
 ALIGNMENT = 256  # bytes; every tensor of a message starts on such a boundary
 
@@ -50,7 +51,7 @@ def copy_engine_missing(device: torch.device) -> str | None:
 def _release_stream() -> torch.cuda.Stream:
     """One stream for all release counters: each waits for work that was enqueued before it, so none blocks another for
     good."""
-    return torch.cuda.Stream(priority=-1)
+    return own_stream(priority=-1)
 
 
 def aligned(nbytes: int) -> int:
@@ -150,7 +151,7 @@ class Mailbox:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._messages = 0
         self._window: Window | None = None
-        self._copies = torch.cuda.Stream(priority=-1)
+        self._copies = own_stream(priority=-1)
 
     def reserve(self, slot_bytes: int) -> None:
         """Make room for messages of `slot_bytes`. Collective with equal arguments; free when there is room."""
