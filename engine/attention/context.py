@@ -19,6 +19,7 @@ from engine.attention.layout import Gathered, Layout, Segment, layout_named, row
 from engine.attention.link_speed import Link, across_gib_per_second
 from engine.attention.mailbox import copy_engine_missing
 from engine.attention.nodes import host_name, shared_node_size
+from engine.attention.peers import agreed_refusal, report
 from engine.attention.ring import Ring
 from engine.attention.schedule import Speeds
 from engine.attention.transport import Nowhere, PointToPoint, Traffic, Transport
@@ -88,6 +89,7 @@ class ContextParallel:
             raise ValueError(f"node_size {node_size} does not divide cp_size {self.size}; give ranks per node that do")
         self._routes: dict[tuple[Ring, str], Routes] = {}
         self._link_gib: float | None = None
+        self._copies: dict[torch.device, str | None] = {}  # by device, why nothing can be copied
         self._trades: dict[tuple[str, str], tuple[HeadTrade, tuple[int, ...], ContextParallel]] = {}
         self.node_size = node_size or self._find_node_size()
 
@@ -108,13 +110,26 @@ class ContextParallel:
             raise ValueError(f"schedule {schedule!r} is unknown; choose auto, ring or double_ring")
         return Ring(cp_size=self.size, node_size=self.size if schedule == "ring" else self.node_size)
 
+    def _copies_refusal(self, device: torch.device) -> str | None:
+        """Why ranks of a node cannot copy into each other's memory, or None: the same answer on every rank.
+
+        On GPUs collective at first use, then kept.
+        """
+        missing = copy_engine_missing(device)
+        if device.type != "cuda" or self.group is None or self.size == 1:
+            return missing
+        if device not in self._copies:
+            with self.collective():
+                self._copies[device] = agreed_refusal(self.group, report(device, missing), self.node_size)
+        return self._copies[device]
+
     def choose_exchange(self, exchange: str, ring: Ring, device: torch.device) -> str:
         """What `exchange: auto` becomes: the fastest way the links inside a lap of `ring` allow.
 
         Raises ValueError when the named one cannot run here.
         """
         spans_nodes = ring.node_size > self.node_size
-        missing = copy_engine_missing(device) or (
+        missing = self._copies_refusal(device) or (
             f"exchange copy_engine copies inside a node and this ring laps {ring.node_size} ranks over nodes of "
             f"{self.node_size}; choose schedule double_ring or exchange relay"
             if spans_nodes
@@ -138,7 +153,7 @@ class ContextParallel:
         could be copied.
         """
         inside = schedule == "heads_inside" or self.node_size == self.size
-        missing = copy_engine_missing(device)
+        missing = self._copies_refusal(device)
         if exchange == "copy_engine" and self.size > 1:
             nowhere = (
                 f"exchange copy_engine copies inside a node and nodes are of {self.node_size}; choose exchange auto"

@@ -35,15 +35,13 @@ ALIGNMENT = 256  # bytes; every tensor of a message starts on such a boundary
 
 @lru_cache(maxsize=1)
 def copy_engine_missing(device: torch.device) -> str | None:
-    """Why transfers by copy engine cannot run on `device`, or None."""
+    """Why this process cannot take part in transfers by copy engine on `device`, or None; `engine.attention.peers` asks
+    whether the GPUs of several can."""
     if device.type != "cuda":
         return f"exchange copy_engine needs CUDA GPUs, found {device.type}; choose exchange auto or direct"
     missing = cuda_driver.driver_missing()
     if missing:
         return f"exchange copy_engine needs the CUDA driver's stream memory operations ({missing}); choose direct"
-    here, peers = torch.cuda.current_device(), range(torch.cuda.device_count())
-    if not all(torch.cuda.can_device_access_peer(here, peer) for peer in peers if peer != here):
-        return "exchange copy_engine needs GPUs that address each other's memory and these do not; choose direct"
     return None
 
 
