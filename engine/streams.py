@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,9 +36,12 @@ class Handles:
 _handles: dict[tuple[torch.device, int], Handles] = {}  # by device and priority
 
 
-def own_stream(device: torch.device | None = None, priority: int = 0) -> torch.cuda.Stream:
+def own_stream(device: torch.device | None = None, priority: int = 0) -> Any:
     """A stream of `device`, the current one when None, that no one else has: torch, NCCL or an earlier caller whose
-    stream is still referred to. A lower `priority` goes first, -1 before 0."""
+    stream is still referred to. A lower `priority` goes first, -1 before 0. Devices that are no GPUs have no such pool:
+    their stream is torch's."""
+    if device is not None and device.type != "cuda":
+        return torch.get_device_module(device).Stream()
     if device is None or device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     if cuda_driver.driver_missing():
