@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.attention.layout import LAYOUTS, Layout, SplitZigzag, split_refusal, tail_cut
-from engine.attention.masks import FirstRows, Mask, TooManyTiles, imbalance, kept_share, meeting, parse_mask
+from engine.attention.masks import Mask, TooManyTiles, imbalance, kept_share, meeting, parse_mask
+from engine.attention.masks.first_rows import FirstRows
 from engine.attention.schedule import HEAD_SCHEDULES
 from engine.method import EngineCommand
 

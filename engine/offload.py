@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.host_memory import host_buffer
+from engine.streams import own_stream
 
 Tensors = tuple[Tensor, ...]
 
@@ -117,7 +118,7 @@ class HostStore:
         if device.type != "cuda":
             return None
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = own_stream(device)
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         return stream

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from engine.host_memory import host_like
+from engine.streams import own_stream
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Long enough that a copy runs at the link's speed, short enough that what passes through is no memory to speak of.
@@ -121,7 +122,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         runtime = torch.get_device_module(device)
         compute = runtime.current_stream()
         if device not in self._streams:
-            self._streams[device] = runtime.Stream(), runtime.Stream()
+            self._streams[device] = own_stream(device), own_stream(device)
         inbound, outbound = self._streams[device]
         longest = max(piece.value.numel() for piece in pieces)
         lanes = [torch.empty(len(MOMENTS), longest, dtype=dtype, device=device) for _ in range(LANES)]

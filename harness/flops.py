@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.attention.layout import tail_cut
-from engine.attention.masks import FirstRows, parse_mask
+from engine.attention.masks import parse_mask
+from engine.attention.masks.first_rows import FirstRows
 from engine.replays import layers_replayed
 from engine.settings import ModelShape, TrialSettings
 

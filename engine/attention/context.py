@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.attention.call_order import CallOrder, timeout_of
 from engine.attention.copy_engine import CopyEngine
 from engine.attention.exchange import HELD_GRADIENTS, Direct, Pattern, Relay
 from engine.attention.head_copies import HeadCopies
 from engine.attention.head_exchange import HeadExchange, HeadTrade
 from engine.attention.layout import Gathered, Layout, Segment, layout_named, rows_before, split_refusal
-from engine.attention.link_speed import across_gib_per_second
+from engine.attention.link_speed import Link, across_gib_per_second
 from engine.attention.mailbox import copy_engine_missing
 from engine.attention.nodes import host_name, shared_node_size
+from engine.attention.peers import agreed_refusal, report
 from engine.attention.ring import Ring
+from engine.attention.schedule import Speeds
 from engine.attention.transport import Nowhere, PointToPoint, Traffic, Transport
 
 _LINK_MESSAGE_BYTES = 64 << 20  # large enough for a link's full speed, small beside a shard
@@ -46,7 +50,9 @@ class ContextParallel:
             nodes for NCCL, is honoured; hosts with unequal numbers of ranks count as several nodes of equal ones).
         layout: contiguous, zigzag or striped, or a layout of `engine.attention.layout` such as SplitZigzag.
 
-    Creating one is collective over `group`, and so is the first attention call with a new schedule or exchange.
+    Creating one is collective over `group`, and so is the first attention call with a new schedule or exchange. An
+    exception in the middle of a collective call leaves the ranks in disagreement: from then on every call raises
+    `engine.attention.call_order.BrokenContext` on this rank, and the others' calls end with the group's timeout.
     """
 
     def __init__(
@@ -69,9 +75,11 @@ class ContextParallel:
         node_size: int | None,
         layout: str | Layout,
         traffic: Traffic | None = None,
+        order: CallOrder | None = None,
     ) -> None:
         self.layout: Layout = layout_named(layout) if isinstance(layout, str) else layout
         self.traffic = traffic or Traffic()
+        self._order = order or CallOrder()
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -81,6 +89,7 @@ class ContextParallel:
             raise ValueError(f"node_size {node_size} does not divide cp_size {self.size}; give ranks per node that do")
         self._routes: dict[tuple[Ring, str], Routes] = {}
         self._link_gib: float | None = None
+        self._copies: dict[torch.device, str | None] = {}  # by device, why nothing can be copied
         self._trades: dict[tuple[str, str], tuple[HeadTrade, tuple[int, ...], ContextParallel]] = {}
         self.node_size = node_size or self._find_node_size()
 
@@ -101,13 +110,26 @@ class ContextParallel:
             raise ValueError(f"schedule {schedule!r} is unknown; choose auto, ring or double_ring")
         return Ring(cp_size=self.size, node_size=self.size if schedule == "ring" else self.node_size)
 
+    def _copies_refusal(self, device: torch.device) -> str | None:
+        """Why ranks of a node cannot copy into each other's memory, or None: the same answer on every rank.
+
+        On GPUs collective at first use, then kept.
+        """
+        missing = copy_engine_missing(device)
+        if device.type != "cuda" or self.group is None or self.size == 1:
+            return missing
+        if device not in self._copies:
+            with self.collective():
+                self._copies[device] = agreed_refusal(self.group, report(device, missing), self.node_size)
+        return self._copies[device]
+
     def choose_exchange(self, exchange: str, ring: Ring, device: torch.device) -> str:
         """What `exchange: auto` becomes: the fastest way the links inside a lap of `ring` allow.
 
         Raises ValueError when the named one cannot run here.
         """
         spans_nodes = ring.node_size > self.node_size
-        missing = copy_engine_missing(device) or (
+        missing = self._copies_refusal(device) or (
             f"exchange copy_engine copies inside a node and this ring laps {ring.node_size} ranks over nodes of "
             f"{self.node_size}; choose schedule double_ring or exchange relay"
             if spans_nodes
@@ -131,7 +153,7 @@ class ContextParallel:
         could be copied.
         """
         inside = schedule == "heads_inside" or self.node_size == self.size
-        missing = copy_engine_missing(device)
+        missing = self._copies_refusal(device)
         if exchange == "copy_engine" and self.size > 1:
             nowhere = (
                 f"exchange copy_engine copies inside a node and nodes are of {self.node_size}; choose exchange auto"
@@ -142,7 +164,8 @@ class ContextParallel:
         copied = inside and exchange in ("auto", "copy_engine") and missing is None
         key = (schedule, "copy_engine" if copied else "all_to_all")
         if key not in self._trades:
-            self._trades[key] = self._make_trade(*key)
+            with self.collective():
+                self._trades[key] = self._make_trade(*key)
         return self._trades[key]
 
     def _make_trade(self, schedule: str, how: str) -> tuple[HeadTrade, tuple[int, ...], ContextParallel]:
@@ -161,23 +184,38 @@ class ContextParallel:
             trade = HeadCopies(group, self.traffic)
         inner = ContextParallel.__new__(ContextParallel)
         inside = len(others) if schedule == "heads_across" else 1
-        inner._set_up(self._subgroup(others, "after_heads"), inside, Gathered(self.layout, tuple(groups)), self.traffic)
+        layout = Gathered(self.layout, tuple(groups))
+        inner._set_up(self._subgroup(others, "after_heads"), inside, layout, self.traffic, self._order)
         return trade, groups[mine], inner
 
-    def link_gib(self, device: torch.device) -> float | None:
-        """GiB per second that each rank sends to the next node while all do; None on one node.
+    def link(self, device: torch.device, *, fixed: bool = False) -> Link | None:
+        """The speed at which each rank sends to the next node while all do; None on one node.
 
-        Measured at first use (collective) and kept: the same number on every rank, so that all choose alike.
+        Measured at first use (collective) and kept: the same number on every rank, so that all choose alike. `fixed`
+        takes the cost model's constant instead, which is the same in every run.
         """
-        if self._link_gib is None and self.node_size < self.size:
+        if self.node_size == self.size:
+            return None
+        if fixed:
+            return Link(Speeds().across_gib, measured=False)
+        if self._link_gib is None:
             self._link_gib = self.measure_link(torch.empty(_LINK_MESSAGE_BYTES, dtype=torch.uint8, device=device))
-        return self._link_gib
+        assert self._link_gib is not None, "several nodes have a group"
+        return Link(self._link_gib, measured=True)
 
     def measure_link(self, message: Tensor) -> float | None:
-        """`link_gib` with messages like `message`, of one size on all ranks, measured now. Collective."""
+        """The speed of `link`, in GiB per second, with messages like `message`, of one size on all ranks.
+
+        Measured now. Collective.
+        """
         if self.group is None or self.node_size == self.size:
             return None
-        return across_gib_per_second(self.group, self.node_size, message)
+        with self.collective():
+            return across_gib_per_second(self.group, self.node_size, message)
+
+    def collective(self) -> AbstractContextManager[None]:
+        """Around steps that all ranks take together. Raises BrokenContext when such steps have failed before."""
+        return self._order.kept() if self.size > 1 else nullcontext()
 
     def _subgroup(self, cp_ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
         """A communicator of some CP ranks of their own, None for a rank alone."""
@@ -185,14 +223,18 @@ class ContextParallel:
             return None
         world = dist.get_process_group_ranks(self.group)
         return dist.new_group(
-            [world[rank] for rank in cp_ranks], use_local_synchronization=True, group_desc=f"attention_{purpose}"
+            [world[rank] for rank in cp_ranks],
+            timeout=timeout_of(self.group),
+            use_local_synchronization=True,
+            group_desc=f"attention_{purpose}",
         )
 
     def routes(self, ring: Ring, exchange: str) -> Routes:
         """The ways between ranks for `ring`, made at first use (collective) and kept: communicators are dear."""
         key = (ring, exchange)
         if key not in self._routes:
-            self._routes[key] = self._make_routes(ring, exchange)
+            with self.collective():
+                self._routes[key] = self._make_routes(ring, exchange)
         return self._routes[key]
 
     def _make_routes(self, ring: Ring, exchange: str) -> Routes:
@@ -257,7 +299,8 @@ class ContextParallel:
             return tensor
         self.segments(tensor.shape[dim] * self.size)  # refuses lengths no shard has
         shards = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(shards, tensor.detach().contiguous(), group=self.group)
+        with self.collective():
+            dist.all_gather(shards, tensor.detach().contiguous(), group=self.group)
         seq_len = tensor.shape[dim] * self.size
         order = torch.cat([self._positions_of(rank, seq_len) for rank in range(self.size)]).to(tensor.device)
         gathered = torch.cat(shards, dim)

@@ -18,6 +18,7 @@ MASK_32 = 0xFFFFFFFF
 WAIT_VALUE_32, WRITE_VALUE_32 = 1, 2  # CUstreamBatchMemOpType; a wait's default is "at least", cyclic
 DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 POINTER_OPERAND = 1  # CU_MEMCPY_OPERAND_TYPE_POINTER
+BESIDE_THE_DEFAULT_STREAM = 1  # CU_STREAM_NON_BLOCKING
 BESIDE_COMPUTE_IN_STREAM_ORDER = (
     1 << 32 | 1
 )  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE, CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
@@ -88,6 +89,7 @@ def _driver() -> Any:
     stream, address = ctypes.c_void_p, ctypes.c_uint64
     driver.cuStreamBatchMemOp_v2.argtypes = (stream, ctypes.c_uint, ctypes.POINTER(_Operation), ctypes.c_uint)
     driver.cuMemcpyAsync.argtypes = (address, address, ctypes.c_size_t, stream)
+    driver.cuStreamCreateWithPriority.argtypes = (ctypes.POINTER(stream), ctypes.c_uint, ctypes.c_int)
     driver.cuMemcpy3DAsync_v2.argtypes = (ctypes.POINTER(_Box), stream)
     if hasattr(driver, "cuMemcpy3DBatchAsync_v2"):  # from CUDA 13 on
         driver.cuMemcpy3DBatchAsync_v2.argtypes = (ctypes.c_size_t, ctypes.c_void_p, ctypes.c_ulonglong, stream)
@@ -106,6 +108,17 @@ def driver_missing() -> str | None:
 def _check(code: int, call: str) -> None:
     if code:
         raise RuntimeError(f"{call} failed with CUDA driver error {code}; set exchange to direct")
+
+
+def create_stream(priority: int) -> int:
+    """Handle of a new stream of this thread's device, which does not wait for the default stream."""
+    handle = ctypes.c_void_p()
+    _check(
+        _driver().cuStreamCreateWithPriority(ctypes.byref(handle), BESIDE_THE_DEFAULT_STREAM, priority),
+        "making a stream",
+    )
+    assert handle.value is not None, "the driver gave no stream and no error"
+    return handle.value
 
 
 def copy(stream: int, to: int, source: int, nbytes: int) -> None:

@@ -22,6 +22,7 @@ from engine.attention.head_routes import HeadRoute, from_slot, in_rows
 from engine.attention.like import Like
 from engine.attention.mailbox import Mailbox, Message, message_bytes
 from engine.attention.transport import Traffic
+from engine.streams import own_stream
 
 SLOTS = 2  # one part is used while the next arrives
 
@@ -34,9 +35,9 @@ class HeadCopies:
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
         self.out, self.back = Mailbox(group, traffic, SLOTS), Mailbox(group, traffic, SLOTS)
         self.rank, self.size = self.out.rank, self.out.size
-        self.beside = torch.cuda.Stream()  # copies results out of slots, beside the kernels
-        self.keeping = torch.cuda.Stream()  # copies what backward wants again, beside the results
-        self.lanes = (torch.cuda.Stream(), torch.cuda.Stream())
+        self.beside = own_stream()  # copies results out of slots, beside the kernels
+        self.keeping = own_stream()  # copies what backward wants again, beside the results
+        self.lanes = (own_stream(), own_stream())
         self._routes: dict[tuple[tuple[Piece, ...], int], HeadRoute] = {}
 
     def trip(self, pieces: tuple[Piece, ...], parts: int, *, alternate: bool) -> HeadTrip:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.bundle import bundle, sections
+from engine.attention.call_order import peers_needed
 from engine.attention.layout import Segment
 from engine.attention.like import Like, likes
 from engine.attention.transport import Traffic
@@ -108,10 +109,15 @@ class HeadExchange:
         what the members sent here."""
         received = torch.empty_like(rows)
         self._traffic.add(rows[1:])  # one row stays here
-        work = dist.all_to_all_single(received, rows, group=self.group, async_op=True)
+        group = self.group
+        assert group is not None, "a group of one keeps everything"
+        peers = f"ranks {', '.join(map(str, dist.get_process_group_ranks(group)))}"
+        with peers_needed(group, peers):
+            work = dist.all_to_all_single(received, rows, group=group, async_op=True)
 
         def arrived() -> Tensor:
-            work.wait()
+            with peers_needed(group, peers):
+                work.wait()
             return received
 
         return arrived

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,18 @@ from engine.attention.transport import PointToPoint, Traffic
 
 REPEATS = 3
 _GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The speed of the link between nodes that a choice rests on."""
+
+    gib: float  # per second and rank
+    measured: bool  # on these nodes, in this process; otherwise the constant of `engine.attention.schedule.Speeds`
+
+    def __str__(self) -> str:
+        """As recorded."""
+        return f"{self.gib:.2f} GiB/s between nodes" + ("" if self.measured else ", assumed: deterministic")
 
 
 def across_gib_per_second(group: dist.ProcessGroup, node_size: int, message: Tensor) -> float:

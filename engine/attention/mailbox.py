@@ -28,21 +28,20 @@ from engine.attention import cuda_driver
 from engine.attention.cuda_driver import Copies, Counters
 from engine.attention.like import Like
 from engine.attention.transport import Traffic
+from engine.streams import own_stream
 
 ALIGNMENT = 256  # bytes; every tensor of a message starts on such a boundary
 
 
 @lru_cache(maxsize=1)
 def copy_engine_missing(device: torch.device) -> str | None:
-    """Why transfers by copy engine cannot run on `device`, or None."""
+    """Why this process cannot take part in transfers by copy engine on `device`, or None; `engine.attention.peers` asks
+    whether the GPUs of several can."""
     if device.type != "cuda":
         return f"exchange copy_engine needs CUDA GPUs, found {device.type}; choose exchange auto or direct"
     missing = cuda_driver.driver_missing()
     if missing:
         return f"exchange copy_engine needs the CUDA driver's stream memory operations ({missing}); choose direct"
-    here, peers = torch.cuda.current_device(), range(torch.cuda.device_count())
-    if not all(torch.cuda.can_device_access_peer(here, peer) for peer in peers if peer != here):
-        return "exchange copy_engine needs GPUs that address each other's memory and these do not; choose direct"
     return None
 
 
@@ -50,7 +49,7 @@ def copy_engine_missing(device: torch.device) -> str | None:
 def _release_stream() -> torch.cuda.Stream:
     """One stream for all release counters: each waits for work that was enqueued before it, so none blocks another for
     good."""
-    return torch.cuda.Stream(priority=-1)
+    return own_stream(priority=-1)
 
 
 def aligned(nbytes: int) -> int:
@@ -150,7 +149,7 @@ class Mailbox:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._messages = 0
         self._window: Window | None = None
-        self._copies = torch.cuda.Stream(priority=-1)
+        self._copies = own_stream(priority=-1)
 
     def reserve(self, slot_bytes: int) -> None:
         """Make room for messages of `slot_bytes`. Collective with equal arguments; free when there is room."""

@@ -62,7 +62,8 @@ class _BurstAttention(torch.autograd.Function):
         if ctx.as_given:
             out_BLND, lse_BNL = _forward(plan, q_BLND, k_BLKD, v_BLKD, stored)
         else:
-            out_BLND, lse_BNL, kept = plan.forward_keeping(q_BLND, k_BLKD, v_BLKD)
+            with plan.cp.collective():
+                out_BLND, lse_BNL, kept = plan.forward_keeping(q_BLND, k_BLKD, v_BLKD)
         ctx.save_for_backward(out_BLND, lse_BNL, *kept)
         # Autograd wants fresh outputs, not its own inputs back; a view costs nothing.
         return (out_BLND.view_as(out_BLND), lse_BNL.view_as(lse_BNL)) if stored is not None else (out_BLND, lse_BNL)
@@ -80,11 +81,12 @@ class _BurstAttention(torch.autograd.Function):
         if dlse_BNL is not None:
             _check_takes_lse_gradient(plan)
             delta_BNL -= dlse_BNL
-        if ctx.as_given:
-            q_BLND, k_BLKD, v_BLKD = kept
-            gradients = plan.backward(q_BLND, k_BLKD, v_BLKD, dout_BLND, lse_BNL, delta_BNL)
-        else:
-            gradients = plan.backward_kept(tuple(kept), dout_BLND, lse_BNL, delta_BNL)
+        with plan.cp.collective():
+            if ctx.as_given:
+                q_BLND, k_BLKD, v_BLKD = kept
+                gradients = plan.backward(q_BLND, k_BLKD, v_BLKD, dout_BLND, lse_BNL, delta_BNL)
+            else:
+                gradients = plan.backward_kept(tuple(kept), dout_BLND, lse_BNL, delta_BNL)
         return *gradients, None, None, None
 
 
@@ -103,10 +105,12 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """(out_BLND, lse_BNL), computed for the rows that are not stored."""
     if stored is None:
-        return plan.forward(q_BLND, k_BLKD, v_BLKD)
+        with plan.cp.collective():
+            return plan.forward(q_BLND, k_BLKD, v_BLKD)
     if stored.cut == 0:
         return stored.tensors
-    out_BHND, lse_BNH = plan.before(stored.cut).forward(q_BLND, k_BLKD, v_BLKD)
+    with plan.cp.collective():
+        out_BHND, lse_BNH = plan.before(stored.cut).forward(q_BLND, k_BLKD, v_BLKD)
     rows = out_BHND.shape[1] + stored.out_BLND.shape[1]
     if rows != q_BLND.shape[1]:
         raise ValueError(
@@ -159,10 +163,11 @@ def plan_attention(
         left=traffic_left(mask, cp.layout, cp.size, cp.node_size, seq_len) if estimated else RingTraffic(),
         replayed=replayed,
     )
-    # Asking for the link may mean measuring it: only where the model has something to decide.
+    # Asking for the link may mean measuring it: only where the model has something to decide, and never where a run
+    # must repeat bit for bit: another measurement could lead to another schedule, which sums in another order.
     open_parts = q_BLND.is_cuda and schedule in HEAD_SCHEDULES and head_parts is None
-    link_gib = cp.link_gib(q_BLND.device) if estimated or open_parts else None
-    speeds = Speeds() if link_gib is None else Speeds(across_gib=link_gib)
+    link = cp.link(q_BLND.device, fixed=deterministic) if estimated or open_parts else None
+    speeds = Speeds() if link is None else Speeds(across_gib=link.gib)
     estimate = None
     if schedule == "auto":
         # The speeds behind the estimate are a GPU's; elsewhere, and where a ring's own switches are set, it is a ring.
@@ -213,7 +218,7 @@ def plan_attention(
         deterministic=deterministic,
         gradient_wire=gradient_wire,
         estimate=estimate,
-        link_gib=link_gib,
+        link=link,
     )
     if backward == "auto":
         around = around.by_cheaper_route(speeds)
@@ -258,7 +263,8 @@ def burst_attention(
             auto: on GPUs the one a cost model finds cheapest, elsewhere a ring.
         exchange: how they travel inside a lap: relay, direct, copy_engine, or auto for the fastest the links allow.
         backward: side that travels in backward: query, key_value, or auto for the one whose bytes take less time.
-        deterministic: repeat bit for bit; refused by kernels that cannot.
+        deterministic: repeat bit for bit, from run to run: no choice rests on a measurement; refused by kernels that
+            cannot.
         gradient_wire: fp32: sums of gradients cross links in fp32 and a single kernel result as the kernel wrote it;
             input_across: a node's sum crosses a double ring between nodes, once, in the inputs' dtype; input: all do.
         head_parts: where heads are traded, how many parts they come in, one travelling while another is computed; the
@@ -277,6 +283,8 @@ def burst_attention(
     Raises:
         ValueError: tensors that do not fit each other, a scale that is not above 0, a length the layout cannot split,
             or a choice this machine cannot run.
+        PeerLost: another rank's tensors did not come within the timeout of `cp`'s process group.
+        BrokenContext: an earlier call on `cp` failed halfway (`engine.attention.call_order` has both).
     """
     mask = Causal() if mask is None else mask
     check_inputs(q_BLND, k_BLKD, v_BLKD)
@@ -311,7 +319,11 @@ def run_attention(
     replayed: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """`burst_attention` with its choices already made."""
+    """`burst_attention` with its choices already made. Where no gradient will be asked for, nothing is kept for one."""
     q_BLND, k_BLKD, v_BLKD = (laid_out(tensor) for tensor in (q_BLND, k_BLKD, v_BLKD))
-    out_BLND, lse_BNL = _BurstAttention.apply(q_BLND, k_BLKD, v_BLKD, plan, stored, replayed)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q_BLND, k_BLKD, v_BLKD)):
+        out_BLND, lse_BNL = _BurstAttention.apply(q_BLND, k_BLKD, v_BLKD, plan, stored, replayed)
+    else:
+        with torch.no_grad():
+            out_BLND, lse_BNL = outside_autocast(_forward)(plan, q_BLND, k_BLKD, v_BLKD, stored)
     return (out_BLND, lse_BNL) if return_lse else out_BLND

@@ -16,8 +16,10 @@ Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -27,7 +29,9 @@ from engine.attention.gradients import GradientSum
 from engine.attention.itinerary import Itinerary, itinerary, reach
 from engine.attention.kernels import BackwardInputs, Kernel
 from engine.attention.like import likes
-from engine.attention.masks import FirstRows, Mask, imbalance, recompute_share
+from engine.attention.link_speed import Link
+from engine.attention.masks import Mask, imbalance, recompute_share
+from engine.attention.masks.first_rows import FirstRows
 from engine.attention.merge import RunningOutput, accumulation_dtype
 from engine.attention.ring import Ring
 from engine.attention.schedule import Estimate, Speeds
@@ -63,7 +67,8 @@ class RingPlan:
     deterministic: bool
     gradient_wire: str  # what sums of gradients cross links in: fp32, or the inputs' dtype: `input_across`, `input`
     estimate: Estimate | None = None  # what led to the schedule, when a cost model chose it
-    link_gib: float | None = None  # per second between nodes, when it was measured for a choice
+    link: Link | None = None  # between nodes, when a choice rests on its speed
+    cut: int | None = None  # global position that the computed rows lie before; None: all rows are computed
 
     def itinerary(self, queries_travel: bool) -> Itinerary:
         """What this rank does when the query side travels, or the key side."""
@@ -76,7 +81,7 @@ class RingPlan:
 
     def sent_bytes(self, *, kept: bool = True) -> PassBytes:
         """What this rank sends in a whole forward and its backward. A ring keeps its shards either way."""
-        assert not isinstance(self.mask, FirstRows), "the forward of some rows has no backward"
+        assert self.cut is None, "the forward of some rows has no backward"
         rank, circle, shards = self.cp.rank, self.circle, self.shards
         queries_travel = self.travels == "query"
         forward, backward = self.itinerary(queries_travel=False), self.itinerary(queries_travel)
@@ -108,10 +113,14 @@ class RingPlan:
                 coming = next_held[slot]
                 leaving = held.cut(work.leaving[cycle], token_dims)
                 crossing = routes.across.start(leaving, to, cargo.like(coming), source)
-            for step, visit in enumerate(routes.inside.lap(held, cargo, work.laps[cycle])):
-                yield Meeting(ring.owner(cp.rank, cycle * ring.node_size + step), cycle, step, visit)
+            # No name here holds a visit: its memory is free before the next transfer but one wants some.
+            meet = partial(self._meeting, cycle)
+            yield from map(meet, routes.inside.lap(held, cargo, work.laps[cycle]), itertools.count())
             if crossing is not None:
                 held = Visit(crossing.wait(), coming[0])
+
+    def _meeting(self, cycle: int, visit: Visit, step: int) -> Meeting:
+        return Meeting(self.ring.owner(self.cp.rank, cycle * self.ring.node_size + step), cycle, step, visit)
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
         """(out_BLND, lse_BNL) of this rank's queries over the whole sequence."""
@@ -122,7 +131,7 @@ class RingPlan:
 
         Only keys that they see travel. Its tensors may be those of the whole shard or no more than it needs of them.
         """
-        return replace(self, mask=FirstRows(self.mask, cut))
+        return replace(self, mask=FirstRows(self.mask, cut), cut=cut)
 
     def recompute_share(self, cut: int) -> float:
         """Work of the busiest rank in the forward of `before(cut)`, over a rank's mean work in its own."""
@@ -156,8 +165,8 @@ class RingPlan:
     def chosen(self) -> dict[str, str]:
         """What was decided, for the record."""
         estimated = {"estimate": str(self.estimate)} if self.estimate else {}
-        if self.link_gib is not None:
-            estimated["link"] = f"{self.link_gib:.2f} GiB/s between nodes"
+        if self.link is not None:
+            estimated["link"] = str(self.link)
         return estimated | {
             "kernel": self.kernel.name,
             "layout": self.cp.layout.name,
@@ -170,20 +179,19 @@ class RingPlan:
 
 
 def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
-    if isinstance(plan.mask, FirstRows):
+    if plan.cut is not None:
         # What is handed on around a circle is handed on whole: keys that nobody needs are left out before.
         needed = reach(plan.mask, plan.cp.layout, plan.cp.size, plan.seq_len)
-        q_BLND = q_BLND[:, : plan.cp.rows_before(plan.mask.cut, plan.seq_len)]
+        q_BLND = q_BLND[:, : plan.cp.rows_before(plan.cut, plan.seq_len)]
         k_BLKD, v_BLKD = k_BLKD[:, :needed], v_BLKD[:, :needed]
     running, work = RunningOutput(q_BLND), plan.itinerary(queries_travel=False)
     for stop in plan.circulate((k_BLKD, v_BLKD), KEY_SIDE_DIMS, queries_travel=False):
         for tile in work.tiles[stop.owner]:
-            k_hop, v_hop = stop.visit.tensors
             keys = tile.shifted(0, -stop.visit.start).k
-            part_BLND, part_lse_BNL = plan.kernel.forward(
-                q_BLND[:, tile.q], k_hop[:, keys], v_hop[:, keys], tile.band, plan.scale
-            )
-            running.fold(tile.q, part_BLND, part_lse_BNL)
+            k_hop, v_hop = (tensor[:, keys] for tensor in stop.visit.tensors)
+            running.fold(tile.q, *plan.kernel.forward(q_BLND[:, tile.q], k_hop, v_hop, tile.band, plan.scale))
+            del k_hop, v_hop
+        del stop
     return running.result()
 
 
@@ -210,19 +218,21 @@ def _ring_backward(
         visiting = tuple(GradientSum(t, part_dtype) for t in ((q_BLND,) if queries_travel else key_side))
         dq, (dk, dv) = (visiting[0], at_home) if queries_travel else (at_home[0], visiting)
         for tile in work.tiles[stop.owner]:
-            met = (stop.visit.tensors, key_side) if queries_travel else (query_side, stop.visit.tensors)
+            met = (*stop.visit.tensors, *key_side) if queries_travel else (*query_side, *stop.visit.tensors)
             local = tile.shifted(*((-stop.visit.start, 0) if queries_travel else (0, -stop.visit.start)))
             dq_part, dk_part, dv_part = plan.kernel.backward(
-                BackwardInputs(*met[0], *met[1]).tokens(local.q, local.k), tile.band, plan.scale, plan.deterministic
+                BackwardInputs(*met).tokens(local.q, local.k), tile.band, plan.scale, plan.deterministic
             )
             dq.add(tile.q, dq_part)
             dk.add(tile.k, dk_part)
             dv.add(tile.k, dv_part)
+            del met, dq_part, dk_part, dv_part
         if stop.step == 0:
             inside = routes.inside.homecoming(wire, work.laps[stop.cycle])
         inside.add(stop.step, visiting)
         if stop.step + 1 == plan.ring.node_size:
             home.add(stop.cycle, inside.finish())
+        del stop
     sums = (*home.finish(), *at_home) if queries_travel else (*at_home, *home.finish())
     dq_BLND, dk_BLKD, dv_BLKD = (gradient.final(q_BLND.dtype) for gradient in sums)
     return dq_BLND, dk_BLKD, dv_BLKD

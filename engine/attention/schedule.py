@@ -13,7 +13,7 @@ and every part pays its launches. Inside a node copy engines carry it beside the
 sorts by rank before and by token after.
 
 The link between nodes varies from machine to machine by more than schedules differ, so it is measured before a choice
-(`engine.attention.link_speed`); the other speeds are constants.
+(`engine.attention.link_speed`), unless the run is to repeat bit for bit: then it is a constant as the other speeds.
 
 Between nodes a ring moves 2 (M - 1) K/N chunks of Q's size in forward, an exchange (2 + 2 K/N) (M - 1) / M: with
 grouped heads the ring moves less on few nodes, with equal heads the exchange does.

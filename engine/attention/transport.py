@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.attention.call_order import peers_needed
 from engine.attention.like import Like
 
 
@@ -65,11 +66,15 @@ class _SendReceive:
 
     received: tuple[Tensor, ...]
     sent: tuple[Tensor, ...]
+    group: dist.ProcessGroup | None = None
+    peers: str = ""
     works: list[dist.Work] = field(default_factory=list)
 
     def wait(self) -> tuple[Tensor, ...]:
-        for work in self.works:
-            work.wait()
+        if self.group is not None:
+            with peers_needed(self.group, self.peers):
+                for work in self.works:
+                    work.wait()
         self.works, self.sent = [], ()
         return self.received
 
@@ -102,8 +107,10 @@ class PointToPoint:
         received = tuple(torch.empty(like.shape, dtype=like.dtype, device=here) for like in expected)
         operations = [dist.P2POp(dist.isend, tensor, self._ranks[to], self._group) for tensor in sent]
         operations += [dist.P2POp(dist.irecv, tensor, self._ranks[source], self._group) for tensor in received]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        return _SendReceive(received, sent, works)
+        peers = " and ".join(f"rank {self._ranks[peer]}" for peer in sorted({to, source}))
+        with peers_needed(self._group, peers):
+            works = dist.batch_isend_irecv(operations) if operations else []
+        return _SendReceive(received, sent, self._group, peers, works)
 
 
 class Nowhere:

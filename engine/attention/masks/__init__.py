@@ -7,7 +7,6 @@ from engine.attention.masks.bands import Causal, Full
 from engine.attention.masks.block_sparse import BlockSparse
 from engine.attention.masks.blocks import TooManyTiles
 from engine.attention.masks.documents import Documents
-from engine.attention.masks.first_rows import FirstRows
 from engine.attention.masks.mask import Mask
 from engine.attention.masks.patterns import Grid, LocalGlobal, Pattern, Strided
 from engine.attention.masks.setting import parse_mask
@@ -17,7 +16,6 @@ __all__ = [
     "BlockSparse",
     "Causal",
     "Documents",
-    "FirstRows",
     "Full",
     "Grid",
     "LocalGlobal",

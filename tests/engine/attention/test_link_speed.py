@@ -26,8 +26,9 @@ def test_every_rank_finds_the_same_speed() -> None:
 
 def kept_by_context() -> tuple[list[float | None], int]:
     nodes, node = ContextParallel(node_size=2), ContextParallel(node_size=4)
-    found = [nodes.link_gib(torch.device("cpu")) for _ in range(2)]
-    return [*found, node.link_gib(torch.device("cpu"))], nodes.traffic.sent_bytes
+    found = [nodes.link(torch.device("cpu")) for _ in range(2)]
+    speeds = [link.gib for link in found if link is not None and link.measured]
+    return [*speeds, node.link(torch.device("cpu"))], nodes.traffic.sent_bytes
 
 
 def test_a_context_measures_once_and_counts_no_bytes_of_it() -> None:
@@ -70,12 +71,15 @@ def asked() -> dict[str, tuple[int, str | None, str]]:
         ("ring", {"schedule": "double_ring"}),
         ("fixed parts", {"schedule": "heads_across", "head_parts": 1}),
         ("ring's switch", {"backward": "query"}),
+        ("deterministic", {"deterministic": True}),
+        ("deterministic open parts", {"deterministic": True, "schedule": "heads_across"}),
         ("auto", {}),
         ("auto again", {"replayed": True}),
         ("open parts", {"schedule": "heads_across"}),
         ("ring afterwards", {"schedule": "double_ring"}),
+        ("deterministic afterwards", {"deterministic": True}),
     )
-    plans("fast", 1e5, 2, ("auto", {}))
+    plans("fast", 1e5, 2, ("deterministic", {"deterministic": True}), ("auto", {}))
     plans("node", 2.0, 4, ("auto", {}))
     return seen
 
@@ -83,16 +87,21 @@ def asked() -> dict[str, tuple[int, str | None, str]]:
 def test_a_plan_asks_for_the_link_where_it_decides_something_and_once() -> None:
     seen = run_on_ranks(4, asked)
     slow, fast = "2.00 GiB/s between nodes", "100000.00 GiB/s between nodes"
+    assumed = "2.90 GiB/s between nodes, assumed: deterministic"
     assert seen[0] == {
         "slow cpu": (0, None, "double_ring"),
         "slow cpu heads": (0, None, "heads_across"),
         "slow ring": (0, None, "double_ring"),
         "slow fixed parts": (0, None, "heads_across"),
         "slow ring's switch": (0, None, "double_ring"),
+        "slow deterministic": (0, assumed, "heads_inside"),
+        "slow deterministic open parts": (0, assumed, "heads_across"),
         "slow auto": (1, slow, "heads_inside"),
         "slow auto again": (1, slow, "heads_inside"),
         "slow open parts": (1, slow, "heads_across"),
         "slow ring afterwards": (1, None, "double_ring"),
+        "slow deterministic afterwards": (1, assumed, "heads_inside"),
+        "fast deterministic": (0, assumed, "heads_inside"),
         "fast auto": (1, fast, "head_exchange"),
         "node auto": (0, None, "head_exchange"),
     }

@@ -8,8 +8,20 @@ import pytest
 import torch
 
 from engine import ContextParallel, burst_attention
+from engine.attention import masks
 from engine.attention.layout import LAYOUTS
-from engine.attention.masks import BlockSparse, Documents, LocalGlobal, SlidingWindow, Strided, meeting
+from engine.attention.masks import (
+    BlockSparse,
+    Causal,
+    Documents,
+    Full,
+    LocalGlobal,
+    SlidingWindow,
+    Strided,
+    meeting,
+    parse_mask,
+)
+from engine.attention.masks.first_rows import FirstRows
 from engine.attention.reference import visibility
 from tests.engine.attention.test_parity import dense, distributed, problem
 from tests.ranks import run_on_ranks
@@ -29,6 +41,8 @@ MASKS = (
     BlockSparse(LocalGlobal(1, 1), 4),
     SlidingWindow(6, everywhere=3),
     SlidingWindow(5, 2, everywhere=14),  # on 4 ranks, all of the first shard and some of the second
+    FirstRows(Causal(), 20),  # later queries see nothing, and are rows of the result all the same
+    FirstRows(SlidingWindow(6, 3), 1),
 )
 
 
@@ -73,6 +87,13 @@ def test_block_masks_equal_dense_float64(world_size, node_size, exchange) -> Non
 def test_block_masks_equal_dense_with_the_cpu_kernel() -> None:
     for errors in run_on_ranks(2, mask_errors, None, torch.float32, "cpu", "auto"):
         assert {case: worst for case, worst in errors.items() if not worst < 2e-5} == {}
+
+
+def test_every_mask_offered_is_one_that_a_setting_describes() -> None:
+    offered = {name for name in masks.__all__ if hasattr(getattr(masks, name), "tiles")} - {"Mask"}
+    examples = (Full(), Causal(), *MASKS[:-2])
+    assert offered == {type(mask).__name__ for mask in examples}
+    assert all(parse_mask(str(mask)) == mask for mask in examples)
 
 
 def test_the_oracle_knows_which_rows_see_no_key() -> None:

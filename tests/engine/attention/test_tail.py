@@ -13,7 +13,6 @@ from engine.attention.masks import (
     BlockSparse,
     Causal,
     Documents,
-    FirstRows,
     Full,
     SlidingWindow,
     Strided,
@@ -23,6 +22,7 @@ from engine.attention.masks import (
     rank_areas,
     recompute_share,
 )
+from engine.attention.masks.first_rows import FirstRows
 from engine.attention.reference import visibility
 from engine.attention.stored import Stored, keep_tail
 from engine.burst import METHOD, best_layout

@@ -1,0 +1,114 @@
+"""Whether ranks of a node can write into each other's GPU memory, decided from what each of them sees, alike on all.
+
+A process may see its own GPU alone (CUDA_VISIBLE_DEVICES), and then its device 0 is not its neighbour's: GPUs are told
+apart by UUID. Those it does not see are asked of NVML, which lists the host's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+_P2P_WRITE = 1  # NVML_P2P_CAPS_INDEX_WRITE
+_UUID_CHARACTERS = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What one rank knows of its GPU."""
+
+    missing: str | None = None  # why it cannot copy to any other GPU, as a refusal
+    uuid: str = ""
+    ordinal: int = 0  # by which the process calls it
+    reaches: frozenset[str] = frozenset()  # UUIDs of the GPUs whose memory it can address
+    overlaps: bool = False  # torch may register memory of several ranks under one ordinal
+
+
+def report(device: torch.device, missing: str | None) -> Report:
+    """This rank's report of its GPU `device`; `missing` is what the process lacks by itself."""
+    if missing is not None:
+        return Report(missing=missing)
+    here = torch.cuda.current_device() if device.index is None else device.index
+    uuids = [_bare(str(torch.cuda.get_device_properties(i).uuid)) for i in range(torch.cuda.device_count())]
+    seen = {uuid for i, uuid in enumerate(uuids) if i != here and torch.cuda.can_device_access_peer(here, i)}
+    return Report(
+        uuid=uuids[here],
+        ordinal=here,
+        reaches=frozenset(seen | (_reached_by_nvml(uuids[here]) - set(uuids))),
+        overlaps=os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1",
+    )
+
+
+def copies_refusal(reports: Sequence[Report], node_size: int) -> str | None:
+    """Why ranks of a node, `node_size` consecutive ones, cannot copy into each other's memory; None where all can.
+
+    `reports` are all ranks' in rank order, so that every rank finds the same answer.
+    """
+    for rank, mine in enumerate(reports):
+        if mine.missing is not None:
+            return mine.missing if all(other.missing for other in reports) else f"rank {rank}: {mine.missing}"
+    for (one, mine), (other, theirs) in itertools.combinations(enumerate(reports), 2):
+        if one // node_size != other // node_size:
+            continue
+        pair = f"exchange copy_engine needs GPUs that address each other's memory and ranks {one} and {other}"
+        if mine.uuid == theirs.uuid:
+            return f"{pair} share one; give each a GPU of its own or choose direct"
+        if theirs.uuid not in mine.reaches or mine.uuid not in theirs.reaches:
+            return f"{pair} have GPUs that do not, or cannot be asked; choose direct"
+        if mine.ordinal == theirs.ordinal and not (mine.overlaps and theirs.overlaps):
+            return (
+                f"{pair} both call theirs cuda:{mine.ordinal}, which torch's symmetric memory refuses; let every rank "
+                "see all GPUs of its node or choose direct"
+            )
+    return None
+
+
+def agreed_refusal(group: dist.ProcessGroup, mine: Report, node_size: int) -> str | None:
+    """`copies_refusal` of all ranks of `group`. Collective."""
+    reports = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(reports, mine, group=group)
+    return copies_refusal(reports, node_size)
+
+
+def _bare(uuid: str) -> str:
+    """A UUID as torch and NVML both write it."""
+    return uuid.removeprefix("GPU-").lower()
+
+
+def _reached_by_nvml(uuid: str) -> set[str]:
+    """UUIDs of this host's GPUs whose memory the GPU `uuid` can write; none where NVML is not there.
+
+    Source: NVML API reference, nvmlDeviceGetP2PStatus.
+    """
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2():
+            return set()
+    except (OSError, AttributeError):
+        return set()
+    try:
+        count, status, name = ctypes.c_uint(), ctypes.c_int(), ctypes.create_string_buffer(_UUID_CHARACTERS)
+        gpus: dict[str, ctypes.c_void_p] = {}
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return set()
+        for index in range(count.value):
+            gpu = ctypes.c_void_p()
+            found = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(gpu)) == 0
+            if found and nvml.nvmlDeviceGetUUID(gpu, name, ctypes.c_uint(len(name))) == 0:
+                gpus[_bare(name.value.decode())] = gpu
+        own = gpus.pop(uuid, None)
+        return {
+            peer
+            for peer, gpu in gpus.items()
+            if own is not None
+            and nvml.nvmlDeviceGetP2PStatus(own, gpu, _P2P_WRITE, ctypes.byref(status)) == 0
+            and status.value == 0
+        }
+    finally:
+        nvml.nvmlShutdown()

@@ -1,0 +1,57 @@
+"""CUDA streams of one's own. torch deals its streams out of 32 per priority, in turn, to whoever asks, NCCL included.
+
+A process that serves many trials asks for more than that, and two parts of one trial are then given the same stream: a
+copy that waits for a counter stands before the write that would set it, for ever. These streams come from the driver.
+One that is no longer referred to is given to the next who asks, so that all trials of a process share one set.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from engine.attention import cuda_driver
+
+T = TypeVar("T")
+
+
+class Handles:
+    """Handles that are made when none is free, and never destroyed. `create` makes one."""
+
+    def __init__(self, create: Callable[[], int]) -> None:
+        self._create = create
+        self._free: list[int] = []
+
+    def lend(self, wrap: Callable[[int], T]) -> T:
+        """What `wrap` makes of a handle that nothing else has. The handle is free again when that object is gone."""
+        handle = self._free.pop() if self._free else self._create()
+        holder = wrap(handle)
+        weakref.finalize(holder, self._free.append, handle).atexit = False
+        return holder
+
+
+_handles: dict[tuple[torch.device, int], Handles] = {}  # by device and priority
+
+
+def own_stream(device: torch.device | None = None, priority: int = 0) -> Any:
+    """A stream of `device`, the current one when None, that no one else has: torch, NCCL or an earlier caller whose
+    stream is still referred to. A lower `priority` goes first, -1 before 0. Devices that are no GPUs have no such pool:
+    their stream is torch's."""
+    if device is not None and device.type != "cuda":
+        return torch.get_device_module(device).Stream()
+    if device is None or device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if cuda_driver.driver_missing():
+        return torch.cuda.Stream(device, priority=priority)
+    if (device, priority) not in _handles:
+        _handles[device, priority] = Handles(lambda: _created(device, priority))
+    return _handles[device, priority].lend(lambda handle: torch.cuda.ExternalStream(handle, device=device))
+
+
+def _created(device: torch.device, priority: int) -> int:
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device).query()  # the driver wants the device's context to be this thread's
+        return cuda_driver.create_stream(priority)

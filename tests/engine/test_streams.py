@@ -1,0 +1,52 @@
+"""Streams of one's own: never shared by two who are alive, and no more of them after many trials than after one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from engine.between_trials import clear
+from engine.streams import Handles, own_stream
+
+POOL = 32  # streams that torch has of each priority
+
+
+class Holder:
+    """Stands for a stream."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+
+def test_two_holders_never_have_one_handle_and_trials_have_the_same_ones() -> None:
+    made = itertools.count()
+    handles = Handles(lambda: next(made))
+    first = [handles.lend(Holder) for _ in range(5)]
+    for _trial in range(3 * POOL):
+        trial = [handles.lend(Holder) for _ in range(4)]
+        assert len({holder.handle for holder in (*first, *trial)}) == 9
+        del trial
+    assert next(made) == 9
+    given_back = first.pop().handle
+    again = [handles.lend(Holder).handle for _ in range(4)]
+    assert given_back in again
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_no_stream_of_torch_is_one_of_ours_and_trials_share_them() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    seen = []
+    for _trial in range(3):
+        ours = [own_stream(device, priority) for priority in (0, 0, -1, -1)]
+        theirs = [torch.cuda.Stream(device, priority=priority) for priority in (0, -1) for _ in range(POOL)]
+        found = {stream.cuda_stream for stream in (*ours, *theirs, torch.cuda.current_stream(device))}
+        assert len(found) == len(ours) + len(theirs) + 1
+        seen.append({stream.cuda_stream for stream in ours})
+        with torch.cuda.stream(ours[0]):
+            assert torch.ones(8, device=device).sum().item() == 8
+        del ours, theirs
+        clear()
+    assert seen[0] == seen[1] == seen[2]
