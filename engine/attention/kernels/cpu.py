@@ -1,9 +1,10 @@
 """Kernel `cpu`: torch's own flash attention for CPUs, whose backward takes an external LSE.
 
 The op aligns its causal mask top-left. Other bands go in as additive masks, of which the op computes every element,
-hidden or not: such a tile is computed in blocks of queries, each against the keys that its queries see, so that time and
-memory follow the visible pairs. Inputs narrower than fp32 are widened first, so that partial results are not rounded
-before they are summed: the error of a bf16 run is then the same on any number of ranks. The op is as fast either way.
+hidden or not. Such a tile is computed in blocks of queries, each against the keys that its queries see, so that time
+and memory follow the visible pairs. Inputs narrower than fp32 are widened first, so that partial results are not
+rounded before they are summed: the error of a bf16 run is then the same on any number of ranks. The op is as fast
+either way.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Scores(TorchDispatchMode):
         if name is aten.bmm:
             (batch, rows, inner), columns = args[0].shape, args[1].shape[2]
             self.count += batch * rows * inner * columns // HEAD_DIM
-        elif name is aten._scaled_dot_product_flash_attention_for_cpu:  # without its last arguments where they are false
+        elif name is aten._scaled_dot_product_flash_attention_for_cpu:  # arguments at their defaults are not in `args`
             self.count += FORWARD * self._of(args[0], args[1], causal=any(args[4:5]))
         elif name is aten._scaled_dot_product_flash_attention_for_cpu_backward:
             self.count += BACKWARD * self._of(args[1], args[2], causal=args[7])
