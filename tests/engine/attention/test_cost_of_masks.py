@@ -10,6 +10,7 @@ from engine.attention.kernels import kernel_named
 from engine.attention.masks import BlockSparse, Causal, Documents, Full, LocalGlobal, SlidingWindow, Strided
 from engine.attention.op import burst_attention
 from engine.attention.tiles import Band, band_area
+from engine.attention_task import dense_gradients
 from tests.engine.live_bytes import LiveBytes
 
 MASKS = [
@@ -94,3 +95,15 @@ def test_a_band_of_any_place_and_width_costs_its_visible_pairs(name, band) -> No
         kernel_named(name).forward(q, k, v, band, 1.0)
     formed, visible = scores.count / HEADS / FORWARD, band_area(rows, columns, band.lo, band.hi)
     assert visible <= formed <= visible + 2 * GRANULARITY * rows
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_a_sequence_of_several_blocks_equals_dense_float64(mask, kernel) -> None:
+    seq_len = 4 * GRANULARITY + 37
+    q, k, v, dout = (torch.randn(1, seq_len, HEADS, HEAD_DIM, dtype=torch.float64) for _ in range(4))
+    inputs = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    out = burst_attention(*inputs, mask=mask, kernel=kernel)
+    found = (out, *torch.autograd.grad(out, inputs, dout))
+    for value, expected in zip(found, dense_gradients(q, k, v, dout, mask), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-10)
