@@ -20,6 +20,7 @@ from harness.head_table import head_table
 from harness.headline import summary_sentences
 from harness.ideal import ideal_table
 from harness.lengths import format_length
+from harness.mask_table import mask_table
 from harness.metrics import FORMULAS
 from harness.record import Record, read_records
 from harness.results import Row, rows_of, write_results
@@ -50,6 +51,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], Table | None]] = {
     "agreement": agreement_table,
     "accuracy": accuracy_table,
     "ideal": ideal_table,
+    "masks": mask_table,
     "lm_head": head_table,
     "breakdown": breakdown_table,
     "results": results_table,

@@ -7,6 +7,7 @@ ever meets an empty row, and none has to know about layouts or global positions.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from engine.attention.layout import Segment
@@ -117,6 +118,21 @@ def segment_tile(q: Segment, k: Segment, left: int | None, right: int | None) ->
     lo = None if left is None else -((left + distance) // step)  # ceil((-left - distance) / step)
     hi = None if right is None else (right - distance) // step
     return trim(q.count, k.count, lo, hi)
+
+
+def row_blocks(band: Band, rows: int, columns: int, block_rows: int) -> Iterator[Tile]:
+    """A tile in blocks of at most `block_rows` queries, each against only the span of keys that its queries see.
+
+    The blocks follow each other and hold every row of the tile. What they compute beyond the visible pairs is less than
+    rows x block_rows for each side on which `band` has a limit, whatever the number of keys.
+    """
+    for start in range(0, rows, block_rows):
+        stop = min(start + block_rows, rows)
+        lo, hi = (None if limit is None else limit + start for limit in (band.lo, band.hi))
+        block = trim(stop - start, columns, lo, hi)
+        assert block is not None, "trimming left rows that see no key"
+        assert block.rows == stop - start, "trimming left rows that see no key"
+        yield block.shifted(start, 0)
 
 
 def square_causal(tile: Tile) -> list[Tile]:

@@ -1,6 +1,7 @@
 """Kernel `reference`: tile attention in plain torch, any device, band and float dtype. The judge of all others.
 
-Scores are formed whole (B x N x L x M), in fp32 or, for float64 inputs, in float64: for small problems only.
+Scores are formed for a block of queries at a time, in fp32 or, for float64 inputs, in float64: memory grows with the
+number of keys, not with queries x keys.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
 from engine.attention.kernels.heads import repeat_heads, sum_heads
-from engine.attention.tiles import Band
+from engine.attention.tiles import Band, row_blocks
+
+_BLOCK_ROWS = 128  # queries whose scores are held at once, against the keys that they see
 
 
 def visible_pairs(band: Band, rows: int, columns: int, device: torch.device) -> Tensor:
@@ -51,10 +54,13 @@ class ReferenceKernel:
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float
     ) -> tuple[Tensor, Tensor]:
         heads = q_BLND.shape[2]
-        k_BNMD, v_BNMD = _wide(repeat_heads(k_BMKD, heads)), _wide(repeat_heads(v_BMKD, heads))
-        scores_BNLM = _scores(_wide(q_BLND), k_BNMD, band, scale)
-        lse_BNL = scores_BNLM.logsumexp(dim=-1)
-        out_BNLD = (scores_BNLM - lse_BNL.unsqueeze(-1)).exp() @ v_BNMD
+        q_BNLD, k_BNMD, v_BNMD = _wide(q_BLND), _wide(repeat_heads(k_BMKD, heads)), _wide(repeat_heads(v_BMKD, heads))
+        out_BNLD, lse_BNL = torch.empty_like(q_BNLD), q_BNLD.new_empty(q_BNLD.shape[:3])
+        for tile in row_blocks(band, q_BLND.shape[1], k_BMKD.shape[1], _BLOCK_ROWS):
+            rows, keys = tile.q, tile.k
+            scores_BNLM = _scores(q_BNLD[:, :, rows], k_BNMD[:, :, keys], tile.band, scale)
+            lse_BNL[:, :, rows] = scores_BNLM.logsumexp(dim=-1)
+            out_BNLD[:, :, rows] = (scores_BNLM - lse_BNL[:, :, rows, None]).exp() @ v_BNMD[:, :, keys]
         return out_BNLD.transpose(1, 2), lse_BNL
 
     def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
@@ -62,13 +68,18 @@ class ReferenceKernel:
         heads, kv_heads = q_BLND.shape[2], k_BMKD.shape[2]
         q_BNLD, dout_BNLD = _wide(q_BLND), _wide(dout_BLND)
         k_BNMD, v_BNMD = _wide(repeat_heads(k_BMKD, heads)), _wide(repeat_heads(v_BMKD, heads))
-        p_BNLM = (_scores(q_BNLD, k_BNMD, band, scale) - lse_BNL.unsqueeze(-1)).exp()
-        dp_BNLM = dout_BNLD @ v_BNMD.transpose(-1, -2)
-        ds_BNLM = p_BNLM * (dp_BNLM - delta_BNL.unsqueeze(-1)) * scale
-        dq_BNLD = ds_BNLM @ k_BNMD
-        dk_BMND = (ds_BNLM.transpose(-1, -2) @ q_BNLD).transpose(1, 2)
-        dv_BMND = (p_BNLM.transpose(-1, -2) @ dout_BNLD).transpose(1, 2)
-        return dq_BNLD.transpose(1, 2), sum_heads(dk_BMND, kv_heads), sum_heads(dv_BMND, kv_heads)
+        dq_BNLD, dk_BNMD, dv_BNMD = torch.empty_like(q_BNLD), torch.zeros_like(k_BNMD), torch.zeros_like(v_BNMD)
+        for tile in row_blocks(band, q_BLND.shape[1], k_BMKD.shape[1], _BLOCK_ROWS):
+            rows, keys = tile.q, tile.k
+            q, dout, k, v = q_BNLD[:, :, rows], dout_BNLD[:, :, rows], k_BNMD[:, :, keys], v_BNMD[:, :, keys]
+            p_BNLM = (_scores(q, k, tile.band, scale) - lse_BNL[:, :, rows, None]).exp()
+            dp_BNLM = dout @ v.transpose(-1, -2)
+            ds_BNLM = p_BNLM * (dp_BNLM - delta_BNL[:, :, rows, None]) * scale
+            dq_BNLD[:, :, rows] = ds_BNLM @ k
+            dk_BNMD[:, :, keys] += ds_BNLM.transpose(-1, -2) @ q
+            dv_BNMD[:, :, keys] += p_BNLM.transpose(-1, -2) @ dout
+        dq_BLND, dk_BMND, dv_BMND = (gradient.transpose(1, 2) for gradient in (dq_BNLD, dk_BNMD, dv_BNMD))
+        return dq_BLND, sum_heads(dk_BMND, kv_heads), sum_heads(dv_BMND, kv_heads)
 
 
 KERNEL = ReferenceKernel()

@@ -13,7 +13,7 @@ from engine.attention.exchange import Relay
 from engine.attention.layout import LAYOUTS, Gathered, layout_named, split_refusal
 from engine.attention.masks import Causal, Full, SlidingWindow, imbalance, meeting, parse_mask, rank_areas
 from engine.attention.ring import Ring
-from engine.attention.tiles import band_area, trim
+from engine.attention.tiles import band_area, row_blocks, trim
 from engine.attention.transport import Nowhere
 from tests.positions import shard_positions
 
@@ -74,6 +74,32 @@ def test_the_area_of_a_band_is_its_number_of_pairs(rows, columns, lo, hi) -> Non
         assert tile.area() == len(pairs)
         assert (tile.q_start, tile.q_stop) == (min(i for i, _ in pairs), max(i for i, _ in pairs) + 1)
         assert (tile.k_start, tile.k_stop) == (min(j for _, j in pairs), max(j for _, j in pairs) + 1)
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(-15, 15), st.integers(-15, 15), st.integers(1, 5))
+def test_blocks_of_rows_hold_each_visible_pair_of_a_tile_once_and_span_only_keys_they_see(
+    rows, columns, lo, hi, block_rows
+) -> None:
+    tile = trim(rows, columns, lo, hi)
+    if tile is None:
+        return
+    blocks = list(row_blocks(tile.band, tile.rows, tile.columns, block_rows))
+    assert [row for block in blocks for row in range(block.q_start, block.q_stop)] == list(range(tile.rows))
+    assert sum(block.area() for block in blocks) == tile.area()
+    for block in blocks:
+        assert block.rows <= block_rows
+        pairs = band_pairs(block)
+        assert pairs <= band_pairs(tile.shifted(-tile.q_start, -tile.k_start))
+        assert {key for _, key in pairs} >= {block.k_start, block.k_stop - 1}
+
+
+def band_pairs(tile) -> set[tuple[int, int]]:
+    """The visible (query, key) pairs of a tile, in the indices that its corner is given in."""
+    return {
+        (tile.q_start + i, tile.k_start + j)
+        for i, j in product(range(tile.rows), range(tile.columns))
+        if (tile.band.lo is None or j - i >= tile.band.lo) and (tile.band.hi is None or j - i <= tile.band.hi)
+    }
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
