@@ -73,12 +73,13 @@ class Plot:
         return "data:image/svg+xml;base64," + base64.b64encode(render(self.figure, "svg")).decode()
 
 
-def write_report(run_dirs: Sequence[Path], out: Path, formats: Iterable[str] = ALL_FORMATS) -> Path:
+def write_report(run_dirs: Sequence[Path], out: Path, formats: Iterable[str] = ALL_FORMATS, *, index: str = "") -> Path:
     """Write report.html, results.csv, figures/ and tables/ below `out` for all records of `run_dirs`.
 
     Returns where to look first.
 
     That is report.html, or `out` when html is not asked for. Records without a number are shown by status and reason.
+    `index` is the address of the page that links this one, where there is one.
     Raises UsageError for an unknown format or when there is no record at all, ValueError for an unreadable record.
     """
     wanted = frozenset(formats)
@@ -104,7 +105,7 @@ def write_report(run_dirs: Sequence[Path], out: Path, formats: Iterable[str] = A
     _remove_outdated(out, written, wanted)
     if "html" not in wanted:
         return out
-    return write_atomic(out / "report.html", html_report(records, rows, summaries, plots))
+    return write_atomic(out / "report.html", html_report(records, rows, summaries, plots, index))
 
 
 def _remove_outdated(out: Path, written: set[Path], kinds: frozenset[str]) -> None:
@@ -152,17 +153,13 @@ def draw_plots(rows: Sequence[Row]) -> list[Plot]:
 
 
 def html_report(
-    records: Sequence[Record], rows: Sequence[Row], summaries: Sequence[Table], plots: Sequence[Plot]
+    records: Sequence[Record], rows: Sequence[Row], summaries: Sequence[Table], plots: Sequence[Plot], index: str = ""
 ) -> str:
     """One HTML page with everything inside: no script, no font, no image from elsewhere; all text is escaped."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
     counts: dict[str, int] = {}
     for record in records:
         counts[record.status] = counts.get(record.status, 0) + 1
-    return environment.get_template("report.html.j2").render(
+    return template("report.html.j2").render(
         title=" · ".join(dict.fromkeys(record.title or record.experiment for record in records)),
         sentences=summary_sentences(rows),
         counts=sorted(counts.items(), key=lambda item: (item[0] != "ok", item[0])),
@@ -170,7 +167,17 @@ def html_report(
         tables={table.name: table for table in summaries},
         plots=plots,
         formulas=list(FORMULAS.values()),
+        index=index,
     )
+
+
+def template(name: str) -> jinja2.Template:
+    """A page of ours; whatever is put into it is escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    return environment.get_template(name)
 
 
 def provenance(records: Sequence[Record]) -> list[tuple[str, str]]:
@@ -185,13 +192,13 @@ def provenance(records: Sequence[Record]) -> list[tuple[str, str]]:
     ]
     started = sorted(record.started_at for record in records if record.started_at)
     facts = [
-        ("Experiment", _distinct(record.experiment for record in records)),
-        ("Hardware", _distinct(record.gpu for record in records)),
-        ("Hosts", _distinct(host for record in records for host in record.hosts)),
-        ("Software", ", ".join(f"{name} {_distinct(versions)}" for name, versions in software.items())),
-        ("Launcher", _distinct(record.launcher for record in records)),
-        ("Commit", _distinct(record.commit for record in records)),
-        ("Training data", _distinct(data)),
+        ("Experiment", distinct(record.experiment for record in records)),
+        ("Hardware", distinct(record.gpu for record in records)),
+        ("Hosts", distinct(host for record in records for host in record.hosts)),
+        ("Software", ", ".join(f"{name} {distinct(versions)}" for name, versions in software.items())),
+        ("Launcher", distinct(record.launcher for record in records)),
+        ("Commit", distinct(record.commit for record in records)),
+        ("Training data", distinct(data)),
         ("Started (UTC)", started[0] if len(set(started)) < 2 else f"{started[0]} to {started[-1]}" if started else ""),
     ]
     return [(label, text) for label, text in facts if text]
@@ -230,7 +237,8 @@ def terminal_table(rows: Sequence[Row]) -> RichTable:
     return table
 
 
-def _distinct(values: Iterable[str]) -> str:
+def distinct(values: Iterable[str]) -> str:
+    """The different values in their order, in one line; empty ones are left out."""
     return "; ".join(dict.fromkeys(value for value in values if value))
 
 

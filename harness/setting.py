@@ -62,15 +62,25 @@ def _check_range(key: str, value: Any) -> None:
         method_named(value)
     elif key == "mask":
         parse_mask(value)
-    elif key == "data" and value != _BUILT_IN and not Path(value).is_file():
-        from engine.data.store import is_store  # brings numpy, which planning does without
-
-        if not is_store(Path(value)):
-            raise ValueError(
-                f"data is {value!r}, which is no file here; give {_BUILT_IN}, the path of a text file, or the "
-                "directory of a token store"
-            )
+    elif key == "data" and value != _BUILT_IN:
+        _check_data(value)
     elif key.startswith("checkpoint."):
         dataclasses.replace(Checkpoint(), **{key.removeprefix("checkpoint."): value})
     elif "." not in key:
         dataclasses.replace(_SAMPLE, **{key: value})
+
+
+def _check_data(value: str) -> None:
+    """Raise ValueError for data that is neither a text nor a token store."""
+    from engine.data.sources import text_refusal  # brings numpy, which planning does without
+    from engine.data.store import is_store
+
+    if is_store(Path(value)):
+        return
+    if not Path(value).is_file():
+        raise ValueError(
+            f"data is {value!r}, which is no file here; give {_BUILT_IN}, the path of a text file, or the "
+            "directory of a token store"
+        )
+    if refusal := text_refusal(value):
+        raise ValueError(refusal)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ from engine.settings import Checkpoint, TrialSettings
 from engine.training.config import Order, TrainingConfig
 from engine.training.files import ORDER_FILE, OUTCOME_FILE, RUN_FILE, attempt_directory, checkpoints_directory
 from engine.training.manifest import checkpoints, step_of
+from engine.training.preflight import check_resume, check_start
 from harness.errors import UsageError
 from harness.flops import work_of
 from harness.hardware import hardware_for
@@ -46,14 +48,21 @@ class Start:
 def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Callable[[str], None]) -> int:
     """Train, and leave everything in `run_dir`; returns the exit code: 0 when all steps are done, else 1.
 
-    Raises UsageError, having started nothing, when the run is impossible here or its directory cannot be used, and
-    when the ranks find it impossible. KeyboardInterrupt is re-raised once the ranks have ended.
+    Raises UsageError, having started and left nothing, when the run is impossible here, does not fit its data, weights
+    or checkpoints, or its directory cannot be used; also when the ranks find it impossible all the same.
+    KeyboardInterrupt is re-raised once the ranks have ended.
     """
     if reason := refusal(config.settings, start.machine):
         raise UsageError(f"this run cannot start: {reason}")
+    order = order_of(config, start.machine, resume=start.resume)
+    with _refusing():
+        facts = check_start(order)
     with opened_for_writing(start.run_dir, resume=start.resume, marker=RUN_FILE) as (_, moved):
         if moved is not None:
             say(f"the earlier run in {start.run_dir} is now {moved}")
+        if start.resume:
+            with _refusing():
+                check_resume(config, facts, start.run_dir)
         run_file = start.run_dir / RUN_FILE
         earlier = run_file.read_text(encoding="utf-8") if start.resume else None
         write_json(
@@ -64,9 +73,9 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
                 "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
             },
         )
-        outcome, attempt = _attempt(config, start, on_progress)
+        outcome, attempt = _attempt(order, start, on_progress)
         if outcome.status == "failed" and port_was_taken(outcome.reason):
-            outcome, attempt = _attempt(config, start, on_progress)
+            outcome, attempt = _attempt(order, start, on_progress)
         if outcome.status == "refused" and earlier is not None:
             write_atomic(run_file, earlier)  # it stays the run that it was
     if outcome.status == "refused":
@@ -92,14 +101,23 @@ def interruption(start: Start) -> str:
     return f"stopped; the state after step {step} is saved, go on with: {_resuming(start)}"
 
 
-def _attempt(config: TrainingConfig, start: Start, on_progress: OnProgress) -> tuple[Outcome, Path]:
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """A ValueError within the block refuses the run."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(f"this run cannot start: {error}") from error
+
+
+def _attempt(order: Order, start: Start, on_progress: OnProgress) -> tuple[Outcome, Path]:
     number = 1
     while attempt_directory(start.run_dir, number).exists():
         number += 1
     attempt = attempt_directory(start.run_dir, number).absolute()
     attempt.mkdir(parents=True)
-    write_json(attempt / ORDER_FILE, asdict(order_of(config, start.machine, resume=start.resume)))
-    return start.launcher.run(_job(config, attempt, start), on_progress), attempt
+    write_json(attempt / ORDER_FILE, asdict(order))
+    return start.launcher.run(_job(order.config, attempt, start), on_progress), attempt
 
 
 def order_of(config: TrainingConfig, machine: Machine, *, resume: bool) -> Order:

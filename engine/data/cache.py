@@ -11,7 +11,7 @@ import platform
 from pathlib import Path
 
 from engine.data.build import build_store
-from engine.data.sources import PYTHON_DOCS
+from engine.data.sources import PYTHON_DOCS, text_refusal
 from engine.data.store import TokenStore, is_store, read_header
 from engine.data.tokenizers import ByteTokenizer
 
@@ -35,11 +35,14 @@ def open_tokens(source: str) -> TokenStore:
         source: the directory of a token store, `python_docs`, or the path of a UTF-8 text file.
 
     Raises:
-        ValueError: the file is missing, empty or not UTF-8, or the cache directory cannot be written.
+        ValueError: the file is missing, empty, not UTF-8 or of a format that is no text, or the cache directory
+            cannot be written.
     """
     if is_built(source):
         return TokenStore(Path(source))
     directory = cache_dir() / "tokens" / _store_name(source)
+    if refusal := text_refusal(source):  # also where a store was built before this was looked at
+        raise ValueError(refusal)
     if not directory.exists():
         try:
             build_store([source], directory, ByteTokenizer())

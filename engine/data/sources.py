@@ -6,6 +6,8 @@ import codecs
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine.data.formats import format_refusal
+
 PYTHON_DOCS = "python_docs"  # the language reference that ships inside every Python (`pydoc_data.topics`)
 _CHUNK_BYTES = 1 << 20
 
@@ -17,14 +19,23 @@ def chunks_of(source: str) -> Iterator[bytes]:
         source: `python_docs`, or the path of a text file.
 
     Raises:
-        ValueError: the file is missing, or not UTF-8 (naming the first offending byte).
+        ValueError: the file is missing, of a format that is no text (`formats`), or not UTF-8 (naming the first
+            offending byte).
     """
     if source == PYTHON_DOCS:
         return _python_docs()
-    path = Path(source)
-    if not path.is_file():
-        raise ValueError(f"data {source!r} is no file; give {PYTHON_DOCS} or the path of a UTF-8 text file")
-    return _utf8_file(path)
+    if refusal := text_refusal(source):
+        raise ValueError(refusal)
+    return _utf8_file(Path(source))
+
+
+def text_refusal(source: str) -> str | None:
+    """One sentence why a source cannot be read as text, as far as its first bytes tell, or None."""
+    if source == PYTHON_DOCS:
+        return None
+    if not Path(source).is_file():
+        return f"data {source!r} is no file; give {PYTHON_DOCS} or the path of a UTF-8 text file"
+    return format_refusal(Path(source))
 
 
 def name_of(source: str) -> str:

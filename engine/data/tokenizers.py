@@ -104,6 +104,17 @@ def tokenizer_named(name: str) -> Tokenizer:
     return ByteTokenizer() if name == BYTES else FileTokenizer(Path(name))
 
 
+def vocabulary_of_file(path: Path) -> int | None:
+    """What the ids of a `tokenizer.json` lie below, read without the library; None where there is none to read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        words = content["model"]["vocab"]
+        ids = words.values() if isinstance(words, dict) else range(len(words))
+        return 1 + max((*ids, *(token["id"] for token in content.get("added_tokens") or ())), default=-1)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
 def cut_at_lines(chunks: Iterable[bytes], piece_bytes: int) -> Iterator[bytes]:
     """The same bytes in pieces of at least `piece_bytes` that end where a line does; the last may be shorter.
 

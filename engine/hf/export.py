@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -52,7 +53,7 @@ def export_hugging_face(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{directory} exists already; give a new folder, or move the old one away")
     sizes = parameter_sizes(shape)
-    shards = shards_of({name: size.numel() * dtype.itemsize for name, size in sizes.items()}, shard_bytes)
+    shards = shards_of({name: math.prod(size) * dtype.itemsize for name, size in sizes.items()}, shard_bytes)
     files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
 
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +68,7 @@ def export_hugging_face(
         weight_map = {
             hugging_face_name(name): file for file, names in zip(files, shards, strict=True) for name in names
         }
-        total = sum(size.numel() for size in sizes.values()) * dtype.itemsize
+        total = sum(map(math.prod, sizes.values())) * dtype.itemsize
         _write_json(aside / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         for path in (*aside.iterdir(), aside):
             flush_to_disk(path)
@@ -103,7 +104,9 @@ def shards_of(sizes: Mapping[str, int], most: int) -> list[list[str]]:
 
 
 def _checked(
-    state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], sizes: Mapping[str, torch.Size], dtype: torch.dtype
+    state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    sizes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors ready to be stored, in the order they come. Raises ValueError for a state that is not the model's."""
     missing = set(sizes)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from engine.hf.config import is_tied, shape_of
 from engine.hf.names import EMBEDDING, HEAD, hugging_face_name, parameter_sizes
-from engine.hf.shards import Shards, read_json
+from engine.hf.shards import Shards, read_json, safetensors
 from engine.settings import ModelShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 READABLE = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 
@@ -25,6 +26,21 @@ def import_hugging_face(directory: Path) -> tuple[ModelShape, Iterator[tuple[str
 
     Raises ValueError: one sentence that names the file, for anything but a whole Llama or Qwen3 with plain RoPE.
     """
+    safetensors()
+    shape, shards, source = _checked(directory)
+    return shape, _tensors(shards, source)
+
+
+def hugging_face_shape(directory: Path) -> ModelShape:
+    """The shape of the model in `directory`, once everything is checked that `import_hugging_face` checks.
+
+    Reads `config.json` and the headers of the safetensors files, no tensor; needs no torch. Raises ValueError.
+    """
+    return _checked(directory)[0]
+
+
+def _checked(directory: Path) -> tuple[ModelShape, Shards, dict[str, str]]:
+    """The model's shape, its files, and for every parameter of ours the tensor that fills it. Raises ValueError."""
     path = directory / "config.json"
     config = read_json(path)
     try:
@@ -32,20 +48,16 @@ def import_hugging_face(directory: Path) -> tuple[ModelShape, Iterator[tuple[str
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     shards = Shards(directory)
-    source = _sources(shape, shards, directory, tied)
-    return shape, _tensors(shards, source)
+    return shape, shards, _sources(shape, shards, directory, tied)
 
 
 def _sources(shape: ModelShape, shards: Shards, directory: Path, tied: bool) -> dict[str, str]:
     """For every parameter of ours the tensor that fills it. Raises ValueError unless all fit and none is left over."""
-    if shape.layers > len(shards.names):  # before as many layers are built as a damaged file asks for
+    if shape.layers > len(shards.names):  # before as many layers are listed as a damaged file asks for
         raise ValueError(
             f"{directory}: has {len(shards.names)} tensors, too few for {shape.layers} layers; fetch it again"
         )
-    try:
-        sizes = parameter_sizes(shape)
-    except RuntimeError as error:  # a tensor of more bytes than can be counted
-        raise ValueError(f"{directory}: config.json is of no real model ({error}); fetch it again") from error
+    sizes = parameter_sizes(shape)
     source = {name: hugging_face_name(EMBEDDING if tied and name == HEAD else name) for name in sizes}
     missing = sorted(set(source.values()) - shards.names)
     if missing:
@@ -73,6 +85,8 @@ def _sources(shape: ModelShape, shards: Shards, directory: Path, tied: bool) -> 
 
 
 def _tensors(shards: Shards, source: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+    import torch
+
     for name, theirs in source.items():
         # Cloned: what the library hands out may be a view of the mapped file, and a tied head is to have its own.
         yield name, shards.read(theirs).clone(memory_format=torch.contiguous_format)

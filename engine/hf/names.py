@@ -5,9 +5,6 @@ Tensors need no rearranging: both sides keep a projection's weight as [out, in],
 
 from __future__ import annotations
 
-import torch
-
-from engine.model import Decoder
 from engine.settings import ModelShape
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
@@ -36,7 +33,22 @@ def hugging_face_name(name: str) -> str:
     return f"model.layers.{layer}.{_IN_LAYER[part]}"
 
 
-def parameter_sizes(shape: ModelShape) -> dict[str, torch.Size]:
-    """Size of every parameter by its name in `Decoder`, in the model's order. Allocates nothing."""
-    with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in Decoder(shape).named_parameters()}
+def parameter_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Size of every parameter by its name in `engine.model.Decoder`, in the model's order; the model is not built."""
+    hidden, ffn, head_dim = shape.hidden, shape.ffn, shape.head_dim
+    queries, keys = shape.heads * head_dim, shape.kv_heads * head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "attention_norm.weight": (hidden,),
+        "attention.q.weight": (queries, hidden),
+        "attention.k.weight": (keys, hidden),
+        "attention.v.weight": (keys, hidden),
+        "attention.output.weight": (hidden, queries),
+    }
+    if shape.qk_norm:
+        layer |= {"attention.q_norm.weight": (head_dim,), "attention.k_norm.weight": (head_dim,)}
+    layer["mlp_norm.weight"] = (hidden,)
+    if shape.gated:
+        layer["mlp.gate.weight"] = (ffn, hidden)
+    layer |= {"mlp.up.weight": (ffn, hidden), "mlp.down.weight": (hidden, ffn)}
+    layers = {f"blocks.{index}.{name}": size for index in range(shape.layers) for name, size in layer.items()}
+    return {EMBEDDING: (shape.vocab, hidden)} | layers | {"norm.weight": (hidden,), HEAD: (shape.vocab, hidden)}

@@ -1,14 +1,19 @@
-"""Safetensors shards in one folder: which tensor lies in which file, and reading one at a time."""
+"""Safetensors shards in one folder: which tensor lies in which file, and reading one at a time.
+
+Names, sizes and dtypes come from the files' headers alone, without torch: a program that starts ranks looks at them.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -16,14 +21,18 @@ SINGLE = "model.safetensors"
 
 def safetensors() -> ModuleType:
     """The library, with `safetensors.torch` loaded. Raises ValueError, naming the line that installs it, without it."""
+    _imported("safetensors.torch")
+    return _imported("safetensors")
+
+
+def _imported(module: str) -> ModuleType:
     try:
-        import safetensors.torch
+        return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(
             f"Hugging Face models need the safetensors library, which cannot be imported here ({error}); "
             "install it with: pip install 'burst-harness[train]'"
         ) from error
-    return safetensors
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -46,8 +55,8 @@ class Shards:
 
     def __init__(self, directory: Path) -> None:
         """Raises ValueError when the folder holds no safetensors, or an index that names other folders' files."""
-        self._library = safetensors()
-        self._opened: dict[Path, Any] = {}
+        self._library = _imported("safetensors")
+        self._opened: dict[tuple[Path, str], Any] = {}
         if (directory / INDEX).exists():
             self._file_of = _indexed(directory)
         elif (directory / SINGLE).exists():
@@ -74,16 +83,17 @@ class Shards:
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU, in the dtype it is stored in."""
-        tensor: Tensor = self._open(self._file_of[name]).get_tensor(name)
+        tensor: Tensor = self._open(self._file_of[name], "pt").get_tensor(name)
         return tensor
 
-    def _open(self, file: Path) -> Any:
-        if file not in self._opened:
+    def _open(self, file: Path, framework: str = "np") -> Any:
+        """The library's view of a file; only with framework `pt` does it need torch."""
+        if (file, framework) not in self._opened:
             try:
-                self._opened[file] = self._library.safe_open(file, framework="pt")
+                self._opened[file, framework] = self._library.safe_open(file, framework=framework)
             except (OSError, self._library.SafetensorError) as error:
                 raise ValueError(f"{file}: not readable as safetensors ({error}); fetch the file again") from error
-        return self._opened[file]
+        return self._opened[file, framework]
 
 
 def _indexed(directory: Path) -> dict[str, Path]:

@@ -21,14 +21,8 @@ class Evaluator:
     """Always the same sequences: the first ones of the held-out span."""
 
     def __init__(self, task: TrainTask, store: TokenStore, span: Span, sequences: int) -> None:
-        """Raises ValueError when the span holds fewer sequences."""
-        seq_len = task.settings.seq_len
-        if span.sequences(seq_len) < sequences:
-            raise ValueError(
-                f"evaluate.sequences is {sequences}, but the {span.stop - span.start} held-out tokens of "
-                f"{task.settings.data} hold {span.sequences(seq_len)} sequences of {seq_len} tokens; evaluate fewer, "
-                "or build a store with a larger `burst data --validation`"
-            )
+        """The span holds at least that many `sequences`: `training_data` has refused a run where it does not."""
+        assert span.sequences(task.settings.seq_len) >= sequences, (span, sequences)
         self._task, self._store, self._span, self._sequences = task, store, span, sequences
         # What is learnt from may hold a z-loss besides; what a model is judged by is the cross-entropy alone.
         self._loss_sum = loss_sum_of(replace(task.settings, z_loss=0.0), task.world.device.type)

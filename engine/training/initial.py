@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from engine.model import Decoder
+from engine.training.preflight import check_shape
 
 
 def start_from(model: Decoder, directory: Path) -> None:
@@ -19,14 +19,7 @@ def start_from(model: Decoder, directory: Path) -> None:
     from engine.hf import import_hugging_face
 
     found, tensors = import_hugging_face(directory)
-    wanted = model.shape
-    if replace(found, name=wanted.name) != wanted:
-        names = [name for name in wanted.__dataclass_fields__ if name not in ("name", "note")]
-        name = next(name for name in names if getattr(found, name) != getattr(wanted, name))
-        raise ValueError(
-            f"init_from {directory} holds a model with {name} {getattr(found, name)}, but model {wanted.name} has "
-            f"{getattr(wanted, name)}; choose the model file of that shape"
-        )
+    check_shape(directory, found, model.shape)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, whole in tensors:

@@ -101,6 +101,23 @@ def damage(path: Path, expected: Mapping[str, FileFacts]) -> str:
     return ""
 
 
+def is_complete(path: Path, manifest: Manifest) -> bool:
+    """Whether all files of a checkpoint are there with the sizes they were written with. Reads none of them."""
+    try:
+        return all((path / name).stat().st_size == facts["bytes"] for name, facts in manifest.files.items())
+    except OSError:
+        return False
+
+
+def difference(made: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first fact in which a checkpoint and a run differ, in words; empty when there is none."""
+    for name in {**made, **now}:
+        before, after = ("none" if facts.get(name) is None else facts[name] for facts in (made, now))
+        if before != after:
+            return f"it was made with {name} {before}, and the run now says {after}"
+    return ""
+
+
 def publish(directory: Path, step: int) -> Path:
     """Give the finished checkpoint in `aside_path` its name, in place of one that may have it, and point to it."""
     path, replaced = checkpoint_path(directory, step), directory / f".step-{step:08d}.old"

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.data import is_built, open_tokens
-from engine.data.held_out import ShuffledSequences, Span, spans
-from engine.data.store import Header
+from engine.data.held_out import ShuffledSequences
 from engine.distributed import World
 from engine.method import NativeMethod
 from engine.resources import reset_peaks, usage
 from engine.task import OnProgress
 from engine.train import Step, TrainTask
-from engine.training.config import Order, TrainingConfig
+from engine.training.config import Order
 from engine.training.evaluate import Evaluator
 from engine.training.files import checkpoints_directory
 from engine.training.initial import start_from
 from engine.training.metrics import MetricsWriter
+from engine.training.preflight import check_steps, check_weights, facts_of, training_data
 from engine.training.saving import Checkpoints
 from engine.training.schedule import learning_rate
 from engine.training.stop import StopRequest
@@ -34,9 +33,7 @@ class TrainingRun:
         config = order.config
         self.order, self.config, self.world = order, config, world
         self._stop = stop
-        store = open_tokens(config.settings.data)
-        learnt, held_out = spans(store.header, built=is_built(config.settings.data))
-        _check_data(config, store.header, learnt.sequences(config.settings.seq_len))
+        store, learnt, held_out = training_data(config)
         sequences = ShuffledSequences(store, learnt, config.settings.seed)
         self.task = TrainTask(config.settings, method, world, sequences=sequences, recipe=config.optimizer)
         self.evaluator = (
@@ -47,18 +44,16 @@ class TrainingRun:
             world,
             self.task.model,
             self.task.optimizer,
-            facts=order.facts | _data_facts(store.header, held_out),
+            facts=facts_of(order, store.header, held_out),
             keep=config.save.keep,
         )
         self.notes: list[str] = []  # what the user should know of how the run started
         self.steps_done = 0
         if order.resume:
             self.steps_done, self.notes = self.checkpoints.restore()
-            if self.steps_done > config.steps:
-                raise ValueError(
-                    f"steps is {config.steps}, but {self.steps_done} steps of this run are done; give at least as many"
-                )
+            check_steps(config, self.steps_done)
         elif config.init_from:
+            check_weights(config, store.header)
             start_from(self.task.model, Path(config.init_from))
         self.writer = (
             MetricsWriter(run, from_step=self.steps_done, tensorboard=config.metrics.tensorboard)
@@ -152,28 +147,3 @@ def _measured(done: Step) -> dict[str, float]:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _check_data(config: TrainingConfig, header: Header, sequences: int) -> None:
-    """Raises ValueError when there is nothing to learn from at this length."""
-    settings = config.settings
-    if not sequences:
-        raise ValueError(
-            f"seq_len is {settings.seq_len}, but the tokens of {settings.data} to learn from hold no such sequence "
-            f"({header.count} tokens, held-out ones included); give more text or a shorter seq_len"
-        )
-
-
-def _data_facts(header: Header, held_out: Span) -> dict[str, object]:
-    """What of a token store decides which tokens a step sees.
-
-    What is held out counts as it is here: the header of a text without a store of its own says nothing of it. Nothing
-    is None, because 0 was written for such texts once, of which 1% was held out.
-    """
-    return {
-        "data of sha256": header.sha256,
-        "tokenizer": header.tokenizer,
-        "tokenizer of sha256": header.tokenizer_sha256,
-        "tokens": header.count,
-        "validation tokens": held_out.stop - held_out.start or None,
-    }

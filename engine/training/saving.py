@@ -43,6 +43,7 @@ from engine.training.manifest import (
     sweep,
     write_manifest,
 )
+from engine.training.preflight import check_facts, nothing_to_go_on_from
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -124,13 +125,11 @@ class Checkpoints:
                 passed.append(f"checkpoint {path.name} is passed over because {problem}; it is now {kept.name}")
                 self._world.barrier()
                 continue
-            if difference := _difference(manifest.facts, self._facts):
-                raise ValueError(f"checkpoint {path.name} cannot be gone on from: {difference}; "
-                                 "give what it was made with, or start anew without --resume")  # fmt: skip
+            check_facts(path, manifest.facts, self._facts)
             self._load(path)
             return manifest.step, passed
         found = "; ".join(passed) if passed else f"{self._directory.name}/ holds none"
-        raise ValueError(f"there is no checkpoint to go on from ({found}); start anew without --resume")
+        raise nothing_to_go_on_from(found)
 
     def _inspect(self, path: Path) -> tuple[Manifest | None, str]:
         """The manifest of a whole checkpoint, or None and what is wrong. Every rank reads a share of the files."""
@@ -189,12 +188,3 @@ def _system_error(error: BaseException) -> OSError | None:
     while met is not None and not isinstance(met, OSError):
         met = met.__cause__ or met.__context__
     return None if met is None else OSError(met.errno, met.strerror)
-
-
-def _difference(made: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first fact in which a checkpoint and a run differ, in words; empty when there is none."""
-    for name in {**made, **now}:
-        before, after = ("none" if facts.get(name) is None else facts[name] for facts in (made, now))
-        if before != after:
-            return f"it was made with {name} {before}, and the run now says {after}"
-    return ""

@@ -1,8 +1,9 @@
-"""`burst report`: tables, plots and one HTML file from records alone."""
+"""`burst report`: tables, plots and one HTML file from records alone, or one site of all runs below a directory."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from harness.errors import UsageError
@@ -15,22 +16,42 @@ class Report:
     forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="a directory `burst run` left")
-        parser.add_argument("--format", default=FORMATS, metavar="LIST", help=f"which files (default: {FORMATS})")
+        parser.add_argument(
+            "directories", nargs="+", type=Path, metavar="DIR",
+            help="a directory `burst run` left, or one that holds such directories: then a site with an index",
+        )  # fmt: skip
+        parser.add_argument(
+            "--format", metavar="LIST", help=f"which files (default: {FORMATS}; of a site: html, which it always has)"
+        )
         parser.add_argument("--out", type=Path, metavar="DIR", help="where they go (default: the first DIR)")
 
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.report import write_report
+        from harness.site import runs_below, write_site
 
-        formats = [part.strip() for part in arguments.format.split(",") if part.strip()]
-        if not formats:
-            raise UsageError(f"--format {arguments.format!r} names no format; choose from {FORMATS}")
+        directories, out = arguments.directories, arguments.out or arguments.directories[0]
+        sites = [directory for directory in directories if runs_below(directory)]
+        if sites and len(directories) > 1:
+            raise UsageError(f"{sites[0]} holds several runs; give it alone for a site, or name the runs in it")
+        problems: list[str] = []
         try:
-            path = write_report(arguments.directories, arguments.out or arguments.directories[0], formats)
+            if sites:
+                path, problems = write_site(sites[0], out, _formats(arguments.format, "html"))
+            else:
+                path = write_report(directories, out, _formats(arguments.format, FORMATS))
         except ValueError as error:
             raise UsageError(str(error)) from error
+        for problem in problems:
+            print(f"burst: {problem}", file=sys.stderr)
         print(f"Report: {path}")
-        return 0
+        return 1 if problems else 0
+
+
+def _formats(given: str | None, default: str) -> list[str]:
+    formats = [part.strip() for part in (default if given is None else given).split(",") if part.strip()]
+    if not formats:
+        raise UsageError(f"--format {given!r} names no format; choose from {FORMATS}")
+    return formats
 
 
 COMMAND = Report()

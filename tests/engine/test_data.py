@@ -49,15 +49,15 @@ def test_a_window_past_the_end_starts_again(tmp_path: Path) -> None:
 
 
 def test_labels_are_the_next_tokens(tmp_path: Path) -> None:
-    store = open_tokens(text_file(tmp_path, bytes(range(100))))
+    store = open_tokens(text_file(tmp_path, bytes(range(1, 101))))
     tokens, labels = store.batch(step=2, replica=0, dp_size=1, batch_size=2, seq_len=10)
     assert tokens.dtype == labels.dtype == torch.int64
-    assert tokens.tolist() == [list(range(40, 50)), list(range(50, 60))]
+    assert tokens.tolist() == [list(range(41, 51)), list(range(51, 61))]
     assert torch.equal(labels, tokens + 1)
 
 
 def test_replicas_deal_the_sequences_one_replica_would_read(tmp_path: Path) -> None:
-    store = open_tokens(text_file(tmp_path, bytes(range(128))))
+    store = open_tokens(text_file(tmp_path, bytes(range(1, 128))))
     alone, _ = store.batch(step=1, replica=0, dp_size=1, batch_size=4, seq_len=8)
     shared = [store.batch(step=1, replica=replica, dp_size=2, batch_size=2, seq_len=8)[0] for replica in (0, 1)]
     assert torch.equal(alone, torch.cat(shared))

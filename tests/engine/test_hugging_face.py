@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import resource
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.distributed.tensor import distribute_tensor, init_device_mesh
 from engine.hf import export_hugging_face, import_hugging_face
 from engine.hf.config import shape_of
 from engine.hf.export import shards_of
-from engine.hf.names import hugging_face_name
+from engine.hf.names import hugging_face_name, parameter_sizes
 from engine.hf.shards import INDEX, SINGLE
 from engine.initialise import initialise
 from engine.model import Decoder
@@ -182,6 +183,21 @@ def test_an_older_export_in_one_file_is_read_with_the_defaults_of_its_day(tmp_pa
     found, tensors = import_hugging_face(directory)
     assert found == shape
     assert dict(tensors).keys() == decoder(shape).state_dict().keys()
+
+
+@pytest.mark.parametrize("shape", [LLAMA, QWEN3, ModelShape(name="plain", gated=False, **SHAPE)])
+def test_sizes_said_without_the_model_are_those_of_the_model_in_its_order(shape: ModelShape) -> None:
+    with torch.device("meta"):
+        built = {name: tuple(parameter.shape) for name, parameter in Decoder(shape).named_parameters()}
+    assert list(parameter_sizes(shape).items()) == list(built.items())
+
+
+def test_a_folder_is_looked_at_without_torch_and_without_reading_a_tensor(tmp_path: Path) -> None:
+    directory = exported(LLAMA, tmp_path / "llama")
+    look = f"from pathlib import Path; import engine.hf; print(engine.hf.hugging_face_shape(Path({str(directory)!r})))"
+    code = f"import sys; {look}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{LLAMA}\nFalse\n"
 
 
 def test_shards_stay_below_their_size_and_hold_every_tensor_once() -> None:
@@ -408,7 +424,10 @@ def test_published_configurations_are_the_shipped_shapes(name: str, config: dict
         ({"num_hidden_layers": 4}, "lacks model.layers.3.input_layernorm.weight, .* and 6 more; fetch the missing"),
         ({"num_hidden_layers": 2}, "holds model.layers.2.input_layernorm.weight, .* which this model has no place"),
         ({"num_hidden_layers": 1 << 28}, "has 30 tensors, too few for 268435456 layers"),
-        ({"num_attention_heads": 1 << 28, "head_dim": 1 << 28}, "config.json is of no real model"),
+        (
+            {"num_attention_heads": 1 << 28, "head_dim": 1 << 28},
+            r"q_proj.weight has size \[96, 48\], but config.json makes it \[72057594037927936, 48\]",
+        ),
         ({"vocab_size": 64}, r"embed_tokens.weight has size \[61, 48\], but config.json makes it \[64, 48\]"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "lacks model.layers.0.self_attn.k_norm.weight"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -36,6 +37,11 @@ def test_texts_become_one_store_in_their_order(here: Path, capsys: pytest.Captur
         (["no.txt"], "data 'no.txt' is no file; give python_docs or the path of a UTF-8 text file"),
         (["a.txt", "empty.txt"], "data 'empty.txt' is empty; give a text of at least one byte"),
         (["a.txt", "binary.txt"], "data 'binary.txt' is not UTF-8 at byte 3; give a text file"),
+        (
+            ["a.txt", "my.jsonl"],
+            "data 'my.jsonl' looks like JSON Lines, whose syntax would be learnt as text",
+        ),
+        (["my.txt.gz"], "data 'my.txt.gz' is a gzip file; unpack it and give the UTF-8 text files that it holds"),
         (["a.txt", "--tokenizer", "no.json"], "tokenizer 'no.json' cannot be read (No such file or directory)"),
         (["a.txt", "--tokenizer", "a.txt"], "tokenizer 'a.txt' is no Hugging Face tokenizer"),
         (["a.txt", "--validation", "0.01"], "0.01 of 12 tokens is less than one token; hold out a larger fraction"),
@@ -48,6 +54,8 @@ def test_what_cannot_be_built_is_one_sentence_and_leaves_nothing(here, capsys, a
         pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
     Path("empty.txt").write_bytes(b"")
     Path("binary.txt").write_bytes(b"abc\xff")
+    Path("my.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    Path("my.txt.gz").write_bytes(gzip.compress(b"a text"))
     Path("folder").mkdir()
     before = sorted(here.rglob("*"))
     assert main(["data", "--out", "store", "--validation", "0.2", *arguments]) == 2

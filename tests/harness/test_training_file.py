@@ -81,6 +81,13 @@ def test_what_is_wrong_is_named_with_its_line(written, line: str, words: str) ->
         load_training(written(MINIMAL + line + "\n"))
 
 
+def test_data_that_is_no_text_is_named_with_its_line(written, tmp_path: Path) -> None:
+    lines = tmp_path / "my.jsonl"
+    lines.write_text('{"text": "one"}\n{"text": "two"}\n')
+    with pytest.raises(UsageError, match=r"run\.yaml:4: data .*my\.jsonl' looks like JSON Lines, whose syntax"):
+        load_training(written(MINIMAL + f"data: {lines}\n"))
+
+
 @pytest.mark.parametrize("key", ["model", "seq_len", "steps"])
 def test_what_has_no_default_must_be_given(written, key: str) -> None:
     text = "".join(line for line in MINIMAL.splitlines(keepends=True) if not line.startswith(key))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,7 +52,17 @@ class ScriptedLauncher:
         pass
 
 
-def ended(run_dir: Path, launcher: ScriptedLauncher, resume: bool = False) -> tuple[int, list[str]]:
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Stores of this module's texts lie in a directory of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BURST_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def ended(
+    run_dir: Path, launcher: ScriptedLauncher, resume: bool = False, config: TrainingConfig = CONFIG
+) -> tuple[int, list[str]]:
     said: list[str] = []
     start = Start(
         machine=CPU,
@@ -62,7 +72,7 @@ def ended(run_dir: Path, launcher: ScriptedLauncher, resume: bool = False) -> tu
         commit="abc",
         again=["burst", "train", "a b.yaml"],
     )
-    return train(CONFIG, start, lambda line: None, said.append), said
+    return train(config, start, lambda line: None, said.append), said
 
 
 def test_a_finished_run_says_nothing_and_leaves_what_it_was(tmp_path: Path) -> None:
@@ -100,7 +110,7 @@ def test_what_the_ranks_refuse_is_the_users_to_mend(tmp_path: Path) -> None:
 
 def test_a_resumed_run_that_is_refused_stays_what_it_was(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    ended(run, ScriptedLauncher(("ok", "", {"step": 10, "finished": True})))
+    ended(run, ScriptedLauncher(("ok", "", {"step": 10, "finished": True}), saved=10))
     facts = json.loads((run / "training.json").read_text()) | {"commit": "earlier"}
     write_json(run / "training.json", facts)
     with pytest.raises(UsageError, match="made with other layers"):
@@ -116,7 +126,7 @@ def test_a_port_lost_to_another_process_is_tried_once_more(tmp_path: Path) -> No
 
 def test_a_new_start_moves_the_earlier_run_aside_and_a_resumed_one_goes_on_in_it(tmp_path: Path) -> None:
     for resume, attempts in ((False, "1"), (True, "2"), (False, "1")):
-        launcher = ScriptedLauncher(("ok", "", {"step": 10, "finished": True}))
+        launcher = ScriptedLauncher(("ok", "", {"step": 10, "finished": True}), saved=10)
         _, said = ended(tmp_path / "run", launcher, resume)
         assert launcher.jobs[0].trial_dir.name == attempts
         assert json.loads((launcher.jobs[0].trial_dir / "order.json").read_text())["resume"] is resume

@@ -1,0 +1,136 @@
+"""What refuses a training run before a rank starts: settings that do not fit its data, weights or checkpoints.
+
+No torch here: the program that starts the ranks asks first, and leaves nothing behind when the answer is no. The ranks
+ask the same functions again, since a file may have changed in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from engine.data import is_built, open_tokens
+from engine.data.held_out import Span, spans
+from engine.data.store import Header, TokenStore
+from engine.data.tokenizers import vocabulary_of_file
+from engine.settings import ModelShape, vocabulary_refusal
+from engine.training.config import Order, TrainingConfig
+from engine.training.files import checkpoints_directory
+from engine.training.manifest import checkpoints, difference, is_complete, read_manifest
+
+
+def check_start(order: Order) -> dict[str, Any]:
+    """Raises ValueError when a run cannot start with its data, or not from the weights of `init_from`.
+
+    The store of a text that has none is built here, once for all ranks. Returns the facts of the run that its
+    checkpoints hold.
+    """
+    store, _, held_out = training_data(order.config)
+    if order.config.init_from and not order.resume:
+        check_weights(order.config, store.header)
+    return facts_of(order, store.header, held_out)
+
+
+def check_resume(config: TrainingConfig, facts: dict[str, Any], run: Path) -> None:
+    """Raises ValueError when no checkpoint of the run can be gone on from, as far as manifests and sizes tell."""
+    found = checkpoints(checkpoints_directory(run))
+    if not found:
+        raise nothing_to_go_on_from(f"{checkpoints_directory(run).name}/ holds none")
+    for path in found:
+        try:
+            manifest = read_manifest(path)
+        except ValueError:
+            continue  # the ranks pass over it and rename it
+        if is_complete(path, manifest):
+            check_facts(path, manifest.facts, facts)
+            check_steps(config, manifest.step)
+            return
+
+
+def training_data(config: TrainingConfig) -> tuple[TokenStore, Span, Span]:
+    """The run's tokens, and which of them are learnt from and held out.
+
+    Raises ValueError for data that cannot be read, ids that the model has no embedding for, and too few tokens.
+    """
+    settings = config.settings
+    store = open_tokens(settings.data)
+    if refusal := vocabulary_refusal(settings, store.vocabulary):
+        raise ValueError(refusal)
+    learnt, held_out = spans(store.header, built=is_built(settings.data))
+    if not learnt.sequences(settings.seq_len):
+        raise ValueError(
+            f"seq_len is {settings.seq_len}, but the tokens of {settings.data} to learn from hold no such sequence "
+            f"({store.header.count} tokens, held-out ones included); give more text or a shorter seq_len"
+        )
+    wanted, there = config.evaluate.sequences, held_out.sequences(settings.seq_len)
+    if config.evaluate.every and there < wanted:
+        raise ValueError(
+            f"evaluate.sequences is {wanted}, but the {held_out.stop - held_out.start} held-out tokens of "
+            f"{settings.data} hold {there} sequences of {settings.seq_len} tokens; evaluate fewer, or build a store "
+            "with a larger `burst data --validation`"
+        )
+    return store, learnt, held_out
+
+
+def check_weights(config: TrainingConfig, header: Header) -> None:
+    """Raises ValueError when `init_from` is no whole model, one of another shape, or one of another tokenizer."""
+    from engine.hf import hugging_face_shape
+
+    directory = Path(config.init_from)
+    check_shape(directory, hugging_face_shape(directory), config.settings.model)
+    tokenizer = directory / "tokenizer.json"
+    vocabulary = vocabulary_of_file(tokenizer)
+    if vocabulary is not None and vocabulary != header.vocabulary:
+        raise ValueError(
+            f"init_from {directory} has a tokenizer of {vocabulary} tokens, but {config.settings.data} holds tokens of "
+            f"tokenizer {header.tokenizer}, which has {header.vocabulary}; build a store with "
+            f"`burst data --tokenizer {tokenizer}`"
+        )
+
+
+def check_shape(directory: Path, found: ModelShape, wanted: ModelShape) -> None:
+    """Raises ValueError when the weights in `directory` are of another shape than the model."""
+    if replace(found, name=wanted.name) == wanted:
+        return
+    names = [name for name in wanted.__dataclass_fields__ if name not in ("name", "note")]
+    name = next(name for name in names if getattr(found, name) != getattr(wanted, name))
+    raise ValueError(
+        f"init_from {directory} holds a model with {name} {getattr(found, name)}, but model {wanted.name} has "
+        f"{getattr(wanted, name)}; choose the model file of that shape"
+    )
+
+
+def facts_of(order: Order, header: Header, held_out: Span) -> dict[str, Any]:
+    """What a run must have in common with the checkpoint it goes on from.
+
+    What is held out counts as it is here: the header of a text without a store of its own says nothing of it. Nothing
+    is None, because 0 was written for such texts once, of which 1% was held out.
+    """
+    return order.facts | {
+        "data of sha256": header.sha256,
+        "tokenizer": header.tokenizer,
+        "tokenizer of sha256": header.tokenizer_sha256,
+        "tokens": header.count,
+        "validation tokens": held_out.stop - held_out.start or None,
+    }
+
+
+def check_facts(checkpoint: Path, made: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises ValueError when a checkpoint was made by another run than the one that is to go on from it."""
+    if found := difference(made, now):
+        raise ValueError(
+            f"checkpoint {checkpoint.name} cannot be gone on from: {found}; give what it was made with, or start anew "
+            "without --resume"
+        )
+
+
+def check_steps(config: TrainingConfig, done: int) -> None:
+    """Raises ValueError when more steps are done than the run is to have."""
+    if done > config.steps:
+        raise ValueError(f"steps is {config.steps}, but {done} steps of this run are done; give at least as many")
+
+
+def nothing_to_go_on_from(found: str) -> ValueError:
+    """The refusal of a run without a usable checkpoint; `found` says what there is instead."""
+    return ValueError(f"there is no checkpoint to go on from ({found}); start anew without --resume")
