@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
+from cluster.shown import shown
 from harness.commands import Command, all_commands
 from harness.errors import UsageError
 
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(sentence: str, code: int) -> int:
-    print(f"burst: {sentence}", file=sys.stderr)
+    print(f"burst: {shown(sentence)}", file=sys.stderr)
     return code
 
 
@@ -82,7 +83,7 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence, without repeating all there is."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"{self.prog}: {message}; `{self.prog} --help` says what there is\n")
+        self.exit(USAGE, f"{self.prog}: {shown(message)}; `{self.prog} --help` says what there is\n")
 
 
 def _parse(typed: list[str], commands: dict[str, Command]) -> argparse.Namespace:

@@ -80,7 +80,12 @@ def row_of(record: Record, run: str = "") -> Row:
 
 def rows_of(records: Iterable[Record], run: str = "") -> list[Row]:
     """All records as rows in the order tables and figures show them, whatever order they finished in."""
-    return sorted((row_of(record, run) for record in records), key=_order)
+    return in_order(row_of(record, run) for record in records)
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """Rows in that order."""
+    return sorted(rows, key=_order)
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
