@@ -32,7 +32,9 @@ def to_json(value: Any) -> Any:
         return {key: to_json(item) for key, item in value.items()}
     if kind is list or kind is tuple:
         return [to_json(item) for item in value]
-    return {name: to_json(getattr(value, name)) for name in _field_names(kind)}
+    return {
+        name: item if type(item := getattr(value, name)) in _WORDS else to_json(item) for name in _field_names(kind)
+    }
 
 
 def from_json(cls: type[Any], data: Any, where: str = "") -> Any:

@@ -115,8 +115,11 @@ def nothing_can_run(trials: Sequence[Trial]) -> str | None:
 
 def varying_settings(trials: Sequence[Trial]) -> list[str]:
     """Dotted keys of the settings in which the trials differ, in the order of the settings; a model counts as one."""
-    columns = [_flat(trial.settings) for trial in trials]
-    return [key for key in columns[0] if len({column[key] for column in columns}) > 1] if columns else []
+    return _varying([_flat(trial.settings) for trial in trials])
+
+
+def _varying(flats: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [key for key in flats[0] if any(flat[key] != flats[0][key] for flat in flats)] if flats else []
 
 
 def _model_tflop(settings: TrialSettings) -> float | None:
@@ -137,10 +140,10 @@ def plan_table(
     """
     always = ["task", "method", "model", "seq_len", "cp_size", "world_size"]
     # Fields of the model are left out: its name, which is there, changes with them.
-    keys = always + [key for key in varying_settings(trials) if key not in always and not key.startswith("model.")]
+    flats = [_flat(trial.settings) for trial in trials]
+    keys = always + [key for key in _varying(flats) if key not in always and not key.startswith("model.")]
     rows = []
-    for trial in trials:
-        flat = _flat(trial.settings)
+    for trial, flat in zip(trials, flats, strict=True):
         rows.append(
             {"trial_id": trial.id}
             | {key: flat[key] for key in keys}

@@ -150,8 +150,12 @@ def _describes_a_run(value: Any) -> bool:
     if not isinstance(value, dict) or not value.keys() >= RUN_FACTS:
         return False
     trials = value["trials"]
-    names = isinstance(trials, list) and all(isinstance(name, str) and Path(name).name == name for name in trials)
+    names = isinstance(trials, list) and all(isinstance(name, str) and _is_name(name) for name in trials)
     return names and all(isinstance(value[fact], str) for fact in RUN_FACTS - {"trials"})
+
+
+def _is_name(text: str) -> bool:
+    return text not in ("", "..") and Path(text).name == text
 
 
 def free_name(path: Path) -> Path:

@@ -19,6 +19,7 @@ class RunRecords:
         self._run = run or run_dir.resolve().name
         self._records: dict[str, Record] = {}
         self._rows: dict[str, Row] = {}
+        self._in_order: list[Row] | None = None  # the rows, sorted since the last one came
         self._written_at = time.monotonic()
 
     def read(self) -> list[BadRecord]:
@@ -56,7 +57,7 @@ class RunRecords:
         except ValueError as error:
             place = self.run_dir / "trials" / trial_id
             raise ValueError(f"{place / 'record.json'} makes no sense ({error})") from error
-        self._records[trial_id], self._rows[trial_id] = record, row
+        self._records[trial_id], self._rows[trial_id], self._in_order = record, row, None
 
     def records(self) -> list[Record]:
         """In order of trial id."""
@@ -64,7 +65,9 @@ class RunRecords:
 
     def rows(self) -> list[Row]:
         """In the order of tables and figures."""
-        return in_order(self._rows.values())
+        if self._in_order is None:
+            self._in_order = in_order(self._rows.values())
+        return list(self._in_order)
 
     def write(self, path: Path, *, at_once: bool = True) -> None:
         """Write results.csv; unless `at_once`, only where the last time was WRITE_SECONDS ago."""
