@@ -33,7 +33,8 @@ def to_json(value: Any) -> Any:
     if kind is list or kind is tuple:
         return [to_json(item) for item in value]
     return {
-        name: item if type(item := getattr(value, name)) in _WORDS else to_json(item) for name in _field_names(kind)
+        name: item if type(item := getattr(value, name)) in _WORDS else to_json(item)
+        for name in _field_names(kind)  # type: ignore[arg-type]
     }
 
 
@@ -43,7 +44,7 @@ def from_json(cls: type[Any], data: Any, where: str = "") -> Any:
     Raises ValueError naming the key for one the class does not have, one it lacks and a value of another type, and for
     whatever the class itself refuses.
     """
-    return _reader(cls)(data, where)
+    return _reader(cls)(data, where)  # type: ignore[arg-type]
 
 
 def read_json(path: Path) -> Any:
@@ -112,7 +113,7 @@ def _reader(hint: Any) -> _Reader:
 
 def _dataclass_reader(cls: type[Any]) -> _Reader:
     hints = typing.get_type_hints(cls)
-    readers = {name: _reader(hints[name]) for name in _field_names(cls)}
+    readers = {name: _reader(hints[name]) for name in _field_names(cls)}  # type: ignore[arg-type]
     required = {
         field.name
         for field in dataclasses.fields(cls)

@@ -1,4 +1,4 @@
-"""Records that are JSON and wrong inside: every reader lists all of them in a sentence, and sets them aside when asked."""
+"""Records that are JSON and wrong inside: every reader lists them all in a sentence, and sets them aside when asked."""
 
 import copy
 import json
@@ -134,6 +134,16 @@ def test_all_bad_records_are_listed_at_once(command, finished, capsys):
     said = capsys.readouterr().err
     assert "2 records cannot be used" in said
     assert [str(path) in said for path in finished] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", "{", '{"kind": []}', '{"kind": "step", "step": 1, "loss": "low", "seconds": 1}', '{"kind": "step"}']
+)
+def test_a_damaged_metric_of_a_training_run_is_one_sentence(line, tmp_path, capsys):
+    (tmp_path / "training.json").write_text('{"config": {"steps": 4}, "started_at": "2026-01-02"}')
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    assert main(["status", str(tmp_path)]) == 2
+    assert "metrics.jsonl holds a line that is no metric" in capsys.readouterr().err
 
 
 def test_a_report_sets_bad_records_aside_and_goes_on(finished, capsys):
