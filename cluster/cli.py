@@ -23,6 +23,7 @@ from cluster.render.live import live_table
 from cluster.render.nagios import nagios_line
 from cluster.render.table import table, why_not
 from cluster.runner import Connect
+from cluster.shown import shown
 from cluster.verdict import EXIT_CODES, worst_level
 
 READER_LEFT = 128 + signal.SIGPIPE  # as the shell shows a program that the signal ended
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "check_nodes.py") -> int
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_LEFT
     except ValueError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        print(f"{prog}: {shown(str(error))}", file=sys.stderr)
         return BAD_USAGE
     except KeyboardInterrupt:
         print(
@@ -104,7 +105,7 @@ def _run_active(
     free = [node for node in nodes if reports[node.name].usable]
 
     def say(sentence: str) -> None:
-        print(f"{prog}: {sentence}", file=sys.stderr)
+        print(f"{prog}: {shown(sentence)}", file=sys.stderr)
 
     if not free:
         say("no node is usable, so none is loaded with active tests")
@@ -142,7 +143,7 @@ def _open_history(folder: Path | None, prog: str) -> history.History | None:
         place = f"{error.filename or folder}: {error.strerror}"
         if folder:
             raise ValueError(f"--history cannot be used ({place}); give a folder you can write to") from None
-        print(f"{prog}: counters are not kept ({place}); give --history DIR, or --no-history", file=sys.stderr)
+        print(shown(f"{prog}: counters are not kept ({place}); give --history DIR, or --no-history"), file=sys.stderr)
         return None
 
 

@@ -18,6 +18,8 @@ import yaml
 from yaml.constructor import SafeConstructor
 
 from cluster.errors import UsageError
+from cluster.regular_file import read_text
+from cluster.shown import shown_value
 
 Scalar: TypeAlias = "bool | int | float | str | None"
 Content: TypeAlias = "Scalar | list[Node] | dict[str, Node]"
@@ -43,7 +45,7 @@ class Node:
             return "empty"
         if isinstance(self.value, bool):
             return str(self.value).lower()
-        return repr(self.value)
+        return shown_value(repr(self.value))
 
     def mapping(self, what: str) -> dict[str, Node]:
         """The entries of a mapping; raises UsageError naming `what` for anything else."""
@@ -58,14 +60,7 @@ class Node:
 
 def read_yaml(path: Path, what: str) -> Node:
     """Read one YAML file that holds a mapping. `what` names the file's role in errors. Raises UsageError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such {what}; check the path") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: byte {error.start} is not UTF-8; save the {what} as UTF-8 text") from error
-    except OSError as error:
-        raise UsageError(f"{path}: cannot read the {what} ({error.strerror}); give a readable YAML file") from error
+    text = read_text(path, what)
     node = parse_yaml(text, str(path), lambda line: f"{path}:{line}")
     if node.value is None:
         raise UsageError(f"{path}: the {what} is empty; expected a mapping of keys to values")

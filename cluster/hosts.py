@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster import ranges
+from cluster.regular_file import read_text
 
 SSH_PORT = 22
 
@@ -103,12 +104,7 @@ def read_hosts(path: Path) -> list[Host]:
 
     Raises ValueError, naming file and line, for an unreadable or empty file and for a malformed target.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"hosts file {path} cannot be read ({error}); give a text file with one host per line"
-        ) from None
+    text = read_text(path, "hosts file")
     hosts: list[Host] = []
     for number, line in enumerate(text.splitlines(), start=1):
         for target in line.partition("#")[0].split():

@@ -14,6 +14,7 @@ import yaml
 from cluster.errors import UsageError
 from cluster.hosts import Host, distinct, parse_hosts, read_hosts
 from cluster.ranges import fold
+from cluster.regular_file import read_text
 
 _HEADER = """\
 # Taken over from {source}: {count} nodes. docs/inventory.md says what else can be written here.
@@ -27,10 +28,7 @@ def import_hosts(path: Path) -> list[Host]:
     A file is of the first kind when each of its lines begins with an IP address and goes on with a name. Of that kind,
     the entries every system has are passed over: loopback, link-local and multicast addresses. Raises ValueError.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read ({error}); give an /etc/hosts style file or a list of hosts") from None
+    lines = read_text(path, "hosts file").splitlines()
     entries = [(number, fields) for number, line in enumerate(lines, 1) if (fields := line.partition("#")[0].split())]
     if not entries or not all(len(fields) > 1 and _is_address(fields[0]) for _, fields in entries):
         return [replace(host, name=_called(host)) for host in distinct(read_hosts(path))]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.atomic import write_atomic
+from engine.plain_json import from_json, read_json
 
 MEASUREMENT_FILE = "measurement.json"
 PROGRESS_FILE = "progress.jsonl"
@@ -47,5 +48,6 @@ def write_measurement(trial_dir: Path, measurement: Measurement) -> None:
 
 
 def read_measurement(trial_dir: Path) -> Measurement:
-    """Read what a worker left. Raises FileNotFoundError when it left nothing."""
-    return Measurement(**json.loads((trial_dir / MEASUREMENT_FILE).read_text(encoding="utf-8")))
+    """Read what a worker left. Raises FileNotFoundError when it left nothing, ValueError for what is no measurement."""
+    found: Measurement = from_json(Measurement, read_json(trial_dir / MEASUREMENT_FILE))
+    return found

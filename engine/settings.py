@@ -6,10 +6,11 @@ two rows with different settings never look alike.
 
 from __future__ import annotations
 
-import dataclasses
-import typing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+from engine.plain_json import from_json as from_json
+from engine.plain_json import to_json as to_json
 
 Task = Literal["train", "attention", "lm_head"]
 Dtype = Literal["fp64", "fp32", "bf16"]
@@ -218,18 +219,3 @@ def vocabulary_refusal(settings: TrialSettings, needed: int) -> str | None:
         f"model {settings.model.name} has a vocabulary of {settings.model.vocab}, but the tokens of {settings.data} "
         f"need {needed}; choose a model with at least that many"
     )
-
-
-def to_json(value: Any) -> Any:
-    """Settings as plain JSON values; the inverse of `from_json`."""
-    return dataclasses.asdict(value)
-
-
-def from_json(cls: type[Any], data: dict[str, Any]) -> Any:
-    """Rebuild a settings dataclass from `to_json` output. Raises TypeError on a key the class does not have."""
-    hints = typing.get_type_hints(cls)
-    values = {
-        key: from_json(hints[key], value) if dataclasses.is_dataclass(hints.get(key)) else value
-        for key, value in data.items()
-    }
-    return cls(**values)

@@ -31,13 +31,13 @@ _STEPS = {"extra_step": "one more", "measured_step": "the measured one"}
 
 def breakdown_table(rows: Sequence[Row]) -> Table | None:
     """A line per profiled trial; categories in which no trial spent any time have no column. None without a profile."""
+    if not any(row.get(f"{_PROFILE}span_seconds") is not None for row in rows):
+        return None
     lines = [
         (row, placed)
         for row, *placed in zip(rows, models_of(rows), masks_of(rows), series_names(rows), strict=True)
         if row.get(f"{_PROFILE}span_seconds") is not None
     ]
-    if not lines:
-        return None
     met = [name for name in HEADERS if any(row.get(f"{_PROFILE}seconds.{name}") for row, _ in lines)]
     columns = (
         Column(header="task"),

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from cluster.shown import shown
 from harness.commands import Command, all_commands
 from harness.errors import UsageError
 from harness.interrupts import heeded
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(sentence: str, code: int) -> int:
-    print(f"burst: {sentence}", file=sys.stderr)
+    print(f"burst: {shown(sentence)}", file=sys.stderr)
     return code
 
 
@@ -85,7 +86,7 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence, without repeating all there is."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"{self.prog}: {message}; `{self.prog} --help` says what there is\n")
+        self.exit(USAGE, f"{self.prog}: {shown(message)}; `{self.prog} --help` says what there is\n")
 
 
 def _parse(typed: list[str], commands: dict[str, Command]) -> argparse.Namespace:

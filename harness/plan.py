@@ -6,6 +6,7 @@ Every combination that cannot run stays in the plan with its reason: in a sweep 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -36,6 +37,7 @@ from harness.spec import Experiment
 from harness.trial import Trial
 from harness.warm_up import warm_up_refusal
 
+MOST_TRIALS = 100_000  # combinations of a sweep: more are a mistake, and would only fill the memory
 MOST_RANKS = 1 << 16  # choosing a layout looks at every rank
 
 # Kernels that exist for one kind of device only; `auto` and `reference` run on both.
@@ -45,8 +47,10 @@ _DEVICE_OF_KERNEL = {"cpu": "cpu", "fa2": "cuda", "cudnn": "cuda", "fa4": "cuda"
 def plan(experiment: Experiment, machine: Machine) -> tuple[Trial, ...]:
     """All trials of an experiment on a machine: tasks, then the sweep with its last axis fastest, then seeds.
 
-    Combinations with equal settings become one trial. Raises UsageError when model settings contradict each other.
+    Combinations with equal settings become one trial. Raises UsageError when model settings contradict each other, and
+    before any is formed when there are too many.
     """
+    _check_count(experiment)
     settings = dict.fromkeys(
         settings for settings in _combinations(experiment) if not _excluded(settings, experiment.exclude)
     )
@@ -61,6 +65,18 @@ def plan(experiment: Experiment, machine: Machine) -> tuple[Trial, ...]:
         )
         for each in settings
     )
+
+
+def _check_count(experiment: Experiment) -> None:
+    """Raise UsageError for a product of more than MOST_TRIALS combinations; those that `exclude` drops count."""
+    axes = {"task": experiment.tasks} | dict(experiment.sweep) | {"seeds": experiment.seeds}
+    count = math.prod(len(values) for values in axes.values())
+    if count > MOST_TRIALS:
+        factors = " x ".join(f"{len(values)} of {key}" for key, values in axes.items() if len(values) > 1)
+        raise UsageError(
+            f"{experiment.path}: the sweep has {count:,} combinations ({factors}), and a plan takes at most "
+            f"{MOST_TRIALS:,}; sweep fewer values, or split the experiment"
+        )
 
 
 def refusal(settings: TrialSettings, machine: Machine) -> str | None:
@@ -99,8 +115,11 @@ def nothing_can_run(trials: Sequence[Trial]) -> str | None:
 
 def varying_settings(trials: Sequence[Trial]) -> list[str]:
     """Dotted keys of the settings in which the trials differ, in the order of the settings; a model counts as one."""
-    columns = [_flat(trial.settings) for trial in trials]
-    return [key for key in columns[0] if len({column[key] for column in columns}) > 1] if columns else []
+    return _varying([_flat(trial.settings) for trial in trials])
+
+
+def _varying(flats: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [key for key in flats[0] if any(flat[key] != flats[0][key] for flat in flats)] if flats else []
 
 
 def _model_tflop(settings: TrialSettings) -> float | None:
@@ -121,10 +140,10 @@ def plan_table(
     """
     always = ["task", "method", "model", "seq_len", "cp_size", "world_size"]
     # Fields of the model are left out: its name, which is there, changes with them.
-    keys = always + [key for key in varying_settings(trials) if key not in always and not key.startswith("model.")]
+    flats = [_flat(trial.settings) for trial in trials]
+    keys = always + [key for key in _varying(flats) if key not in always and not key.startswith("model.")]
     rows = []
-    for trial in trials:
-        flat = _flat(trial.settings)
+    for trial, flat in zip(trials, flats, strict=True):
         rows.append(
             {"trial_id": trial.id}
             | {key: flat[key] for key in keys}
@@ -205,6 +224,8 @@ def _model(model: ModelShape, changes: Mapping[str, Any]) -> ModelShape:
 
 
 def _excluded(settings: TrialSettings, exclude: Sequence[Mapping[str, tuple[Any, ...]]]) -> bool:
+    if not exclude:
+        return False
     flat = _flat(settings)
     return any(all(flat[key] in values for key, values in entry.items()) for entry in exclude)
 

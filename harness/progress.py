@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from cluster.shown import shown_value
 from harness.record import Record
 
 if TYPE_CHECKING:
@@ -91,10 +92,10 @@ class LiveView:
         self._progress.start()
 
     def trial_began(self, trial: Trial) -> None:
-        self._progress.update(self._task, trial=trial.id, step="starting")
+        self._progress.update(self._task, trial=shown_value(trial.id), step="starting")
 
     def step(self, line: dict[str, object]) -> None:
-        self._progress.update(self._task, step=describe_step(line))
+        self._progress.update(self._task, step=shown_value(describe_step(line)))
 
     def trial_ended(self, record: Record, *, kept: bool = False) -> None:
         self._progress.update(self._task, trial="", step="")

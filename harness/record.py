@@ -6,13 +6,16 @@ are computed on reading by `harness.metrics`: a corrected formula needs no rerun
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from engine.measurement import Measurement, write_json
-from engine.settings import TrialSettings, from_json
+from engine.plain_json import from_json, read_json, to_json
+from engine.settings import TrialSettings
+from harness.errors import UsageError
 
 SCHEMA = 1
 RECORD_FILE = "record.json"
@@ -50,25 +53,72 @@ class Record:
 def write_record(trial_dir: Path, record: Record) -> None:
     """Leave `record.json` in `trial_dir`, atomically."""
     trial_dir.mkdir(parents=True, exist_ok=True)
-    write_json(trial_dir / RECORD_FILE, asdict(record))
+    write_json(trial_dir / RECORD_FILE, to_json(record))
 
 
 def read_record(path: Path) -> Record:
     """Read one record. Raises ValueError when the file is not a record this version understands."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["schema"] != SCHEMA:
-            raise ValueError(f"schema {data['schema']}")
-        data["settings"] = from_json(TrialSettings, data["settings"])
-        if data["measurement"] is not None:
-            data["measurement"] = Measurement(**data["measurement"])
-        return Record(**data)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is not a record of schema {SCHEMA} ({error}); remove it and run the trial again"
-        ) from error
+        return _record_of(read_json(path))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not a record of schema {SCHEMA} ({error})") from error
+
+
+def _record_of(data: Any) -> Record:
+    """A record out of its JSON. Raises ValueError for what figures cannot be derived from."""
+    if isinstance(data, dict) and data.get("schema") != SCHEMA:
+        raise ValueError(f"its schema is {str(data.get('schema'))[:20]}")
+    record: Record = from_json(Record, data)
+    measured = record.measurement
+    if record.status == "ok" and (measured is None or not measured.step_seconds):
+        raise ValueError("its status is ok, but it holds no step times")
+    if measured is not None and min(measured.step_seconds, default=1.0) <= 0:
+        raise ValueError(f"measurement.step_seconds holds {min(measured.step_seconds):g}; expected seconds above 0")
+    return record
+
+
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    """A file that should be a record and is not; `reason` is a sentence that names the file."""
+
+    path: Path
+    reason: str
+
+
+def record_files(run_dir: Path) -> list[Path]:
+    """Where records of a run lie, in order of trial id."""
+    return sorted(run_dir.glob(f"trials/*/{RECORD_FILE}"))
 
 
 def read_records(run_dir: Path) -> list[Record]:
-    """All records below `run_dir`/trials, in order of trial id."""
-    return [read_record(path) for path in sorted(run_dir.glob(f"trials/*/{RECORD_FILE}"))]
+    """All records below `run_dir`/trials, in order of trial id. Raises UsageError that lists every bad one."""
+    records, bad = [], []
+    for path in record_files(run_dir):
+        try:
+            records.append(read_record(path))
+        except ValueError as error:
+            bad.append(BadRecord(path, str(error)))
+    refuse_bad(bad)
+    return records
+
+
+def refuse_bad(bad: Sequence[BadRecord]) -> None:
+    """Raise UsageError that lists every bad record with its reason, where there is one."""
+    if bad:
+        some = "1 record cannot be used" if len(bad) == 1 else f"{len(bad)} records cannot be used"
+        listed = "".join(f"\n  {one.reason}" for one in bad)
+        raise UsageError(
+            f"{some}; rename them, or let `burst run --resume` or `burst report` do so with --set-aside-bad:{listed}"
+        )
+
+
+def set_aside(bad: BadRecord) -> Path:
+    """Rename a bad record, so that it is neither read nor lost; returns where it is now."""
+    path = bad.path.with_name(f"bad-{RECORD_FILE}")
+    number = 1
+    while os.path.lexists(path):
+        number += 1
+        path = bad.path.with_name(f"bad-{number}-{RECORD_FILE}")
+    return bad.path.rename(path)

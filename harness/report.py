@@ -22,8 +22,9 @@ from harness.ideal import ideal_table
 from harness.lengths import format_length
 from harness.mask_table import mask_table
 from harness.metrics import FORMULAS
-from harness.record import Record, read_records
-from harness.results import Row, rows_of, write_results
+from harness.record import Record, refuse_bad, set_aside
+from harness.results import Row, write_results
+from harness.run_records import RunRecords
 from harness.summary import (
     accuracy_table,
     agreement_table,
@@ -73,25 +74,50 @@ class Plot:
         return "data:image/svg+xml;base64," + base64.b64encode(render(self.figure, "svg")).decode()
 
 
-def write_report(run_dirs: Sequence[Path], out: Path, formats: Iterable[str] = ALL_FORMATS, *, index: str = "") -> Path:
+def write_report(
+    run_dirs: Sequence[Path],
+    out: Path,
+    formats: Iterable[str] = ALL_FORMATS,
+    *,
+    index: str = "",
+    set_bad_aside: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> Path:
     """Write report.html, results.csv, figures/ and tables/ below `out` for all records of `run_dirs`.
 
-    Returns where to look first.
-
-    That is report.html, or `out` when html is not asked for. Records without a number are shown by status and reason.
-    `index` is the address of the page that links this one, where there is one.
-    Raises UsageError for an unknown format or when there is no record at all, ValueError for an unreadable record.
+    Returns where to look first: report.html, or `out` when html is not asked for. Records without a number are shown by
+    status and reason. Records that cannot be used are renamed where `set_bad_aside` asks for it, and `say` is called
+    with a sentence for each. `index` is the address of the page that links this one, where there is one.
+    Raises UsageError for an unknown format, when there is no record at all, and for records that cannot be used.
     """
-    wanted = frozenset(formats)
-    if unknown := sorted(wanted - ALL_FORMATS):
-        raise UsageError(f"format {unknown[0]!r} is unknown; choose from {', '.join(sorted(ALL_FORMATS))}")
-    records, rows = read_runs(run_dirs)
+    wanted = checked_formats(formats)
+    records, rows = read_runs(run_dirs, set_bad_aside=set_bad_aside, say=say)
     if not records:
         places = ", ".join(map(str, run_dirs)) or "no directory"
         raise UsageError(
             f"no record below {places}; name directories that `burst run` left, holding trials/*/record.json"
         )
+    return write_report_of(records, rows, out, wanted, index=index)
 
+
+def checked_formats(formats: Iterable[str]) -> frozenset[str]:
+    """The formats as a set. Raises UsageError for one that no report is written in."""
+    wanted = frozenset(formats)
+    if unknown := sorted(wanted - ALL_FORMATS):
+        raise UsageError(f"format {unknown[0]!r} is unknown; choose from {', '.join(sorted(ALL_FORMATS))}")
+    return wanted
+
+
+def write_report_of(
+    records: Sequence[Record],
+    rows: Sequence[Row],
+    out: Path,
+    wanted: frozenset[str] = ALL_FORMATS,
+    *,
+    index: str = "",
+) -> Path:
+    """The report of records that have been read; returns where to look first. Those without a number are shown by
+    status and reason."""
     make_writable(out)
     if "csv" in wanted:
         write_results(out / "results.csv", rows)
@@ -120,16 +146,21 @@ def _remove_outdated(out: Path, written: set[Path], kinds: frozenset[str]) -> No
                 path.unlink()
 
 
-def read_runs(run_dirs: Sequence[Path]) -> tuple[list[Record], list[Row]]:
-    """All records of the runs and their rows; a row's `run` is its directory's name, made unique by its parents."""
+def read_runs(
+    run_dirs: Sequence[Path], *, set_bad_aside: bool = False, say: Callable[[str], None] = lambda _: None
+) -> tuple[list[Record], list[Row]]:
+    """All records of the runs and their rows; a row's `run` is its directory's name, made unique by its parents.
+
+    Raises UsageError that lists the records of all runs that cannot be used, unless they are to be set aside.
+    """
     paths = list(dict.fromkeys(path.resolve() for path in run_dirs))  # a run named twice is one run
-    records: list[Record] = []
-    rows: list[Row] = []
-    for path, name in zip(paths, _unique_names(paths), strict=True):
-        found = read_records(path)
-        records += found
-        rows += rows_of(found, run=name)
-    return records, rows
+    runs = [RunRecords(path, name) for path, name in zip(paths, _unique_names(paths), strict=True)]
+    bad = [one for run in runs for one in run.read()]
+    if not set_bad_aside:
+        refuse_bad(bad)
+    for one in bad:
+        say(f"{one.path} cannot be used and is now {set_aside(one).name}")
+    return [record for run in runs for record in run.records()], [row for run in runs for row in run.rows()]
 
 
 def report_tables(rows: Sequence[Row]) -> list[Table]:

@@ -10,7 +10,8 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -59,7 +60,7 @@ def row_of(record: Record, run: str = "") -> Row:
         reason=record.reason or None,
         commit=record.commit or None,
     )
-    row.update(asdict(metrics_of(record)))
+    row.update(to_json(metrics_of(record)))
     row.update((name, value) for name, value in flatten(to_json(settings)).items() if name not in _NO_COLUMN)
     if measured is not None:
         row.update((f"chosen_{name}", value) for name, value in measured.chosen.items())
@@ -80,7 +81,12 @@ def row_of(record: Record, run: str = "") -> Row:
 
 def rows_of(records: Iterable[Record], run: str = "") -> list[Row]:
     """All records as rows in the order tables and figures show them, whatever order they finished in."""
-    return sorted((row_of(record, run) for record in records), key=_order)
+    return in_order(row_of(record, run) for record in records)
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """Rows in that order."""
+    return sorted(rows, key=_order)
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
@@ -129,7 +135,13 @@ def method_rank(method: str) -> tuple[int, str]:
 
 def setting_names(row: Row) -> list[str]:
     """Columns of `row` that hold settings, nested ones by their dotted names, in sorted order."""
-    return sorted(name for name in row if name.split(".")[0] in _SETTINGS)
+    return list(_settings_among(tuple(row)))
+
+
+@lru_cache(maxsize=1024)
+def _settings_among(columns: tuple[str, ...]) -> tuple[str, ...]:
+    """Kept, because thousands of rows have the same columns."""
+    return tuple(sorted(name for name in columns if name.split(".")[0] in _SETTINGS))
 
 
 def sortable(value: object) -> tuple[bool, float, str]:

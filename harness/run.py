@@ -25,8 +25,8 @@ from harness.plan import nothing_can_run
 from harness.progress import ProgressView
 from harness.provenance import commit, portable_command, redact
 from harness.record import RESULTS, Record, write_record
-from harness.results import write_results
 from harness.run_directory import TRIAL_FILE, RunDirectory, opened_for_writing
+from harness.run_records import RunRecords
 from harness.trial import Trial
 
 
@@ -40,6 +40,7 @@ class Resume:
     """
 
     retry_failed: bool = False
+    set_aside_bad: bool = False  # rename records that cannot be used and run their trials again, rather than refuse
 
     def keeps(self, record: Record) -> bool:
         if record.status == "interrupted" or (record.status == "refused" and not record.launcher):
@@ -68,11 +69,13 @@ def run_experiment(
     say: Callable[[str], None],
     resume: Resume | None = None,
     again: Sequence[str] = (),
+    records: RunRecords | None = None,
 ) -> int:
     """Run all trials and leave records and results.csv in `run_dir`; returns the exit code, 0 or 1.
 
     `resume` None starts afresh: an earlier run in `run_dir` is moved aside. `again` is the command line that started
-    this, from which the one that resumes it is told. Raises UsageError, having changed nothing, when no trial can run
+    this, from which the one that resumes it is told. `records`, of `run_dir` and not read yet, holds all of them
+    afterwards. Raises UsageError, having changed nothing, when no trial can run
     or `run_dir` cannot be used.
     """
     if problem := nothing_can_run(trials):
@@ -88,7 +91,10 @@ def run_experiment(
             commit=host.commit,
             started_at=_now(),
         )
-        directory.rows()  # a record that cannot be read is better named now than after hours of running
+        records = records or RunRecords(run_dir)
+        # A record that cannot be used is better named now than after hours of running.
+        for bad, aside in records.read_usable(set_bad_aside=resume is not None and resume.set_aside_bad):
+            say(f"{bad} cannot be used and is now {aside.name}")
         statuses: list[str] = []
         view.begin(len(trials))
         try:
@@ -96,30 +102,33 @@ def run_experiment(
                 if asked_to_end():
                     statuses.append("interrupted")
                     break
-                record = _recorded(directory, trial.id) if resume is not None else None
+                record = _recorded(directory, records, trial.id) if resume is not None else None
                 kept = record is not None and resume is not None and resume.keeps(record)
                 if record is None or not kept:
                     view.trial_began(trial)
                     record = _execute(trial, host, directory, view)
+                    records.put(record)
+                    records.write(directory.results, at_once=False)
                 view.trial_ended(record, kept=kept)
                 statuses.append(record.status)
-                write_results(directory.results, directory.rows())
                 if record.status == "interrupted":
                     break
         finally:
             view.end()
+            records.write(directory.results)
     _say_how_to_go_on(statuses, len(trials), again, say)
     return 0 if all(status in RESULTS for status in statuses) else 1
 
 
-def _recorded(directory: RunDirectory, trial_id: str) -> Record | None:
+def _recorded(directory: RunDirectory, records: RunRecords, trial_id: str) -> Record | None:
     """The record that an earlier run left of a trial, completed where the user stopped it with its figures on disk."""
-    before = directory.record(trial_id)
+    before = records.get(trial_id)
     if before is None:
         return None
     record = completed(before, directory.trial(trial_id))
     if record != before:
         write_record(directory.trial(trial_id), record)
+        records.put(record)
     return record
 
 
@@ -222,7 +231,9 @@ def _say_how_to_go_on(statuses: Sequence[str], total: int, again: Sequence[str],
 
 def _resuming(again: Sequence[str], *more: str) -> str:
     flags = ("--resume", *more)
-    return shlex.join([*(part for part in again if part not in ("--resume", "--retry-failed")), *flags])
+    return shlex.join(
+        [*(part for part in again if part not in ("--resume", "--retry-failed", "--set-aside-bad")), *flags]
+    )
 
 
 def _now() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import time
@@ -13,9 +12,9 @@ from typing import IO, Any
 
 from cluster.file_lock import try_lock
 from engine.measurement import write_json
+from engine.plain_json import read_json
 from harness.errors import UsageError
-from harness.record import RECORD_FILE, Record, read_record, read_records
-from harness.results import Row, rows_of
+from harness.record import RECORD_FILE, Record, read_record
 from harness.writable import make_writable
 
 RUN_FILE = "run.json"
@@ -37,14 +36,9 @@ class RunDirectory:
         return self.path / "trials" / trial_id
 
     def record(self, trial_id: str) -> Record | None:
-        """The record of a finished trial, or None. Raises UsageError when it cannot be read."""
+        """The record of a finished trial, or None. Raises ValueError when it cannot be used."""
         path = self.trial(trial_id) / RECORD_FILE
-        if not path.exists():
-            return None
-        try:
-            return read_record(path)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+        return read_record(path) if os.path.lexists(path) else None
 
     def describe(self, **facts: Any) -> None:
         """Leave run.json: what was planned, for `burst status` and for whoever finds the directory."""
@@ -53,27 +47,17 @@ class RunDirectory:
     def description(self) -> dict[str, Any]:
         """run.json. Raises UsageError when this is not the directory of a run."""
         try:
-            value = json.loads((self.path / RUN_FILE).read_text(encoding="utf-8"))
+            value = read_json(self.path / RUN_FILE)
         except (OSError, ValueError) as error:
             found = error.strerror if isinstance(error, OSError) else "not readable as JSON"
             raise UsageError(
                 f"{self.path} is not the directory of a run ({RUN_FILE}: {found}); "
                 "name one that `burst run` left, such as results/runs/quickstart"
             ) from error
-        if not isinstance(value, dict) or not value.keys() >= RUN_FACTS:
+        if not _describes_a_run(value):
             raise UsageError(f"{self.path / RUN_FILE} does not describe a run; run it again with --resume to mend it")
-        return value
-
-    def rows(self) -> list[Row]:
-        """All records as rows. Raises UsageError when a record cannot be read or makes no sense."""
-        try:
-            records = read_records(self.path)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        try:
-            return rows_of(records, run=self.path.resolve().name)
-        except ValueError as error:
-            raise UsageError(f"{self.path}: {error}") from error
+        description: dict[str, Any] = value
+        return description
 
     def in_use(self) -> bool:
         """Whether a `burst run` is writing to it now."""
@@ -90,7 +74,7 @@ class RunDirectory:
         trial_dir.mkdir(parents=True, exist_ok=True)
         archive = trial_dir / ATTEMPTS_DIRECTORY
         left = [path for path in trial_dir.iterdir() if path != archive]
-        number = 1 + (len(list(archive.iterdir())) if archive.exists() else 0)
+        number = next_attempt(archive)
         if left:
             (archive / str(number)).mkdir(parents=True)
             # The record last: should we be stopped half-way, the trial still counts as finished.
@@ -168,6 +152,24 @@ def _holder_ended(file: IO[str]) -> bool:
         return True  # its holder emptied it
     _, process, _, host = words
     return host == socket.gethostname() and (process == str(os.getpid()) or not Path("/proc", process).exists())
+
+
+def next_attempt(archive: Path) -> int:
+    """The number after the highest below `archive`: earlier ones may have been removed."""
+    names = (path.name for path in archive.iterdir()) if archive.exists() else ()
+    return 1 + max((int(name) for name in names if name.isascii() and name.isdecimal()), default=0)
+
+
+def _describes_a_run(value: Any) -> bool:
+    if not isinstance(value, dict) or not value.keys() >= RUN_FACTS:
+        return False
+    trials = value["trials"]
+    names = isinstance(trials, list) and all(isinstance(name, str) and _is_name(name) for name in trials)
+    return names and all(isinstance(value[fact], str) for fact in RUN_FACTS - {"trials"})
+
+
+def _is_name(text: str) -> bool:
+    return text not in ("", "..") and Path(text).name == text
 
 
 def free_name(path: Path) -> Path:

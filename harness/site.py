@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -12,8 +12,9 @@ from urllib.parse import quote
 
 from engine.atomic import write_atomic
 from harness.errors import UsageError
-from harness.record import RECORD_FILE, Record, read_records
-from harness.report import distinct, template, write_report
+from harness.record import RECORD_FILE, Record
+from harness.report import checked_formats, distinct, read_runs, template, write_report_of
+from harness.results import Row
 from harness.writable import make_writable
 
 INDEX_FILE = "index.html"
@@ -41,7 +42,14 @@ def runs_below(directory: Path) -> list[Path]:
     return sorted(_walk(directory))
 
 
-def write_site(root: Path, out: Path, formats: Iterable[str] = ("html",)) -> tuple[Path, list[str]]:
+def write_site(
+    root: Path,
+    out: Path,
+    formats: Iterable[str] = ("html",),
+    *,
+    set_bad_aside: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[Path, list[str]]:
     """Write the report of every run below `root` to the same place below `out`, and an index of them.
 
     Returns the index, and a sentence about every run whose records cannot be read; the index shows it as well. Raises
@@ -51,8 +59,16 @@ def write_site(root: Path, out: Path, formats: Iterable[str] = ("html",)) -> tup
     if not runs:
         raise UsageError(f"no run below {root}; name a directory that holds directories `burst run` left")
     make_writable(out)
-    wanted = {"html", *formats}
-    entries = [_entry(run, run.relative_to(root), out, wanted) for run in runs]
+    wanted = checked_formats({"html", *formats})
+    entries = []
+    for run in runs:
+        try:
+            records, rows = read_runs([run], set_bad_aside=set_bad_aside, say=say)
+        except UsageError as error:
+            entries.append(Entry(folder=run.relative_to(root).as_posix(), problem=str(error)))
+        else:
+            if records:
+                entries.append(_entry(records, rows, run.relative_to(root), out, wanted))
     groups = [(name, list(members)) for name, members in groupby(entries, key=_group)]
     text = template("index.html.j2").render(
         title=f"Reports of {root.resolve().name}",
@@ -63,15 +79,9 @@ def write_site(root: Path, out: Path, formats: Iterable[str] = ("html",)) -> tup
     return write_atomic(out / INDEX_FILE, text), [entry.problem for entry in entries if entry.problem]
 
 
-def _entry(run: Path, folder: Path, out: Path, formats: Iterable[str]) -> Entry:
+def _entry(records: Sequence[Record], rows: Sequence[Row], folder: Path, out: Path, formats: frozenset[str]) -> Entry:
     """Write one run's report; returns its line of the index."""
-    try:
-        records = read_records(run)
-        page = write_report([run], out / folder, formats, index="../" * len(folder.parts) + INDEX_FILE)
-    except UsageError:
-        raise
-    except ValueError as error:
-        return Entry(folder=folder.as_posix(), problem=str(error))
+    page = write_report_of(records, rows, out / folder, formats, index="../" * len(folder.parts) + INDEX_FILE)
     return Entry(
         folder=folder.as_posix(),
         link=quote(page.relative_to(out).as_posix()),

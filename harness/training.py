@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from engine.atomic import write_atomic
 from engine.measurement import write_json
+from engine.plain_json import read_json
 from engine.settings import Checkpoint, TrialSettings
 from engine.training.config import Order, TrainingConfig
 from engine.training.files import ORDER_FILE, OUTCOME_FILE, RUN_FILE, attempt_directory, checkpoints_directory
@@ -28,7 +28,7 @@ from harness.launch.ports import port_was_taken
 from harness.machine import Machine
 from harness.methods import method_module
 from harness.plan import refusal
-from harness.run_directory import opened_for_writing
+from harness.run_directory import next_attempt, opened_for_writing
 
 OnProgress = Callable[[dict[str, object]], None]
 
@@ -86,7 +86,7 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
         say(f"the state after step {step} is saved, go on with: {_resuming(start)}" if step is not None
             else "no checkpoint was written; start again")  # fmt: skip
         return 1
-    left = json.loads((attempt / OUTCOME_FILE).read_text(encoding="utf-8"))
+    left = read_json(attempt / OUTCOME_FILE)
     if not left["finished"]:
         say(interruption(start))
         return 1
@@ -111,9 +111,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _attempt(order: Order, start: Start, on_progress: OnProgress) -> tuple[Outcome, Path]:
-    number = 1
-    while attempt_directory(start.run_dir, number).exists():
-        number += 1
+    number = next_attempt(attempt_directory(start.run_dir, 1).parent)
     attempt = attempt_directory(start.run_dir, number).absolute()
     attempt.mkdir(parents=True)
     write_json(attempt / ORDER_FILE, asdict(order))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from cluster.shown import shown_value
 from harness.progress import describe_step
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class TrainingView:
             self.say(sentence)
         elif self._live is not None:
             step = line.get("step")
-            self._live.update(self._task, completed=step if isinstance(step, int) else None, description=sentence)
+            done = step if isinstance(step, int) else None
+            self._live.update(self._task, completed=done, description=shown_value(sentence))
         elif line.get("step") == self._steps or time.monotonic() - self._said_at >= QUIET_SECONDS:
             self._said_at = time.monotonic()
             self.say(sentence)

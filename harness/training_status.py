@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from engine.training.files import RUN_FILE, checkpoints_directory
+from engine.plain_json import read_json
+from engine.training.files import METRICS_FILE, RUN_FILE, checkpoints_directory
 from engine.training.manifest import checkpoints, step_of
 from engine.training.metrics import read_metrics
 from harness.errors import UsageError
@@ -20,7 +20,7 @@ def is_training_run(directory: Path) -> bool:
 def training_status(directory: Path) -> str:
     """One line: whether it runs, its last step and evaluation, and what it can be gone on from. Raises UsageError."""
     try:
-        facts = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
+        facts = read_json(directory / RUN_FILE)
         steps, started = facts["config"]["steps"], facts["started_at"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
@@ -28,14 +28,27 @@ def training_status(directory: Path) -> str:
             "start the run again with --resume to mend it"
         ) from error
     parts = [f"{directory.resolve().name} {'runs' if RunDirectory(directory).in_use() else 'is not running'}"]
+    try:
+        parts += _last_figures(directory, steps)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(
+            f"{directory / METRICS_FILE} holds a line that is no metric ({type(error).__name__}: {error}); remove that "
+            "line, of which a checkpoint needs nothing"
+        ) from error
+    saved = checkpoints(checkpoints_directory(directory))
+    parts.append(f"saved after step {step_of(saved[0])}" if saved else "no checkpoint yet")
+    parts.append(f"started {started}")
+    return "; ".join(parts)
+
+
+def _last_figures(directory: Path, steps: object) -> list[str]:
+    """The last step and evaluation in words."""
     last = {line["kind"]: line for line in read_metrics(directory)}
+    parts = []
     if step := last.get("step"):
         parts.append(f"step {step['step']} of {steps}, loss {step['loss']:.4f}, {step['seconds']:.2f} s per step")
     else:
         parts.append(f"no step of {steps} yet")
     if evaluation := last.get("evaluation"):
         parts.append(f"evaluation loss {evaluation['loss']:.4f} after step {evaluation['step']}")
-    saved = checkpoints(checkpoints_directory(directory))
-    parts.append(f"saved after step {step_of(saved[0])}" if saved else "no checkpoint yet")
-    parts.append(f"started {started}")
-    return "; ".join(parts)
+    return parts

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
 
@@ -21,8 +22,20 @@ Setup = tuple[Any, ...]
 
 def setup_of(row: Row) -> Setup:
     """Key of the rows one figure shows together: one run, experiment, task, model shape, dtype and mask."""
-    shape = tuple((name, value) for name, value in sorted(row.items()) if name.startswith("model."))
+    shape = tuple((name, row[name]) for name in _model_columns(tuple(row)))
     return (row["run"], row["experiment"], row["task"], row["model"], row["dtype"], row["mask"], shape)
+
+
+@lru_cache(maxsize=1024)
+def _model_columns(columns: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted(name for name in columns if name.startswith("model.")))
+
+
+@lru_cache(maxsize=1024)
+def _unplaced_settings(columns: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the columns, in sorted order, settings that have no place of their own."""
+    names = setting_names(dict.fromkeys(columns))
+    return tuple(name for name in names if name.split(".")[0] not in _PLACED)
 
 
 def setups_of(rows: Iterable[Row]) -> list[list[Row]]:
@@ -56,9 +69,8 @@ def varying_settings(rows: Iterable[Row]) -> list[str]:
     """Names of the settings that differ between `rows` and have no place of their own, sorted."""
     values: dict[str, set[Any]] = {}
     for row in rows:
-        for name in setting_names(row):
-            if name.split(".")[0] not in _PLACED:
-                values.setdefault(name, set()).add(row[name])
+        for name in _unplaced_settings(tuple(row)):
+            values.setdefault(name, set()).add(row[name])
     return [name for name, seen in values.items() if len(seen) > 1]
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cluster.shown import shown
 from harness.cluster_arguments import add_state_argument, state_directory
 from harness.errors import UsageError
 
@@ -82,7 +83,8 @@ def _status(arguments: argparse.Namespace, states: StateDirectory) -> int:
     width = max(len(node.name) for node in nodes)
     for node in nodes:
         note = f"; quarantined: {locked[node.name].reason}" if node.name in locked else ""
-        print(f"{node.name:<{width}}  {node.role:<6}  {node.address:<15}  {node.state:<7}  {node.finding}{note}")
+        facts = f"{node.name:<{width}}  {node.role:<6}  {node.address:<15}  {node.state:<7}"
+        print(shown(f"{facts}  {node.finding}{note}"))
     up = sum(node.state == "up" for node in nodes)
     owner = ", for one burst run alone" if state.of_run else ""
     started = owner if state.complete else "; its start was cut short, or its end: run burst cluster down"
@@ -120,7 +122,7 @@ def _recorded(states: StateDirectory) -> ClusterState:
 
 
 def _say(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
+    print(shown(sentence), file=sys.stderr, flush=True)
 
 
 COMMAND = Cluster()

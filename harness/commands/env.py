@@ -109,13 +109,11 @@ def _write(folder: Path, environments: Sequence[NodeEnvironment]) -> list[str]:
 def _import(arguments: argparse.Namespace) -> int:
     from cluster.environment.importing import import_env
     from cluster.environment.show import import_json, import_table
+    from cluster.regular_file import read_text
 
     if arguments.nodes:
         raise UsageError("--import judges a file and asks no node; leave the nodes out")
-    try:
-        text = arguments.source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{arguments.source} cannot be read ({error}); give a shell file such as env.sh") from None
+    text = read_text(arguments.source, "shell file")
     found = import_env(text, str(arguments.source))
     if arguments.json:
         print(json.dumps(import_json(found), indent=1))

@@ -7,7 +7,9 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import TextIO
 
+from cluster.shown import shown
 from harness.errors import UsageError, nearest, one_of
 
 LISTED = 5  # ids that one sentence names
@@ -35,12 +37,21 @@ class Logs:
                 f"{trial_dir} holds no log of rank {arguments.rank}; its ranks are {', '.join(map(str, logs))}"
             )
         for path in logs.values() if arguments.rank is None else [logs[arguments.rank]]:
-            print(f"==> {path} <==", flush=True)
+            print(shown(f"==> {path} <=="), flush=True)
             if path.stat().st_size == 0:
                 print("(nothing printed)")
             with open(path, encoding="utf-8", errors="replace") as file:
-                shutil.copyfileobj(file, sys.stdout)
+                _print_shown(file)
         return 0
+
+
+def _print_shown(file: TextIO) -> None:
+    """What a rank printed, as it printed it; on a terminal nothing in it steers that."""
+    if not sys.stdout.isatty():
+        shutil.copyfileobj(file, sys.stdout)
+        return
+    for line in file:
+        sys.stdout.write(shown(line.replace("\r", "\n").rstrip("\n") + "\n"))
 
 
 def rank_logs(trial_dir: Path) -> dict[int, Path]:

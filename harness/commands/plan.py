@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 
+from cluster.shown import shown
 from harness.cluster_arguments import add_cluster_arguments
 from harness.errors import UsageError
 from harness.experiment_arguments import add_experiment_arguments, chosen_experiment
@@ -126,7 +127,7 @@ def _cell(name: str, value: object) -> str:
 
 
 def _say(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
+    print(shown(sentence), file=sys.stderr, flush=True)
 
 
 COMMAND = Plan()

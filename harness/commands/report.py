@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from cluster.shown import shown
 from harness.errors import UsageError
 
 FORMATS = "html,md,csv,tex,png,pdf"
@@ -23,27 +24,36 @@ class Report:
         parser.add_argument(
             "--format", metavar="LIST", help=f"which files (default: {FORMATS}; of a site: html, which it always has)"
         )
+        parser.add_argument(
+            "--set-aside-bad", action="store_true", help="rename records that cannot be used, and go on without them"
+        )
         parser.add_argument("--out", type=Path, metavar="DIR", help="where they go (default: the first DIR)")
 
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.report import write_report
         from harness.site import runs_below, write_site
 
+        def say(sentence: str) -> None:
+            print(shown(sentence), file=sys.stderr)
+
         directories, out = arguments.directories, arguments.out or arguments.directories[0]
         sites = [directory for directory in directories if runs_below(directory)]
         if sites and len(directories) > 1:
             raise UsageError(f"{sites[0]} holds several runs; give it alone for a site, or name the runs in it")
         problems: list[str] = []
+        aside = arguments.set_aside_bad
         try:
             if sites:
-                path, problems = write_site(sites[0], out, _formats(arguments.format, "html"))
+                formats = _formats(arguments.format, "html")
+                path, problems = write_site(sites[0], out, formats, set_bad_aside=aside, say=say)
             else:
-                path = write_report(directories, out, _formats(arguments.format, FORMATS))
+                formats = _formats(arguments.format, FORMATS)
+                path = write_report(directories, out, formats, set_bad_aside=aside, say=say)
         except ValueError as error:
             raise UsageError(str(error)) from error
         for problem in problems:
-            print(f"burst: {problem}", file=sys.stderr)
-        print(f"Report: {path}")
+            say(f"burst: {problem}")
+        print(shown(f"Report: {path}"))
         return 1 if problems else 0
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from harness.cluster_arguments import add_cluster_arguments
 from harness.commands import command_line
@@ -16,6 +16,9 @@ from harness.errors import UsageError
 from harness.experiment_arguments import add_experiment_arguments, chosen_experiment
 from harness.interrupts import interrupted_once
 from harness.launch.choose import LAUNCHERS, default_launcher, make_launcher
+
+if TYPE_CHECKING:
+    from harness.run_records import RunRecords
 
 
 class Run:
@@ -39,6 +42,10 @@ class Run:
             help="resume, and run again what failed, timed out, hung or lost its node",
         )  # fmt: skip
         parser.add_argument(
+            "--set-aside-bad", action="store_true",
+            help="resume; records that cannot be used are renamed and their trials run again",
+        )  # fmt: skip
+        parser.add_argument(
             "--profile", action="store_true",
             help="trace a step of each trial: trials/<id>/trace.json.gz, and a table of where its time goes",
         )  # fmt: skip
@@ -49,6 +56,7 @@ class Run:
         from harness.plan import plan
         from harness.progress import view_for
         from harness.run import Host, Resume, run_experiment
+        from harness.run_records import RunRecords
         from harness.terminal import stderr_console
 
         experiment = chosen_experiment(arguments)
@@ -66,7 +74,10 @@ class Run:
             machine, launcher = cluster_launcher(arguments, say)
         else:
             machine, launcher = discover(), make_launcher(arguments.launcher or default_launcher())
-        resume = Resume(retry_failed=arguments.retry_failed) if arguments.resume or arguments.retry_failed else None
+        resume = None
+        if arguments.resume or arguments.retry_failed or arguments.set_aside_bad:
+            resume = Resume(retry_failed=arguments.retry_failed, set_aside_bad=arguments.set_aside_bad)
+        records = RunRecords(run_dir)
         with contextlib.closing(launcher):
             trials = [dataclasses.replace(trial, profile=arguments.profile) for trial in plan(experiment, machine)]
             code = run_experiment(
@@ -78,22 +89,23 @@ class Run:
                 say=say,
                 resume=resume,
                 again=command_line(arguments),
+                records=records,
             )
-        _report(run_dir)
+        _report(records)
         if getattr(launcher, "stuck", False):
             _leave_at_once(code)
         return code
 
 
-def _report(run_dir: Path) -> None:
+def _report(records: RunRecords) -> None:
     """The table, then where to read on. stdout, because it is what the command was run for."""
-    from harness.report import terminal_table, write_report
-    from harness.run_directory import RunDirectory
+    from harness.report import terminal_table, write_report_of
     from harness.terminal import print_table, stdout_console
 
-    out = stdout_console()
-    print_table(out, terminal_table(RunDirectory(run_dir).rows()))
-    out.print(f"Report: {write_report([run_dir], run_dir)}", markup=False, highlight=False, soft_wrap=True)
+    out, rows = stdout_console(), records.rows()
+    print_table(out, terminal_table(rows))
+    path = write_report_of(records.records(), rows, records.run_dir)
+    out.print(f"Report: {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _leave_at_once(code: int) -> NoReturn:

@@ -6,8 +6,10 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
+from cluster.shown import shown, shown_value
 from engine.measurement import PROGRESS_FILE
 from harness.progress import describe, describe_step
+from harness.record import RECORD_FILE, BadRecord, refuse_bad
 from harness.run_directory import TRIAL_FILE, RunDirectory
 
 
@@ -23,29 +25,35 @@ class Status:
         from harness.training_status import is_training_run, training_status
 
         if is_training_run(arguments.directory):
-            print(training_status(arguments.directory))
+            print(shown(training_status(arguments.directory)))
             return 0
         directory = RunDirectory(arguments.directory)
         facts = directory.description()
         running = directory.in_use()
         statuses: Counter[str] = Counter()
+        bad: list[BadRecord] = []
         for trial_id in facts["trials"]:
-            record = directory.record(trial_id)
             trial_dir = directory.trial(trial_id)
+            try:
+                record = directory.record(trial_id)
+            except ValueError as error:
+                bad.append(BadRecord(trial_dir / RECORD_FILE, str(error)))
+                statuses["unusable"] += 1
+                continue
             if record is not None:
                 statuses[record.status] += 1
-                print(describe(record))
+                print(shown(describe(record)))
             elif running and (trial_dir / TRIAL_FILE).exists():
                 statuses["running"] += 1
                 lines = ProgressTail(trial_dir / PROGRESS_FILE).new()
-                print(f"{trial_id}  running  {describe_step(lines[-1]) if lines else 'starting'}")
+                print(shown(f"{trial_id}  running  {describe_step(lines[-1]) if lines else 'starting'}"))
             else:
                 statuses["waiting"] += 1
         counts = ", ".join(f"{count} {status}" for status, count in statuses.most_common())
         state = "runs" if running else "is not running"
-        print(
-            f"{facts['experiment']} {state}: {counts} of {len(facts['trials'])} trials, started {facts['started_at']}"
-        )
+        total = f"{counts} of {len(facts['trials'])} trials"
+        print(shown(f"{shown_value(facts['experiment'])} {state}: {total}, started {facts['started_at']}"))
+        refuse_bad(bad)
         return 0
 
 

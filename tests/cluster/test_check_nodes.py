@@ -77,7 +77,7 @@ def test_a_site_with_gpus_fails_a_machine_without(
         (["--timeout", "nan"], "expected seconds above 0"),
         (["--json", "--free"], "not allowed with"),
         (["gpu[3-1]"], "counts down"),
-        (["--hosts", "/absent"], "cannot be read"),
+        (["--hosts", "/absent"], "no such hosts file"),
         (["--site", "/absent.yaml"], "no such site file"),
         (["--only", "disks"], "there is no check 'disks'; did you mean disk?"),
         (["--only", "disk", "--skip", "disk"], "leave no check"),

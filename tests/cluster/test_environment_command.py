@@ -79,7 +79,7 @@ def test_a_site_file_and_an_inventory_are_both_understood(tmp_path, capsys):
         (["a[3-1]"], "counts down"),
         (["{tmp}/list.txt", "gpu02"], "gpu02 is no node of the inventory list.txt"),
         (["--key", "{tmp}/none", "gpu01"], "is no file"),
-        (["--import", "{tmp}/none.sh"], "cannot be read"),
+        (["--import", "{tmp}/none.sh"], "no such shell file"),
         (["--import", "{tmp}/open.sh"], "open.sh:1: a quote is opened and never closed"),
         (["--import", "{tmp}/list.txt", "gpu01"], "leave the nodes out"),
         (["--write", "{tmp}/list.txt"], "was not written"),

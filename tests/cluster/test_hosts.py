@@ -79,7 +79,7 @@ def test_a_hosts_file_without_hosts_is_refused(tmp_path: Path, content: str) -> 
 
 
 def test_a_missing_hosts_file_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="no such hosts file"):
         read_hosts(tmp_path / "absent")
 
 

@@ -198,7 +198,7 @@ def test_an_unreadable_record_is_named_when_resuming(run):
     run({}, [trial(32)])
     path = run.run_dir / "trials" / trial(32).id / "record.json"
     path.write_text("{")
-    with pytest.raises(UsageError, match=r"record\.json is not a record of schema 1 .*; remove it"):
+    with pytest.raises(UsageError, match=r"record\.json is not a record of schema 1 \("):
         run({}, [trial(32)], Resume())
 
 

@@ -233,7 +233,7 @@ def test_an_unreadable_file_gives_one_sentence(tmp_path: Path, content: bytes, m
 def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"gone.yaml: no such experiment file; check the path"):
         load_experiment(tmp_path / "gone.yaml")
-    with pytest.raises(UsageError, match=r"cannot read the experiment file \(Is a directory\)"):
+    with pytest.raises(UsageError, match="the experiment file is a directory; give a regular file"):
         load_experiment(tmp_path)
 
 

@@ -1,0 +1,94 @@
+"""The books of a run grow with its trials and no faster: every record is read once, results.csv rarely written."""
+
+import builtins
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from harness.cli import main
+from harness.errors import UsageError
+from harness.machine import Machine
+from harness.plan import MOST_TRIALS, plan
+from harness.run_directory import RunDirectory
+from harness.spec import load_experiment
+from harness.training import next_attempt
+from tests.harness.measure_bookkeeping import EXPERIMENT, leave_record
+from tests.harness.test_run_experiment import Runner, trial
+
+LAPTOP = Machine(hostname="here", device="cpu", cores=8, memory_gib=8.0)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """How often each file was opened, by name of its directory and its own."""
+    counts: Counter[str] = Counter()
+    real_open, real_os_open = builtins.open, os.open
+
+    def count(path: object) -> None:
+        if isinstance(path, str | Path):
+            counts[f"{Path(path).parent.name}/{Path(path).name}"] += 1
+
+    def counted(file, *arguments, **options):
+        count(file)
+        return real_open(file, *arguments, **options)
+
+    def os_counted(path, *arguments, **options):
+        count(path)
+        return real_os_open(path, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "open", counted)
+    monkeypatch.setattr(os, "open", os_counted)
+    return counts
+
+
+def test_a_resumed_run_of_finished_trials_reads_each_record_once(tmp_path, monkeypatch, opened):
+    monkeypatch.chdir(tmp_path)
+    Path("exp.yaml").write_text(EXPERIMENT.format(seeds="0"))
+    trials = plan(load_experiment("exp.yaml"), LAPTOP)
+    directory = RunDirectory(Path("run"))
+    for one in trials:
+        leave_record(directory, one)
+    directory.describe(experiment="exp", title="", trials=[], started_at="2026-01-02")
+    opened.clear()
+    assert main(["run", "exp.yaml", "--out", "run", "--resume", "--launcher", "local"]) == 0
+    assert {one.id: opened[f"{one.id}/record.json"] for one in trials} == {one.id: 1 for one in trials}
+    assert len(Path("run/results.csv").read_text().splitlines()) == 1 + len(trials)
+
+
+def test_finished_trials_are_added_to_what_was_read_and_results_are_written_at_the_end(tmp_path, opened):
+    run = Runner(tmp_path / "run")
+    trials = [trial(length) for length in (16, 32, 48, 64, 80)]
+    run({}, trials)
+    assert sum(count for name, count in opened.items() if name.endswith("/record.json")) == 0
+    assert sum(count for name, count in opened.items() if "results.csv" in name) == 1
+    assert len((tmp_path / "run" / "results.csv").read_text().splitlines()) == 6
+
+
+def test_results_are_written_also_when_a_run_is_stopped(tmp_path):
+    run = Runner(tmp_path / "run")
+    run({32: "ctrl-c"}, [trial(16), trial(32), trial(48)])
+    assert len((tmp_path / "run" / "results.csv").read_text().splitlines()) == 3
+
+
+def test_an_attempt_gets_the_number_after_the_highest_where_earlier_ones_were_removed(tmp_path):
+    directory = RunDirectory(tmp_path)
+    attempts = directory.trial("t") / "attempts"
+    (attempts / "2").mkdir(parents=True)
+    (attempts / "notes").mkdir()
+    (directory.trial("t") / "record.json").write_text("third")
+    assert directory.begin_attempt("t") == 4
+    assert (attempts / "3" / "record.json").read_text() == "third"
+    assert next_attempt(attempts) == 4
+    assert next_attempt(tmp_path / "none") == 1
+
+
+def test_a_product_beyond_the_bound_is_refused_with_its_count_before_it_is_formed(tmp_path):
+    values = list(range(1, 61))
+    path = tmp_path / "exp.yaml"
+    keys = ("seq_len", "cp_size", "batch_size", "projection_tiles", "mlp_tiles")
+    sweep = "".join(f"  {key}: {values}\n" for key in keys)
+    path.write_text(f"task: attention\nmodel: tiny\nfixed: {{method: burst}}\nsweep:\n{sweep}")
+    with pytest.raises(UsageError, match=rf"777,600,000 combinations .* at most {MOST_TRIALS:,}; sweep fewer values"):
+        plan(load_experiment(path), LAPTOP)
