@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.patience import AMPLE
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp"])
 
@@ -31,7 +33,7 @@ def _rank_main(
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=120),
+        timeout=datetime.timedelta(seconds=AMPLE),
     )
     try:
         dist.barrier()  # one that is done at once would close connections that others are still opening
@@ -72,7 +74,7 @@ def run_on_ranks(world_size: int, fn: Callable[..., Any], *args: Any, backend: s
                 assert failure is None, f"rank {rank} failed:\n{failure}"
                 values[rank] = value
             for process in processes:
-                process.join(30)
+                process.join(AMPLE)
         finally:
             for process in processes:
                 if process.is_alive():
