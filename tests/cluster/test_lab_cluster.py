@@ -202,7 +202,7 @@ def test_a_cluster_is_started_swept_over_half_lost_and_ended(tmp_path):
         assert not any(map(site.ranks, lab.hosts))
 
         # A host is lost in the middle of the first trial: the sweep goes on with the others.
-        run = site.start(*site.experiment("loss", cp_sizes="2", steps=400, seeds="0, 1"))
+        run = site.start(*site.experiment("loss", cp_sizes="2", steps=100_000, seeds="0, 1"))
         site.wait_for_progress("loss")
         lab.kill(second)
         site.wait_for_progress("loss", trial=1)
@@ -254,7 +254,7 @@ def test_a_killed_start_and_a_killed_run_leave_what_down_can_end(tmp_path):
         wait_until(lambda: site.rays() == [], "something of a half started cluster is left")
 
         assert site.up()[0] == 0
-        run = site.start(*site.experiment("killed", cp_sizes="2", steps=2000))
+        run = site.start(*site.experiment("killed", cp_sizes="2", steps=100_000))
         site.wait_for_progress("killed")
         assert all(map(site.ranks, site.lab.hosts))
         run.kill()
@@ -270,7 +270,7 @@ def test_without_its_head_a_run_ends_with_a_reason_and_no_rank_is_left(tmp_path)
     with opened_site(2, tmp_path) as site:
         head, other = site.lab.hosts
         assert site.up()[0] == 0
-        run = site.start(*site.experiment("headless", cp_sizes="2", steps=2000, seeds="0, 1"))
+        run = site.start(*site.experiment("headless", cp_sizes="2", steps=100_000, seeds="0, 1"))
         site.wait_for_progress("headless")
         site.lab.kill(head)
         out, err = run.communicate(timeout=AMPLE)
