@@ -1,6 +1,7 @@
 """Run a function on several ranks in real processes, gloo or NCCL, and hand back what each returned.
 
-A fork server with torch preloaded starts the ranks, so a test pays for the import once and no rank inherits threads.
+A fork server with torch and the engine preloaded starts the ranks, so a test pays for the imports once and no rank
+inherits threads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Any
 from tests.patience import AMPLE
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch.distributed.fsdp", "engine.attention.op", "engine.train", "pytest"]
+)
 
 
 def _rank_main(
