@@ -10,6 +10,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from tests.patience import AMPLE
+
 _SYSTEM_PATHS = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
 
 
@@ -39,7 +41,7 @@ def _install(package: str) -> str:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=AMPLE,
         )
         if done.returncode:
             return f"apt-get {command[0]} failed: {done.stderr.strip()[-200:]}"

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.debian import find_or_install
+from tests.patience import wait_until
 
 PREFIX = "bl"
 SSH_PORT = 22  # of each host's own namespace
@@ -249,16 +250,16 @@ def _make_key(path: Path) -> None:
 
 def _wait_for_ssh(host: LabHost) -> None:
     """Until it greets: the bridge takes a moment to forward to a new port."""
-    assert host.sshd is not None
-    give_up = time.monotonic() + 30
-    while time.monotonic() < give_up:
+
+    def greets() -> bool:
+        assert host.sshd is not None
         assert host.sshd.poll() is None, (host.folder / "log").read_text()
         with contextlib.suppress(OSError), socket.create_connection((host.address, SSH_PORT), 2) as connection:
             connection.settimeout(5)
-            if connection.recv(4) == b"SSH-":
-                return
-        time.sleep(0.05)
-    raise AssertionError(f"{host.name} does not answer: {(host.folder / 'log').read_text()}")
+            return connection.recv(4) == b"SSH-"
+        return False
+
+    wait_until(greets, f"{host.name} does not answer")
 
 
 def _mentioning(text: str) -> list[int]:

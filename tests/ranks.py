@@ -1,6 +1,7 @@
 """Run a function on several ranks in real processes, gloo or NCCL, and hand back what each returned.
 
-A fork server with torch preloaded starts the ranks, so a test pays for the import once and no rank inherits threads.
+A fork server with torch and the engine preloaded starts the ranks, so a test pays for the imports once and no rank
+inherits threads.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.patience import AMPLE
+
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch.distributed.fsdp", "engine.attention.op", "engine.train", "pytest"]
+)
 
 
 def _rank_main(
@@ -31,7 +36,7 @@ def _rank_main(
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=120),
+        timeout=datetime.timedelta(seconds=AMPLE),
     )
     try:
         dist.barrier()  # one that is done at once would close connections that others are still opening
@@ -72,7 +77,7 @@ def run_on_ranks(world_size: int, fn: Callable[..., Any], *args: Any, backend: s
                 assert failure is None, f"rank {rank} failed:\n{failure}"
                 values[rank] = value
             for process in processes:
-                process.join(30)
+                process.join(AMPLE)
         finally:
             for process in processes:
                 if process.is_alive():

@@ -13,6 +13,7 @@ from engine.attention.masks import Causal
 from engine.attention.reference import dense_attention
 from engine.settings import ModelShape, TrialSettings
 from tests.ranks import run_on_ranks
+from tests.slow import combinations
 
 BASELINES = ("ring", "megatron_cp", "ulysses", "loongtrain_double_ring", "loongtrain_usp")
 SHAPE = ModelShape(name="test", layers=1, hidden=32, ffn=64, heads=8, kv_heads=4, head_dim=8, vocab=256)
@@ -51,9 +52,7 @@ def attention_errors(name: str, replay: bool, node_size: int | None = None) -> t
     return errors, cp.traffic.sent_bytes
 
 
-@pytest.mark.parametrize("replay", [False, True], ids=["computed", "replayed"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("name", BASELINES)
+@combinations({"name": BASELINES, "world_size": [4, 2, 1], "replay": [False, True]})
 def test_a_baseline_equals_dense_float64(name, world_size, replay) -> None:
     for errors, _ in run_on_ranks(world_size, attention_errors, name, replay):
         assert max(errors) < 1e-10

@@ -18,6 +18,7 @@ from cluster.discovery.facts import NodeFacts
 from cluster.discovery.read import read_node
 from cluster.local import LocalRunner
 from cluster.site import Site, Software
+from tests.patience import AMPLE
 
 INFINIBAND = {"link_layer": "InfiniBand", "rate": "400 Gb/sec (4X NDR)"}
 ETHERNET = {"link_layer": "Ethernet", "rate": "100 Gb/sec (4X EDR)"}
@@ -116,7 +117,7 @@ class FakeNode:
 
     def facts(self, site: Site | None = None, head: str | None = "10.0.0.1", node: str = "gpu01") -> NodeFacts:
         site = site or Site(software=Software(python=str(self._bin / "python")))
-        return read_node(node, LocalRunner(), site, head=head, deadline_seconds=60, root=str(self._root))
+        return read_node(node, LocalRunner(), site, head=head, deadline_seconds=AMPLE, root=str(self._root))
 
     def _answer(self) -> None:
         listed = [

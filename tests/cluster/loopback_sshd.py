@@ -6,7 +6,6 @@ import getpass
 import os
 import socket
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.debian import find_or_install
+from tests.patience import AMPLE, wait_until
 
 ADDRESSES_OF_ONE = 16  # as many sockets as an sshd listens on; more addresses take more of them
 
@@ -52,14 +52,12 @@ def free_port() -> int:
 
 
 def wait_until_open(address: str, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    for _ in range(200):
-        if process.poll() is not None:
-            pytest.fail(f"sshd ended with {process.returncode}: {log.read_text()}")
+    def open_now() -> bool:
+        assert process.poll() is None, f"sshd ended with {process.returncode}: {log.read_text()}"
         with socket.socket() as probe:
-            if probe.connect_ex((address, port)) == 0:
-                return
-        time.sleep(0.05)
-    pytest.fail(f"sshd does not listen on {address} port {port}: {log.read_text()}")
+            return probe.connect_ex((address, port)) == 0
+
+    wait_until(open_now, f"sshd does not listen on {address} port {port}")
 
 
 @contextmanager
@@ -104,4 +102,4 @@ def running_sshd(
         for process in processes:
             process.terminate()
         for process in processes:
-            process.wait(10)
+            process.wait(AMPLE)

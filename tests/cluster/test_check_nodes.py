@@ -17,6 +17,7 @@ from cluster.checks import discover
 from cluster.cli import main
 from cluster.history import History
 from tests.cluster.loopback_sshd import LoopbackSshd, free_port, make_key
+from tests.patience import AMPLE
 
 ROOT = Path(__file__).parents[2]
 # What a machine that runs tests may have wrong: nothing here depends on it.
@@ -107,7 +108,7 @@ def test_a_reader_who_leaves_early_is_no_error(form: str, roomy_site: Path) -> N
     os.close(reader)
     command = [sys.executable, "check_nodes.py", form, "--only", "disk", "--no-history", "--site", str(roomy_site)]
     with open(writer, "wb") as nobody:
-        done = subprocess.run(command, cwd=ROOT, stdout=nobody, stderr=subprocess.PIPE, timeout=60, check=False)
+        done = subprocess.run(command, cwd=ROOT, stdout=nobody, stderr=subprocess.PIPE, timeout=AMPLE, check=False)
     assert (done.returncode, done.stderr) == (141, b"")
 
 

@@ -6,6 +6,7 @@ from cluster.checks import disk, host_memory
 from cluster.local import LocalRunner
 from cluster.probe import Output
 from cluster.site import DiskLimit, HostMemoryLimit, Site
+from tests.patience import AMPLE
 
 HEADER = "Filesystem     1024-blocks     Used Available Capacity Mounted on"
 ROOT = f"path /\n{HEADER}\n/dev/vda         106052916 24358612  81677920      23% /"
@@ -55,7 +56,7 @@ def test_blanks_in_filesystem_names_are_no_columns() -> None:
 
 def test_a_path_with_shell_characters_is_only_a_path() -> None:
     site = Site(disks=(DiskLimit(path="/no such; echo $HOME 'here'"),))
-    done = LocalRunner().run(["sh", "-c", disk.probe(site).script + " 2>&1"], deadline_seconds=10)
+    done = LocalRunner().run(["sh", "-c", disk.probe(site).script + " 2>&1"], deadline_seconds=AMPLE)
     verdict = disk.judge(Output(text=done.stdout, exit_status=done.exit_status), site)
     assert verdict.summary.startswith("/no such; echo $HOME 'here' is absent")
 

@@ -9,6 +9,7 @@ import pytest
 
 from cluster.site import load_site
 from harness.cli import main
+from tests.patience import AMPLE
 
 HERE = socket.gethostname()
 
@@ -62,7 +63,7 @@ def test_a_site_file_and_an_inventory_are_both_understood(tmp_path, capsys):
     assert "NCCL_DEBUG" in out
     assert "hidden" not in out
     (tmp_path / "lab.yaml").write_text("nodes: ['127.0.0.1:1']\nsite: site.yaml\n")
-    assert main(["env", str(tmp_path / "lab.yaml"), "--timeout", "20"]) == 1
+    assert main(["env", str(tmp_path / "lab.yaml"), "--timeout", f"{AMPLE:g}"]) == 1
     assert "127.0.0.1" in capsys.readouterr().err
 
 

@@ -19,8 +19,7 @@ from cluster.local import LocalRunner, connect_local
 from cluster.runner import Unreachable
 from cluster.site import NetworkExpectation, Site
 from cluster.ssh import SshOptions, connector
-
-SECONDS = 60.0
+from tests.patience import AMPLE
 
 
 def rendered(**environment):
@@ -28,7 +27,7 @@ def rendered(**environment):
 
 
 def put(environment, path):
-    return install(LocalRunner(), environment, str(path), deadline_seconds=SECONDS)
+    return install(LocalRunner(), environment, str(path), deadline_seconds=AMPLE)
 
 
 def test_a_file_is_written_then_left_alone_then_replaced_and_kept(tmp_path):
@@ -71,7 +70,7 @@ def test_a_transfer_that_breaks_leaves_the_old_file(tmp_path):
             return super().run(command, stdin=[content[: len(content) // 2]], deadline_seconds=deadline_seconds)
 
     with pytest.raises(Unreachable, match="arrived with the checksum"):
-        install(Half(), rendered(), str(path), deadline_seconds=SECONDS)
+        install(Half(), rendered(), str(path), deadline_seconds=AMPLE)
     assert path.read_text() == "old\n"
     assert {each.read_text() for each in tmp_path.iterdir()} == {"old\n"}  # itself and the copy that was to be kept
 
@@ -85,7 +84,7 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path, name, complaint):
 
 def test_this_machine_is_asked_for_real(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which nproc would believe
-    found = survey([Node(host=this_machine(), site=Site())], connect_local, Wish(), SECONDS)
+    found = survey([Node(host=this_machine(), site=Site())], connect_local, Wish(), AMPLE)
     (environment,) = found.environments
     assert found.silent == {}
     assert environment.variables["GLOO_SOCKET_IFNAME"] == "lo"
@@ -102,7 +101,7 @@ def test_nodes_over_ssh_are_asked_and_written_to_and_a_silent_one_is_named(sshd,
     nodes = [Node(host=host, site=site) for host in hosts]
     path = tmp_path / "it's $HOME; here" / "env.sh"
     wish = Wish(head=head_address(None, nodes), install=str(path))
-    found = survey(nodes, connector(SshOptions(known_hosts=sshd.known_hosts)), wish, SECONDS)
+    found = survey(nodes, connector(SshOptions(known_hosts=sshd.known_hosts)), wish, AMPLE)
     assert list(found.silent) == ["lost"]
     assert found.installed["one"].what == "written"
     done = subprocess.run(
@@ -116,7 +115,7 @@ def test_nodes_over_ssh_are_asked_and_written_to_and_a_silent_one_is_named(sshd,
 
 def test_a_node_that_cannot_be_written_to_is_named_and_still_shown(tmp_path):
     node = Node(host=Host(name="here"), site=Site())
-    found = survey([node], connect_local, Wish(install=str(tmp_path)), SECONDS)
+    found = survey([node], connect_local, Wish(install=str(tmp_path)), AMPLE)
     assert "is a folder" in found.silent["here"]
     assert len(found.environments) == 1
 

@@ -6,25 +6,26 @@ import pytest
 
 from cluster.fleet import on_each
 from cluster.runner import Unreachable
+from tests.patience import AMPLE
 
 
 def test_every_node_answers_side_by_side():
-    together = threading.Barrier(5, timeout=30)  # passes only when all five run at once
+    together = threading.Barrier(5, timeout=AMPLE)  # passes only when all five run at once
 
     def work(node):
         together.wait()
         return node * 2
 
-    assert dict(on_each(range(5), work, 30)) == {node: node * 2 for node in range(5)}
+    assert dict(on_each(range(5), work, AMPLE)) == {node: node * 2 for node in range(5)}
 
 
 def test_a_node_that_cannot_be_asked_is_an_answer_and_a_mistake_of_ours_is_raised():
     def work(node):
         raise Unreachable("down") if node == "a" else KeyError(node)
 
-    assert [str(answer) for _, answer in on_each(["a"], work, 30)] == ["down"]
+    assert [str(answer) for _, answer in on_each(["a"], work, AMPLE)] == ["down"]
     with pytest.raises(KeyError):
-        list(on_each(["b"], work, 30))
+        list(on_each(["b"], work, AMPLE))
 
 
 def test_a_silent_node_is_reported_after_its_time():
@@ -48,7 +49,7 @@ def test_five_hundred_slow_nodes_are_asked_side_by_side_but_not_more_at_once_tha
             now -= 1
         return node
 
-    answers = dict(on_each(range(500), work, 60, at_once=100))
+    answers = dict(on_each(range(500), work, AMPLE, at_once=100))
     assert answers == {node: node for node in range(500)}
     assert 1 < most <= 100
 

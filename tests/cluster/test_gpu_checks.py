@@ -17,6 +17,7 @@ from cluster.local import LocalRunner
 from cluster.probe import Output, parse_outputs, render_script
 from cluster.site import GpuExpectation, GpuMemoryLimit, Site
 from cluster.verdict import Verdict
+from tests.patience import AMPLE
 
 UUID = "GPU-10597eaf-9a20-6f3c-deae-3420ff422ae3"
 H200 = f"0, {UUID}, 00000000:00:06.0, NVIDIA H200, 580.159.04, 143771"
@@ -163,7 +164,7 @@ esac
 
 def run_memory_probe(site: Site) -> Output:
     script = render_script({"gpu_memory": gpu_memory.probe(site)}, "abc")
-    done = LocalRunner().run(["sh", "-s"], stdin=script, deadline_seconds=30)
+    done = LocalRunner().run(["sh", "-s"], stdin=script, deadline_seconds=AMPLE)
     return parse_outputs(done.stdout, "abc")["gpu_memory"]
 
 

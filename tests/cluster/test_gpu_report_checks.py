@@ -23,6 +23,7 @@ from cluster.probe import Output, parse_outputs, render_script
 from cluster.profiles import NO_GPUS
 from cluster.site import GpuExpectation, Site
 from tests.cluster.gpu_outputs import EIGHT, MODELS, OUTPUTS, STRANGER, board, judge, report, setting
+from tests.patience import AMPLE
 
 CHECKS = [gpu_clocks, gpu_ecc, gpu_fabric, gpu_recovery, gpu_rows, gpu_thermal, gpu_versions]
 EVERY_CHECK = pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_the_probe_keeps_all_that_the_checks_read_and_little_else(
 ) -> None:
     whole = (OUTPUTS / f"{model}_q.txt").read_text()
     install_nvidia_smi(f"[ $1 = -q ] && cat {OUTPUTS}/{model}_q.txt")
-    done = LocalRunner().run(["sh", "-s"], stdin=render_script({"report": PROBE}, "abc"), deadline_seconds=30)
+    done = LocalRunner().run(["sh", "-s"], stdin=render_script({"report": PROBE}, "abc"), deadline_seconds=AMPLE)
     kept = parse_outputs(done.stdout, "abc")["report"].text
     for module in CHECKS:
         one, other = (judge(module.CHECK, text, Site(), board(model, 1)) for text in (whole, kept))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +18,7 @@ from cluster.probe import Output, Probe
 from cluster.runner import Runner
 from cluster.site import Site
 from cluster.verdict import EXIT_CODES, LEVELS, Level, Verdict, merge, worst_level
+from tests.patience import AMPLE, scaled
 
 LOCAL = Host(name="here")
 HERE = Node(host=LOCAL, site=Site())
@@ -88,10 +89,10 @@ def test_one_probe_that_hangs_leaves_the_other_verdicts() -> None:
         return Verdict(level="ok", summary=output.text)
 
     checks = {
-        "hangs": Check(source="x", probe=lambda site: Probe(script="sleep 30", seconds=1), judge=judge),
+        "hangs": Check(source="x", probe=lambda site: Probe(script="sleep 600", seconds=1), judge=judge),
         "works": Check(source="x", probe=lambda site: Probe(script="echo fine"), judge=judge),
     }
-    (only,) = check_nodes([HERE], connect_local, checks, 10.0)
+    (only,) = check_nodes([HERE], connect_local, checks, AMPLE)
     assert {name: verdict.level for name, verdict in only.verdicts.items()} == {
         "reachability": "ok",
         "clock": "ok",
@@ -103,15 +104,18 @@ def test_one_probe_that_hangs_leaves_the_other_verdicts() -> None:
 def test_a_node_that_never_answers_is_reported_unknown_while_the_others_are_not_held_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    never = threading.Event()
+
     @contextmanager
     def connect(host: Host, seconds: float) -> Iterator[Runner]:
         if host.name == "stuck":
-            time.sleep(30)  # as a name server that does not answer would
+            never.wait()  # as for a name server that does not answer
         yield LocalRunner()
 
     monkeypatch.setattr(fleet, "GRACE_SECONDS", 0.1)
     nodes = [Node(host=Host(name=name), site=Site()) for name in ("stuck", "well")]
-    reports = {one.host.name: one for one in check_nodes(nodes, connect, {}, 3.0)}
+    reports = {one.host.name: one for one in check_nodes(nodes, connect, {}, scaled(0.5))}
+    never.set()
     assert {name: one.level for name, one in reports.items()} == {"stuck": "unknown", "well": "ok"}
     assert not reports["stuck"].usable
 
@@ -122,4 +126,4 @@ def test_a_mistake_in_a_check_is_raised_not_hidden() -> None:
 
     checks = {"broken": Check(source="x", probe=lambda site: Probe(script="true"), judge=judge)}
     with pytest.raises(KeyError, match="mistake"):
-        list(check_nodes([HERE], connect_local, checks, 10.0))
+        list(check_nodes([HERE], connect_local, checks, AMPLE))

@@ -13,10 +13,11 @@ from cluster.probe import Output, Probe
 from cluster.profiles import NO_GPUS
 from cluster.site import Site
 from tests.cluster.gpu_outputs import board
+from tests.patience import AMPLE
 
 
 def run(probe: Probe) -> Output:
-    done = LocalRunner().run(["sh", "-c", probe.script], deadline_seconds=60)
+    done = LocalRunner().run(["sh", "-c", probe.script], deadline_seconds=AMPLE)
     return Output(text=done.stdout, exit_status=done.exit_status)
 
 

@@ -17,6 +17,7 @@ from cluster.local import LocalRunner
 from cluster.ssh import SshOptions, connector
 from cluster.transfer import TransferFailed
 from tests.cluster.fake_docker import layers
+from tests.patience import AMPLE
 
 NAME = "lab/burst:1"
 LAYERS = layers(6_000_000)
@@ -246,7 +247,7 @@ def test_the_shared_copy_stays_while_a_node_still_needs_it_or_when_told_to(lab):
 
 def test_a_node_that_does_not_see_the_shared_copy_says_so(lab):
     with pytest.raises(ImageFailed, match="cannot be read on this node; look whether that folder is mounted there"):
-        collect(lab.targets[0], lab.archive(), lab.connect, 30.0, lab.watch)
+        collect(lab.targets[0], lab.archive(), lab.connect, AMPLE, lab.watch)
 
 
 def test_a_shared_folder_nobody_can_write_fails_every_node_with_its_reason(lab, tmp_path):
@@ -286,8 +287,8 @@ def test_a_node_without_docker_says_so(sshd, lab):
             return self.runner.run(["env", "PATH=/nonexistent", "/usr/bin/env", *command[1:]], **options)
 
     with pytest.raises(ImageFailed, match="docker is not found on the PATH"):
-        look(bare, without_path, 30.0, lab.watch)
+        look(bare, without_path, AMPLE, lab.watch)
 
 
 def _soon() -> float:
-    return time.monotonic() + 60
+    return time.monotonic() + AMPLE

@@ -10,6 +10,7 @@ import pytest
 from harness.cli import main
 from tests import lab as lab_module
 from tests.lab import Lab, open_lab
+from tests.patience import scaled
 
 if reason := lab_module.unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -41,7 +42,7 @@ def test_broken_hosts_are_found_each_with_its_reason_and_none_is_free(tmp_path, 
         lab.freeze(silent)
         lab.replace_host_key(other)
         lab.stop_sshd(down)
-        given = [str(inventory), "--known-hosts", str(lab.known_hosts), "--timeout", "10", "--no-history"]
+        given = [str(inventory), "--known-hosts", str(lab.known_hosts), "--timeout", f"{scaled(5.0):g}", "--no-history"]
         given += ["--only", "disk,interface,host_memory"]
         code = main(["check", *given, "--json"])
         found = {node["node"]: node for node in map(json.loads, capsys.readouterr().out.splitlines())}

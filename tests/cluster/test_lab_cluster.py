@@ -12,8 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,13 @@ import pytest
 from tests import lab as lab_module
 from tests.cluster.test_lab_checks import write_inventory
 from tests.lab import Lab, LabHost, open_lab
+from tests.patience import AMPLE, scaled, wait_until
 
 if reason := lab_module.unavailable():
     pytest.skip(reason, allow_module_level=True)
 pytest.importorskip("ray")
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 240.0  # seconds; a loaded two-core machine needs a minute for what an idle one does in ten seconds
 
 EXPERIMENT = """
 title: Attention over hosts
@@ -75,15 +74,15 @@ class Site:
     def burst(self, *arguments: str) -> tuple[int, str]:
         """Exit code, and everything it printed."""
         process = self.start(*arguments)
-        out, err = process.communicate(timeout=PATIENCE)
+        out, err = process.communicate(timeout=AMPLE)
         return process.returncode, out + err
 
     def up(self) -> tuple[int, str]:
         return self.burst("cluster", "up", str(self.inventory), "--known-hosts", str(self.lab.known_hosts))
 
-    def experiment(self, name: str, cp_sizes: str, steps: int, seeds: str = "0", seconds: int = 600) -> list[str]:
+    def experiment(self, name: str, cp_sizes: str, steps: int, seeds: str = "0", seconds: float = 3600) -> list[str]:
         path = self.lab.folder / f"{name}.yaml"
-        path.write_text(EXPERIMENT.format(cp_sizes=cp_sizes, steps=steps, seeds=seeds, seconds=seconds))
+        path.write_text(EXPERIMENT.format(cp_sizes=cp_sizes, steps=steps, seeds=seeds, seconds=f"{seconds:g}"))
         return ["run", str(path), *self.nodes(), "--out", str(self.runs / name)]
 
     def variant(self, name: str, line: str) -> str:
@@ -146,13 +145,6 @@ def output_of(pid: int) -> str:
         return ""
 
 
-def wait_until(condition: Callable[[], bool], complaint: str) -> None:
-    give_up = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < give_up, complaint
-        time.sleep(0.1)
-
-
 @contextlib.contextmanager
 def opened_site(count: int, folder: Path) -> Iterator[Site]:
     with open_lab(count, folder) as lab, contextlib.closing(Site(lab)) as site:
@@ -210,14 +202,14 @@ def test_a_cluster_is_started_swept_over_half_lost_and_ended(tmp_path):
         assert not any(map(site.ranks, lab.hosts))
 
         # A host is lost in the middle of the first trial: the sweep goes on with the others.
-        run = site.start(*site.experiment("loss", cp_sizes="2", steps=400, seeds="0, 1"))
+        run = site.start(*site.experiment("loss", cp_sizes="2", steps=100_000, seeds="0, 1"))
         site.wait_for_progress("loss")
         lab.kill(second)
         site.wait_for_progress("loss", trial=1)
         assert site.ranks(head)
         assert site.ranks(third)
         run.send_signal(signal.SIGINT)
-        out, err = run.communicate(timeout=PATIENCE)
+        out, err = run.communicate(timeout=AMPLE)
         assert run.returncode == 1, out + err
         lost, stopped = site.records("loss")
         assert lost["status"] == "node_lost"
@@ -228,11 +220,11 @@ def test_a_cluster_is_started_swept_over_half_lost_and_ended(tmp_path):
         assert guests() <= guests_before
 
         # What is out is said; what cannot be reached is not forgotten.
-        code, said = site.burst("cluster", "status", "--timeout", "5")
+        code, said = site.burst("cluster", "status", "--timeout", f"{scaled(5.0):g}")
         assert code == 1
         assert "2 of 3 nodes of inventory are up" in said
         assert "quarantined: " in next(line for line in said.splitlines() if line.startswith("lab2"))
-        code, said = site.burst("cluster", "down", "--timeout", "5")
+        code, said = site.burst("cluster", "down", "--timeout", f"{scaled(5.0):g}")
         assert (code, "repeat burst cluster down" in said) == (1, True), said
         lab.revive(second)
         code, said = site.burst("cluster", "down")
@@ -262,7 +254,7 @@ def test_a_killed_start_and_a_killed_run_leave_what_down_can_end(tmp_path):
         wait_until(lambda: site.rays() == [], "something of a half started cluster is left")
 
         assert site.up()[0] == 0
-        run = site.start(*site.experiment("killed", cp_sizes="2", steps=2000))
+        run = site.start(*site.experiment("killed", cp_sizes="2", steps=100_000))
         site.wait_for_progress("killed")
         assert all(map(site.ranks, site.lab.hosts))
         run.kill()
@@ -278,10 +270,10 @@ def test_without_its_head_a_run_ends_with_a_reason_and_no_rank_is_left(tmp_path)
     with opened_site(2, tmp_path) as site:
         head, other = site.lab.hosts
         assert site.up()[0] == 0
-        run = site.start(*site.experiment("headless", cp_sizes="2", steps=2000, seeds="0, 1"))
+        run = site.start(*site.experiment("headless", cp_sizes="2", steps=100_000, seeds="0, 1"))
         site.wait_for_progress("headless")
         site.lab.kill(head)
-        out, err = run.communicate(timeout=PATIENCE)
+        out, err = run.communicate(timeout=AMPLE)
         assert run.returncode == 1, out + err
         first, second = site.records("headless")
         assert (first["status"], second["status"]) == ("node_lost", "node_lost"), out + err
@@ -297,7 +289,8 @@ def test_without_its_head_a_run_ends_with_a_reason_and_no_rank_is_left(tmp_path)
 
 def test_a_run_without_a_cluster_has_one_of_its_own_and_a_late_trial_leaves_nothing(tmp_path):
     with opened_site(2, tmp_path) as site:
-        run = site.experiment("late", cp_sizes="1, 2, 3", steps=100_000, seconds=5)
+        seconds = scaled(5.0)
+        run = site.experiment("late", cp_sizes="1, 2, 3", steps=100_000, seconds=seconds)
         code, said = site.burst("plan", run[1], *site.nodes(), "--json")
         assert code == 0, said
         planned = json.loads(said)
@@ -305,16 +298,16 @@ def test_a_run_without_a_cluster_has_one_of_its_own_and_a_late_trial_leaves_noth
         assert site.rays() == []
 
         running = site.start(*run)
-        site.wait_for_progress("late")
+        wait_until((site.runs / "late" / "run.json").exists, "the run has not begun")
         code, said = site.burst(*run)
         assert (code, "belongs to another burst run" in said) == (2, True), said
-        out, err = running.communicate(timeout=PATIENCE)
+        out, err = running.communicate(timeout=AMPLE)
         assert running.returncode == 1, out + err
         *late, refused = site.records("late")
         assert [(record["status"], record["hosts"]) for record in late] == [
             ("timeout", ["lab1"]), ("timeout", ["lab1", "lab2"])
         ], err  # fmt: skip
-        assert late[1]["reason"].startswith("not finished within its 5 s")
+        assert late[1]["reason"].startswith(f"not finished within its {seconds:g} s")
         assert (refused["status"], refused["reason"]) == ("refused", planned[2]["reason"])
         assert site.rays() == []
         assert site.burst("cluster", "down")[0] == 2  # nothing is left to end

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,12 +13,13 @@ from cluster.runner import Unreachable
 from cluster.ssh import SshOptions, connector
 from tests import lab as lab_module
 from tests.lab import Lab, LabHost, open_lab
+from tests.patience import AMPLE, wait_until
 
 if reason := lab_module.unavailable():
     pytest.skip(reason, allow_module_level=True)
 
 
-def ssh(lab: Lab, host: LabHost, *command: str, seconds: float = 20.0) -> str:
+def ssh(lab: Lab, host: LabHost, *command: str, seconds: float = AMPLE) -> str:
     connect = connector(SshOptions(known_hosts=lab.known_hosts))
     with connect(Host(name=host.name, address=host.address, user="root", key=lab.key), seconds) as runner:
         completed = runner.run(command, deadline_seconds=seconds)
@@ -34,16 +33,6 @@ def names_of(pids: list[int]) -> list[str]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
             names.append(Path(f"/proc/{pid}/comm").read_text().strip())
     return names
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    """Whether it comes true: a program that was started takes a moment to become what it will be."""
-    ends_at = time.monotonic() + 60
-    while not holds():
-        if time.monotonic() > ends_at:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def test_hosts_have_their_own_names_addresses_and_interfaces_and_nothing_stays(tmp_path):
@@ -61,7 +50,7 @@ def test_hosts_have_their_own_names_addresses_and_interfaces_and_nothing_stays(t
         assert ssh(lab, second, "df", "--output=size", str(disk)).split()[-1] != "1024"
         # A process that leaves its session and its parent is the host's all the same.
         ssh(lab, first, "sh", "-c", "setsid -f sleep 600 >/dev/null 2>&1 </dev/null")
-        assert eventually(lambda: "sleep" in names_of(lab.processes(first)))
+        wait_until(lambda: "sleep" in names_of(lab.processes(first)), "what was started is not on the host")
         assert lab.left_behind()
     assert lab.left_behind() == []
     assert lab.processes(first) == lab.processes(second) == []

@@ -16,6 +16,7 @@ from cluster.node_arguments import add_node_arguments
 from cluster.reach import connection
 from harness.cli import main
 from tests.cluster.loopback_sshd import LoopbackSshd
+from tests.patience import AMPLE
 
 
 @pytest.fixture
@@ -81,4 +82,4 @@ def test_one_connection_reaches_this_machine_and_others(sshd: LoopbackSshd) -> N
     for host in (this_machine(), far):
         with connect(host, 30.0) as runner:
             assert isinstance(runner, LocalRunner) == host.is_local
-            assert runner.run(["echo", host.name], deadline_seconds=30).stdout == f"{host.name}\n"
+            assert runner.run(["echo", host.name], deadline_seconds=AMPLE).stdout == f"{host.name}\n"

@@ -18,6 +18,7 @@ from cluster.probe import Output
 from cluster.profiles import NO_GPUS
 from cluster.site import NetworkExpectation, Site
 from tests.cluster.gpu_outputs import EIGHT, STRANGER, board
+from tests.patience import AMPLE
 
 NDR, HDR = "400 Gb/sec (4X NDR)", "200 Gb/sec (4X HDR)"
 
@@ -110,7 +111,7 @@ def test_the_probe_reads_every_port_of_a_tree_like_sysfs(tmp_path: Path) -> None
                           ("link_layer", "InfiniBand"), ("counters/link_downed", "7")):  # fmt: skip
         (folder / name).write_text(content + "\n")
     script = infiniband.PROBE.script.replace("/sys/class/infiniband", f"{tmp_path}/sys/class/infiniband")
-    done = LocalRunner().run(["sh", "-c", script], deadline_seconds=30)
+    done = LocalRunner().run(["sh", "-c", script], deadline_seconds=AMPLE)
     verdict = infiniband.judge(Output(text=done.stdout), named("mlx5_3"), board("h200"))
     assert verdict.level == "ok"
     assert verdict.facts["counters"] == {"mlx5_3:1 link_downed": 7}
@@ -152,7 +153,7 @@ def test_a_site_that_names_no_interface_takes_what_is_up() -> None:
 
 
 def test_this_machines_interfaces_can_be_read() -> None:
-    done = LocalRunner().run(["sh", "-c", interface.probe(Site()).script], deadline_seconds=30)
+    done = LocalRunner().run(["sh", "-c", interface.probe(Site()).script], deadline_seconds=AMPLE)
     assert interface.judge(Output(text=done.stdout, exit_status=done.exit_status), Site()).level == "ok"
 
 
@@ -194,5 +195,5 @@ def test_locked_memory_matters_where_there_is_an_adapter(text: str, level: str) 
 
 @pytest.mark.parametrize("check", [memlock, peermem])
 def test_these_probes_answer_on_any_linux(check: Any) -> None:
-    done = LocalRunner().run(["sh", "-c", check.PROBE.script], deadline_seconds=30)
+    done = LocalRunner().run(["sh", "-c", check.PROBE.script], deadline_seconds=AMPLE)
     assert check.CHECK.judge(Output(text=done.stdout), Site(), *([NO_GPUS] * (check is peermem))).level != "unknown"

@@ -17,6 +17,7 @@ from cluster.inventory import Node
 from cluster.local import LocalRunner, connect_local
 from cluster.profiles import find, load_profiles
 from cluster.site import Site
+from tests.patience import AMPLE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,7 +40,7 @@ def test_the_drivers_report_is_understood() -> None:
 @pytest.mark.slow
 def test_a_node_measures_its_gpus() -> None:
     command = [word for word in worker_command(Site(), "speeds") if word != "--attended"]
-    done = LocalRunner().run(command, deadline_seconds=600)
+    done = LocalRunner().run(command, deadline_seconds=AMPLE)
     speeds = read_speeds(done.stdout)
     assert isinstance(speeds, NodeSpeeds), (speeds, done.stderr[-2000:])
     count = torch.cuda.device_count()

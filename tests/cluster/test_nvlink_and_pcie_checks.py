@@ -13,6 +13,7 @@ from cluster.profiles import NO_GPUS
 from cluster.site import Site
 from tests.cluster import gpu_outputs
 from tests.cluster.gpu_outputs import EIGHT, MODELS, OUTPUTS, STRANGER, board
+from tests.patience import AMPLE
 
 LINKS = {"a100": 12, "a800": 8, "h100": 18, "h200": 18}
 
@@ -65,7 +66,7 @@ def test_the_probe_leaves_zeros_on_the_node_and_survives_drivers_without_counter
     install_nvidia_smi: Callable[[str], object],
 ) -> None:
     install_nvidia_smi(f'case $2 in -s) cat {OUTPUTS}/h200_nvlink_s.txt ;; -e) echo "not supported"; exit 3 ;; esac')
-    done = LocalRunner().run(["sh", "-s"], stdin=render_script({"nvlink": nvlink.PROBE}, "abc"), deadline_seconds=30)
+    done = LocalRunner().run(["sh", "-s"], stdin=render_script({"nvlink": nvlink.PROBE}, "abc"), deadline_seconds=AMPLE)
     output = parse_outputs(done.stdout, "abc")["nvlink"]
     assert output.exit_status == 0
     assert nvlink.judge(output, Site(), board("h200", 1)).level == "ok"

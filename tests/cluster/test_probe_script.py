@@ -4,11 +4,12 @@ import pytest
 
 from cluster.local import LocalRunner
 from cluster.probe import Output, Probe, parse_outputs, printable, render_script
+from tests.patience import AMPLE, scaled
 
 MARK = "0123456789abcdef"
 
 
-def run(probes: dict[str, Probe], deadline_seconds: float = 20.0) -> dict[str, Output]:
+def run(probes: dict[str, Probe], deadline_seconds: float = AMPLE) -> dict[str, Output]:
     done = LocalRunner().run(["sh", "-s"], stdin=render_script(probes, MARK), deadline_seconds=deadline_seconds)
     return parse_outputs(done.stdout, MARK)
 
@@ -43,14 +44,16 @@ def test_many_probes_keep_their_lines_apart() -> None:
 
 
 def test_a_hanging_probe_is_ended_and_takes_nothing_from_the_others() -> None:
-    outputs = run({"slow": Probe(script="echo begun; sleep 30", seconds=1), "quick": Probe(script="echo here")})
+    slow = Probe(script="echo begun; sleep 600", seconds=scaled(0.5))
+    outputs = run({"slow": slow, "quick": Probe(script="echo here")})
     assert outputs["quick"] == Output(text="here", exit_status=0)
     assert outputs["slow"].timed_out
     assert outputs["slow"].text == "begun"
 
 
 def test_what_was_printed_before_the_nodes_deadline_is_kept() -> None:
-    outputs = run({"slow": Probe(script="echo begun; sleep 30"), "quick": Probe(script="echo here")}, 1.5)
+    probes = {"slow": Probe(script="echo begun; sleep 600", seconds=AMPLE), "quick": Probe(script="echo here")}
+    outputs = run(probes, scaled(0.5))
     assert outputs["quick"].text == "here"
     assert outputs["slow"] == Output(text="begun", exit_status=None)
     assert outputs["slow"].timed_out
@@ -59,7 +62,7 @@ def test_what_was_printed_before_the_nodes_deadline_is_kept() -> None:
 def test_a_script_cut_short_runs_nothing() -> None:
     script = render_script({"check": Probe(script="echo ran")}, MARK)
     half = script[: script.rindex("main\n")]
-    done = LocalRunner().run(["sh", "-s"], stdin=half, deadline_seconds=10)
+    done = LocalRunner().run(["sh", "-s"], stdin=half, deadline_seconds=AMPLE)
     assert parse_outputs(done.stdout, MARK) == {}
 
 
@@ -72,7 +75,7 @@ def test_a_node_without_timeout_says_so_instead_of_looking_like_one_without_gpus
     script = "PATH=/nowhere\n" + render_script({"gpus": Probe(script="true")}, MARK).replace(
         "PATH=$PATH:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin:", "PATH=$PATH:"
     )
-    done = LocalRunner().run(["/bin/sh", "-s"], stdin=script, deadline_seconds=10)
+    done = LocalRunner().run(["/bin/sh", "-s"], stdin=script, deadline_seconds=AMPLE)
     assert parse_outputs(done.stdout, MARK) == {}
     assert "timeout is missing" in done.stderr
 

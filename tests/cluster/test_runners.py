@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from cluster.local import LocalRunner
 from cluster.runner import MAX_OUTPUT_BYTES, Runner, Unreachable
 from cluster.ssh import SshOptions, connector
 from tests.cluster.loopback_sshd import LoopbackSshd
+from tests.patience import AMPLE, scaled, wait_for_end
 
 
 @pytest.fixture(params=["local", "ssh"])
@@ -34,34 +33,34 @@ def open_runner(sshd: LoopbackSshd):  # type: ignore[no-untyped-def]
 
 def test_every_argument_arrives_as_it_was_given(runner: Runner) -> None:
     arguments = ["two words", "$HOME", "a;b", "it's", '"', "new\nline", "*", "", "-n", "\\", "`id`", "größe"]
-    done = runner.run(["printf", "[%s]", *arguments], deadline_seconds=10)
+    done = runner.run(["printf", "[%s]", *arguments], deadline_seconds=AMPLE)
     assert done.stdout == "".join(f"[{argument}]" for argument in arguments)
     assert done.exit_status == 0
 
 
 def test_input_streams_and_status_stay_apart(runner: Runner) -> None:
-    done = runner.run(["sh", "-c", "cat; echo bad >&2; exit 7"], stdin="given", deadline_seconds=10)
+    done = runner.run(["sh", "-c", "cat; echo bad >&2; exit 7"], stdin="given", deadline_seconds=AMPLE)
     assert (done.stdout, done.stderr, done.exit_status) == ("given", "bad\n", 7)
 
 
 def test_much_output_on_both_streams_blocks_nothing(runner: Runner) -> None:
     script = "head -c 3000000 /dev/zero >&2; head -c 3000000 /dev/zero"
-    done = runner.run(["sh", "-c", script], deadline_seconds=30)
+    done = runner.run(["sh", "-c", script], deadline_seconds=AMPLE)
     assert (len(done.stdout), len(done.stderr), done.exit_status) == (3_000_000, 3_000_000, 0)
 
 
 def test_a_command_that_prints_without_end_is_cut(runner: Runner) -> None:
-    done = runner.run(["cat", "/dev/zero"], deadline_seconds=60)
+    done = runner.run(["cat", "/dev/zero"], deadline_seconds=AMPLE)
     assert (len(done.stdout), done.exit_status) == (MAX_OUTPUT_BYTES, None)
 
 
 def test_a_command_that_does_not_read_its_input_is_judged_by_its_status(runner: Runner) -> None:
-    assert runner.run(["true"], stdin="x" * 5_000_000, deadline_seconds=10).exit_status == 0
+    assert runner.run(["true"], stdin="x" * 5_000_000, deadline_seconds=AMPLE).exit_status == 0
 
 
 def test_input_is_fed_in_pieces_as_they_come(runner: Runner) -> None:
     pieces = (bytes([number]) * 100_000 for number in b"abc")
-    done = runner.run(["cat"], stdin=pieces, deadline_seconds=30)
+    done = runner.run(["cat"], stdin=pieces, deadline_seconds=AMPLE)
     assert done.stdout == "a" * 100_000 + "b" * 100_000 + "c" * 100_000
 
 
@@ -76,7 +75,7 @@ def test_lines_of_both_streams_are_handed_on_while_the_command_runs(runner: Runn
         lines.append(line)
         (tmp_path / "go").touch()
 
-    assert runner.stream(["sh", "-c", script], on_line, deadline_seconds=60) == 0
+    assert runner.stream(["sh", "-c", script], on_line, deadline_seconds=AMPLE) == 0
     assert lines[0] == "one"
     assert sorted(lines[1:]) == ["größe", "two"]  # two streams: which of them comes first is open
 
@@ -89,13 +88,13 @@ def test_a_stream_may_be_longer_than_what_is_kept_of_an_output(runner: Runner) -
         count += len(line)
 
     command = ["sh", "-c", f"head -c {MAX_OUTPUT_BYTES + 5_000_000} /dev/zero; exit 3"]
-    assert runner.stream(command, on_line, deadline_seconds=60) == 3
+    assert runner.stream(command, on_line, deadline_seconds=AMPLE) == 3
     assert count == MAX_OUTPUT_BYTES + 5_000_000
 
 
 def test_a_streamed_command_has_a_deadline_too(runner: Runner) -> None:
     lines: list[str] = []
-    assert runner.stream(["sh", "-c", "echo begun; sleep 60"], lines.append, deadline_seconds=1.0) is None
+    assert runner.stream(["sh", "-c", "echo begun; sleep 600"], lines.append, deadline_seconds=scaled(0.5)) is None
     assert lines == ["begun"]
 
 
@@ -104,30 +103,19 @@ def test_what_the_receiver_of_a_line_raises_is_raised(runner: Runner) -> None:
         raise KeyError(line)
 
     with pytest.raises(KeyError, match="one"):
-        runner.stream(["sh", "-c", "echo one; sleep 60"], on_line, deadline_seconds=2.0)
+        runner.stream(["sh", "-c", "echo one; sleep 600"], on_line, deadline_seconds=AMPLE)
 
 
 def test_the_deadline_ends_the_command_and_keeps_what_it_printed(runner: Runner, tmp_path: Path) -> None:
-    script = f"echo $$ > {tmp_path}/pid; echo begun; sleep 60"
-    done = runner.run(["sh", "-c", script], deadline_seconds=1.0)
+    script = f"echo $$ > {tmp_path}/pid; echo begun; sleep 600"
+    done = runner.run(["sh", "-c", script], deadline_seconds=scaled(0.5))
     assert (done.stdout, done.exit_status) == ("begun\n", None)
-    pid = int((tmp_path / "pid").read_text())
-    wait_for_end(pid)
-
-
-def wait_for_end(pid: int) -> None:
-    """The remote `timeout` keeps the deadline on its own clock, rounded up to whole seconds."""
-    for _ in range(100):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.05)
-    pytest.fail(f"process {pid} outlived its deadline")
+    # The remote `timeout` keeps the deadline on its own clock, rounded up to whole seconds.
+    wait_for_end([int((tmp_path / "pid").read_text())])
 
 
 def test_a_connection_that_breaks_is_unreachable_not_a_status(sshd: LoopbackSshd) -> None:
     # The command ends the server process of its own connection: the parent of the `timeout` it runs under.
     script = "kill -9 $(awk '/^PPid/ { print $2 }' /proc/$PPID/status); sleep 5"
     with open_runner(sshd) as runner, pytest.raises(Unreachable, match="broke the connection"):
-        runner.run(["sh", "-c", script], deadline_seconds=10)
+        runner.run(["sh", "-c", script], deadline_seconds=AMPLE)

@@ -7,6 +7,7 @@ from cluster.fleet import on_each
 from cluster.hosts import Host
 from cluster.runner import Unreachable
 from cluster.ssh import SshOptions, connector
+from tests.patience import AMPLE
 
 
 def test_sixty_four_connections_to_one_server_each_run_a_command(sshd):
@@ -18,10 +19,10 @@ def test_sixty_four_connections_to_one_server_each_run_a_command(sshd):
     connect, before = connector(SshOptions(known_hosts=sshd.known_hosts)), sshd.logins()
 
     def work(host):
-        with connect(host, 60.0) as runner:
-            return runner.run(["echo", host.name], deadline_seconds=60).stdout
+        with connect(host, AMPLE) as runner:
+            return runner.run(["echo", host.name], deadline_seconds=AMPLE).stdout
 
-    assert dict(on_each(hosts, work, 120)) == {host: f"{host.name}\n" for host in hosts}
+    assert dict(on_each(hosts, work, AMPLE)) == {host: f"{host.name}\n" for host in hosts}
     assert sshd.logins() == before + 64
 
 
@@ -32,16 +33,16 @@ def test_a_host_that_never_speaks_does_not_take_the_turn_of_one_that_does(sshd, 
     connect = connector(SshOptions(known_hosts=sshd.known_hosts))
     good = Host(name="good", address="127.0.0.1", user=user, port=sshd.port, key=sshd.key)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(30)
+        server.settimeout(AMPLE)
         mute = Host(name="mute", address="127.0.0.1", user=user, port=server.getsockname()[1], key=sshd.key)
 
         def work(host):
-            with connect(host, 30.0) as runner:
-                return runner.run(["echo", host.name], deadline_seconds=60).stdout
+            with connect(host, AMPLE) as runner:
+                return runner.run(["echo", host.name], deadline_seconds=AMPLE).stdout
 
         with ThreadPoolExecutor(1) as pool:
             silent = pool.submit(work, mute)
             accepted, _ = server.accept()
             assert work(good) == "good\n"
             accepted.close()
-            assert isinstance(silent.exception(30), Unreachable)
+            assert isinstance(silent.exception(AMPLE), Unreachable)

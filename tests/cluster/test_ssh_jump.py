@@ -12,6 +12,7 @@ from cluster.ssh import SshOptions, connector
 from cluster.ssh.jump import JumpHosts, Tunnel
 from cluster.transfer import put
 from tests.cluster.loopback_sshd import free_port, make_key, running_sshd
+from tests.patience import AMPLE
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +38,8 @@ def behind(jump, sshd, address="127.0.0.1", port=None):
 
 def test_a_command_runs_behind_the_jump_host(sshd, jump, known_hosts):
     before = jump.logins()
-    with connector(SshOptions(known_hosts=known_hosts))(behind(jump, sshd), 30.0) as runner:
-        done = runner.run(["sh", "-c", "echo $SSH_CONNECTION; cat"], stdin="given", deadline_seconds=30)
+    with connector(SshOptions(known_hosts=known_hosts))(behind(jump, sshd), AMPLE) as runner:
+        done = runner.run(["sh", "-c", "echo $SSH_CONNECTION; cat"], stdin="given", deadline_seconds=AMPLE)
     assert done.stdout.split()[3] == str(sshd.port)
     assert done.stdout.endswith("given")
     assert jump.logins() == before + 1
@@ -48,11 +49,11 @@ def test_many_nodes_share_one_connection_to_the_jump_host(sshd, jump, known_host
     before, connect = jump.logins(), connector(SshOptions(known_hosts=known_hosts))
 
     def work(number):
-        with connect(behind(jump, sshd), 60.0) as runner:
-            return runner.run(["echo", str(number)], deadline_seconds=60).stdout
+        with connect(behind(jump, sshd), AMPLE) as runner:
+            return runner.run(["echo", str(number)], deadline_seconds=AMPLE).stdout
 
     # Held open over all of them, since the connection is closed with its last user.
-    with connect(behind(jump, sshd), 60.0), ThreadPoolExecutor(12) as pool:
+    with connect(behind(jump, sshd), AMPLE), ThreadPoolExecutor(12) as pool:
         assert list(pool.map(work, range(24))) == [f"{number}\n" for number in range(24)]
     assert jump.logins() == before + 1
 
@@ -60,14 +61,14 @@ def test_many_nodes_share_one_connection_to_the_jump_host(sshd, jump, known_host
 def test_the_connection_to_the_jump_host_is_opened_anew_after_its_last_user_left(sshd, jump, known_hosts):
     connect = connector(SshOptions(known_hosts=known_hosts))
     for _ in range(2):
-        with connect(behind(jump, sshd), 30.0) as runner:
-            assert runner.run(["true"], deadline_seconds=30).exit_status == 0
+        with connect(behind(jump, sshd), AMPLE) as runner:
+            assert runner.run(["true"], deadline_seconds=AMPLE).exit_status == 0
 
 
 def test_files_go_through_the_jump_host_too(sshd, jump, known_hosts, tmp_path):
     content = bytes(range(256)) * 8192
-    with connector(SshOptions(known_hosts=known_hosts))(behind(jump, sshd), 30.0) as runner:
-        put(runner, content, str(tmp_path / "there"), deadline_seconds=60)
+    with connector(SshOptions(known_hosts=known_hosts))(behind(jump, sshd), AMPLE) as runner:
+        put(runner, content, str(tmp_path / "there"), deadline_seconds=AMPLE)
     assert (tmp_path / "there").read_bytes() == content
 
 
@@ -79,7 +80,7 @@ def test_a_jump_host_behind_a_jump_host(sshd, jump, known_hosts, tmp_path_factor
         first = dataclasses.replace(node.jump, name="outer", port=outer.port, key=outer.key)
         node = dataclasses.replace(node, jump=dataclasses.replace(node.jump, jump=first))
         with connector(SshOptions(known_hosts=known_hosts))(node, 30.0) as runner:
-            assert runner.run(["echo", "far"], deadline_seconds=30).stdout == "far\n"
+            assert runner.run(["echo", "far"], deadline_seconds=AMPLE).stdout == "far\n"
 
 
 def refused(host, known_hosts, **options):
@@ -99,8 +100,8 @@ def test_an_unknown_jump_host_is_refused_before_the_node_is_asked(sshd, jump, tm
 def test_new_keys_of_jump_host_and_node_are_accepted_together(sshd, jump, tmp_path):
     path = tmp_path / "new"
     options = SshOptions(known_hosts=path, accept_new_host_keys=True)
-    with connector(options)(behind(jump, sshd), 30.0) as runner:
-        assert runner.run(["true"], deadline_seconds=30).exit_status == 0
+    with connector(options)(behind(jump, sshd), AMPLE) as runner:
+        assert runner.run(["true"], deadline_seconds=AMPLE).exit_status == 0
     assert path.read_text() == f"[127.0.0.1]:{jump.port} {jump.host_key}\n[127.0.0.1]:{sshd.port} {sshd.host_key}\n"
 
 

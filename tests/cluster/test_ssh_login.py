@@ -13,6 +13,7 @@ from cluster.hosts import parse_hosts
 from cluster.runner import Unreachable
 from cluster.ssh import SshOptions, connector
 from tests.cluster.loopback_sshd import make_key
+from tests.patience import AMPLE
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +54,7 @@ def run(sshd, key=None):
     (host,) = parse_hosts(sshd.target())
     connect = connector(SshOptions(known_hosts=sshd.known_hosts))
     with connect(host.with_defaults(user=None, port=None, key=key), 30.0) as runner:
-        return runner.run(["echo", "in"], deadline_seconds=30).stdout
+        return runner.run(["echo", "in"], deadline_seconds=AMPLE).stdout
 
 
 def refusal(sshd, key=None):

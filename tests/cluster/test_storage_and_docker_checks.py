@@ -14,11 +14,12 @@ from cluster.profiles import NO_GPUS
 from cluster.site import Container, SharedPath, Site, Storage
 from cluster.verdict import Verdict
 from tests.cluster.gpu_outputs import EIGHT, board
+from tests.patience import AMPLE
 
 
 def try_storage(*paths: SharedPath) -> Verdict:
     site = Site(storage=Storage(shared=paths))
-    done = LocalRunner().run(["sh", "-c", shared_storage.probe(site).script], deadline_seconds=60)
+    done = LocalRunner().run(["sh", "-c", shared_storage.probe(site).script], deadline_seconds=AMPLE)
     return shared_storage.judge(Output(text=done.stdout), site)
 
 
@@ -121,7 +122,7 @@ def test_the_docker_probe_reads_a_real_command_line(
     (tmp_path / "docker").write_text(f"#!/bin/sh\n{answer if running else 'echo no daemon >&2; exit 1'}\n")
     (tmp_path / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    done = LocalRunner().run(["sh", "-c", docker.probe(DOCKED).script], deadline_seconds=30)
+    done = LocalRunner().run(["sh", "-c", docker.probe(DOCKED).script], deadline_seconds=AMPLE)
     verdict = docker.judge(Output(text=done.stdout), DOCKED, board("h200"))
     assert (verdict.level, "no daemon" in verdict.summary) == (("ok", False) if running else ("fail", True))
 

@@ -12,6 +12,7 @@ from cluster.probe import Output
 from cluster.profiles import NO_GPUS
 from cluster.site import Site
 from tests.cluster.gpu_outputs import EIGHT, MODELS, STRANGER, board
+from tests.patience import AMPLE
 
 MESSAGE = "NVRM: Xid (PCI:0000:{bus}:00): {number}, pid='<unknown>', name=<unknown>, something happened"
 
@@ -77,7 +78,7 @@ def test_the_probe_reads_the_journal_where_there_is_one_and_dmesg_otherwise(
         (tmp_path / program).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / program).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    done = LocalRunner().run(["sh", "-c", xid.PROBE.script], deadline_seconds=30)
+    done = LocalRunner().run(["sh", "-c", xid.PROBE.script], deadline_seconds=AMPLE)
     lines = done.stdout.splitlines()
     assert lines[1:] == [
         f"source {'journal' if journal else 'dmesg'}",

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.patience import AMPLE
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -26,5 +28,10 @@ def interpret(program: str) -> subprocess.CompletedProcess[str]:
     """Run `tests.engine.<program>` on CPU tensors; in a process of its own, because Triton reads the switch once."""
     return subprocess.run(
         [sys.executable, "-m", f"tests.engine.{program}", "cpu"],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=AMPLE,
+        check=False,
+    )

@@ -18,6 +18,7 @@ from engine.measurement import Measurement, read_measurement
 from engine.settings import ModelShape, Steps, TrialSettings, to_json
 from engine.task import Refused
 from engine.worker import error_kind, write_error
+from tests.patience import AMPLE
 
 SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
 
@@ -39,7 +40,7 @@ def run_worker(trial_dir: Path, settings: TrialSettings, ranks: int = 1, method:
     """Exit codes of the ranks, started as torchrun would."""
     processes = start_workers(trial_dir, settings, ranks, method)
     for process in processes:
-        process.communicate(timeout=120)
+        process.communicate(timeout=AMPLE)
     return [process.returncode for process in processes]
 
 
@@ -110,7 +111,7 @@ def test_a_finished_rank_ends_without_shutting_the_interpreter_down(tmp_path: Pa
     """A thread of gloo that drops a tensor in the middle of that aborts the process, whose figures are then lost."""
     trial_dir = tmp_path / "trial"
     [rank] = start_workers(trial_dir, settings_of(), program=("-c", WATCHED))
-    printed, _ = rank.communicate(timeout=120)
+    printed, _ = rank.communicate(timeout=AMPLE)
     assert (rank.returncode, "shut down" in printed) == (0, False)
     assert (trial_dir / "measurement.json").exists()
 

@@ -9,6 +9,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from harness.launch.ports import EPHEMERAL_RANGE, port_was_taken, reserve_port, usable_ports
+from tests.patience import AMPLE
 
 
 def test_the_port_lies_where_the_kernel_hands_out_none():
@@ -31,7 +32,7 @@ def test_a_kernel_range_that_leaves_nothing_is_shared():
 
 def test_rank_0_can_listen_on_the_reserved_port():
     with reserve_port() as port:
-        store = TCPStore("127.0.0.1", port, 1, is_master=True, timeout=datetime.timedelta(seconds=20))
+        store = TCPStore("127.0.0.1", port, 1, is_master=True, timeout=datetime.timedelta(seconds=AMPLE))
         store.set("key", "value")
         assert store.get("key") == b"value"
 
@@ -44,7 +45,7 @@ def test_two_trials_never_share_a_port():
 def test_another_process_that_reserves_is_given_another_port():
     script = "import sys; from harness.launch.ports import reserve_port\nwith reserve_port([int(sys.argv[1])]): pass"
     with reserve_port() as port:
-        other = subprocess.run([sys.executable, "-c", script, str(port)], capture_output=True, text=True, timeout=60)
+        other = subprocess.run([sys.executable, "-c", script, str(port)], capture_output=True, text=True, timeout=AMPLE)
     assert other.returncode == 1
     assert "all 1 ports for a trial's rendezvous are in use; end what holds them" in other.stderr
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from engine.settings import ModelShape, Steps, TrialSettings, to_json
 from harness.launch import Job
 from harness.launch.ray import RayLauncher, signal_handlers_kept
 from harness.launch.ray_janitor import marked
+from tests.patience import AMPLE, wait_for_end, wait_until
 
 PROJECT = Path(__file__).parents[2]
 SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
@@ -39,25 +39,11 @@ if behaviour == "hang":
 def job(trial_dir: Path, behaviour: str) -> Job:
     trial_dir.mkdir(exist_ok=True)
     command = [sys.executable, "-c", PROGRAM, str(trial_dir), behaviour]
-    return Job(trial_id=behaviour, trial_dir=trial_dir, command=command, ranks=2, deadline_seconds=120)
+    return Job(trial_id=behaviour, trial_dir=trial_dir, command=command, ranks=2, deadline_seconds=AMPLE)
 
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def all_end(pids: list[int]) -> bool:
-    give_up = time.monotonic() + 20
-    while any(map(running, pids)) and time.monotonic() < give_up:
-        time.sleep(0.05)
-    return not any(map(running, pids))
 
 
 def test_jobs_run_in_an_actor_and_a_lost_actor_costs_one_job(tmp_path, monkeypatch):
@@ -85,7 +71,7 @@ def test_jobs_run_in_an_actor_and_a_lost_actor_costs_one_job(tmp_path, monkeypat
 
         outcome = launcher.run(job(tmp_path / "hang", "hang"), kill_actor)
         assert outcome.status == "node_lost"
-        assert all_end([int(path.read_text()) for path in (tmp_path / "hang").glob("pid*")])
+        wait_for_end([int(path.read_text()) for path in (tmp_path / "hang").glob("pid*")])
         assert launcher.run(job(tmp_path / "again", "again")).status == "ok"
     finally:
         launcher.close()
@@ -111,23 +97,17 @@ finally:
 def test_an_interrupted_or_killed_program_leaves_neither_ranks_nor_ray(tmp_path, number, code):
     script = SCRIPT.format(here=str(Path(__file__).parent), trial=str(tmp_path))
     program = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
-    give_up = time.monotonic() + 60
-    while not (tmp_path / "environment").exists():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
+    wait_until((tmp_path / "environment").exists, "no rank has started")
     directory = ray_directory(program.pid)
     assert len(marked(directory)) > 3
     if number == signal.SIGINT:
         os.killpg(program.pid, number)  # as a terminal does: the whole foreground group
     else:
         program.kill()
-    assert program.wait(60) == code
-    assert all_end([int(path.read_text()) for path in tmp_path.glob("pid*")])
-    assert all_end(marked(directory))
-    give_up = time.monotonic() + 10
-    while Path(directory).exists() and time.monotonic() < give_up:
-        time.sleep(0.05)
-    assert not Path(directory).exists()
+    assert program.wait(AMPLE) == code
+    wait_for_end([int(path.read_text()) for path in tmp_path.glob("pid*")])
+    wait_for_end(marked(directory))
+    wait_until(lambda: not Path(directory).exists(), f"{directory} is left")
 
 
 def ray_directory(owner: int) -> str:
@@ -212,7 +192,7 @@ def test_jobs_share_ranks_in_the_actor(tmp_path):
         launcher.close()
     [process] = {process for _, _, process in turns}
     assert [turn[:2] for turn in turns] == [("ok", 1), ("ok", 2)]
-    assert all_end([int(process)])
+    wait_for_end([int(process)])
 
 
 def test_a_sigterm_that_ray_would_answer_itself_is_a_ctrl_c():

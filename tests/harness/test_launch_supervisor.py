@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,19 +13,24 @@ import pytest
 
 from harness.launch import Job, Outcome
 from harness.launch.supervisor import Patience, Supervisor
+from tests.patience import AMPLE, scaled, wait_for_end, wait_until
 
 HERE = Path(__file__).parent
-QUICK = Patience(failure=0.5, terminate=0.5, poll=0.02)
+
+
+def quick() -> Patience:
+    """Little, because tests wait it out, and as much as ranks need at this moment to write what they saw."""
+    return Patience(failure=scaled(0.5), terminate=scaled(0.5), poll=0.02)
 
 
 @pytest.fixture
 def supervisor():
-    supervisor = Supervisor({**os.environ, "PYTHONPATH": str(HERE)}, preload=(), patience=QUICK)
+    supervisor = Supervisor({**os.environ, "PYTHONPATH": str(HERE)}, preload=(), patience=quick())
     yield supervisor
     supervisor.close()
 
 
-def job(trial_dir: Path, behaviour: str, ranks: int = 2, deadline: float = 60.0, **environment: str) -> Job:
+def job(trial_dir: Path, behaviour: str, ranks: int = 2, deadline: float = AMPLE, **environment: str) -> Job:
     return Job(
         trial_id=behaviour,
         trial_dir=trial_dir,
@@ -41,26 +45,8 @@ def pids(trial_dir: Path, pattern: str = "pid*") -> list[int]:
     return [int(pid) for path in trial_dir.glob(pattern) for pid in path.read_text().split()]
 
 
-def running(pid: int) -> bool:
-    """Zombies of a dead parent count as ended: in a container nobody may reap them."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def all_end(found: list[int], patience: float = 10.0) -> bool:
-    give_up = time.monotonic() + patience
-    while any(map(running, found)) and time.monotonic() < give_up:
-        time.sleep(0.02)
-    return not any(map(running, found))
-
-
-def wait_for(path: Path, patience: float = 30.0) -> None:
-    give_up = time.monotonic() + patience
-    while not path.exists():
-        assert time.monotonic() < give_up, f"{path} did not appear"
-        time.sleep(0.01)
+def wait_for(path: Path) -> None:
+    wait_until(path.exists, f"{path} did not appear")
 
 
 def test_ranks_get_a_torchrun_environment_a_log_and_a_session_each(supervisor, tmp_path):
@@ -81,9 +67,7 @@ def test_ranks_get_a_torchrun_environment_a_log_and_a_session_each(supervisor, t
 
 def test_emulated_nodes_get_one_host_id_each(supervisor, tmp_path):
     four = job(tmp_path, "well", ranks=4)
-    supervisor.run(
-        Job(trial_id="x", trial_dir=tmp_path, command=four.command, ranks=4, emulate_nodes=2, deadline_seconds=60)
-    )
+    supervisor.run(Job(trial_id="x", trial_dir=tmp_path, command=four.command, ranks=4, emulate_nodes=2))
     hosts = [json.loads((tmp_path / f"env{rank}.json").read_text())["NCCL_HOSTID"] for rank in range(4)]
     assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
 
@@ -115,7 +99,7 @@ def test_a_killed_rank_is_named_with_its_signal(supervisor, tmp_path):
     outcome = supervisor.run(job(tmp_path, "rank1_killed"))
     assert outcome.status == "failed"
     assert "rank 1 was killed by SIGKILL before its first step (see logs/rank1.log)" in outcome.reason
-    assert all_end(pids(tmp_path))
+    wait_for_end(pids(tmp_path))
 
 
 def test_a_killed_rank_counts_before_what_its_peers_say_about_it(supervisor, tmp_path):
@@ -131,18 +115,19 @@ def test_the_first_failure_is_the_reason_and_the_others_get_time_to_write_theirs
 
 
 def test_a_deaf_rank_past_its_deadline_is_a_timeout_and_is_killed(supervisor, tmp_path):
-    outcome = supervisor.run(job(tmp_path, "hangs_deaf", deadline=1.5))
+    deadline = scaled(1.5)
+    outcome = supervisor.run(job(tmp_path, "hangs_deaf", deadline=deadline))
     assert outcome.status == "timeout"
-    assert "not finished within its 1.5 s before its first step" in outcome.reason
+    assert f"not finished within its {deadline:g} s before its first step" in outcome.reason
     assert len(pids(tmp_path)) == 2
     assert len(list(tmp_path.glob("deaf*"))) == 2
-    assert all_end(pids(tmp_path))
+    wait_for_end(pids(tmp_path))
 
 
 def test_out_of_memory_on_one_rank_is_oom_and_ends_the_waiting_ones(supervisor, tmp_path):
     outcome = supervisor.run(job(tmp_path, "rank1_oom", ranks=3))
     assert (outcome.status, outcome.reason) == ("oom", "rank 1: CUDA out of memory: tried to allocate 3 GiB")
-    assert all_end(pids(tmp_path))
+    wait_for_end(pids(tmp_path))
 
 
 def test_a_refusal_by_the_worker_keeps_its_sentence(supervisor, tmp_path):
@@ -152,9 +137,9 @@ def test_a_refusal_by_the_worker_keeps_its_sentence(supervisor, tmp_path):
 
 
 def test_a_rank_that_reports_an_error_and_then_hangs_does_not_wait_for_the_deadline(supervisor, tmp_path):
-    outcome = supervisor.run(job(tmp_path, "error_then_hangs", deadline=300))
+    outcome = supervisor.run(job(tmp_path, "error_then_hangs"))
     assert (outcome.status, outcome.reason) == ("failed", "rank 0: shapes differ (see logs/rank0.log)")
-    assert all_end(pids(tmp_path))
+    wait_for_end(pids(tmp_path))
 
 
 def test_grandchildren_are_ended_also_those_with_sessions_of_their_own(supervisor, tmp_path):
@@ -162,14 +147,14 @@ def test_grandchildren_are_ended_also_those_with_sessions_of_their_own(superviso
     assert outcome.status == "ok"
     left = pids(tmp_path, "grandchildren*")
     assert len(left) == 4
-    assert all_end(left)
+    wait_for_end(left)
 
 
 def test_the_next_job_runs_after_the_fork_server_was_killed(supervisor, tmp_path):
     outcome = run_and_kill_server(supervisor, job(tmp_path / "a", "hangs_deaf"))
     assert outcome.status == "failed"
     assert outcome.reason.startswith("the fork server was killed by SIGKILL")
-    assert all_end(pids(tmp_path / "a"))
+    wait_for_end(pids(tmp_path / "a"))
     assert supervisor.run(job(tmp_path / "b", "well")).status == "ok"
 
 
@@ -196,10 +181,10 @@ def test_cancelling_from_another_thread_interrupts_the_job(supervisor, tmp_path)
     threading.Thread(target=cancel).start()
     outcome = supervisor.run(job(tmp_path, "hangs_deaf"))
     assert outcome.status == "interrupted"
-    assert all_end(pids(tmp_path))
+    wait_for_end(pids(tmp_path))
 
 
-@pytest.mark.parametrize(("grace", "saved"), [(60.0, 2), (None, 0)])
+@pytest.mark.parametrize(("grace", "saved"), [(AMPLE, 2), (None, 0)])
 def test_a_job_with_a_grace_of_its_own_may_finish_what_it_does_when_asked_to_stop(supervisor, tmp_path, grace, saved):
     def cancel() -> None:
         wait_for(tmp_path / "ready0")
@@ -207,14 +192,16 @@ def test_a_job_with_a_grace_of_its_own_may_finish_what_it_does_when_asked_to_sto
         supervisor.cancel()
 
     threading.Thread(target=cancel).start()
-    outcome = supervisor.run(replace(job(tmp_path, "saves_when_asked"), grace_seconds=grace))
+    # Without a grace of its own it would save for ever; with one, for longer than the patience of these tests.
+    seconds = AMPLE if grace is None else 3 * quick().terminate
+    outcome = supervisor.run(replace(job(tmp_path, "saves_when_asked", SECONDS=str(seconds)), grace_seconds=grace))
     assert outcome.status == "interrupted"
     assert len(list(tmp_path.glob("saved*"))) == saved
-    assert all_end(pids(tmp_path))
+    wait_for_end(pids(tmp_path))
 
 
 def test_no_grace_is_given_once_a_rank_has_failed(supervisor, tmp_path):
-    outcome = supervisor.run(replace(job(tmp_path, "error_then_hangs"), grace_seconds=600.0))
+    outcome = supervisor.run(replace(job(tmp_path, "error_then_hangs"), grace_seconds=AMPLE))
     assert outcome.status == "failed"
 
 
@@ -222,10 +209,11 @@ LAUNCH = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, {here!r})
-from test_launch_supervisor import QUICK, job
+from test_launch_supervisor import job, quick
 from harness.launch.supervisor import Supervisor
+supervisor = Supervisor({{**os.environ, "PYTHONPATH": {here!r}}}, preload=(), patience=quick())
 try:
-    Supervisor({{**os.environ, "PYTHONPATH": {here!r}}}, preload=(), patience=QUICK).run(job(Path({trial!r}), {what!r}))
+    supervisor.run(job(Path({trial!r}), {what!r}))
 except KeyboardInterrupt:
     sys.exit(77)
 """
@@ -238,8 +226,8 @@ def test_no_rank_outlives_a_launcher_that_is_killed_or_interrupted(tmp_path, num
     wait_for(tmp_path / "grandchildren0")
     wait_for(tmp_path / "grandchildren1")
     launcher.send_signal(number)
-    assert launcher.wait(30) == code
-    assert all_end(pids(tmp_path) + pids(tmp_path, "grandchildren*"))
+    assert launcher.wait(AMPLE) == code
+    wait_for_end(pids(tmp_path) + pids(tmp_path, "grandchildren*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -257,8 +245,8 @@ def test_a_fork_server_that_still_imports_ends_with_its_launcher(tmp_path, numbe
     launcher = subprocess.Popen([sys.executable, "-c", script])
     wait_for(tmp_path / "server")
     launcher.send_signal(number)
-    assert launcher.wait(30) == -number
-    assert all_end(pids(tmp_path, "server"))
+    assert launcher.wait(AMPLE) == -number
+    wait_for_end(pids(tmp_path, "server"))
 
 
 def test_ranks_forked_with_torch_meet_at_the_reserved_port(tmp_path):
@@ -278,7 +266,7 @@ def test_a_preload_that_cannot_be_forked_leaves_the_ranks_to_run_by_themselves(t
         "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
     )
     path = os.pathsep.join((str(HERE), str(tmp_path)))
-    supervisor = Supervisor({**os.environ, "PYTHONPATH": path}, preload=("starts_a_thread",), patience=QUICK)
+    supervisor = Supervisor({**os.environ, "PYTHONPATH": path}, preload=("starts_a_thread",), patience=quick())
     try:
         assert supervisor.run(job(tmp_path, "well")).status == "ok"
     finally:

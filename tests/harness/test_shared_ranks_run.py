@@ -14,6 +14,7 @@ from harness.progress import PlainView
 from harness.record import Record, read_records
 from harness.run import Host, Resume, run_experiment
 from harness.trial import Trial
+from tests.patience import AMPLE
 
 SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -45,7 +46,7 @@ class StopsAt(PlainView):
 def trial(ranks: int = 2, share: bool = True, **changes) -> Trial:
     fields = {"task": "train", "method": "burst", "model": SHAPE, "seq_len": 64, "dtype": "fp32", "cp_size": ranks}
     settings = TrialSettings(**{**fields, "steps": Steps(warmup=1, measured=2), "learning_rate": 1e-2, **changes})
-    return Trial(experiment="exp", title="E", settings=settings, deadline_seconds=120, share_ranks=share)
+    return Trial(experiment="exp", title="E", settings=settings, deadline_seconds=AMPLE, share_ranks=share)
 
 
 def run(launcher, run_dir: Path, trials: list[Trial], resume: Resume | None = None, stop: str = "") -> list[Record]:

@@ -25,6 +25,7 @@ from engine.attention.masks.first_rows import FirstRows
 from engine.attention.reference import visibility
 from tests.engine.attention.test_parity import dense, distributed, problem
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 SEQ_LEN = 48
 BLIND = ((1, 0, 0, 1), (0, 0, 0, 0), (0, 1, 1, 0), (1, 0, 0, 0))  # the second quarter sees nothing; key block 2 of 4
@@ -72,10 +73,8 @@ def mask_errors(node_size: int | None, dtype: torch.dtype, kernel: str, exchange
     [
         (1, None, "auto"),
         (2, None, "relay"),
-        (3, None, "direct"),
-        (4, None, "direct"),
         (4, 2, "direct"),
-        (4, 2, "relay"),
+        *slow((3, None, "direct"), (4, None, "direct"), (4, 2, "relay")),
     ],
 )
 def test_block_masks_equal_dense_float64(world_size, node_size, exchange) -> None:

@@ -11,6 +11,7 @@ from engine import ContextParallel, burst_attention
 from engine.attention.masks import Causal, Full, SlidingWindow
 from engine.attention.reference import dense_attention
 from tests.ranks import run_on_ranks
+from tests.slow import combinations, slow
 
 MASKS = (Full(), Causal(), SlidingWindow(5), SlidingWindow(3, 4), SlidingWindow(0))
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -68,10 +69,12 @@ def parity_cases(
     return errors
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("exchange", ["relay", "direct"])
-@pytest.mark.parametrize(
-    ("world_size", "node_size"), [(1, None), (2, None), (3, None), (4, None), (4, 2), (2, 1), (3, 1)]
+@combinations(
+    {
+        "world_size, node_size": [(1, None), (2, None), (3, None), (4, None), (4, 2), (2, 1), (3, 1)],
+        "exchange": ["relay", "direct"],
+        "layout": LAYOUTS,
+    }
 )
 def test_every_combination_equals_dense_float64(world_size, node_size, exchange, layout) -> None:
     for errors in run_on_ranks(world_size, parity_cases, layout, torch.float64, "reference", exchange, node_size):
@@ -109,8 +112,7 @@ def schedule_cases(schedule: str, layout: str, node_size: int) -> dict[str, floa
     return errors
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize(("schedule", "world_size", "node_size"), SCHEDULES)
+@combinations({"schedule, world_size, node_size": SCHEDULES, "layout": ["contiguous", "zigzag"]})
 def test_every_schedule_that_trades_heads_equals_dense_float64(schedule, world_size, node_size, layout) -> None:
     for errors in run_on_ranks(world_size, schedule_cases, schedule, layout, node_size):
         assert len(errors) == 2 * len(MASKS) * len(ROUTES)
@@ -128,7 +130,7 @@ def bf16_errors(layout: str) -> tuple[float, float]:
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("world_size", [2, 4, *slow(8)])
 def test_bf16_error_stays_that_of_one_device(world_size: int) -> None:
     for ring, one_device in run_on_ranks(world_size, bf16_errors, "zigzag"):
         assert ring < 1.5 * one_device + 1e-3
@@ -140,6 +142,6 @@ def eight_rank_case(node_size: int) -> float:
     return worst_error(distributed(cp, whole, Causal(), torch.float64), dense(*whole, Causal()))
 
 
-@pytest.mark.parametrize("node_size", [8, 4, 2])
+@pytest.mark.parametrize("node_size", [4, *slow(8, 2)])
 def test_eight_ranks_on_one_two_and_four_nodes_agree_too(node_size) -> None:
     assert max(run_on_ranks(8, eight_rank_case, node_size)) < 1e-10

@@ -32,6 +32,7 @@ from engine.attention.wire_bytes import (
     trade_bytes,
 )
 from tests.ranks import run_on_ranks
+from tests.slow import combinations
 
 TOKENS = 8  # of a rank
 MASKS = (
@@ -132,16 +133,20 @@ def differing(
     return count, found
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("widths", [WIDTHS[:1], WIDTHS[1:]])
-@pytest.mark.parametrize(
-    ("world_size", "node_size", "schedules"),
-    [
-        (2, 1, ("double_ring",)),
-        (4, 2, ("ring", "double_ring", "head_exchange", "heads_inside", "heads_across")),
-    ],
+ALL_SCHEDULES = ("ring", "double_ring", "head_exchange", "heads_inside", "heads_across")
+
+
+@combinations(
+    {
+        "world_size, node_size, schedules": [(2, 1, ("double_ring",)), (4, 2, ALL_SCHEDULES)],
+        "layout": ["contiguous", "zigzag", "striped"],
+        "first_width, last_width": [(0, 1), (1, len(WIDTHS))],
+    }
 )
-def test_the_bytes_computed_are_the_bytes_posted(world_size, node_size, schedules, layout, widths) -> None:
+def test_the_bytes_computed_are_the_bytes_posted(
+    world_size, node_size, schedules, layout, first_width, last_width
+) -> None:
+    widths = WIDTHS[first_width:last_width]
     for count, found in run_on_ranks(world_size, differing, schedules, node_size, layout, widths):
         assert count >= len(HEADS) * len(MASKS) * 4
         assert found == {}
