@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baselines.pin import FLAVOURS, Checkout, Flavour, load_pin
-from cluster.errors import UsageError
+from cluster.files.errors import UsageError
 
 _FETCH_SECONDS = 1800.0
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cluster import strict_yaml
-from cluster.errors import UsageError, nearest
+from cluster.files import strict_yaml
+from cluster.files.errors import UsageError, nearest
 
 FlavourName = Literal["paper", "current"]
 FLAVOURS: tuple[FlavourName, ...] = ("paper", "current")

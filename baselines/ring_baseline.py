@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.attention.layout import split_refusal
+from engine.attention.geometry.layout import split_refusal
 from engine.method import EngineCommand
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import NoReturn
 
-from cluster.hosts import read_hosts
-from cluster.inventory import Node
-from cluster.named_nodes import named_nodes
+from cluster.inventory.hosts import read_hosts
+from cluster.inventory.named_nodes import named_nodes
+from cluster.inventory.nodes import Node
 from cluster.node_arguments import add_node_arguments
 
 _EXIT_CODES_HELP = "exit codes: 0 all ok, 1 a warning, 2 a failure, 3 a node stayed unknown or the usage was wrong"

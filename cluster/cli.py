@@ -9,22 +9,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cluster import checks, drift, history
+from cluster import checks
 from cluster.active.fleet import Plan, run_active
 from cluster.active.pairing import Pair
 from cluster.check_arguments import chosen_nodes, parser
 from cluster.checks import AnyCheck
-from cluster.health import NodeReport, check_nodes
-from cluster.inventory import Node
+from cluster.files.shown import shown
+from cluster.health import drift, history
+from cluster.health.nodes import NodeReport, check_nodes
+from cluster.inventory.nodes import Node
+from cluster.probing.verdict import EXIT_CODES, worst_level
 from cluster.profiles import Profile, load_profiles
-from cluster.reach import connection
 from cluster.render.json_lines import json_line
 from cluster.render.live import live_table
 from cluster.render.nagios import nagios_line
 from cluster.render.table import table, why_not
-from cluster.runner import Connect
-from cluster.shown import shown
-from cluster.verdict import EXIT_CODES, worst_level
+from cluster.transport.reach import connection
+from cluster.transport.runner import Connect
 
 READER_LEFT = 128 + signal.SIGPIPE  # as the shell shows a program that the signal ended
 BAD_USAGE = 3  # argparse's own 2 would read as "a node failed"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.attention.layout import LAYOUTS, Layout, SplitZigzag, split_refusal, tail_cut
+from engine.attention.geometry.layout import LAYOUTS, Layout, SplitZigzag, split_refusal, tail_cut
 from engine.attention.masks import Mask, TooManyTiles, imbalance, kept_share, meeting, parse_mask
 from engine.attention.masks.first_rows import FirstRows
-from engine.attention.schedule import HEAD_SCHEDULES
+from engine.attention.planning.cost_model import HEAD_SCHEDULES
 from engine.method import EngineCommand
 
 if TYPE_CHECKING:

@@ -10,16 +10,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from engine.attention.nodes import shared_node_size
-from engine.attention.schedule import HEAD_SCHEDULES, HeadsAndRanks, schedule_refusal
+from engine.attention.comm.nodes import shared_node_size
+from engine.attention.planning.cost_model import HEAD_SCHEDULES, HeadsAndRanks, schedule_refusal
 from engine.measurement import Measurement, read_measurement
 
 if TYPE_CHECKING:  # methods are listed and planned without importing torch
     from torch import Tensor
 
+    from engine.attention.algorithms.saved import Stored
     from engine.attention.context import ContextParallel
-    from engine.attention.layout import Layout
-    from engine.attention.stored import Stored
+    from engine.attention.geometry.layout import Layout
     from engine.settings import TrialSettings
 
 

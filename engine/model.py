@@ -30,7 +30,7 @@ from engine.profile.ranges import LM_HEAD
 from engine.settings import ModelShape
 
 if TYPE_CHECKING:
-    from engine.attention.stored import Stored
+    from engine.attention.algorithms.saved import Stored
 
 AttendCall = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q_BLND, k_BLKD, v_BLKD) -> (out_BLND, lse)
 Rotary = tuple[Tensor, Tensor]  # cos_LD, sin_LD over half of the head dim

@@ -11,8 +11,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from engine.attention.algorithms.saved import Stored
 from engine.attention.context import ContextParallel
-from engine.attention.stored import Stored
 from engine.distributed import World
 from engine.measurement import PROGRESS_FILE, Measurement
 from engine.method import AttentionFn, NativeMethod

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from cluster.shown import shown
+from cluster.files.shown import shown
+from harness.base.errors import UsageError
+from harness.base.interrupts import heeded
 from harness.commands import Command, all_commands
-from harness.errors import UsageError
-from harness.interrupts import heeded
 
 USAGE = 2
 INTERRUPTED = NO_ROOM = 1
@@ -76,7 +76,7 @@ class _Version(argparse.Action):
     """--version, looked up only when asked for."""
 
     def __call__(self, *_: object) -> NoReturn:
-        from harness.provenance import commit, version
+        from harness.records.provenance import commit, version
 
         print(f"burst {version()}" + (f" ({found})" if (found := commit()) else ""))
         raise SystemExit(0)

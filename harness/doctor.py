@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from engine import loss_kernel
-from harness.machine import Machine, discover
-from harness.methods import all_methods
-from harness.provenance import commit, version
+from harness.machine.this_machine import Machine, discover
+from harness.records.provenance import commit, version
+from harness.spec.methods import all_methods
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

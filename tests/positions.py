@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.attention.layout import Layout
+from engine.attention.geometry.layout import Layout
 
 
 def shard_positions(layout: Layout, seq_len: int, cp_size: int, cp_rank: int) -> list[int]:

@@ -46,7 +46,7 @@ def test_every_documentation_page_can_be_found_from_the_index():
 
 def test_every_file_of_the_readmes_tree_exists():
     paths = tree(README.read_text(encoding="utf-8"))
-    assert {"harness/spec.py", "experiments/models", "README.md"} <= set(paths)
+    assert {"harness/spec/experiment.py", "experiments/models", "README.md"} <= set(paths)
     local = {"results/runs"}  # made by the first run, and not in git
     assert [path for path in paths if path not in local and not (ROOT / path).exists()] == []
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.lengths import format_length
+from harness.base.lengths import format_length
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "results" / "published" / "h200x4"

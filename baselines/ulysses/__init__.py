@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from baselines.ring_baseline import fixed_settings_refusal
-from engine.attention.layout import split_refusal
+from engine.attention.geometry.layout import split_refusal
 from engine.method import EngineCommand
 
 if TYPE_CHECKING:

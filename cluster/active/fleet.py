@@ -14,12 +14,12 @@ from cluster.active.judge import judge_pairs, judge_speeds
 from cluster.active.measurement import NodeSpeeds, Unavailable, found, read_speeds
 from cluster.active.pairing import Pair, rounds, second_pass
 from cluster.active.sizes import Device
-from cluster.fleet import on_each
-from cluster.inventory import Node
+from cluster.inventory.nodes import Node
+from cluster.inventory.site import Site
+from cluster.probing.verdict import Verdict
 from cluster.profiles import Profile
-from cluster.runner import Connect, Runner, Unreachable
-from cluster.site import Site
-from cluster.verdict import Verdict
+from cluster.transport.fleet import on_each
+from cluster.transport.runner import Connect, Runner, Unreachable
 
 _OUR_FOLDER = Path(__file__).parents[2]
 _LIBRARIES = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "UCX_", "LD_LIBRARY_PATH")

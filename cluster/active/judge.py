@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 
 from cluster.active.measurement import NodeSpeeds, Unavailable
 from cluster.active.pairing import Pair, culprits, nodes_of, speeds_of
+from cluster.probing.verdict import Verdict, merge
 from cluster.profiles import Profile, find
-from cluster.verdict import Verdict, merge
 
 # Shares below the fleet's median that are worth a warning, by this project's judgement; copies to the host and between
 # nodes vary more with placement.

@@ -11,11 +11,11 @@ import pkgutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from cluster.errors import UsageError, nearest
-from cluster.probe import Output, Probe
+from cluster.files.errors import UsageError, nearest
+from cluster.inventory.site import Site
+from cluster.probing.probe import Output, Probe
+from cluster.probing.verdict import Action, Level, Verdict
 from cluster.profiles import NO_GPUS, Board
-from cluster.site import Site
-from cluster.verdict import Action, Level, Verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

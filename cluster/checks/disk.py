@@ -6,9 +6,9 @@ import re
 import shlex
 
 from cluster.checks import Check
-from cluster.probe import Output, Probe, printable
-from cluster.site import DiskLimit, Site
-from cluster.verdict import Verdict, merge
+from cluster.inventory.site import DiskLimit, Site
+from cluster.probing.probe import Output, Probe, printable
+from cluster.probing.verdict import Verdict, merge
 
 # One row of `df -P -k`: KiB of size, used, available, then percent and mount point; names may hold blanks.
 _ROW = re.compile(r"\s(\d+)\s+(\d+)\s+(-?\d+)\s+(?:\d+%|-)\s+/.*$")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from cluster import nvidia_smi
 from cluster.checks import BoardCheck
-from cluster.gpu_report import PROBE, GpuReport, judge_each
-from cluster.probe import Output
+from cluster.inventory.site import Site
+from cluster.probing import nvidia_smi
+from cluster.probing.gpu_report import PROBE, GpuReport, judge_each
+from cluster.probing.probe import Output
+from cluster.probing.verdict import Verdict
 from cluster.profiles import NO_GPUS, Board
 from cluster.profiles.thresholds import Clocks
-from cluster.site import Site
-from cluster.verdict import Verdict
 
 _REASONS = ("Clocks Event Reasons", "Clocks Throttle Reasons")  # the second before driver 535
 _HARDWARE = ("HW Slowdown", "HW Slowdown/HW Thermal Slowdown", "HW Slowdown/HW Power Brake Slowdown")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from cluster import nvidia_smi
 from cluster.checks import BoardCheck, Rise
-from cluster.gpu_report import PROBE, GpuReport, judge_each, parse
-from cluster.probe import Output
+from cluster.inventory.site import Site
+from cluster.probing import nvidia_smi
+from cluster.probing.gpu_report import PROBE, GpuReport, judge_each, parse
+from cluster.probing.probe import Output
+from cluster.probing.verdict import Verdict, with_facts
 from cluster.profiles import NO_GPUS, Board
-from cluster.site import Site
-from cluster.verdict import Verdict, with_facts
 
 
 def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import shlex
 
-from cluster import nvidia_smi
 from cluster.checks import Check
-from cluster.probe import Output, Probe
-from cluster.site import Site
-from cluster.verdict import Verdict
+from cluster.inventory.site import Site
+from cluster.probing import nvidia_smi
+from cluster.probing.probe import Output, Probe
+from cluster.probing.verdict import Verdict
 
 GPU_FIELDS = ("index", "uuid", "memory.used")
 PROCESS_FIELDS = ("gpu_uuid", "pid", "used_gpu_memory", "process_name")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from cluster.checks import Check
-from cluster.gpu_report import PROBE, GpuReport, judge_each
-from cluster.probe import Output
-from cluster.site import Site
-from cluster.verdict import Action, Verdict
+from cluster.inventory.site import Site
+from cluster.probing.gpu_report import PROBE, GpuReport, judge_each
+from cluster.probing.probe import Output
+from cluster.probing.verdict import Action, Verdict
 
 _ACTIONS: dict[str, Action] = {"Reset": "reset", "Reboot": "reboot"}  # others begin with draining: isolate
 

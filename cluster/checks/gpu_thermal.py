@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from cluster.checks import Check
-from cluster.gpu_report import PROBE, GpuReport, judge_each
-from cluster.probe import Output
-from cluster.site import Site
-from cluster.verdict import Verdict
+from cluster.inventory.site import Site
+from cluster.probing.gpu_report import PROBE, GpuReport, judge_each
+from cluster.probing.probe import Output
+from cluster.probing.verdict import Verdict
 
 _POWER = ("GPU Power Readings", "Power Readings")  # the second before driver 525
 _POWER_TOLERANCE = 1.05  # readings of a GPU that keeps its limit go around it

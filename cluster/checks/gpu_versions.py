@@ -1,13 +1,13 @@
-"""Driver, CUDA and VBIOS versions: the same on all GPUs of a node; cluster/drift.py compares the nodes."""
+"""Driver, CUDA and VBIOS versions: the same on all GPUs of a node; cluster/health/drift.py compares the nodes."""
 
 from __future__ import annotations
 
-from cluster import nvidia_smi
 from cluster.checks import Check
-from cluster.gpu_report import PROBE, parse
-from cluster.probe import Output
-from cluster.site import Site
-from cluster.verdict import Verdict, with_facts
+from cluster.inventory.site import Site
+from cluster.probing import nvidia_smi
+from cluster.probing.gpu_report import PROBE, parse
+from cluster.probing.probe import Output
+from cluster.probing.verdict import Verdict, with_facts
 
 
 def judge(output: Output, site: Site) -> Verdict:

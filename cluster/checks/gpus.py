@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from cluster import nvidia_smi
 from cluster.checks import Check
-from cluster.probe import Output, Probe
-from cluster.site import Site
-from cluster.verdict import Verdict
+from cluster.inventory.site import Site
+from cluster.probing import nvidia_smi
+from cluster.probing.probe import Output, Probe
+from cluster.probing.verdict import Verdict
 
 FIELDS = ("index", "uuid", "pci.bus_id", "name", "driver_version", "memory.total")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from cluster.checks import Check
-from cluster.probe import Output, Probe
-from cluster.site import Site
-from cluster.verdict import Verdict
+from cluster.inventory.site import Site
+from cluster.probing.probe import Output, Probe
+from cluster.probing.verdict import Verdict
 
 _ROW = re.compile(r"^(MemTotal|MemAvailable):\s+(\d+) kB$", re.MULTILINE)
 

@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass
 
 from cluster.checks import BoardCheck, Rise
-from cluster.probe import Output, Probe, printable
+from cluster.inventory.site import Site
+from cluster.probing.probe import Output, Probe, printable
+from cluster.probing.verdict import Verdict, merge, with_facts
 from cluster.profiles import NO_GPUS, Board
-from cluster.site import Site
-from cluster.verdict import Verdict, merge, with_facts
 
 PROBE = Probe(
     script="""

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 from cluster.checks import Check
-from cluster.probe import Output, Probe, printable
-from cluster.site import Site
-from cluster.verdict import Verdict
+from cluster.inventory.site import Site
+from cluster.probing.probe import Output, Probe, printable
+from cluster.probing.verdict import Verdict
 
 
 def probe(site: Site) -> Probe:

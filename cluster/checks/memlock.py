@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from cluster.checks import Check
-from cluster.probe import Output, Probe
-from cluster.site import Site
-from cluster.verdict import Verdict
+from cluster.inventory.site import Site
+from cluster.probing.probe import Output, Probe
+from cluster.probing.verdict import Verdict
 
 LEAST_GIB = 16.0
 PROBE = Probe(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from cluster import nvidia_smi
 from cluster.checks import BoardCheck, Rise
-from cluster.probe import Output, Probe
+from cluster.inventory.site import Site
+from cluster.probing import nvidia_smi
+from cluster.probing.probe import Output, Probe
+from cluster.probing.verdict import Verdict, merge, with_facts
 from cluster.profiles import NO_GPUS, Board
-from cluster.site import Site
-from cluster.verdict import Verdict, merge, with_facts
 
 # Error counters that are zero stay on the node: there are hundreds. Drivers that know no counters end with a status.
 PROBE = Probe(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from cluster.checks import BoardCheck
-from cluster.probe import Output, Probe, printable
+from cluster.inventory.site import Site
+from cluster.probing.probe import Output, Probe, printable
+from cluster.probing.verdict import Verdict, merge
 from cluster.profiles import NO_GPUS, Board
 from cluster.profiles.thresholds import Pcie
-from cluster.site import Site
-from cluster.verdict import Verdict, merge
 
 # sysfs names a speed per lane; 0x10de is NVIDIA, classes 0x0300 and 0x0302 are its GPUs.
 _GENERATIONS = {

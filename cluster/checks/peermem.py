@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from cluster.checks import BoardCheck
-from cluster.probe import Output, Probe
+from cluster.inventory.site import Site
+from cluster.probing.probe import Output, Probe
+from cluster.probing.verdict import Verdict
 from cluster.profiles import NO_GPUS, Board
-from cluster.site import Site
-from cluster.verdict import Verdict
 
 PROBE = Probe(
     script="""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from cluster.checks import Check
-from cluster.probe import Output, Probe, printable
-from cluster.site import Site
-from cluster.verdict import Verdict
+from cluster.inventory.site import Site
+from cluster.probing.probe import Output, Probe, printable
+from cluster.probing.verdict import Verdict
 
 _SHOWN = 5
 # Both states are normal for a moment, so only what a second look finds again is reported. Threads of the kernel (their

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 from cluster.checks import BoardCheck
-from cluster.probe import Output, Probe
+from cluster.inventory.site import Site
+from cluster.probing.probe import Output, Probe
+from cluster.probing.verdict import Verdict
 from cluster.profiles import NO_GPUS, Board
-from cluster.site import Site
-from cluster.verdict import Verdict
 
 GIB_PER_GPU = 1.0
 _PATH = "/dev/shm"  # noqa: S108 - looked at, never written to

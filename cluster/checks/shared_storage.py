@@ -6,9 +6,9 @@ import math
 import shlex
 
 from cluster.checks import Check
-from cluster.probe import Output, Probe, printable
-from cluster.site import SharedPath, Site
-from cluster.verdict import Verdict, merge
+from cluster.inventory.site import SharedPath, Site
+from cluster.probing.probe import Output, Probe, printable
+from cluster.probing.verdict import Verdict, merge
 
 # $1 path, $2 write or read. The file goes whatever happens; only KILL on a hanging server can leave it behind.
 _TRY = """

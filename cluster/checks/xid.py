@@ -6,10 +6,10 @@ import re
 from collections import Counter
 
 from cluster.checks import BoardCheck, Rise
-from cluster.probe import Output, Probe
+from cluster.inventory.site import Site
+from cluster.probing.probe import Output, Probe
+from cluster.probing.verdict import Verdict, merge, with_facts
 from cluster.profiles import NO_GPUS, Board
-from cluster.site import Site
-from cluster.verdict import Verdict, merge, with_facts
 
 WINDOW_SECONDS = 7200
 # Both logs with seconds since boot, so that one parser reads both and the window is judged here, not by their clocks.

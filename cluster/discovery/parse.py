@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cluster import nvidia_smi
 from cluster.discovery.facts import Device, Gpu, Interface, LinkLayer, NodeFacts, Port, Route
 from cluster.discovery.route_table import interface_for
 from cluster.discovery.script import NVIDIA_FIELDS
-from cluster.probe import Output
+from cluster.probing import nvidia_smi
+from cluster.probing.probe import Output
 
 _Record = dict[str, list[str]]
 

@@ -8,9 +8,9 @@ import sys
 from cluster.discovery.facts import NodeFacts
 from cluster.discovery.parse import parse
 from cluster.discovery.script import probes
-from cluster.probe import Output, parse_outputs, render_script
-from cluster.runner import Runner, Unreachable
-from cluster.site import Site
+from cluster.inventory.site import Site
+from cluster.probing.probe import Output, parse_outputs, render_script
+from cluster.transport.runner import Runner, Unreachable
 
 
 def read_node(

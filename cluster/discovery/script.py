@@ -1,4 +1,4 @@
-"""The questions discovery asks a node, as probes of `cluster.probe`: POSIX shell that reads and changes nothing.
+"""The questions discovery asks a node, as probes of `cluster.probing.probe`: POSIX shell that reads and changes nothing.
 
 `root` is put before every path below /sys and /proc, so that tests can point the same script at a tree of their own.
 Sources: the kernel's Documentation/ABI (sysfs-class-infiniband, sysfs-class-net, sysfs-bus-pci), ip-route(8).
@@ -9,8 +9,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from cluster import nvidia_smi
-from cluster.probe import Probe
+from cluster.probing import nvidia_smi
+from cluster.probing.probe import Probe
 
 STORAGE_MOUNTS = ("nfs", "nfs4", "lustre", "ceph", "glusterfs")  # file systems whose mount names a server's address
 MAX_STORAGE_ROUTES = 32  # a Lustre client may list every server of a site

@@ -17,7 +17,7 @@ from cluster.environment.rules import PER_METHOD, PER_TRIAL, adapter_problem, co
 from cluster.environment.secrets import is_secret, shown
 from cluster.environment.shell_file import Assignment, read_assignments
 from cluster.environment.value import variables
-from cluster.ray_settings import USAGE_REPORTS
+from cluster.inventory.ray_settings import USAGE_REPORTS
 
 _RENAMED = {
     "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",

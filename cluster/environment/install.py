@@ -8,9 +8,9 @@ from typing import Literal
 
 from cluster.environment.rendering import NodeEnvironment, env_sh
 from cluster.environment.secrets import is_secret
-from cluster.probe import Output
-from cluster.runner import Runner, Unreachable
-from cluster.transfer import TransferFailed, put
+from cluster.probing.probe import Output
+from cluster.transport.runner import Runner, Unreachable
+from cluster.transport.transfer import TransferFailed, put
 
 # Arguments: path, SHA-256 of what is to stand there. Makes the folder, and keeps a copy of what will be replaced.
 _MAKE_WAY = """\

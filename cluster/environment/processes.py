@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from cluster.environment.value import Value
-from cluster.ray_settings import USAGE_REPORTS
+from cluster.inventory.ray_settings import USAGE_REPORTS
 
 DEFAULT_METHOD = "burst"
 BLACKWELL = 10.0  # first compute capability of the family

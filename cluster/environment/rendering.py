@@ -17,9 +17,9 @@ from cluster.environment.processes import DEFAULT_METHOD, process_values
 from cluster.environment.rules import concern
 from cluster.environment.trial import trial_values
 from cluster.environment.value import Value, overlaid, variables
-from cluster.probe import printable
-from cluster.ray_settings import USAGE_REPORTS
-from cluster.site import Site
+from cluster.inventory.ray_settings import USAGE_REPORTS
+from cluster.inventory.site import Site
+from cluster.probing.probe import printable
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:%/-]+")

@@ -9,7 +9,7 @@ from cluster.environment.importing import Import, summary
 from cluster.environment.rendering import NodeEnvironment
 from cluster.environment.secrets import shown
 from cluster.environment.survey import Survey
-from cluster.probe import printable
+from cluster.probing.probe import printable
 
 
 def table(environment: NodeEnvironment) -> str:

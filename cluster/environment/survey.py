@@ -12,10 +12,10 @@ from cluster.discovery.read import read_node
 from cluster.environment.install import Installed, install
 from cluster.environment.processes import DEFAULT_METHOD
 from cluster.environment.rendering import NodeEnvironment, render_node
-from cluster.errors import UsageError
-from cluster.fleet import on_each
-from cluster.inventory import Node
-from cluster.runner import Connect, Unreachable
+from cluster.files.errors import UsageError
+from cluster.inventory.nodes import Node
+from cluster.transport.fleet import on_each
+from cluster.transport.runner import Connect, Unreachable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

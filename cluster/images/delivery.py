@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
 
-from cluster.hosts import Host
 from cluster.images.archive import Archive
 from cluster.images.engine import Image, ImageFailed, complaint, find_image, load_command
 from cluster.images.sending import send
 from cluster.images.space import ask_space
-from cluster.runner import Connect, Runner, Unreachable
-from cluster.transfer import TransferFailed
+from cluster.inventory.hosts import Host
+from cluster.transport.runner import Connect, Runner, Unreachable
+from cluster.transport.transfer import TransferFailed
 
 ATTEMPTS = 3
 _PAUSE_SECONDS = 1.0

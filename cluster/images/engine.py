@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.runner import Completed, Runner
+from cluster.transport.runner import Completed, Runner
 
 # Engines that keep images in containerd count ids in another way, so the same image has two ids where fleets are mixed.
 # When it was created, its layers and its labels come out of the image's own configuration, which both keep.

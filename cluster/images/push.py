@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from cluster.fleet import on_each
 from cluster.images.archive import Archive, save
 from cluster.images.delivery import Delivered, Target, Watch, collect, deliver, deposit, look, withdraw
 from cluster.images.engine import Image, ImageFailed
-from cluster.runner import Connect, Unreachable
+from cluster.transport.fleet import on_each
+from cluster.transport.runner import Connect, Unreachable
 
 Answer = TypeVar("Answer")
 

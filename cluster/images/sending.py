@@ -9,8 +9,8 @@ from pathlib import Path
 
 from cluster.images.archive import Archive
 from cluster.images.engine import last_line
-from cluster.runner import Completed, Runner
-from cluster.transfer import TransferFailed
+from cluster.transport.runner import Completed, Runner
+from cluster.transport.transfer import TransferFailed
 
 _CHUNK_BYTES = 2**20
 

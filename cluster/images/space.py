@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.images.engine import ImageFailed, last_line
-from cluster.runner import Runner
+from cluster.transport.runner import Runner
 
 # $1 is the folder for archives; empty: one of our own on the node's disk. Nobody else may own that: what we load from
 # it has been compared with its checksum just before, and only its owner could change it in between.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cluster.errors import UsageError
+from cluster.files.errors import UsageError
 from cluster.images.delivery import Target
 from cluster.images.engine import Image
-from cluster.inventory import Node
+from cluster.inventory.nodes import Node
 
 SHARED_FOLDER = "burst-images"  # below the first writable folder of the site's storage.shared
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster import strict_yaml
+from cluster.files import strict_yaml
 from cluster.profiles.thresholds import Profile as Profile
 
 FOLDER = Path(__file__).parent

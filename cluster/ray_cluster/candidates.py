@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.errors import UsageError
-from cluster.inventory import Inventory, Node
+from cluster.files.errors import UsageError
+from cluster.inventory.nodes import Inventory, Node
 from cluster.ray_cluster.container import uses_container
 from cluster.ray_cluster.introduction import THIS_MACHINE, Introduction, introduce, own_versions
 from cluster.ray_cluster.means import Means

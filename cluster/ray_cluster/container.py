@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.site import Container, Site
+from cluster.inventory.site import Container, Site
 
 LABEL = "burst.ray.node"  # carries the same mark as the environment of our processes
 

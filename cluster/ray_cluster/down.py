@@ -10,7 +10,7 @@ from typing import Any
 from cluster.ray_cluster.container import find_command, remove_command
 from cluster.ray_cluster.node import NodeError, ask, on_all
 from cluster.ray_cluster.state import ClusterState, StartedNode, StateDirectory
-from cluster.runner import Completed, Connect, Runner
+from cluster.transport.runner import Completed, Connect, Runner
 
 LATE_START_SECONDS = 2.0
 STOP_SECONDS = 40.0  # TERM, KILL, and a process that takes its time in a driver call

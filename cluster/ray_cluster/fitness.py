@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster import checks, render
-from cluster.health import check_nodes
-from cluster.inventory import Node
-from cluster.runner import Connect
+from cluster.health.nodes import check_nodes
+from cluster.inventory.nodes import Node
+from cluster.transport.runner import Connect
 
 
 def unfit_nodes(nodes: Sequence[Node], connect: Connect, timeout_seconds: float) -> dict[str, str]:

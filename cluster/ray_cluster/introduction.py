@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.hosts import Host
-from cluster.local import LocalRunner
+from cluster.inventory.hosts import Host
 from cluster.ray_cluster.node import NodeError, ask
 from cluster.ray_cluster.state import StartedNode
 from cluster.ray_cluster.versions import absent
-from cluster.runner import Runner
+from cluster.transport.local import LocalRunner
+from cluster.transport.runner import Runner
 
 THIS_MACHINE = "this machine"  # its versions count too: it drives the cluster
 HEAD_PORTS = ("head_port", "client_port", "dashboard_port")  # of the site's; 0 becomes a free one

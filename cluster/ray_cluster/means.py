@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.inventory import Node
-from cluster.runner import Connect
+from cluster.inventory.nodes import Node
+from cluster.transport.runner import Connect
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

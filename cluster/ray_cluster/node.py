@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any, Protocol, TypeVar
 
 from cluster.ray_cluster.node_program import REPLY
-from cluster.runner import Runner, Unreachable
+from cluster.transport.runner import Runner, Unreachable
 
 MAX_NODES_AT_ONCE = 64
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cluster.errors import UsageError
+from cluster.files.errors import UsageError
 from cluster.ray_cluster.state import write_private
 
 QUARANTINE_FILE = "quarantine.json"

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster import strict_yaml
-from cluster.errors import UsageError
-from cluster.file_lock import try_lock
-from cluster.folders import state_folder
-from cluster.hosts import Host
+from cluster.files import strict_yaml
+from cluster.files.errors import UsageError
+from cluster.files.file_lock import try_lock
+from cluster.files.folders import state_folder
+from cluster.inventory.hosts import Host
 
 SCHEMA = 1
 STATE_FILE = "cluster.json"

@@ -9,7 +9,7 @@ from cluster.ray_cluster.container import find_command
 from cluster.ray_cluster.down import docker, identity
 from cluster.ray_cluster.node import ask, on_all
 from cluster.ray_cluster.state import ClusterState, StartedNode
-from cluster.runner import Connect
+from cluster.transport.runner import Connect
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

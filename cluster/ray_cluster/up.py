@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from cluster.errors import UsageError
-from cluster.inventory import Inventory, Node
+from cluster.files.errors import UsageError
+from cluster.inventory.nodes import Inventory, Node
 from cluster.ray_cluster.candidates import healthy, intended, ranks_of
 from cluster.ray_cluster.container import interpreter, run_command
 from cluster.ray_cluster.down import docker, end_cluster, end_node
@@ -23,7 +23,7 @@ from cluster.ray_cluster.node import NodeError, ask, named, on_all
 from cluster.ray_cluster.ray_commands import SETTINGS, fixed_ports, head_command, worker_command
 from cluster.ray_cluster.state import ClusterState, Process, StartedNode, StateDirectory
 from cluster.ray_cluster.versions import mismatch
-from cluster.runner import Unreachable
+from cluster.transport.runner import Unreachable
 
 
 def start_cluster(inventory: Inventory, states: StateDirectory, means: Means, *, of_run: bool = False) -> ClusterState:

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cluster.active.pairing import Pair, nodes_of
-from cluster.errors import UsageError
-from cluster.health import NodeReport
+from cluster.files.errors import UsageError
+from cluster.health.nodes import NodeReport
 from cluster.render.heat_map import HeatMap, heat_map
 from cluster.render.table import headline, summary_line, worst_first
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cluster.health import NodeReport
+from cluster.health.nodes import NodeReport
 
 
 def json_line(report: NodeReport) -> str:

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from cluster.health import NodeReport
-from cluster.inventory import Node
+from cluster.health.nodes import NodeReport
+from cluster.inventory.nodes import Node
+from cluster.probing.verdict import Level
 from cluster.render.table import headline
-from cluster.verdict import Level
 
 if TYPE_CHECKING:
     from rich.table import Table

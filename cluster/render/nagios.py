@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from cluster.health import NodeReport
+from cluster.health.nodes import NodeReport
+from cluster.probing.verdict import LEVELS, Level, worst_level
 from cluster.render.table import headline
-from cluster.verdict import LEVELS, Level, worst_level
 
 _WORDS: dict[Level, str] = {"ok": "OK", "warn": "WARNING", "fail": "CRITICAL", "unknown": "UNKNOWN"}
 _NODES_NAMED = 3  # a pager shows little more

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from cluster.health import REACHABILITY, NodeReport
-from cluster.probe import printable
-from cluster.verdict import LEVELS, Verdict
+from cluster.health.nodes import REACHABILITY, NodeReport
+from cluster.probing.probe import printable
+from cluster.probing.verdict import LEVELS, Verdict
 
 _HEADER = ("NODE", "CHECK", "VERDICT", "ACTION", "FINDING")
 # Shown however well they are: they say what the node is.

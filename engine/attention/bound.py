@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from engine.attention.algorithms.saved import Stored, keep_tail
 from engine.attention.context import ContextParallel
-from engine.attention.layout import tail_cut
+from engine.attention.geometry.layout import tail_cut
 from engine.attention.masks import kept_share, parse_mask
 from engine.attention.op import AttentionPlan, plan_attention, run_attention
-from engine.attention.stored import Stored, keep_tail
 from engine.settings import TrialSettings
 
 

@@ -11,18 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.call_order import CallOrder, timeout_of
-from engine.attention.copy_engine import CopyEngine
-from engine.attention.exchange import HELD_GRADIENTS, Direct, Pattern, Relay
-from engine.attention.head_copies import HeadCopies
-from engine.attention.head_exchange import HeadExchange, HeadTrade
-from engine.attention.layout import Gathered, Layout, Segment, layout_named, rows_before, split_refusal
-from engine.attention.link_speed import Link, across_gib_per_second
-from engine.attention.mailbox import copy_engine_missing
-from engine.attention.nodes import host_name, shared_node_size
+from engine.attention.comm.all_to_all import HeadExchange, HeadTrade
+from engine.attention.comm.exchange import HELD_GRADIENTS, Direct, Pattern, Relay
+from engine.attention.comm.link_speed import Link, across_gib_per_second
+from engine.attention.comm.nodes import host_name, shared_node_size
+from engine.attention.comm.p2p import Nowhere, PointToPoint, Traffic, Transport
+from engine.attention.comm.symm_mem.all_to_all import HeadCopies
+from engine.attention.comm.symm_mem.channel import copy_engine_missing
+from engine.attention.comm.symm_mem.copy_engine import CopyEngine
+from engine.attention.geometry.layout import Gathered, Layout, Segment, layout_named, rows_before, split_refusal
+from engine.attention.geometry.ring import Ring
 from engine.attention.peers import agreed_refusal, report
-from engine.attention.ring import Ring
-from engine.attention.schedule import Speeds
-from engine.attention.transport import Nowhere, PointToPoint, Traffic, Transport
+from engine.attention.planning.cost_model import Speeds
 
 _LINK_MESSAGE_BYTES = 64 << 20  # large enough for a link's full speed, small beside a shard
 
@@ -48,7 +48,7 @@ class ContextParallel:
             torch.distributed is not initialised.
         node_size: consecutive CP ranks that share a node; found from host names when None (NCCL_HOSTID, which emulates
             nodes for NCCL, is honoured; hosts with unequal numbers of ranks count as several nodes of equal ones).
-        layout: contiguous, zigzag or striped, or a layout of `engine.attention.layout` such as SplitZigzag.
+        layout: contiguous, zigzag or striped, or a layout of `engine.attention.geometry.layout` such as SplitZigzag.
 
     Creating one is collective over `group`, and so is the first attention call with a new schedule or exchange. An
     exception in the middle of a collective call leaves the ranks in disagreement: from then on every call raises

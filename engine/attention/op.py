@@ -1,8 +1,8 @@
 """BurstAttention: attention over a sequence that lives on many ranks. The autograd function is written once.
 
 `plan_attention` resolves every choice into a plan; a plan knows how to compute (out, lse) and the gradients from this
-rank's shards. There are two: a pass around a ring (`engine.attention.ring_pass`), and an exchange of heads for tokens
-around such a pass (`engine.attention.head_pass`).
+rank's shards. There are two: a pass around a ring (`engine.attention.algorithms.ring`), and an exchange of heads for tokens
+around such a pass (`engine.attention.algorithms.ulysses`).
 
 Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K KV heads, D head dim.
 """
@@ -14,18 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.attention.accumulate.output import row_dot
+from engine.attention.algorithms.ring import RingPlan
+from engine.attention.algorithms.saved import Stored
+from engine.attention.algorithms.ulysses import HeadPlan
+from engine.attention.comm.all_to_all import pieces_in_order
 from engine.attention.context import ContextParallel
-from engine.attention.head_exchange import pieces_in_order
-from engine.attention.head_pass import HeadPlan
+from engine.attention.geometry.ring import RingTraffic
 from engine.attention.inputs import check_inputs, check_mask, check_scale, laid_out
-from engine.attention.itinerary import traffic_left
 from engine.attention.kernels import Problem, choose_kernel
 from engine.attention.kernels.stand_in import AnyDelta
 from engine.attention.masks import Causal, Mask, band_kinds
-from engine.attention.merge import row_dot
-from engine.attention.ring import RingTraffic
-from engine.attention.ring_pass import RingPlan
-from engine.attention.schedule import (
+from engine.attention.planning.comm_plan import traffic_left
+from engine.attention.planning.comm_volume import GRADIENT_WIRES, Shards, narrowed
+from engine.attention.planning.cost_model import (
     BACKWARD_ROUTES,
     HEAD_SCHEDULES,
     Share,
@@ -34,8 +36,6 @@ from engine.attention.schedule import (
     choose_schedule,
     schedule_refusal,
 )
-from engine.attention.stored import Stored
-from engine.attention.wire_bytes import GRADIENT_WIRES, Shards, narrowed
 from engine.autocast import outside_autocast
 from engine.second_derivative import refuse_second_derivative
 
@@ -259,7 +259,7 @@ def burst_attention(
         cp: the ranks that share the sequence; a group of one when None.
         scale: factor of the scores; head_dim ** -0.5 when None.
         kernel: auto, reference, cpu, fa2, cudnn, fa4 or flex.
-        schedule: ring, double_ring, head_exchange, heads_inside, heads_across (see `engine.attention.schedule`), or
+        schedule: ring, double_ring, head_exchange, heads_inside, heads_across (see `engine.attention.planning.cost_model`), or
             auto: on GPUs the one a cost model finds cheapest, elsewhere a ring.
         exchange: how they travel inside a lap: relay, direct, copy_engine, or auto for the fastest the links allow.
         backward: side that travels in backward: query, key_value, or auto for the one whose bytes take less time.
@@ -269,7 +269,7 @@ def burst_attention(
             input_across: a node's sum crosses a double ring between nodes, once, in the inputs' dtype; input: all do.
         head_parts: where heads are traded, how many parts they come in, one travelling while another is computed; the
             cost model's choice when None.
-        stored: what `engine.attention.stored.keep_tail` kept of an earlier call with the same inputs: the forward is
+        stored: what `engine.attention.algorithms.saved.keep_tail` kept of an earlier call with the same inputs: the forward is
             computed again for the other rows alone.
         replayed: under activation checkpointing, a call that will be repeated with `stored`. Both then leave the same
             tensors to backward; otherwise heads that were traded for tokens are kept as they arrived.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.attention.geometry.layout import Segment
 from engine.attention.kernels.reference import visible_pairs
-from engine.attention.layout import Segment
 from engine.attention.masks import Mask
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from engine.attention.stored import Stored
+from engine.attention.algorithms.saved import Stored
 from engine.model import Attend
 from engine.offload import Kept, Store
 

@@ -101,7 +101,7 @@ class Order:
     config: TrainingConfig
     method: str  # import path of the module that defines it
     resume: bool  # go on from the newest checkpoint
-    model_flops_per_step: float  # by the one formula (harness/flops.py), over all ranks
+    model_flops_per_step: float  # by the one formula (harness/metrics/flops.py), over all ranks
     peak_tflops: float | None  # dense bf16 of one GPU; None where MFU means nothing
 
     @property

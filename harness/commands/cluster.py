@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.shown import shown
-from harness.cluster_arguments import add_state_argument, state_directory
-from harness.errors import UsageError
+from cluster.files.shown import shown
+from harness.base.errors import UsageError
+from harness.machine.cluster_arguments import add_state_argument, state_directory
 
 if TYPE_CHECKING:
     from cluster.ray_cluster.state import ClusterState, StateDirectory
@@ -50,8 +50,8 @@ class Cluster:
 
 
 def _up(arguments: argparse.Namespace, states: StateDirectory) -> int:
-    from cluster.inventory_file import read_inventory
-    from harness.launch.cluster import Trust, start
+    from cluster.inventory.file import read_inventory
+    from harness.launch.nodes.cluster import Trust, start
 
     try:
         inventory = read_inventory(arguments.inventory)
@@ -74,7 +74,7 @@ def _up(arguments: argparse.Namespace, states: StateDirectory) -> int:
 def _status(arguments: argparse.Namespace, states: StateDirectory) -> int:
     from cluster.ray_cluster.quarantine import Quarantine
     from cluster.ray_cluster.status import cluster_status
-    from cluster.reach import connection
+    from cluster.transport.reach import connection
 
     state = _recorded(states)
     connect = connection([node.host for node in state.nodes], known_hosts=state.known_hosts)
@@ -94,7 +94,7 @@ def _status(arguments: argparse.Namespace, states: StateDirectory) -> int:
 
 def _down(arguments: argparse.Namespace, states: StateDirectory) -> int:
     from cluster.ray_cluster.down import end_cluster
-    from cluster.reach import connection
+    from cluster.transport.reach import connection
 
     state = _recorded(states)
     connect = connection([node.host for node in state.nodes], known_hosts=state.known_hosts)

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.errors import UsageError
+from harness.base.errors import UsageError
 
 
 class Data:
@@ -70,7 +70,7 @@ def _fraction(text: str) -> float:
 def _check_place(directory: Path, *, replace: bool) -> None:
     """Raises UsageError for a path that holds something else, or a store that is not to be replaced."""
     from engine.data.store import is_store
-    from harness.writable import make_writable
+    from harness.base.writable import make_writable
 
     make_writable(directory.parent)
     if not directory.exists():
@@ -84,7 +84,7 @@ def _check_place(directory: Path, *, replace: bool) -> None:
 @contextlib.contextmanager
 def _moved_aside(directory: Path) -> Iterator[Path | None]:
     """Nothing is at `directory` within the block; yields where what was there went. Undone when the block fails."""
-    from harness.run_directory import free_name
+    from harness.run.directory import free_name
 
     if not directory.exists():
         yield None

@@ -26,7 +26,7 @@ class Doctor:
         from rich.table import Table
         from rich.text import Text
 
-        from harness.terminal import print_table, stdout_console
+        from harness.base.terminal import print_table, stdout_console
 
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("", "name", "", "what was found"):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.errors import UsageError
+from harness.base.errors import UsageError
 
 if TYPE_CHECKING:
     from cluster.environment.rendering import NodeEnvironment
@@ -52,9 +52,9 @@ class Env:
 def _render(arguments: argparse.Namespace) -> int:
     from cluster.environment.show import as_json, table
     from cluster.environment.survey import Wish, head_address, survey
-    from cluster.named_nodes import named_nodes
-    from cluster.reach import connection
-    from harness.methods import method_named
+    from cluster.inventory.named_nodes import named_nodes
+    from cluster.transport.reach import connection
+    from harness.spec.methods import method_named
 
     method_named(arguments.method)
     if arguments.ranks is not None and not 1 <= arguments.ranks <= 1024:
@@ -93,8 +93,8 @@ def _render(arguments: argparse.Namespace) -> int:
 def _write(folder: Path, environments: Sequence[NodeEnvironment]) -> list[str]:
     """Leave each node's env.sh below `folder`; returns what was done, a sentence each."""
     from cluster.environment.install import install
-    from cluster.local import LocalRunner
-    from cluster.runner import Unreachable
+    from cluster.transport.local import LocalRunner
+    from cluster.transport.runner import Unreachable
 
     said = []
     for environment in environments:
@@ -109,7 +109,7 @@ def _write(folder: Path, environments: Sequence[NodeEnvironment]) -> list[str]:
 def _import(arguments: argparse.Namespace) -> int:
     from cluster.environment.importing import import_env
     from cluster.environment.show import import_json, import_table
-    from cluster.regular_file import read_text
+    from cluster.files.regular_file import read_text
 
     if arguments.nodes:
         raise UsageError("--import judges a file and asks no node; leave the nodes out")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from engine.training.files import RUN_FILE, checkpoints_directory
 from engine.training.manifest import checkpoint_path, checkpoints, read_manifest, step_of
-from harness.errors import UsageError, one_of
-from harness.writable import make_writable
+from harness.base.errors import UsageError, one_of
+from harness.base.writable import make_writable
 
 DTYPES = ("fp32", "bf16")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.errors import UsageError
+from harness.base.errors import UsageError
 
 if TYPE_CHECKING:
     from cluster.images.engine import Image as EngineImage
@@ -68,7 +68,7 @@ def _build(arguments: argparse.Namespace) -> int:
     import shlex
 
     from cluster.images.engine import build_command
-    from harness.provenance import PROJECT_ROOT, commit
+    from harness.records.provenance import PROJECT_ROOT, commit
 
     if not (PROJECT_ROOT / "Dockerfile").is_file():
         raise UsageError(f"there is no Dockerfile in {PROJECT_ROOT}; run burst from a checkout of the repository")
@@ -99,9 +99,9 @@ def _push(arguments: argparse.Namespace) -> int:
     from cluster.images.push import Way, push
     from cluster.images.show import outcome_table, progress_on_stderr
     from cluster.images.targets import check_ids, targets_of
-    from cluster.named_nodes import named_nodes
-    from cluster.reach import connection
-    from harness.terminal import stdout_console
+    from cluster.inventory.named_nodes import named_nodes
+    from cluster.transport.reach import connection
+    from harness.base.terminal import stdout_console
 
     if not arguments.nodes:
         raise UsageError("burst image push needs nodes to bring the image to; give an inventory, or hosts")
@@ -148,7 +148,7 @@ def _push(arguments: argparse.Namespace) -> int:
 def _images_here(names: Iterable[str]) -> dict[str, EngineImage]:
     """The images of these names on this machine. Raises UsageError when docker does not answer or lacks one."""
     from cluster.images.engine import DOCKER, complaint, find_image
-    from cluster.local import LocalRunner
+    from cluster.transport.local import LocalRunner
 
     runner = LocalRunner()
     done = runner.run([*DOCKER, "version", "--format", "{{.Server.Version}}"], deadline_seconds=_ENGINE_SECONDS)

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from cluster.shown import shown
-from harness.errors import UsageError, nearest, one_of
+from cluster.files.shown import shown
+from harness.base.errors import UsageError, nearest, one_of
 
 LISTED = 5  # ids that one sentence names
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cluster.hosts import Host
-    from cluster.inventory import Inventory, Node
+    from cluster.inventory.hosts import Host
+    from cluster.inventory.nodes import Inventory, Node
 
 
 class Nodes:
@@ -28,7 +28,7 @@ class Nodes:
         output.add_argument("--names", action="store_true", help="only the names, one per line")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from cluster.errors import UsageError
+        from cluster.files.errors import UsageError
 
         if (arguments.inventory is None) == (arguments.source is None):
             raise UsageError("burst nodes takes one file; give an INVENTORY to expand or --import FILE to convert")
@@ -36,7 +36,7 @@ class Nodes:
             if arguments.source:
                 self._import(arguments)
                 return 0
-            from cluster.inventory_file import read_inventory
+            from cluster.inventory.file import read_inventory
 
             inventory = read_inventory(arguments.inventory, arguments.site)
             inventory = inventory.select(arguments.nodes) if arguments.nodes else inventory
@@ -53,8 +53,8 @@ class Nodes:
         return 0
 
     def _import(self, arguments: argparse.Namespace) -> None:
-        from cluster.errors import UsageError
-        from cluster.hosts_file import import_hosts, render_inventory
+        from cluster.files.errors import UsageError
+        from cluster.inventory.hosts_file import import_hosts, render_inventory
 
         if arguments.json or arguments.names or arguments.site:
             raise UsageError("--import prints an inventory file; give it alone, then expand what it printed")
@@ -90,7 +90,7 @@ def _print_table(inventory: Inventory) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from harness.terminal import stdout_console
+    from harness.base.terminal import stdout_console
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     rows = [_row(node) for node in inventory.nodes]

@@ -9,10 +9,10 @@ import argparse
 import json
 import sys
 
-from cluster.shown import shown
-from harness.cluster_arguments import add_cluster_arguments
-from harness.errors import UsageError
-from harness.experiment_arguments import add_experiment_arguments, chosen_experiment
+from cluster.files.shown import shown
+from harness.base.errors import UsageError
+from harness.machine.cluster_arguments import add_cluster_arguments
+from harness.spec.experiment_arguments import add_experiment_arguments, chosen_experiment
 
 
 class Plan:
@@ -33,15 +33,15 @@ class Plan:
         parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from harness.hardware import hardware_for, hardware_named
-        from harness.machine import discover, imagined
-        from harness.plan import nothing_can_run, plan, plan_table
+        from harness.machine.this_machine import discover, imagined
+        from harness.metrics.hardware import hardware_for, hardware_named
+        from harness.plan.matrix import nothing_can_run, plan, plan_table
 
         experiment = chosen_experiment(arguments)
         if arguments.nodes and arguments.hardware is not None:
             raise UsageError("--nodes and --hardware are two places to plan for; give one of them")
         if arguments.nodes:
-            from harness.launch.cluster import planned_machine
+            from harness.launch.nodes.cluster import planned_machine
 
             machine = planned_machine(arguments, _say)
             where = f"the nodes ({machine.nodes} x {machine.node_ranks} ranks)"
@@ -81,7 +81,7 @@ def _print_table(rows: list[dict[str, object]], where: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from harness.terminal import print_table, stdout_console
+    from harness.base.terminal import print_table, stdout_console
 
     # What all trials share is said once above the table, which then fits a terminal; ids are in --json.
     left_out = {"trial_id", "can_run", "reason", "predicted_to_fit"}
@@ -116,8 +116,8 @@ def _print_table(rows: list[dict[str, object]], where: str) -> None:
 
 
 def _cell(name: str, value: object) -> str:
-    from harness.lengths import format_length
-    from harness.tables import significant
+    from harness.base.lengths import format_length
+    from harness.report.tables import significant
 
     if name == "seq_len" and isinstance(value, int):
         return format_length(value)

@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from cluster.shown import shown
-from harness.errors import UsageError
+from cluster.files.shown import shown
+from harness.base.errors import UsageError
 
 FORMATS = "html,md,csv,tex,png,pdf"
 
@@ -30,8 +30,8 @@ class Report:
         parser.add_argument("--out", type=Path, metavar="DIR", help="where they go (default: the first DIR)")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from harness.report import write_report
-        from harness.site import runs_below, write_site
+        from harness.report.page import write_report
+        from harness.report.site import runs_below, write_site
 
         def say(sentence: str) -> None:
             print(shown(sentence), file=sys.stderr)

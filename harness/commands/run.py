@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from harness.cluster_arguments import add_cluster_arguments
+from harness.base.errors import UsageError
+from harness.base.interrupts import interrupted_once
 from harness.commands import command_line
-from harness.errors import UsageError
-from harness.experiment_arguments import add_experiment_arguments, chosen_experiment
-from harness.interrupts import interrupted_once
 from harness.launch.choose import LAUNCHERS, default_launcher, make_launcher
+from harness.machine.cluster_arguments import add_cluster_arguments
+from harness.spec.experiment_arguments import add_experiment_arguments, chosen_experiment
 
 if TYPE_CHECKING:
-    from harness.run_records import RunRecords
+    from harness.report.run_records import RunRecords
 
 
 class Run:
@@ -52,12 +52,12 @@ class Run:
 
     @interrupted_once()
     def run(self, arguments: argparse.Namespace) -> int:
-        from harness.machine import discover
-        from harness.plan import plan
-        from harness.progress import view_for
-        from harness.run import Host, Resume, run_experiment
-        from harness.run_records import RunRecords
-        from harness.terminal import stderr_console
+        from harness.base.terminal import stderr_console
+        from harness.machine.this_machine import discover
+        from harness.plan.matrix import plan
+        from harness.report.run_records import RunRecords
+        from harness.run.experiment import Host, Resume, run_experiment
+        from harness.run.progress import view_for
 
         experiment = chosen_experiment(arguments)
         run_dir = arguments.out or Path("results", "runs", experiment.name)
@@ -69,7 +69,7 @@ class Run:
         if arguments.nodes:
             if arguments.launcher == "local":
                 raise UsageError("--launcher local starts ranks on this machine alone; leave it out with --nodes")
-            from harness.launch.cluster import cluster_launcher
+            from harness.launch.nodes.cluster import cluster_launcher
 
             machine, launcher = cluster_launcher(arguments, say)
         else:
@@ -99,8 +99,8 @@ class Run:
 
 def _report(records: RunRecords) -> None:
     """The table, then where to read on. stdout, because it is what the command was run for."""
-    from harness.report import terminal_table, write_report_of
-    from harness.terminal import print_table, stdout_console
+    from harness.base.terminal import print_table, stdout_console
+    from harness.report.page import terminal_table, write_report_of
 
     out, rows = stdout_console(), records.rows()
     print_table(out, terminal_table(rows))

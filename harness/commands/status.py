@@ -6,11 +6,11 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from cluster.shown import shown, shown_value
+from cluster.files.shown import shown, shown_value
 from engine.measurement import PROGRESS_FILE
-from harness.progress import describe, describe_step
-from harness.record import RECORD_FILE, BadRecord, refuse_bad
-from harness.run_directory import TRIAL_FILE, RunDirectory
+from harness.records.record import RECORD_FILE, BadRecord, refuse_bad
+from harness.run.directory import TRIAL_FILE, RunDirectory
+from harness.run.progress import describe, describe_step
 
 
 class Status:
@@ -22,7 +22,7 @@ class Status:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.launch.tail import ProgressTail
-        from harness.training_status import is_training_run, training_status
+        from harness.training.status import is_training_run, training_status
 
         if is_training_run(arguments.directory):
             print(shown(training_status(arguments.directory)))

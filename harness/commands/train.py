@@ -8,9 +8,9 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
+from harness.base.errors import UsageError
+from harness.base.interrupts import heeded
 from harness.commands import command_line
-from harness.errors import UsageError
-from harness.interrupts import heeded
 from harness.launch.choose import LAUNCHERS, default_launcher, make_launcher
 
 
@@ -31,12 +31,12 @@ class Train:
         parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in DIR")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from harness.machine import discover
-        from harness.provenance import commit
-        from harness.terminal import stderr_console
-        from harness.training import Start, interruption, train
-        from harness.training_file import load_training
-        from harness.training_progress import TrainingView
+        from harness.base.terminal import stderr_console
+        from harness.machine.this_machine import discover
+        from harness.records.provenance import commit
+        from harness.training.file import load_training
+        from harness.training.progress import TrainingView
+        from harness.training.run import Start, interruption, train
 
         file = load_training(arguments.config, arguments.overrides)
         _check_packages(file.config.metrics.tensorboard)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from harness.record import Status
+from harness.records.record import Status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ def default_launcher() -> str:
 def make_launcher(name: str) -> Launcher:
     """A launcher by name, for this machine. Raises UsageError when it cannot be used here."""
     if name == "ray":
-        from harness.launch.ray import RayLauncher
+        from harness.launch.ray.launcher import RayLauncher
 
         return RayLauncher()
     assert name == "local", name

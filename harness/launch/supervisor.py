@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.measurement import PROGRESS_FILE
-from harness.interrupts import look
+from harness.base.interrupts import look
 from harness.launch import Job, Outcome
 from harness.launch.forkserver import ForkServer, ServerLost
 from harness.launch.host_memory import oom_kills

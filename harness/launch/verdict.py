@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.launch import Job
-from harness.record import Status
+from harness.records.record import Status
 
 ERRORS_DIRECTORY = "errors"
 # A peer notices a dead rank within milliseconds, and file times are coarser than process times (one clock tick): an

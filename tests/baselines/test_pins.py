@@ -7,7 +7,7 @@ import pytest
 
 from baselines.checkout import check_out, main, prepare
 from baselines.pin import Checkout, Flavour, load_pin, pinned_systems
-from cluster.errors import UsageError
+from cluster.files.errors import UsageError
 
 PIN = """\
 system: Some

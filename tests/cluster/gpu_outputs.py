@@ -8,10 +8,10 @@ from functools import cache
 from pathlib import Path
 
 from cluster.checks import BoardCheck, Check
-from cluster.probe import Output
+from cluster.inventory.site import GpuExpectation, Site
+from cluster.probing.probe import Output
+from cluster.probing.verdict import Verdict
 from cluster.profiles import Board, Profile, find, load_profiles
-from cluster.site import GpuExpectation, Site
-from cluster.verdict import Verdict
 
 OUTPUTS = Path(__file__).parent / "outputs"
 MODELS = ("a100", "a800", "h100", "h200")

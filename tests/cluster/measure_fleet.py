@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster import checks
-from cluster.health import check_nodes
-from cluster.hosts import Host, this_machine
-from cluster.inventory import Node
-from cluster.inventory_file import load_inventory
-from cluster.local import LocalRunner
-from cluster.runner import Completed, Runner
+from cluster.health.nodes import check_nodes
+from cluster.inventory.file import load_inventory
+from cluster.inventory.hosts import Host, this_machine
+from cluster.inventory.nodes import Node
+from cluster.transport.local import LocalRunner
+from cluster.transport.runner import Completed, Runner
 from tests.cluster.gpu_outputs import BUSES, install_node
 from tests.cluster.loopback_sshd import LoopbackSshd, running_sshd
 

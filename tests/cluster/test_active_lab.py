@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from cluster.active.fleet import Plan, exchange
-from cluster.hosts import Host
-from cluster.inventory import Node
-from cluster.site import NetworkExpectation, Site
-from cluster.ssh import SshOptions, connector
+from cluster.inventory.hosts import Host
+from cluster.inventory.nodes import Node
+from cluster.inventory.site import NetworkExpectation, Site
+from cluster.transport.ssh import SshOptions, connector
 from tests import lab as lab_module
 from tests.lab import Lab, LabHost, open_lab
 

@@ -18,12 +18,12 @@ from cluster.active.fleet import Plan, run_active, worker_command
 from cluster.active.interface import interface_towards
 from cluster.active.measurement import line
 from cluster.cli import main
-from cluster.hosts import Host
-from cluster.inventory import Node
-from cluster.local import connect_local
+from cluster.inventory.hosts import Host
+from cluster.inventory.nodes import Node
+from cluster.inventory.site import Container, NetworkExpectation, Site, Software
 from cluster.profiles import load_profiles
-from cluster.runner import Runner
-from cluster.site import Container, NetworkExpectation, Site, Software
+from cluster.transport.local import connect_local
+from cluster.transport.runner import Runner
 
 ROOT = Path(__file__).parents[2]
 

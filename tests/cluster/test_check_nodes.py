@@ -15,7 +15,7 @@ import pytest
 
 from cluster.checks import discover
 from cluster.cli import main
-from cluster.history import History
+from cluster.health.history import History
 from tests.cluster.loopback_sshd import LoopbackSshd, free_port, make_key
 from tests.patience import AMPLE
 

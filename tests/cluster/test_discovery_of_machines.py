@@ -4,7 +4,7 @@ import pytest
 
 from cluster.discovery.hcas import choose_hcas
 from cluster.discovery.interface import choose_interface
-from cluster.site import Site, Storage
+from cluster.inventory.site import Site, Storage
 from tests.cluster.fake_node import FakeNode, a800, h100, roce
 
 

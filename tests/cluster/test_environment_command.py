@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from cluster.site import load_site
+from cluster.inventory.site import load_site
 from harness.cli import main
 from tests.patience import AMPLE
 
@@ -112,5 +112,5 @@ def test_import_prints_a_site_file_and_says_why(tmp_path, capsys):
 
 def test_help_asks_for_no_yaml_and_no_ssh():
     program = "import sys; from harness.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
-    program += "assert not {'paramiko', 'jinja2', 'cluster.reach'} & set(sys.modules)"
+    program += "assert not {'paramiko', 'jinja2', 'cluster.transport.reach'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)

@@ -5,8 +5,8 @@ import pytest
 from cluster.environment.importing import import_env
 from cluster.environment.rules import concern
 from cluster.environment.shell_file import Assignment, read_assignments
-from cluster.errors import UsageError
-from cluster.site import load_site
+from cluster.files.errors import UsageError
+from cluster.inventory.site import load_site
 
 # The kinds of lines such files hold, the published artifact's env.sh among them.
 FILE = """\

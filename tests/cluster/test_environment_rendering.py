@@ -13,7 +13,7 @@ from cluster.environment.processes import connections
 from cluster.environment.rendering import env_sh, render_node, template
 from cluster.environment.secrets import redact, shown
 from cluster.environment.value import Value, overlaid
-from cluster.site import NetworkExpectation, Site, Storage
+from cluster.inventory.site import NetworkExpectation, Site, Storage
 from tests.cluster.fake_node import FakeNode, a800, h100, roce
 
 H100 = """\

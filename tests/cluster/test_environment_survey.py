@@ -12,13 +12,13 @@ from cluster.environment.install import install
 from cluster.environment.rendering import env_sh, render_node
 from cluster.environment.show import as_json, table
 from cluster.environment.survey import Wish, head_address, survey
-from cluster.errors import UsageError
-from cluster.hosts import Host, this_machine
-from cluster.inventory import Node
-from cluster.local import LocalRunner, connect_local
-from cluster.runner import Unreachable
-from cluster.site import NetworkExpectation, Site
-from cluster.ssh import SshOptions, connector
+from cluster.files.errors import UsageError
+from cluster.inventory.hosts import Host, this_machine
+from cluster.inventory.nodes import Node
+from cluster.inventory.site import NetworkExpectation, Site
+from cluster.transport.local import LocalRunner, connect_local
+from cluster.transport.runner import Unreachable
+from cluster.transport.ssh import SshOptions, connector
 from tests.patience import AMPLE
 
 

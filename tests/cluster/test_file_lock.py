@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from cluster.errors import UsageError
-from cluster.file_lock import try_lock
+from cluster.files.errors import UsageError
+from cluster.files.file_lock import try_lock
 from cluster.ray_cluster.state import StateDirectory
 
 

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from cluster.fleet import on_each
-from cluster.runner import Unreachable
+from cluster.transport.fleet import on_each
+from cluster.transport.runner import Unreachable
 from tests.patience import AMPLE
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from cluster import clock, drift
-from cluster.clock import ClockReading
-from cluster.health import NodeReport
-from cluster.hosts import Host
-from cluster.verdict import Verdict
+from cluster.health import drift
+from cluster.health.nodes import NodeReport
+from cluster.inventory.hosts import Host
+from cluster.probing import clock
+from cluster.probing.clock import ClockReading
+from cluster.probing.verdict import Verdict
 
 
 def node(

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 
 import pytest
 
-from cluster import fleet
 from cluster.checks import Check, discover
-from cluster.health import NodeReport, check_nodes
-from cluster.hosts import Host
-from cluster.inventory import Node
-from cluster.local import LocalRunner, connect_local
-from cluster.probe import Output, Probe
-from cluster.runner import Runner
-from cluster.site import Site
-from cluster.verdict import EXIT_CODES, LEVELS, Level, Verdict, merge, worst_level
+from cluster.health.nodes import NodeReport, check_nodes
+from cluster.inventory.hosts import Host
+from cluster.inventory.nodes import Node
+from cluster.inventory.site import Site
+from cluster.probing.probe import Output, Probe
+from cluster.probing.verdict import EXIT_CODES, LEVELS, Level, Verdict, merge, worst_level
+from cluster.transport import fleet
+from cluster.transport.local import LocalRunner, connect_local
+from cluster.transport.runner import Runner
 from tests.patience import AMPLE, scaled
 
 LOCAL = Host(name="here")

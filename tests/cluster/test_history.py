@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster import history
 from cluster.checks import discover
-from cluster.health import NodeReport
-from cluster.history import Entry, History, entry_of, judge, rises
-from cluster.hosts import Host
-from cluster.verdict import Verdict
+from cluster.health import history
+from cluster.health.history import Entry, History, entry_of, judge, rises
+from cluster.health.nodes import NodeReport
+from cluster.inventory.hosts import Host
+from cluster.probing.verdict import Verdict
 
 CHECKS = discover()
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from cluster.checks import cpu_governor, numa_balancing, processes
-from cluster.local import LocalRunner
-from cluster.probe import Output, Probe
+from cluster.inventory.site import Site
+from cluster.probing.probe import Output, Probe
 from cluster.profiles import NO_GPUS
-from cluster.site import Site
+from cluster.transport.local import LocalRunner
 from tests.cluster.gpu_outputs import board
 from tests.patience import AMPLE
 

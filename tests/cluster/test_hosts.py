@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.hosts import Host, distinct, expand, parse_hosts, parse_jump, read_hosts, this_machine
+from cluster.inventory.hosts import Host, distinct, expand, parse_hosts, parse_jump, read_hosts, this_machine
 
 
 @pytest.mark.parametrize(

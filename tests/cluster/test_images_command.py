@@ -10,7 +10,7 @@ import pytest
 
 from cluster.images.engine import build_command, find_image
 from cluster.images.targets import tagged
-from cluster.local import LocalRunner
+from cluster.transport.local import LocalRunner
 from harness.cli import main
 from tests.cluster.fake_docker import layers
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from cluster.hosts import parse_hosts
 from cluster.images.archive import save
 from cluster.images.delivery import Target, collect, look
 from cluster.images.engine import ImageFailed, find_image
 from cluster.images.push import Way, push
 from cluster.images.sending import send
-from cluster.local import LocalRunner
-from cluster.ssh import SshOptions, connector
-from cluster.transfer import TransferFailed
+from cluster.inventory.hosts import parse_hosts
+from cluster.transport.local import LocalRunner
+from cluster.transport.ssh import SshOptions, connector
+from cluster.transport.transfer import TransferFailed
 from tests.cluster.fake_docker import layers
 from tests.patience import AMPLE
 

@@ -7,7 +7,7 @@ import pytest
 from cluster.images.archive import save
 from cluster.images.engine import Image, ImageFailed, find_image
 from cluster.images.space import ask_space
-from cluster.local import LocalRunner
+from cluster.transport.local import LocalRunner
 
 TOO_LARGE = 2**60
 

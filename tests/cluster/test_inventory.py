@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import UsageError
-from cluster.hosts import Host
-from cluster.inventory import from_hosts, opened_by
-from cluster.inventory_file import load_inventory, read_inventory
-from cluster.site import DiskLimit, Site, SshDefaults
+from cluster.files.errors import UsageError
+from cluster.inventory.file import load_inventory, read_inventory
+from cluster.inventory.hosts import Host
+from cluster.inventory.nodes import from_hosts, opened_by
+from cluster.inventory.site import DiskLimit, Site, SshDefaults
 
 
 def write(tmp_path, text, name="lab.yaml"):

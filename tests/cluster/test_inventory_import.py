@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from cluster.hosts_file import import_hosts, render_inventory
-from cluster.inventory_file import load_inventory
+from cluster.inventory.file import load_inventory
+from cluster.inventory.hosts_file import import_hosts, render_inventory
 from harness.cli import main
 
 ETC_HOSTS = """\

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.hosts import Host
-from cluster.runner import Unreachable
-from cluster.ssh import SshOptions, connector
+from cluster.inventory.hosts import Host
+from cluster.transport.runner import Unreachable
+from cluster.transport.ssh import SshOptions, connector
 from tests import lab as lab_module
 from tests.lab import Lab, LabHost, open_lab
 from tests.patience import AMPLE, wait_until

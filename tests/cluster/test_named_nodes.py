@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import UsageError
-from cluster.hosts import Host, this_machine
-from cluster.local import LocalRunner
-from cluster.named_nodes import named_nodes
+from cluster.files.errors import UsageError
+from cluster.inventory.hosts import Host, this_machine
+from cluster.inventory.named_nodes import named_nodes
 from cluster.node_arguments import add_node_arguments
-from cluster.reach import connection
+from cluster.transport.local import LocalRunner
+from cluster.transport.reach import connection
 from harness.cli import main
 from tests.cluster.loopback_sshd import LoopbackSshd
 from tests.patience import AMPLE

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from cluster.checks import infiniband, interface, memlock, peermem
-from cluster.local import LocalRunner
-from cluster.probe import Output
+from cluster.inventory.site import NetworkExpectation, Site
+from cluster.probing.probe import Output
 from cluster.profiles import NO_GPUS
-from cluster.site import NetworkExpectation, Site
+from cluster.transport.local import LocalRunner
 from tests.cluster.gpu_outputs import EIGHT, STRANGER, board
 from tests.patience import AMPLE
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from cluster.local import LocalRunner
 from cluster.ray_cluster.node import NodeError, ask, on_all
-from cluster.runner import Unreachable
+from cluster.transport.local import LocalRunner
+from cluster.transport.runner import Unreachable
 from tests.patience import AMPLE, running, scaled
 
 # Stands for `ray start`: leaves a daemon in its own session that keeps the mark, one that overwrote its environment,

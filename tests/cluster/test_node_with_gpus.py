@@ -11,12 +11,12 @@ import torch
 from cluster.active.fleet import worker_command
 from cluster.active.measurement import NodeSpeeds, read_speeds
 from cluster.checks import select
-from cluster.health import check_nodes
-from cluster.hosts import this_machine
-from cluster.inventory import Node
-from cluster.local import LocalRunner, connect_local
+from cluster.health.nodes import check_nodes
+from cluster.inventory.hosts import this_machine
+from cluster.inventory.nodes import Node
+from cluster.inventory.site import Site
 from cluster.profiles import find, load_profiles
-from cluster.site import Site
+from cluster.transport.local import LocalRunner, connect_local
 from tests.patience import AMPLE
 
 pytestmark = [

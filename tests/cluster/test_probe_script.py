@@ -2,8 +2,8 @@
 
 import pytest
 
-from cluster.local import LocalRunner
-from cluster.probe import Output, Probe, parse_outputs, printable, render_script
+from cluster.probing.probe import Output, Probe, parse_outputs, printable, render_script
+from cluster.transport.local import LocalRunner
 from tests.patience import AMPLE, scaled
 
 MARK = "0123456789abcdef"

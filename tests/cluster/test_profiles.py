@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.inventory.site import GpuExpectation, Site
 from cluster.profiles import FOLDER, NO_GPUS, find, load_profiles
-from cluster.site import GpuExpectation, Site
 from tests.cluster.gpu_outputs import MODELS, NAMES
 
 H200 = (FOLDER / "h200.yaml").read_text()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.ranges import expand, fold
+from cluster.inventory.ranges import expand, fold
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import UsageError
-from cluster.hosts import Host
-from cluster.inventory import Node
+from cluster.files.errors import UsageError
+from cluster.inventory.hosts import Host
+from cluster.inventory.nodes import Node
+from cluster.inventory.site import Container, Mount, RayPorts, Site
 from cluster.ray_cluster import container, ray_commands
 from cluster.ray_cluster.quarantine import Quarantine
 from cluster.ray_cluster.state import ClusterState, Process, StartedNode, StateDirectory
 from cluster.ray_cluster.versions import absent, mismatch
-from cluster.site import Container, Mount, RayPorts, Site
-from harness.machine import Machine
-from harness.node_facts import code_digest, ranks_of
+from harness.machine.node_facts import code_digest, ranks_of
+from harness.machine.this_machine import Machine
 
 PORTS = RayPorts(head_port=7000, dashboard=False, worker_port_first=21000, worker_port_last=21099)
 

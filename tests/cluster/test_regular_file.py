@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import UsageError
-from cluster.hosts import read_hosts
-from cluster.hosts_file import import_hosts
-from cluster.inventory_file import read_inventory
-from cluster.regular_file import MOST_BYTES, read_text
-from cluster.site import load_site
+from cluster.files.errors import UsageError
+from cluster.files.regular_file import MOST_BYTES, read_text
+from cluster.inventory.file import read_inventory
+from cluster.inventory.hosts import read_hosts
+from cluster.inventory.hosts_file import import_hosts
+from cluster.inventory.site import load_site
 from harness.cli import main
-from harness.spec import load_experiment
-from harness.training_file import load_training
+from harness.spec.experiment import load_experiment
+from harness.training.file import load_training
 
 READERS: dict[str, Callable[[Path], object]] = {
     "experiment": load_experiment,

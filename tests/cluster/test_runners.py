@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.hosts import parse_hosts
-from cluster.local import LocalRunner
-from cluster.runner import MAX_OUTPUT_BYTES, Runner, Unreachable
-from cluster.ssh import SshOptions, connector
+from cluster.inventory.hosts import parse_hosts
+from cluster.transport.local import LocalRunner
+from cluster.transport.runner import MAX_OUTPUT_BYTES, Runner, Unreachable
+from cluster.transport.ssh import SshOptions, connector
 from tests.cluster.loopback_sshd import LoopbackSshd
 from tests.patience import AMPLE, scaled, wait_for_end
 

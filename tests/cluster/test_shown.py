@@ -5,10 +5,10 @@ import io
 from rich.table import Table
 from rich.text import Text
 
-from cluster.document import parse_yaml
-from cluster.shown import MOST_CHARACTERS, shown, shown_value
+from cluster.files.document import parse_yaml
+from cluster.files.shown import MOST_CHARACTERS, shown, shown_value
+from harness.base.terminal import LONG_TABLE_ROWS, SafeConsole, print_table
 from harness.cli import main
-from harness.terminal import LONG_TABLE_ROWS, SafeConsole, print_table
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b1m\u202e\rlast"
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.site import DiskLimit, Mount, SharedPath, Site, load_site
+from cluster.inventory.site import DiskLimit, Mount, SharedPath, Site, load_site
 
 SITES = Path(__file__).parents[2] / "experiments" / "sites"
 

@@ -3,10 +3,10 @@
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
-from cluster.fleet import on_each
-from cluster.hosts import Host
-from cluster.runner import Unreachable
-from cluster.ssh import SshOptions, connector
+from cluster.inventory.hosts import Host
+from cluster.transport.fleet import on_each
+from cluster.transport.runner import Unreachable
+from cluster.transport.ssh import SshOptions, connector
 from tests.patience import AMPLE
 
 
@@ -27,8 +27,8 @@ def test_sixty_four_connections_to_one_server_each_run_a_command(sshd):
 
 
 def test_a_host_that_never_speaks_does_not_take_the_turn_of_one_that_does(sshd, monkeypatch):
-    monkeypatch.setattr("cluster.ssh.opening.LOGINS_AT_ONCE", 1)
-    monkeypatch.setattr("cluster.ssh.opening.TURN_SECONDS", 5.0)  # the mute host is given ten
+    monkeypatch.setattr("cluster.transport.ssh.opening.LOGINS_AT_ONCE", 1)
+    monkeypatch.setattr("cluster.transport.ssh.opening.TURN_SECONDS", 5.0)  # the mute host is given ten
     user = sshd.target().partition("@")[0]
     connect = connector(SshOptions(known_hosts=sshd.known_hosts))
     good = Host(name="good", address="127.0.0.1", user=user, port=sshd.port, key=sshd.key)

@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cluster.hosts import Host, parse_hosts
-from cluster.runner import Unreachable
-from cluster.ssh import SshOptions, connector
-from cluster.ssh.jump import JumpHosts, Tunnel
-from cluster.transfer import put
+from cluster.inventory.hosts import Host, parse_hosts
+from cluster.transport.runner import Unreachable
+from cluster.transport.ssh import SshOptions, connector
+from cluster.transport.ssh.jump import JumpHosts, Tunnel
+from cluster.transport.transfer import put
 from tests.cluster.loopback_sshd import free_port, make_key, running_sshd
 from tests.patience import AMPLE
 

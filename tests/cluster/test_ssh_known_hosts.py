@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from cluster.runner import Unreachable
-from cluster.ssh.known_hosts import ChangedHostKey, HostKey, KnownHosts, UnknownHostKey, host_name
+from cluster.transport.runner import Unreachable
+from cluster.transport.ssh.known_hosts import ChangedHostKey, HostKey, KnownHosts, UnknownHostKey, host_name
 
 
 def key(letter, kind="ssh-ed25519"):

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.hosts import parse_hosts
-from cluster.runner import Unreachable
-from cluster.ssh import SshOptions, connector
+from cluster.inventory.hosts import parse_hosts
+from cluster.transport.runner import Unreachable
+from cluster.transport.ssh import SshOptions, connector
 from tests.cluster.loopback_sshd import make_key
 from tests.patience import AMPLE
 

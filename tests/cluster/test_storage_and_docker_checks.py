@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from cluster.checks import docker, shared_memory, shared_storage
-from cluster.local import LocalRunner
-from cluster.probe import Output
+from cluster.inventory.site import Container, SharedPath, Site, Storage
+from cluster.probing.probe import Output
+from cluster.probing.verdict import Verdict
 from cluster.profiles import NO_GPUS
-from cluster.site import Container, SharedPath, Site, Storage
-from cluster.verdict import Verdict
+from cluster.transport.local import LocalRunner
 from tests.cluster.gpu_outputs import EIGHT, board
 from tests.patience import AMPLE
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.hosts import parse_hosts
-from cluster.local import LocalRunner
-from cluster.runner import Completed
-from cluster.ssh import SshOptions, connector
-from cluster.transfer import TransferFailed, put
+from cluster.inventory.hosts import parse_hosts
+from cluster.transport.local import LocalRunner
+from cluster.transport.runner import Completed
+from cluster.transport.ssh import SshOptions, connector
+from cluster.transport.transfer import TransferFailed, put
 from tests.patience import AMPLE, scaled
 
 CONTENT = os.urandom(3_000_000)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from cluster.checks import discover, select
-from cluster.errors import UsageError
-from cluster.health import NodeReport, check_nodes
-from cluster.hosts import Host
-from cluster.inventory import Node
-from cluster.local import connect_local
-from cluster.site import GpuExpectation, GpuMemoryLimit, Site
+from cluster.files.errors import UsageError
+from cluster.health.nodes import NodeReport, check_nodes
+from cluster.inventory.hosts import Host
+from cluster.inventory.nodes import Node
+from cluster.inventory.site import GpuExpectation, GpuMemoryLimit, Site
+from cluster.transport.local import connect_local
 from tests.cluster.gpu_outputs import MODELS, Install, install_node, setting
 
 ROOT = Path(__file__).parents[2]

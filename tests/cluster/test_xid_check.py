@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from cluster.checks import xid
-from cluster.local import LocalRunner
-from cluster.probe import Output
+from cluster.inventory.site import Site
+from cluster.probing.probe import Output
 from cluster.profiles import NO_GPUS
-from cluster.site import Site
+from cluster.transport.local import LocalRunner
 from tests.cluster.gpu_outputs import EIGHT, MODELS, STRANGER, board
 from tests.patience import AMPLE
 

@@ -22,7 +22,7 @@ from engine.optimizer import adamw
 from engine.recipe import Recipe
 from engine.settings import TrialSettings
 from engine.train import TrainTask, clip_gradients
-from harness.methods import method_named
+from harness.spec.methods import method_named
 
 Result = dict[str, Any]
 

@@ -6,7 +6,7 @@ import csv
 import re
 from pathlib import Path
 
-from engine.attention.layout import LAYOUTS, SplitZigzag, tail_cut
+from engine.attention.geometry.layout import LAYOUTS, SplitZigzag, tail_cut
 from engine.attention.masks import kept_share, parse_mask, recompute_share
 from engine.replays import inputs_at_once, layers_replayed
 from engine.settings import Checkpoint

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.schedule import HEAD_SCHEDULES
+from engine.attention.planning.cost_model import HEAD_SCHEDULES
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.engine.parity import Result, apart, dense_parameters, dense_run, errors, parallel_runs
 from tests.pairwise import Row, pairs_of, pairwise

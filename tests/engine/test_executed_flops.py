@@ -1,4 +1,4 @@
-"""The matrix products that a training step really runs are those that `harness.flops` counts as executed."""
+"""The matrix products that a training step really runs are those that `harness.metrics.flops` counts as executed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.model import Decoder
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from engine.tiled_mlp import add_mlp_in
 from engine.tiled_projection import project_in
-from harness.flops import work_of
+from harness.metrics.flops import work_of
 
 GATED = ModelShape(name="gated", layers=5, hidden=12, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=31)
 SHAPES = (GATED, dataclasses.replace(GATED, gated=False), dataclasses.replace(GATED, qk_norm=True))

@@ -26,7 +26,7 @@ from engine.hf.shards import INDEX, SINGLE
 from engine.initialise import initialise
 from engine.model import Decoder
 from engine.settings import ModelShape
-from harness.models import MODELS_DIR, load_model
+from harness.spec.models import MODELS_DIR, load_model
 
 # Heads whose width together is not `hidden`, three queries to a KV head, and neither default base nor epsilon.
 SHAPE = {"layers": 3, "hidden": 48, "ffn": 56, "heads": 6, "kv_heads": 2, "head_dim": 16, "vocab": 61}

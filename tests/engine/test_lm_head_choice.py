@@ -14,9 +14,9 @@ from engine.lm_head.choose import loss_sum_of
 from engine.loss_kernel import LIBRARIES, available, refusal
 from engine.settings import ModelShape, TrialSettings
 from harness.doctor import examine
-from harness.machine import Machine
-from harness.plan import plan, plan_table
-from harness.spec import load_experiment
+from harness.machine.this_machine import Machine
+from harness.plan.matrix import plan, plan_table
+from harness.spec.experiment import load_experiment
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ModelShape(name="head", layers=1, hidden=8, ffn=8, heads=1, kv_heads=1, head_dim=8, vocab=30)

@@ -14,11 +14,11 @@ from engine.lm_head_task import HeadTask
 from engine.measurement import Measurement
 from engine.settings import ModelShape, Steps, TrialSettings
 from engine.worker import silent
-from harness.figures import all_figures
-from harness.flops import work_of
-from harness.head_table import head_table
-from harness.record import Record
-from harness.results import rows_of
+from harness.metrics.flops import work_of
+from harness.records.record import Record
+from harness.report.figures import all_figures
+from harness.report.head_table import head_table
+from harness.report.results import rows_of
 from tests.engine.test_worker import errors_of, run_worker
 from tests.harness.synthetic_records import GIB, H200, record
 from tests.ranks import run_on_ranks

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.attention.algorithms.saved import Stored
 from engine.attention.context import ContextParallel
-from engine.attention.stored import Stored
 from engine.burst import METHOD
 from engine.checkpoint import set_activations
 from engine.model import MLP, AddMLP, Decoder, add_whole_mlp

@@ -18,12 +18,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from harness.machine import discover
-from harness.plan import plan
-from harness.record import write_record
-from harness.run_directory import RunDirectory
-from harness.spec import load_experiment
-from harness.trial import Trial
+from harness.machine.this_machine import discover
+from harness.plan.matrix import plan
+from harness.records.record import write_record
+from harness.run.directory import RunDirectory
+from harness.spec.experiment import load_experiment
+from harness.spec.trial import Trial
 from tests.harness import synthetic_records
 
 ROOT = Path(__file__).parents[2]

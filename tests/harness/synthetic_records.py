@@ -6,8 +6,8 @@ from typing import Any
 
 from engine.measurement import Measurement
 from engine.settings import ModelShape, TrialSettings
-from harness.record import Record, Status
-from harness.trial import Trial
+from harness.records.record import Record, Status
+from harness.spec.trial import Trial
 
 GIB = 1 << 30
 H200 = "NVIDIA H200"

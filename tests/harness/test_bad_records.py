@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from harness.cli import main
-from harness.machine import Machine
-from harness.plan import plan
-from harness.record import write_record
-from harness.run_directory import RunDirectory
-from harness.spec import load_experiment
+from harness.machine.this_machine import Machine
+from harness.plan.matrix import plan
+from harness.records.record import write_record
+from harness.run.directory import RunDirectory
+from harness.spec.experiment import load_experiment
 from tests.harness import synthetic_records
 from tests.harness.measure_bookkeeping import leave_record
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from harness.base.errors import UsageError
 from harness.cli import main
-from harness.errors import UsageError
-from harness.machine import Machine
-from harness.plan import MOST_TRIALS, plan
-from harness.run_directory import RunDirectory
-from harness.spec import load_experiment
-from harness.training import next_attempt
+from harness.machine.this_machine import Machine
+from harness.plan.matrix import MOST_TRIALS, plan
+from harness.run.directory import RunDirectory
+from harness.spec.experiment import load_experiment
+from harness.training.run import next_attempt
 from tests.harness.measure_bookkeeping import EXPERIMENT, leave_record
 from tests.harness.test_run_experiment import Runner, trial
 

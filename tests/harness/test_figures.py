@@ -9,12 +9,12 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-import harness.figures
-from harness.figures import all_figures, render, save_figure
-from harness.figures._style import looks_of, method_colour
-from harness.record import Record
-from harness.results import METHOD_ORDER, Row, rows_of
-from harness.variants import series_of, setups_of
+import harness.report.figures
+from harness.records.record import Record
+from harness.report.figures import all_figures, render, save_figure
+from harness.report.figures._style import looks_of, method_colour
+from harness.report.results import METHOD_ORDER, Row, rows_of
+from harness.report.variants import series_of, setups_of
 from tests.harness.synthetic_records import cpu_sweep, gpu_sweep, record
 
 
@@ -32,7 +32,7 @@ def bars(figure: Figure) -> int:
 
 
 def test_every_module_of_the_package_is_a_figure() -> None:
-    files = {path.stem for path in Path(harness.figures.__file__).parent.glob("[!_]*.py")}
+    files = {path.stem for path in Path(harness.report.figures.__file__).parent.glob("[!_]*.py")}
     assert set(all_figures()) == files
     places = [figure.place for figure in all_figures().values()]
     assert places == sorted(places)

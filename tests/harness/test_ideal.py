@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.attention.schedule import Share, link_bound_seconds
-from harness.ideal import ideal_table
-from harness.record import Record
-from harness.results import rows_of
+from engine.attention.planning.cost_model import Share, link_bound_seconds
+from harness.records.record import Record
+from harness.report.ideal import ideal_table
+from harness.report.results import rows_of
 from tests.harness.synthetic_records import GIB, H200, LARGE, record
 
 

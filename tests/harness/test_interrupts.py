@@ -17,8 +17,17 @@ from pathlib import Path
 
 import pytest
 
-from harness import interrupts
-from harness.interrupts import PATIENCE_SECONDS, SIGNALS, asked_to_end, heeded, held, interrupted_once, look, released
+from harness.base import interrupts
+from harness.base.interrupts import (
+    PATIENCE_SECONDS,
+    SIGNALS,
+    asked_to_end,
+    heeded,
+    held,
+    interrupted_once,
+    look,
+    released,
+)
 from tests.patience import AMPLE, wait_until
 
 PROJECT = Path(__file__).parents[2]

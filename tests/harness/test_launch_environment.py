@@ -4,7 +4,7 @@ import dataclasses
 
 from engine.settings import ModelShape, TrialSettings
 from harness.launch.environment import rank_environment, render, trial_environment
-from harness.provenance import redact
+from harness.records.provenance import redact
 
 MODEL = ModelShape(name="m", layers=1, hidden=16, ffn=32, heads=2, kv_heads=2, head_dim=8, vocab=32)
 TWO_RANKS = TrialSettings(task="train", method="burst", model=MODEL, seq_len=64, cp_size=2)

@@ -14,8 +14,8 @@ pytest.importorskip("ray")
 
 from engine.settings import ModelShape, Steps, TrialSettings, to_json
 from harness.launch import Job
-from harness.launch.ray import RayLauncher, signal_handlers_kept
-from harness.launch.ray_janitor import marked
+from harness.launch.ray.janitor import marked
+from harness.launch.ray.launcher import RayLauncher, signal_handlers_kept
 from tests.patience import AMPLE, wait_for_end, wait_until
 
 PROJECT = Path(__file__).parents[2]
@@ -82,7 +82,7 @@ import sys
 sys.path.insert(0, {here!r})
 from pathlib import Path
 from test_launch_ray import job
-from harness.launch.ray import RayLauncher
+from harness.launch.ray.launcher import RayLauncher
 launcher = RayLauncher()
 try:
     launcher.run(job(Path({trial!r}), "hang"))
@@ -114,16 +114,16 @@ def ray_directory(owner: int) -> str:
     """The directory of the Ray that `owner` embeds, as its janitor was told."""
     for stat in Path("/proc").glob("[0-9]*/cmdline"):
         arguments = stat.read_text().split("\0") if stat.exists() else []
-        if "harness.launch.ray_janitor" in arguments and parent(int(stat.parent.name)) == owner:
-            return arguments[arguments.index("harness.launch.ray_janitor") + 1]
+        if "harness.launch.ray.janitor" in arguments and parent(int(stat.parent.name)) == owner:
+            return arguments[arguments.index("harness.launch.ray.janitor") + 1]
     raise AssertionError("no janitor")
 
 
 PRIVATE = """
 import json, os, sys
 from pathlib import Path
-from harness.launch.ray import RayLauncher
-from harness.launch.ray_janitor import marked
+from harness.launch.ray.launcher import RayLauncher
+from harness.launch.ray.janitor import marked
 launcher = RayLauncher()
 try:
     launcher._ready_actor()

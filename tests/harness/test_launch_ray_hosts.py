@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from cluster.hosts import Host
-from cluster.inventory import Node
-from cluster.local import connect_local
+from cluster.inventory.hosts import Host
+from cluster.inventory.nodes import Node
+from cluster.inventory.site import NetworkExpectation, Site
 from cluster.ray_cluster.quarantine import Quarantine
-from cluster.runner import Unreachable
-from cluster.site import NetworkExpectation, Site
+from cluster.transport.local import connect_local
+from cluster.transport.runner import Unreachable
 from harness.launch import Job
-from harness.launch.host_environments import HostEnvironments
-from harness.launch.hosts import FRESH_SECONDS, HostPool, TooFewHosts
-from harness.launch.multi_node_actor import NodeActor, left_files, node_environment, receive_files
-from harness.launch.multi_node_watch import lost_sentence, merged, split, troubled
+from harness.launch.nodes.actor import NodeActor, left_files, node_environment, receive_files
+from harness.launch.nodes.environments import HostEnvironments
+from harness.launch.nodes.hosts import FRESH_SECONDS, HostPool, TooFewHosts
+from harness.launch.nodes.watch import lost_sentence, merged, split, troubled
 from harness.launch.verdict import Exit, Watched, judge
 
 NODES = [Node(host=Host(name=f"gpu0{number}"), site=Site()) for number in (1, 2, 3)]
@@ -148,8 +148,8 @@ def test_a_part_starts_its_own_ranks_in_a_directory_of_its_host(tmp_path):
 
 
 def test_files_of_a_host_are_bounded_and_stay_within_the_trial(tmp_path, monkeypatch):
-    monkeypatch.setattr("harness.launch.multi_node_actor.FETCH_BYTES", 1000)
-    monkeypatch.setattr("harness.launch.multi_node_actor._LOG_BYTES", 300)
+    monkeypatch.setattr("harness.launch.nodes.actor.FETCH_BYTES", 1000)
+    monkeypatch.setattr("harness.launch.nodes.actor._LOG_BYTES", 300)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank0.log").write_bytes(b"a" * 5000 + b"end")
     (tmp_path / "measurement.json").write_bytes(b"{}")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.lengths import format_length, parse_length
+from harness.base.lengths import format_length, parse_length
 
 
 @pytest.mark.parametrize(

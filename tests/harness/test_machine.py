@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.machine import Machine, discover, parse_gpus, visible_gpus
+from harness.machine.this_machine import Machine, discover, parse_gpus, visible_gpus
 
 FOUR_H200 = "".join(f"{index}, GPU-{index}abc-{index}, NVIDIA H200, 143771\n" for index in range(4))
 

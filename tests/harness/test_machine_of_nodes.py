@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import UsageError
-from harness.machine import Machine, together
-from harness.plan import plan
-from harness.run import Host, _job
-from harness.spec import load_experiment
+from harness.base.errors import UsageError
+from harness.machine.this_machine import Machine, together
+from harness.plan.matrix import plan
+from harness.run.experiment import Host, _job
+from harness.spec.experiment import load_experiment
 
 NODE = Machine(
     hostname="gpu01", device="cuda", cores=64, memory_gib=512, gpu_name="NVIDIA H200", gpu_count=8, gpu_memory_gib=140

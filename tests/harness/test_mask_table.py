@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from harness.mask_table import mask_table
-from harness.record import Record, write_record
-from harness.report import write_report
-from harness.results import rows_of
+from harness.records.record import Record, write_record
+from harness.report.mask_table import mask_table
+from harness.report.page import write_report
+from harness.report.results import rows_of
 from tests.harness.synthetic_records import SMALL, record
 
 WINDOW = "sliding_window:63"

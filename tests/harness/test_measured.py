@@ -19,13 +19,13 @@ from engine.settings import ModelShape, Steps, TrialSettings
 from harness.launch import Outcome
 from harness.launch.local import LocalLauncher
 from harness.launch.supervisor import Patience, Supervisor
-from harness.machine import Machine
-from harness.measured import completed, measured
-from harness.progress import PlainView
-from harness.record import Record, Status, read_records
-from harness.run import Host, Resume, run_experiment
-from harness.run_directory import RunDirectory
-from harness.trial import Trial
+from harness.machine.this_machine import Machine
+from harness.records.record import Record, Status, read_records
+from harness.run.directory import RunDirectory
+from harness.run.experiment import Host, Resume, run_experiment
+from harness.run.measured import completed, measured
+from harness.run.progress import PlainView
+from harness.spec.trial import Trial
 from tests.harness import synthetic_records
 from tests.harness.unruly_method import HANGS_NOW, TRACED_HANGS, TRACED_RANK1_KILLED, TRACED_RANK1_RAISES, WELL
 
@@ -162,7 +162,7 @@ def late_once_it_hangs(monkeypatch: pytest.MonkeyPatch, log: Path) -> None:
 def test_a_traced_step_that_ends_the_ranks_costs_no_figures_and_the_next_trial_has_fresh_ones(
     launcher, tmp_path, monkeypatch, share
 ):
-    monkeypatch.setattr("harness.run.method_module", lambda _name: "tests.harness.unruly_method")
+    monkeypatch.setattr("harness.run.experiment.method_module", lambda _name: "tests.harness.unruly_method")
     kinds = (WELL, TRACED_HANGS, TRACED_RANK1_RAISES, TRACED_RANK1_KILLED, 100 + WELL)
     trials = [trial(kind, share) for kind in kinds]
     late_once_it_hangs(monkeypatch, tmp_path / "run" / "trials" / trials[1].id / "logs" / "rank0.log")
@@ -186,7 +186,7 @@ def test_a_traced_step_that_ends_the_ranks_costs_no_figures_and_the_next_trial_h
 
 
 def test_a_trial_whose_only_step_is_the_traced_one_has_nothing_to_keep(launcher, tmp_path, monkeypatch):
-    monkeypatch.setattr("harness.run.method_module", lambda _name: "tests.harness.unruly_method")
+    monkeypatch.setattr("harness.run.experiment.method_module", lambda _name: "tests.harness.unruly_method")
     [lost, good] = run(launcher, tmp_path / "run", [trial(TRACED_RANK1_RAISES, True, 1), trial(WELL, True, 1)])
     assert (lost.status, lost.measurement) == ("failed", None)
     assert good.measurement is not None

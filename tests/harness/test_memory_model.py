@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from engine.settings import Checkpoint, ModelShape, TrialSettings, from_json
-from harness.hardware import hardware_named
-from harness.memory_model import GIB, training_memory
-from harness.predict import predict
+from harness.metrics.hardware import hardware_named
+from harness.plan.memory_model import GIB, training_memory
+from harness.plan.predict import predict
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published" / "h200x4"
 H200 = hardware_named("h200")

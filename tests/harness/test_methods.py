@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import UsageError
-from harness.methods import all_methods, method_module, method_named
+from harness.base.errors import UsageError
+from harness.spec.methods import all_methods, method_module, method_named
 
 QUICKSTART = Path(__file__).parents[2] / "experiments" / "quickstart.yaml"
 
@@ -40,11 +40,11 @@ def test_an_unknown_method_names_its_nearest_neighbour() -> None:
 def test_listing_and_planning_import_neither_torch_nor_ray() -> None:
     code = (
         "import sys\n"
-        "from harness.machine import discover\n"
-        "from harness.methods import all_methods\n"
-        "from harness.plan import plan\n"
-        "from harness.spec import load_experiment\n"
-        "import harness.hardware as hardware\n"
+        "from harness.machine.this_machine import discover\n"
+        "from harness.spec.methods import all_methods\n"
+        "from harness.plan.matrix import plan\n"
+        "from harness.spec.experiment import load_experiment\n"
+        "import harness.metrics.hardware as hardware\n"
         "plan(load_experiment(sys.argv[1]), discover())\n"
         "hardware.all_hardware(), all_methods()\n"
         "print(*{'torch', 'ray', 'pandas', 'matplotlib', 'numpy'} & set(sys.modules))\n"

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from harness.metrics import Metrics, interquartile_range, metrics_of
+from harness.metrics.throughput import Metrics, interquartile_range, metrics_of
 from tests.harness.synthetic_records import GIB, H200, LARGE, record
 
 

@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 
 from engine.settings import Checkpoint, ModelShape, TrialSettings
-from harness.flops import layer_matmul_parameters, seconds_at_kernel_speed, tokens_per_step, visible_pairs, work_of
+from harness.metrics.flops import (
+    layer_matmul_parameters,
+    seconds_at_kernel_speed,
+    tokens_per_step,
+    visible_pairs,
+    work_of,
+)
 from tests.harness.synthetic_records import LARGE, SMALL, settings
 
 # hidden 4, 2 query heads and 1 KV head of 2, gated MLP of 3, vocabulary 5, 2 layers.

@@ -10,11 +10,11 @@ import pytest
 from engine.data.build import build_store
 from engine.data.tokenizers import ByteTokenizer
 from engine.settings import Checkpoint, ModelShape, TrialSettings
-from harness.errors import UsageError
-from harness.machine import Machine
-from harness.plan import nothing_can_run, plan, plan_table, varying_settings
-from harness.spec import load_experiment
-from harness.trial import Trial
+from harness.base.errors import UsageError
+from harness.machine.this_machine import Machine
+from harness.plan.matrix import nothing_can_run, plan, plan_table, varying_settings
+from harness.spec.experiment import load_experiment
+from harness.spec.trial import Trial
 
 LAPTOP = Machine(hostname="laptop", device="cpu", cores=2, memory_gib=8)
 NODE = Machine(

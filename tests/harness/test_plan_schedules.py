@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from engine.attention.schedule import HeadsAndRanks, schedule_refusal
+from engine.attention.planning.cost_model import HeadsAndRanks, schedule_refusal
 from engine.settings import ModelShape, TrialSettings
-from harness.machine import Machine, together
-from harness.plan import refusal
+from harness.machine.this_machine import Machine, together
+from harness.plan.matrix import refusal
 
 LAPTOP = Machine(hostname="laptop", device="cpu", cores=2, memory_gib=8)
 SHAPE = ModelShape(name="small", layers=1, hidden=64, ffn=96, heads=8, kv_heads=2, head_dim=8, vocab=256)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.breakdown_table import HEADERS, breakdown_table
-from harness.report import report_tables
-from harness.results import rows_of
-from harness.run_directory import RunDirectory
+from harness.report.breakdown_table import HEADERS, breakdown_table
+from harness.report.page import report_tables
+from harness.report.results import rows_of
+from harness.run.directory import RunDirectory
 from tests.harness.synthetic_records import record
 
 PROJECT = Path(__file__).parents[2]

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from harness.record import Record, write_record
-from harness.report import read_runs, terminal_table, write_report
-from harness.results import rows_of
+from harness.records.record import Record, write_record
+from harness.report.page import read_runs, terminal_table, write_report
+from harness.report.results import rows_of
 from tests.harness.synthetic_records import H200, LARGE, cpu_sweep, record
 
 
@@ -174,7 +174,7 @@ def test_the_terminal_table_has_a_line_per_trial_with_number_or_reason() -> None
 
 
 def test_reports_are_made_without_torch_and_without_pyplot() -> None:
-    report = "import sys, harness.report; harness.report.all_figures()"
+    report = "import sys, harness.report.page; harness.report.page.all_figures()"
     code = f"{report}; print({{'torch', 'matplotlib.pyplot'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -7,10 +7,10 @@ import io
 
 import pytest
 
-from harness.agreement import agreements, relative_differences
-from harness.headline import summary_sentences
-from harness.results import rows_of
-from harness.summary import (
+from harness.report.agreement import agreements, relative_differences
+from harness.report.headline import summary_sentences
+from harness.report.results import rows_of
+from harness.report.summary import (
     CPU_TIMES,
     accuracy_table,
     agreement_table,
@@ -19,7 +19,7 @@ from harness.summary import (
     problems_table,
     results_table,
 )
-from harness.tables import Column, Table, escape_latex, significant, to_csv, to_latex, to_markdown
+from harness.report.tables import Column, Table, escape_latex, significant, to_csv, to_latex, to_markdown
 from tests.harness.synthetic_records import H200, cpu_sweep, gpu_sweep, record
 
 

@@ -8,8 +8,8 @@ import random
 from pathlib import Path
 
 from engine.settings import Checkpoint, to_json
-from harness.record import read_record, write_record
-from harness.results import COLUMNS, flatten, row_of, rows_of, write_results
+from harness.records.record import read_record, write_record
+from harness.report.results import COLUMNS, flatten, row_of, rows_of, write_results
 from tests.harness.synthetic_records import cpu_sweep, gpu_sweep, record
 
 CONTRACT = (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import UsageError
-from harness.run_directory import LOCK_FILE, RunDirectory, opened_for_writing
+from harness.base.errors import UsageError
+from harness.run.directory import LOCK_FILE, RunDirectory, opened_for_writing
 
 
 def test_a_new_directory_is_made_and_held(tmp_path):

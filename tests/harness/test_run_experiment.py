@@ -9,13 +9,13 @@ import pytest
 
 from engine.measurement import Measurement, write_measurement
 from engine.settings import ModelShape, TrialSettings
-from harness.errors import UsageError
+from harness.base.errors import UsageError
 from harness.launch import Job, Outcome
-from harness.machine import Machine
-from harness.progress import PlainView
-from harness.record import Record, read_record, read_records
-from harness.run import Host, Resume, run_experiment
-from harness.trial import Trial
+from harness.machine.this_machine import Machine
+from harness.records.record import Record, read_record, read_records
+from harness.run.experiment import Host, Resume, run_experiment
+from harness.run.progress import PlainView
+from harness.spec.trial import Trial
 
 MODEL = ModelShape(name="m", layers=1, hidden=16, ffn=32, heads=2, kv_heads=2, head_dim=8, vocab=32)
 

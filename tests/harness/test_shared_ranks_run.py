@@ -9,11 +9,11 @@ import pytest
 from engine.settings import ModelShape, Steps, TrialSettings
 from harness.launch.local import LocalLauncher
 from harness.launch.supervisor import Supervisor
-from harness.machine import Machine
-from harness.progress import PlainView
-from harness.record import Record, read_records
-from harness.run import Host, Resume, run_experiment
-from harness.trial import Trial
+from harness.machine.this_machine import Machine
+from harness.records.record import Record, read_records
+from harness.run.experiment import Host, Resume, run_experiment
+from harness.run.progress import PlainView
+from harness.spec.trial import Trial
 from tests.patience import AMPLE
 
 SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)

@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from harness.cli import main
-from harness.site import runs_below
+from harness.report.site import runs_below
 from tests.harness.synthetic_records import record
 from tests.harness.test_report import Page, run_of
 

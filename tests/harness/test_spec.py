@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.settings import Steps, TrialSettings
-from harness.errors import UsageError
-from harness.schema import leaf_types
-from harness.spec import Experiment, Limits, load_experiment
+from harness.base.errors import UsageError
+from harness.spec.experiment import Experiment, Limits, load_experiment
+from harness.spec.schema import leaf_types
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "experiments.md"
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.document import Node
+from cluster.files.document import Node
 from engine.model import Decoder
-from harness.errors import UsageError
-from harness.hardware import all_hardware, hardware_for, load_hardware
-from harness.machine import Machine
-from harness.models import MODELS_DIR, load_model, read_model
-from harness.plan import plan
-from harness.spec import load_experiment
+from harness.base.errors import UsageError
+from harness.machine.this_machine import Machine
+from harness.metrics.hardware import all_hardware, hardware_for, load_hardware
+from harness.plan.matrix import plan
+from harness.spec.experiment import load_experiment
+from harness.spec.models import MODELS_DIR, load_model, read_model
 
 EXPERIMENTS = MODELS_DIR.parent
 LAPTOP = Machine(hostname="laptop", device="cpu", cores=2, memory_gib=8)

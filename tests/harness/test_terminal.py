@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from harness.report import terminal_table
-from harness.results import rows_of
-from harness.terminal import print_table
+from harness.base.terminal import print_table
+from harness.report.page import terminal_table
+from harness.report.results import rows_of
 from tests.harness.synthetic_records import cpu_sweep
 
 
@@ -62,8 +62,8 @@ def test_names_and_reasons_wrap_before_the_table_grows_beyond_the_terminal():
 def test_a_sentence_is_printed_as_it_stands_and_imports_nothing_more():
     """A signal's handler prints as well: an import that it interrupted could not be begun again inside it."""
     script = (
-        "import io, sys; from harness.terminal import stdout_console;"
-        "from harness.training_progress import TrainingView;"
+        "import io, sys; from harness.base.terminal import stdout_console;"
+        "from harness.training.progress import TrainingView;"
         "console = stdout_console(); console.file = io.StringIO(); view = TrainingView(console, 3);"
         "before = set(sys.modules); view.say('runs/:smile:/x');"
         "sys.exit(' '.join([*(set(sys.modules) - before)]) or console.file.getvalue())"

@@ -9,8 +9,8 @@ import pytest
 from engine.recipe import Recipe
 from engine.settings import Checkpoint
 from engine.training.config import Evaluation, Saving, Schedule
-from harness.errors import UsageError
-from harness.training_file import load_training
+from harness.base.errors import UsageError
+from harness.training.file import load_training
 
 MINIMAL = "model: tiny\nseq_len: 1k\nsteps: 10\n"
 

@@ -25,10 +25,10 @@ from engine.training.config import Evaluation, TrainingConfig
 from engine.training.files import RUN_FILE, checkpoints_directory
 from engine.training.manifest import Manifest, checkpoint_path, write_manifest
 from engine.training.preflight import facts_of
-from harness.errors import UsageError
+from harness.base.errors import UsageError
 from harness.launch import Job, Outcome
-from harness.machine import Machine
-from harness.training import Start, order_of, train
+from harness.machine.this_machine import Machine
+from harness.training.run import Start, order_of, train
 
 MODEL = ModelShape(name="m", layers=2, hidden=16, ffn=24, heads=2, kv_heads=1, head_dim=8, vocab=256)
 SETTINGS = TrialSettings(task="train", method="burst", model=MODEL, seq_len=32, cp_size=2, dtype="fp32")

@@ -1,6 +1,6 @@
 """Attention kernels behind one interface: the forward and backward of one tile on one device.
 
-A kernel sees a rectangle of queries and keys with a band of visible pairs (`engine.attention.tiles.Band`), returns the
+A kernel sees a rectangle of queries and keys with a band of visible pairs (`engine.attention.geometry.tiles.Band`), returns the
 partial output with its log-sum-exp, and computes gradients from the *final* log-sum-exp and delta = rowsum(dO * O) of
 the whole row, less the gradient of the log-sum-exp: d lse / d score is the probability itself, so it enters exactly
 where delta leaves. O itself is never an input: that is what lets the backward ring leave O at home. Kernels whose
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from engine.attention.tiles import Band
+    from engine.attention.geometry.tiles import Band
 
 # In order of preference for `auto`.
 KERNELS = ("fa4", "cudnn", "fa2", "flex", "cpu", "reference")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
 from engine.attention.kernels.cuda import band_refusal, gpu_missing, half_precision_refusal
 from engine.attention.kernels.stand_in import output_stand_in
-from engine.attention.tiles import Band
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
 from engine.attention.kernels.cuda import gpu_missing, half_precision_refusal
-from engine.attention.tiles import Band
 
 
 @lru_cache(maxsize=1)

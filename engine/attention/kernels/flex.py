@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from engine.attention.geometry.tiles import FULL, Band
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
 from engine.attention.kernels.cuda import gpu_missing, half_precision_refusal
-from engine.attention.tiles import FULL, Band
 
 BLOCK = 128  # tokens per side of the blocks that are skipped, masked, or computed without looking at the mask
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q_BNLD, k_BKMD, v_BKMD -> out_BNLD, lse_BNL

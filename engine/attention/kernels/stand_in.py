@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.attention.accumulate.output import rowwise_twins
+from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Gradients, Kernel, Problem
-from engine.attention.merge import rowwise_twins
-from engine.attention.tiles import Band
 
 # Largest entry of an O', far above any output's and in the range of fp16: |delta| beyond it times |dO| goes alone.
 _MOST = 2.0**15

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from engine.attention.layout import Layout, rows_before
+from engine.attention.geometry.layout import Layout, rows_before
+from engine.attention.geometry.tiles import Tile
 from engine.attention.masks.first_rows import FirstRows
 from engine.attention.masks.mask import Mask
-from engine.attention.tiles import Tile
 
 
 @lru_cache(maxsize=1024)

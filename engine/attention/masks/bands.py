@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from engine.attention.layout import Segment
-from engine.attention.tiles import CAUSAL, Tile, band_area, join, segment_tile, square_causal
+from engine.attention.geometry.layout import Segment
+from engine.attention.geometry.tiles import CAUSAL, Tile, band_area, join, segment_tile, square_causal
 
 
 class _BandMask:

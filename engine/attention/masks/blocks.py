@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from engine.attention.layout import Segment
-from engine.attention.tiles import Tile, band_area, join, trim, without_upper_bands
+from engine.attention.geometry.layout import Segment
+from engine.attention.geometry.tiles import Tile, band_area, join, trim, without_upper_bands
 
 # A kernel call per tile: beyond this many between two shards, launching them would take longer than a dense sequence.
 MOST_TILES = 4096

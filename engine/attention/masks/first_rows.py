@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.attention.layout import Segment, split_at
+from engine.attention.geometry.layout import Segment, split_at
+from engine.attention.geometry.tiles import Tile, join
 from engine.attention.masks.mask import Mask
-from engine.attention.tiles import Tile, join
 
 
 @dataclass(frozen=True, slots=True)

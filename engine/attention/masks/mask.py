@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from engine.attention.layout import Segment
-from engine.attention.tiles import Tile
+from engine.attention.geometry.layout import Segment
+from engine.attention.geometry.tiles import Tile
 
 
 class Mask(Protocol):

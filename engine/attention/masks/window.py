@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from engine.attention.layout import Segment, rows_before, split_at
+from engine.attention.geometry.layout import Segment, rows_before, split_at
+from engine.attention.geometry.tiles import Tile, join
 from engine.attention.masks.bands import band_row_area, band_tiles
-from engine.attention.tiles import Tile, join
 
 
 class _Part(NamedTuple):

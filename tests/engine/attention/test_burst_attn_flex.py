@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
+from engine.attention.accumulate.output import row_dot
+from engine.attention.geometry.tiles import CAUSAL, FULL, Band
 from engine.attention.kernels import BackwardInputs, Problem, flex, kernel_named
 from engine.attention.kernels.reference import visible_pairs
-from engine.attention.merge import row_dot
-from engine.attention.tiles import CAUSAL, FULL, Band
 
 REFERENCE = kernel_named("reference")
 BANDS = [CAUSAL, Band(-7, 3), Band(None, 200), Band(-300, None), Band(-129, -1), Band(128, 255)]

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine.attention.accumulate.output import row_dot
+from engine.attention.geometry.tiles import CAUSAL
 from engine.attention.kernels import BackwardInputs, fa4, kernel_named
-from engine.attention.merge import row_dot
-from engine.attention.tiles import CAUSAL
 
 REFERENCE = kernel_named("reference")
 

@@ -7,11 +7,11 @@ import ctypes
 import pytest
 import torch
 
+from engine.attention.comm.all_to_all import pieces_in_order
+from engine.attention.comm.symm_mem.all_to_all_copies import HeadRoute, from_slot, in_rows
+from engine.attention.comm.symm_mem.channel import message_bytes, offsets
 from engine.attention.cuda_driver import Copies
-from engine.attention.head_exchange import pieces_in_order
-from engine.attention.head_routes import HeadRoute, from_slot, in_rows
-from engine.attention.layout import layout_named
-from engine.attention.mailbox import message_bytes, offsets
+from engine.attention.geometry.layout import layout_named
 
 BATCH, HEADS, HEAD_DIM = 2, 8, 3
 SIZE = 4

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from engine import ContextParallel, burst_attention
-from engine.attention.bundle import bundle, sections
-from engine.attention.head_exchange import HeadExchange, Piece, pieces_in_order
-from engine.attention.head_pass import HeadPlan
-from engine.attention.like import Like
+from engine.attention.accumulate.bundle import bundle, sections
+from engine.attention.accumulate.tensor_spec import Like
+from engine.attention.algorithms.ulysses import HeadPlan
+from engine.attention.comm.all_to_all import HeadExchange, Piece, pieces_in_order
+from engine.attention.comm.p2p import Traffic
 from engine.attention.masks import Causal, SlidingWindow
-from engine.attention.schedule import Speeds, choose_parts, estimate
-from engine.attention.transport import Traffic
+from engine.attention.planning.cost_model import Speeds, choose_parts, estimate
 from tests.engine.attention.test_parity import dense, distributed, problem, worst_error
 from tests.engine.attention.test_schedule import share
 from tests.ranks import run_on_ranks

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from engine import ContextParallel, burst_attention
-from engine.attention.head_pass import HeadPlan
+from engine.attention.algorithms.ulysses import HeadPlan
+from engine.attention.comm.p2p import PointToPoint
 from engine.attention.kernels import Kernel
 from engine.attention.masks import Full
 from engine.attention.op import AttentionPlan, plan_attention, run_attention
-from engine.attention.transport import PointToPoint
 from tests.ranks import run_on_ranks
 
 WITHOUT_GRADIENT: dict[str, tuple[bool, Callable[[], contextlib.AbstractContextManager[Any]]]] = {

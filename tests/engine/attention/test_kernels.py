@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.attention.gradients import GradientSum
+from engine.attention.accumulate.gradients import GradientSum
+from engine.attention.accumulate.output import RunningOutput, merge_parts, row_dot
+from engine.attention.geometry.tiles import CAUSAL, FULL, Band
 from engine.attention.kernels import KERNELS, BackwardInputs, Problem, available, choose_kernel, kernel_named, refusal
 from engine.attention.kernels.cpu import CpuKernel
 from engine.attention.kernels.stand_in import AnyDelta, output_stand_in
-from engine.attention.merge import RunningOutput, merge_parts, row_dot
-from engine.attention.tiles import CAUSAL, FULL, Band
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 REFERENCE = kernel_named("reference")

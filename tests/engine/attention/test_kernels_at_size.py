@@ -10,8 +10,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, kernel_named
-from engine.attention.tiles import Band
 
 ROWS = (5 << 18) + 128  # 1.3M, 5.4e9 elements of queries
 END = 1 << 16

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from engine.attention.like import Like
-from engine.attention.mailbox import Window, message_bytes
+from engine.attention.accumulate.tensor_spec import Like
+from engine.attention.comm.symm_mem.channel import Window, message_bytes
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.layout import LAYOUTS, Segment
+from engine.attention.geometry.layout import LAYOUTS, Segment
+from engine.attention.geometry.tiles import Band, Tile, band_area, join, without_upper_bands
 from engine.attention.masks import (
     BlockSparse,
     Causal,
@@ -25,7 +26,6 @@ from engine.attention.masks import (
     rank_areas,
 )
 from engine.attention.masks.blocks import MOST_TILES, rectangles
-from engine.attention.tiles import Band, Tile, band_area, join, without_upper_bands
 from tests.positions import shard_positions
 
 SEQ_LEN = 24  # splits into 1, 2, 3 and 4 ranks under every layout

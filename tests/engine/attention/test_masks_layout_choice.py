@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import engine
-from engine.attention.layout import LAYOUTS
+from engine.attention.geometry.layout import LAYOUTS
 from engine.attention.masks import BlockSparse, Causal, Documents, Full, LocalGlobal, SlidingWindow, imbalance
 from engine.burst import AS_GOOD, METHOD, PREFERENCE, choose_layout
 from engine.settings import ModelShape, TrialSettings

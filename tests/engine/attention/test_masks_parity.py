@@ -9,7 +9,7 @@ import torch
 
 from engine import ContextParallel, burst_attention
 from engine.attention import masks
-from engine.attention.layout import LAYOUTS
+from engine.attention.geometry.layout import LAYOUTS
 from engine.attention.masks import (
     BlockSparse,
     Causal,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.attention.gradients import add_parts
-from engine.attention.merge import merge_parts, row_dot
+from engine.attention.accumulate.gradients import add_parts
+from engine.attention.accumulate.output import merge_parts, row_dot
 
 
 @pytest.mark.gpu

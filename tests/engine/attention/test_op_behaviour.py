@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from engine import ContextParallel, burst_attention
+from engine.attention.algorithms.ring import KEY_SIDE_DIMS
+from engine.attention.algorithms.saved import keep_tail
 from engine.attention.masks import Causal, Full, SlidingWindow
 from engine.attention.op import plan_attention
 from engine.attention.reference import dense_attention
-from engine.attention.ring_pass import KEY_SIDE_DIMS
-from engine.attention.stored import keep_tail
 from tests.ranks import run_on_ranks
 
 HEAD_DIM = 128

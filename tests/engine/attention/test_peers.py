@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.attention.mailbox import copy_engine_missing
+from engine.attention.comm.symm_mem.channel import copy_engine_missing
 from engine.attention.peers import Report, agreed_refusal, copies_refusal, report
 from tests.ranks import run_on_ranks
 

@@ -10,10 +10,10 @@ import itertools
 import pytest
 import torch
 
-from engine.attention.exchange import HELD_GRADIENTS, Direct
-from engine.attention.gradients import GradientSum
-from engine.attention.itinerary import Needs
-from engine.attention.like import Like
+from engine.attention.accumulate.gradients import GradientSum
+from engine.attention.accumulate.tensor_spec import Like
+from engine.attention.comm.exchange import HELD_GRADIENTS, Direct
+from engine.attention.planning.comm_plan import Needs
 
 
 class RecordingTransport:

@@ -8,12 +8,19 @@ import pytest
 import torch
 
 from engine import ContextParallel, burst_attention
-from engine.attention.itinerary import ring_traffic
-from engine.attention.layout import layout_named
+from engine.attention.geometry.layout import layout_named
+from engine.attention.geometry.ring import Ring, RingTraffic
 from engine.attention.masks import Causal, Full, SlidingWindow
 from engine.attention.op import plan_attention
-from engine.attention.ring import Ring, RingTraffic
-from engine.attention.schedule import Share, Speeds, choose_parts, choose_schedule, estimate, schedule_refusal
+from engine.attention.planning.comm_plan import ring_traffic
+from engine.attention.planning.cost_model import (
+    Share,
+    Speeds,
+    choose_parts,
+    choose_schedule,
+    estimate,
+    schedule_refusal,
+)
 
 
 def share(tokens: int, *, cp_size: int = 4, node_size: int = 4, heads: int = 32, kv_heads: int = 32) -> Share:

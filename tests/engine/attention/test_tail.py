@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from engine import ContextParallel, burst_attention
-from engine.attention.layout import LAYOUTS, Segment, SplitZigzag, Zigzag, layout_named, split_refusal, tail_cut
+from engine.attention.algorithms.saved import Stored, keep_tail
+from engine.attention.geometry.layout import (
+    LAYOUTS,
+    Segment,
+    SplitZigzag,
+    Zigzag,
+    layout_named,
+    split_refusal,
+    tail_cut,
+)
 from engine.attention.masks import (
     BlockSparse,
     Causal,
@@ -24,7 +33,6 @@ from engine.attention.masks import (
 )
 from engine.attention.masks.first_rows import FirstRows
 from engine.attention.reference import visibility
-from engine.attention.stored import Stored, keep_tail
 from engine.burst import METHOD, best_layout
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.engine.attention.test_parity import problem

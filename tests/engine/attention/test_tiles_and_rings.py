@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.attention.exchange import Relay
-from engine.attention.layout import LAYOUTS, Gathered, layout_named, split_refusal
+from engine.attention.comm.exchange import Relay
+from engine.attention.comm.p2p import Nowhere
+from engine.attention.geometry.layout import LAYOUTS, Gathered, layout_named, split_refusal
+from engine.attention.geometry.ring import Ring
+from engine.attention.geometry.tiles import band_area, row_blocks, trim
 from engine.attention.masks import Causal, Full, SlidingWindow, imbalance, meeting, parse_mask, rank_areas
-from engine.attention.ring import Ring
-from engine.attention.tiles import band_area, row_blocks, trim
-from engine.attention.transport import Nowhere
 from tests.positions import shard_positions
 
 WINDOWS = [

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from engine import ContextParallel
-from engine.attention import transport
-from engine.attention.like import Like
+from engine.attention.accumulate.tensor_spec import Like
+from engine.attention.algorithms.ring import KEY_SIDE_DIMS
+from engine.attention.comm import p2p as transport
+from engine.attention.comm.p2p import PointToPoint, Traffic
 from engine.attention.masks import Full
 from engine.attention.op import plan_attention
-from engine.attention.ring_pass import KEY_SIDE_DIMS
-from engine.attention.transport import PointToPoint, Traffic
 from tests.ranks import run_on_ranks
 
 NOTHING: tuple[Like, ...] = ()

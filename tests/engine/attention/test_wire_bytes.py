@@ -13,15 +13,14 @@ import torch
 import torch.distributed as dist
 
 from engine import ContextParallel
-from engine.attention.head_exchange import pieces_in_order
-from engine.attention.head_routes import HeadRoute
+from engine.attention.comm.all_to_all import pieces_in_order
+from engine.attention.comm.symm_mem.all_to_all_copies import HeadRoute
+from engine.attention.geometry.layout import layout_named
+from engine.attention.geometry.ring import Ring
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.attention.layout import layout_named
 from engine.attention.masks import BlockSparse, Causal, Documents, Full, LocalGlobal, Mask, SlidingWindow
 from engine.attention.op import plan_attention, run_attention
-from engine.attention.ring import Ring
-from engine.attention.schedule import HEAD_SCHEDULES, Speeds
-from engine.attention.wire_bytes import (
+from engine.attention.planning.comm_volume import (
     Circle,
     PassBytes,
     Sent,
@@ -31,6 +30,7 @@ from engine.attention.wire_bytes import (
     group_backward_bytes,
     trade_bytes,
 )
+from engine.attention.planning.cost_model import HEAD_SCHEDULES, Speeds
 from tests.ranks import run_on_ranks
 from tests.slow import combinations
 

@@ -1,0 +1,164 @@
+"""YAML read strictly: every value keeps the place it was written at, so that an error can point to it.
+
+Serves experiment, model, hardware and site files alike; here because `cluster` stands alone and the harness imports it.
+
+Values are those of `yaml.safe_load`, minus what YAML 1.1 reads differently from what people mean: bare yes/no/on/off,
+base-60 and octal numbers, dates. Duplicate keys, aliases and foreign tags are errors too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import yaml
+from yaml.constructor import SafeConstructor
+
+from cluster.files.errors import UsageError
+from cluster.files.regular_file import read_text
+from cluster.files.shown import shown_value
+
+Scalar: TypeAlias = "bool | int | float | str | None"
+Content: TypeAlias = "Scalar | list[Node] | dict[str, Node]"
+
+_TAG = "tag:yaml.org,2002:"
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One value of a document, and where it stands: `file.yaml:12`, or the command-line option it came from."""
+
+    value: Content
+    place: str
+
+    def describe(self) -> str:
+        """The value as an error message shows it."""
+        if isinstance(self.value, dict):
+            return "a mapping"
+        if isinstance(self.value, list):
+            return "a list"
+        if self.value is None:
+            return "empty"
+        if isinstance(self.value, bool):
+            return str(self.value).lower()
+        return shown_value(repr(self.value))
+
+    def mapping(self, what: str) -> dict[str, Node]:
+        """The entries of a mapping; raises UsageError naming `what` for anything else."""
+        if not isinstance(self.value, dict):
+            raise UsageError(f"{self.place}: {what} is {self.describe()}; expected a mapping of keys to values")
+        return self.value
+
+    def items(self) -> list[Node]:
+        """The items of a list; any other value counts as a list of one."""
+        return self.value if isinstance(self.value, list) else [self]
+
+
+def read_yaml(path: Path, what: str) -> Node:
+    """Read one YAML file that holds a mapping. `what` names the file's role in errors. Raises UsageError."""
+    text = read_text(path, what)
+    node = parse_yaml(text, str(path), lambda line: f"{path}:{line}")
+    if node.value is None:
+        raise UsageError(f"{path}: the {what} is empty; expected a mapping of keys to values")
+    node.mapping(f"the {what}")
+    return node
+
+
+def parse_yaml(text: str, origin: str, place_of_line: Callable[[int], str]) -> Node:
+    """Parse one YAML document. `origin` names it as a whole, `place_of_line` one of its lines. Raises UsageError."""
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is None:
+            return Node(None, origin)
+        return _Converter(place_of_line).convert(root)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = place_of_line(mark.line + 1) if mark else origin
+        problem = " ".join(filter(None, [error.context, error.problem]))
+        raise UsageError(f"{place}: not readable as YAML ({problem}); correct the syntax there") from error
+    except yaml.YAMLError as error:
+        problem = " ".join(str(error).split())
+        raise UsageError(f"{origin}: not readable as YAML ({problem}); remove what is not text") from error
+    except RecursionError:
+        raise UsageError(f"{origin}: nested too deeply to be read; expected a few levels of keys") from None
+
+
+def merge(base: Node, over: Node) -> Node:
+    """`over` laid over `base`: mappings merge key by key, everything else, lists included, is replaced."""
+    if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
+        return over
+    merged = dict(base.value)
+    for key, node in over.value.items():
+        merged[key] = merge(merged[key], node) if key in merged else node
+    return Node(merged, over.place)
+
+
+class _Converter:
+    """Turns PyYAML's node graph into a tree of `Node`."""
+
+    def __init__(self, place_of_line: Callable[[int], str]) -> None:
+        self._place_of_line = place_of_line
+        self._seen: set[int] = set()
+        self._scalars = SafeConstructor()
+
+    def convert(self, node: yaml.Node, place: str | None = None) -> Node:
+        """`place` is that of the key a value belongs to: an error is looked for where the key stands."""
+        place = place or self._place_of_line(node.start_mark.line + 1)
+        # Only an alias leads to the same node twice; refusing it also bounds what a small file can expand to.
+        if id(node) in self._seen:
+            raise UsageError(f"{place}: one value is shared by an anchor and an alias; write it out in both places")
+        self._seen.add(id(node))
+        if isinstance(node, yaml.MappingNode) and node.tag == f"{_TAG}map":
+            return Node(self._mapping(node), place)
+        if isinstance(node, yaml.SequenceNode) and node.tag == f"{_TAG}seq":
+            return Node([self.convert(item) for item in node.value], place)
+        if isinstance(node, yaml.ScalarNode):
+            return Node(self._scalar(node, place), place)
+        raise UsageError(f"{place}: found the YAML tag {node.tag}; write plain values without tags")
+
+    def _mapping(self, node: yaml.MappingNode) -> dict[str, Node]:
+        entries: dict[str, Node] = {}
+        for key_node, value_node in node.value:
+            key = self.convert(key_node)
+            if not isinstance(key.value, str):
+                raise UsageError(f"{key.place}: the key {key.describe()} is not text; write it in quotes")
+            if key.value in entries:
+                first = entries[key.value].place
+                raise UsageError(f"{key.place}: the key {key.value} was already given at {first}; keep one of the two")
+            entries[key.value] = self.convert(value_node, key.place)
+        return entries
+
+    def _scalar(self, node: yaml.ScalarNode, place: str) -> Scalar:
+        text, kind = node.value, node.tag.removeprefix(_TAG)
+        if kind == "str":
+            return str(text)
+        if kind == "null":
+            return None
+        if kind == "bool":
+            if text.lower() not in ("true", "false"):
+                raise UsageError(f"{place}: YAML reads the bare word {text} as a truth value; "
+                                 f"write true or false, or '{text}' in quotes for the word")  # fmt: skip
+            return text.lower() == "true"
+        if kind in ("int", "float"):
+            if ":" in text:
+                raise UsageError(f"{place}: YAML reads {text} as a base-60 number; write '{text}' in quotes for text")
+            if kind == "int" and _OCTAL.fullmatch(text):
+                raise UsageError(f"{place}: YAML reads {text} as an octal number; write it without the leading zero")
+            try:
+                return self._number(node, kind)
+            except ValueError as error:
+                raise UsageError(f"{place}: {text[:20]!r} is not a usable number; write a smaller one") from error
+        if kind == "timestamp":
+            raise UsageError(f"{place}: YAML reads {text} as a date; write '{text}' in quotes for text")
+        if kind == "merge":
+            raise UsageError(f"{place}: found the merge key <<; write the values out or use scales")
+        raise UsageError(f"{place}: found the YAML tag {node.tag}; write plain values without tags")
+
+    def _number(self, node: yaml.ScalarNode, kind: str) -> int | float:
+        if kind == "int":
+            return int(self._scalars.construct_yaml_int(node))
+        return float(self._scalars.construct_yaml_float(node))

@@ -1,0 +1,50 @@
+"""Text that a user names on the command line or in a file, read without waiting for it and without end."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from cluster.files.errors import UsageError
+
+MOST_BYTES = 4 << 20  # of an inventory with a section of its own for each of ten thousand nodes
+
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+def read_text(path: Path, what: str, most_bytes: int = MOST_BYTES) -> str:
+    """A regular file of UTF-8 text. `what` names the file's role in errors.
+
+    Raises UsageError for anything else: a pipe that nothing is written to or a device without end would never answer.
+    """
+    try:
+        # Not to wait for a pipe's writer: what it is can only be told safely of what is open.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        with open(descriptor, "rb") as file:
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode):
+                kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "no file")
+                raise UsageError(f"{path}: the {what} is {kind}; give a regular file")
+            content = file.read(most_bytes + 1)  # files of /proc are of no size until they are read
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such {what}; check the path") from None
+    except IsADirectoryError:
+        raise UsageError(f"{path}: the {what} is a directory; give a regular file") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        problem = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{path}: cannot read the {what} ({problem}); give a readable file") from error
+    if len(content) > most_bytes:
+        raise UsageError(f"{path}: the {what} is larger than {most_bytes >> 20} MiB; give a smaller one")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: byte {error.start} is not UTF-8; save the {what} as UTF-8 text") from error

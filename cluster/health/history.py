@@ -1,0 +1,141 @@
+"""What nodes counted when they were last looked at: errors that rise matter more than errors that are there.
+
+One file of JSON lines per node. Only counters and the verdict are kept, nothing about users or processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from cluster.checks import AnyCheck
+from cluster.files.file_lock import try_lock
+from cluster.files.folders import state_folder
+from cluster.health.nodes import NodeReport
+from cluster.probing.verdict import Verdict, merge
+
+MAX_LINES = 1000  # of one node's file; half of them go when it is full
+_TAIL_BYTES = 256 * 1024  # where the last entry is looked for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One look at one node: counters by check, then by name."""
+
+    time: str  # ISO 8601, UTC
+    verdict: str
+    counters: Mapping[str, Mapping[str, int]]
+
+
+def default_folder() -> Path:
+    """Where counters are kept when nobody says."""
+    return state_folder("nodes")
+
+
+def entry_of(report: NodeReport, now: datetime | None = None) -> Entry:
+    """What is kept of a report."""
+    counters = {}
+    for name, verdict in report.verdicts.items():
+        found = verdict.facts.get("counters")
+        if isinstance(found, Mapping):
+            counters[name] = {str(key): int(value) for key, value in found.items()}
+    return Entry(time=(now or datetime.now(UTC)).isoformat(timespec="seconds"), verdict=report.level, counters=counters)
+
+
+def rises(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """How much each counter has grown. One that is new, or smaller than before (a restart), has not."""
+    return {name: value - before[name] for name, value in now.items() if name in before and value > before[name]}
+
+
+def judge(before: Entry | None, now: Entry, checks: Mapping[str, AnyCheck]) -> Verdict:
+    """What the growth since the last look means, by the `rise` of the checks that count."""
+    if before is None:
+        return Verdict(level="ok", summary="first look at this node, so nothing to compare with")
+    verdicts = []
+    for name, counters in now.counters.items():
+        rise = checks[name].rise if name in checks else None
+        grown = {
+            counter: growth
+            for counter, growth in rises(before.counters.get(name, {}), counters).items()
+            if rise and growth >= rise.least
+        }
+        if rise and grown:
+            listed = ", ".join(f"{counter} by {growth}" for counter, growth in sorted(grown.items()))
+            verdicts.append(
+                Verdict(
+                    level=rise.level,
+                    summary=f"rose since {before.time}: {listed}; {rise.meaning}",
+                    action=rise.action,
+                    facts={name: grown},
+                )
+            )
+    return merge(verdicts) if verdicts else Verdict(level="ok", summary=f"no counter rose since {before.time}")
+
+
+class History:
+    """The files of a folder. Raises OSError where the folder cannot be used."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def last(self, node: str) -> Entry | None:
+        """The newest entry that can be read; a line torn by a crash is passed over."""
+        try:
+            with open(self._path(node), "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - _TAIL_BYTES))
+                lines = file.read().splitlines()
+        except FileNotFoundError:
+            return None
+        return next((entry for line in reversed(lines) if (entry := _parse(line))), None)
+
+    def append(self, node: str, entry: Entry) -> None:
+        """Add one line in one write; the file is cut when it has grown too long. Safe beside other programs."""
+        line = json.dumps({"time": entry.time, "verdict": entry.verdict, "counters": entry.counters}) + "\n"
+        path = self._path(node)
+        with self._locked():
+            kept = path.read_bytes() if path.exists() else b""
+            broken = kept and not kept.endswith(b"\n")  # by a crash or a full disk
+            with open(path, "ab", buffering=0) as file:
+                file.write((b"\n" if broken else b"") + line.encode())
+            lines = kept.splitlines(keepends=True)
+            if len(lines) >= MAX_LINES:
+                self._replace(path, b"".join([*lines[-MAX_LINES // 2 :], line.encode()]))
+
+    def _path(self, node: str) -> Path:
+        name = quote(node, safe="@+,=")
+        return self._folder / f"{'%2E' + name[1:] if name.startswith('.') else name}.jsonl"
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with open(self._folder / ".lock", "wb") as lock:
+            try_lock(lock, wait=True)  # without locks an entry is still one write; only cutting may lose another's
+            yield
+
+    def _replace(self, path: Path, content: bytes) -> None:
+        descriptor, aside = tempfile.mkstemp(dir=self._folder, prefix=".", suffix=".part")
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(aside, path)
+
+
+def _parse(line: bytes) -> Entry | None:
+    """One entry, or None for what is no entry of ours."""
+    try:
+        found: Any = json.loads(line)
+        counters = {
+            str(check): {str(name): int(value) for name, value in values.items()}
+            for check, values in found["counters"].items()
+        }
+        return Entry(time=str(found["time"]), verdict=str(found["verdict"]), counters=counters)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

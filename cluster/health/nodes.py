@@ -1,0 +1,153 @@
+"""Checking nodes: all at once, one remote command each, a report for every one of them whatever happened."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from cluster.checks import AnyCheck, conclude, gpus
+from cluster.inventory.hosts import Host
+from cluster.inventory.nodes import Node
+from cluster.inventory.site import Site
+from cluster.probing import clock
+from cluster.probing.probe import Output, Probe, parse_outputs, parse_times, render_script
+from cluster.probing.verdict import Action, Level, Verdict, strongest_action, worst_level
+from cluster.profiles import Board, Profile, find, load_profiles
+from cluster.transport.fleet import on_each
+from cluster.transport.runner import Connect, Unreachable
+
+REACHABILITY = "reachability"
+CLOCK = "clock"
+_GPUS = "gpus"  # the check that also says which model's thresholds hold
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeReport:
+    """Everything found out about one node."""
+
+    host: Host
+    verdicts: Mapping[str, Verdict]  # by check; reachability always, the others only when the node answered
+    seconds: float
+
+    @property
+    def level(self) -> Level:
+        """The worst of all checks."""
+        return worst_level(verdict.level for verdict in self.verdicts.values())
+
+    @property
+    def action(self) -> Action:
+        """The strongest that any check asks for."""
+        return strongest_action(verdict.action for verdict in self.verdicts.values())
+
+    @property
+    def busy(self) -> bool:
+        """True when somebody else is using the node."""
+        return any(verdict.busy for verdict in self.verdicts.values())
+
+    @property
+    def answered(self) -> bool:
+        """True when the node could be asked at all."""
+        return self.verdicts[REACHABILITY].level == "ok"  # added first, for every node
+
+    @property
+    def usable(self) -> bool:
+        """True when work may be placed here: it answered, nothing failed or stayed unknown, and nobody else uses it."""
+        return self.level in ("ok", "warn") and not self.busy
+
+    def also(self, name: str, verdict: Verdict) -> NodeReport:
+        """The same report with one more verdict."""
+        return replace(self, verdicts={**self.verdicts, name: verdict})
+
+
+def check_nodes(
+    nodes: Sequence[Node],
+    connect: Connect,
+    checks: Mapping[str, AnyCheck],
+    timeout_seconds: float,
+    profiles: Mapping[str, Profile] | None = None,
+) -> Iterator[NodeReport]:
+    """Reports as the nodes answer; after `timeout_seconds` and a little grace, the silent ones are reported unknown.
+
+    Each node is judged by its own site. `profiles` by GPU name; None: those of this project.
+    """
+    profiles = load_profiles() if profiles is None else profiles
+    started = time.monotonic()
+    work = partial(check_node, connect=connect, checks=checks, profiles=profiles, timeout_seconds=timeout_seconds)
+    for node, answer in on_each(nodes, work, timeout_seconds):
+        if isinstance(answer, Unreachable):
+            yield _unreachable(node.host, str(answer), time.monotonic() - started)
+        else:
+            yield answer
+
+
+def check_node(
+    node: Node,
+    connect: Connect,
+    checks: Mapping[str, AnyCheck],
+    profiles: Mapping[str, Profile],
+    timeout_seconds: float,
+) -> NodeReport:
+    """Connect, run the probes of all checks in one command, judge what came back by the node's own site."""
+    started = time.monotonic()
+    host, site = node.host, node.site
+    probes = {name: check.probe(site) for name, check in checks.items()}
+    probes.setdefault(_GPUS, gpus.CHECK.probe(site))
+    carriers = _carriers(probes)
+    mark = secrets.token_hex(8)
+    script = render_script({name: probe for probe, name in carriers.items()}, mark)
+    try:
+        with connect(host, timeout_seconds) as runner:
+            connected_seconds = time.monotonic() - started
+            sent = time.time()
+            completed = runner.run(
+                ["sh", "-s"], stdin=script, deadline_seconds=max(0.1, timeout_seconds - connected_seconds)
+            )
+            received = time.time()
+    except Unreachable as error:
+        return _unreachable(host, str(error), time.monotonic() - started)
+    outputs = parse_outputs(completed.stdout, mark)
+    complaint = Output(text=completed.stderr).first_line
+    begun, ended = parse_times(completed.stdout, mark)
+    reading = clock.ClockReading(sent=sent, begun=begun, ended=ended, received=received)
+    verdicts = {
+        REACHABILITY: Verdict(
+            level="ok", summary="this machine" if host.is_local else f"connected in {connected_seconds:.2f} s"
+        ),
+        CLOCK: clock.judge(reading),
+    }
+
+    def verdict(name: str, check: AnyCheck, board: Board) -> Verdict:
+        probe = probes[name]
+        return conclude(check, probe, outputs.get(carriers[probe]), complaint, site, board)
+
+    board = _board(verdict(_GPUS, gpus.CHECK, Board()), site, profiles)
+    verdicts |= {name: verdict(name, check, board) for name, check in checks.items()}
+    return NodeReport(host=host, verdicts=verdicts, seconds=time.monotonic() - started)
+
+
+def _carriers(probes: Mapping[str, Probe]) -> dict[Probe, str]:
+    """Each distinct probe and the first check that gave it: what several checks read is read once."""
+    carriers: dict[Probe, str] = {}
+    for name, probe in probes.items():
+        carriers.setdefault(probe, name)
+    return carriers
+
+
+def _board(found: Verdict, site: Site, profiles: Mapping[str, Profile]) -> Board:
+    """The GPUs that answered; when none did, those the site expects, so that their thresholds still hold."""
+    models = found.facts.get("models")
+    if isinstance(models, dict) and models:
+        (name, _), *_ = Counter(models).most_common(1)
+        return Board(name=name, count=sum(models.values()), profile=find(name, profiles))
+    if site.gpus.count:
+        return Board(name=site.gpus.model, count=site.gpus.count, profile=find(site.gpus.model, profiles))
+    return Board()
+
+
+def _unreachable(host: Host, summary: str, seconds: float) -> NodeReport:
+    verdict = Verdict(level="unknown", summary=summary, action="monitor")
+    return NodeReport(host=host, verdicts={REACHABILITY: verdict}, seconds=seconds)

@@ -1,0 +1,66 @@
+"""Nodes, each with its own connection and its own expectations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cluster.files.errors import UsageError, nearest
+from cluster.inventory.hosts import Host, distinct, expand, parse_jump
+from cluster.inventory.site import Site
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """One node: how it is reached, and the site with everything that was said about this node laid over it."""
+
+    host: Host
+    site: Site
+
+    @property
+    def name(self) -> str:
+        """How tables, `--free` and a quarantine call it; unique in its inventory."""
+        return self.host.name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inventory:
+    """Nodes in the order they were named, which is the order ranks are placed in."""
+
+    name: str
+    nodes: tuple[Node, ...]
+
+    def select(self, patterns: Iterable[str]) -> Inventory:
+        """Only the nodes these names or ranges stand for. Raises UsageError for a name that is no node of it."""
+        by_name = {node.name: node for node in self.nodes}
+        wanted = {name for pattern in patterns for name in ([pattern] if pattern in by_name else expand(pattern))}
+        for name in sorted(wanted - by_name.keys()):
+            raise UsageError(f"{name} is no node of the inventory {self.name}; {nearest(name, by_name)}")
+        return replace(self, nodes=tuple(node for node in self.nodes if node.name in wanted))
+
+
+def from_hosts(hosts: Iterable[Host], site: Site, name: str = "hosts") -> Inventory:
+    """An inventory of targets that all expect the same; each host once."""
+    once = distinct(reached(host, site) for host in hosts)
+    return Inventory(name=name, nodes=tuple(Node(host=host, site=site) for host in once))
+
+
+def opened_by(inventory: Inventory, key: Path) -> Inventory:
+    """The same nodes with this private key in place of each site's `ssh.key`: so it also opens jump hosts, unless
+    `ssh.jump_key` does."""
+
+    def with_key(node: Node) -> Node:
+        site = replace(node.site, ssh=replace(node.site.ssh, key=key))
+        return Node(host=reached(replace(node.host, key=None, jump=None), site), site=site)
+
+    return replace(inventory, nodes=tuple(map(with_key, inventory.nodes)))
+
+
+def reached(host: Host, site: Site) -> Host:
+    """The host with what its target left open filled in from the site's `ssh`."""
+    if host.is_local:
+        return host
+    ssh = site.ssh
+    jump = parse_jump(ssh.jump, ssh.jump_key or ssh.key) if ssh.jump is not None else None
+    return host.with_defaults(user=ssh.user, port=ssh.port, key=ssh.key, jump=jump)

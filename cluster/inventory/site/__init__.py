@@ -1,0 +1,57 @@
+"""What a site is and what it expects of its nodes. Read from experiments/sites/*.yaml or from an inventory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster.files import strict_yaml
+from cluster.inventory.site.limits import DiskLimit as DiskLimit
+from cluster.inventory.site.limits import GpuExpectation as GpuExpectation
+from cluster.inventory.site.limits import GpuMemoryLimit as GpuMemoryLimit
+from cluster.inventory.site.limits import HostMemoryLimit as HostMemoryLimit
+from cluster.inventory.site.login import SshDefaults as SshDefaults
+from cluster.inventory.site.network import NetworkExpectation as NetworkExpectation
+from cluster.inventory.site.ray import RayPorts as RayPorts
+from cluster.inventory.site.software import Container as Container
+from cluster.inventory.site.software import Mount as Mount
+from cluster.inventory.site.software import Software as Software
+from cluster.inventory.site.storage import SharedPath as SharedPath
+from cluster.inventory.site.storage import Storage as Storage
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """Everything a node is compared with and set up by. The defaults describe any one machine: take what is there."""
+
+    name: str = "local"
+    gpus: GpuExpectation = field(default_factory=GpuExpectation)
+    gpu_memory: GpuMemoryLimit = field(default_factory=GpuMemoryLimit)
+    host_memory: HostMemoryLimit = field(default_factory=HostMemoryLimit)
+    disks: tuple[DiskLimit, ...] = (DiskLimit(path="/"),)
+    network: NetworkExpectation = field(default_factory=NetworkExpectation)
+    storage: Storage = field(default_factory=Storage)
+    software: Software = field(default_factory=Software)
+    container: Container = field(default_factory=Container)
+    ray: RayPorts = field(default_factory=RayPorts)
+    ranks_per_node: int | None = None  # null: one per GPU; nodes without GPUs need a number
+    environment: Mapping[str, str] = field(default_factory=dict)  # wins over every rendered variable
+    ssh: SshDefaults = field(default_factory=SshDefaults)
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node is not None and not 1 <= self.ranks_per_node <= 1024:
+            raise ValueError(f"ranks_per_node is {self.ranks_per_node}; expected 1 to 1024, or null for one per GPU")
+        for name, value in self.environment.items():
+            if not _VARIABLE.fullmatch(name):
+                raise ValueError(f"environment has the name {name!r}; expected letters, digits and '_'")
+            if "\0" in value:
+                raise ValueError(f"environment.{name} holds a zero byte, which no variable can; remove it")
+
+
+def load_site(path: Path) -> Site:
+    """Read a site file. Raises ValueError with file and line for anything but a valid site."""
+    return strict_yaml.load(Site, path, "site file")

@@ -1,0 +1,154 @@
+"""Opening connections: to a host directly, or through a jump host whose one connection all its hosts share."""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import paramiko
+
+from cluster.inventory.hosts import SSH_PORT, Host
+from cluster.transport.runner import Connect, Runner, Unreachable
+from cluster.transport.ssh.jump import JumpHosts, Tunnel
+from cluster.transport.ssh.known_hosts import HostKey, KnownHosts, host_name
+from cluster.transport.ssh.login import PrivateKeys, log_in
+from cluster.transport.ssh.sentences import FAILURES, explain
+from cluster.transport.ssh.session import SshRunner
+
+CONNECT_SECONDS = 10.0  # each for TCP and for key exchange with login: slower than this is not a node to run on
+# Key exchange and login are our own processor's work, some 3 ms each (docs/inventory.md): more at once only makes all
+# of them late. Hosts that have not greeted us yet wait outside, as some never will.
+LOGINS_AT_ONCE = 64
+TURN_SECONDS = 60.0  # longer than this the others must be stuck
+KEEPALIVE_SECONDS = 30  # a firewall forgets a connection that is silent while a long command runs
+_SYSTEM_KNOWN_HOSTS = Path("/etc/ssh/ssh_known_hosts")
+
+_RSA_SIGNATURES = ("rsa-sha2-512", "rsa-sha2-256")  # what a key known as ssh-rsa signs with
+
+# paramiko logs tracebacks of its own threads to the root logger; what matters of them reaches us as exceptions.
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SshOptions:
+    """How connections are made, the same for all hosts."""
+
+    known_hosts: Path = field(default_factory=lambda: Path.home() / ".ssh" / "known_hosts")
+    accept_new_host_keys: bool = False
+
+
+def connector(options: SshOptions) -> Connect:
+    """`Connect` over SSH with these options. It may be used from many threads, and shares what its hosts share."""
+    opener = _Opener(options)
+
+    @contextmanager
+    def connect(host: Host, seconds: float) -> Iterator[Runner]:
+        with opener.opened(host, seconds) as transport:
+            yield SshRunner(host, transport)
+
+    return connect
+
+
+class _Opener:
+    """Opens connections; known_hosts, private keys and jump hosts are looked up once for all of them."""
+
+    def __init__(self, options: SshOptions) -> None:
+        self._options = options
+        self._known = KnownHosts(_SYSTEM_KNOWN_HOSTS, options.known_hosts, accept_new=options.accept_new_host_keys)
+        self._keys = PrivateKeys()
+        self._jumps = JumpHosts(self.opened)
+        self._turns = threading.Semaphore(LOGINS_AT_ONCE)
+
+    @contextmanager
+    def opened(self, host: Host, seconds: float) -> Iterator[paramiko.Transport]:
+        """A connection that is logged in, closed on leaving. Raises Unreachable."""
+        seconds = min(seconds, CONNECT_SECONDS)
+        port, user = host.port or SSH_PORT, host.user or getpass.getuser()
+        with ExitStack() as stack:
+            try:
+                ends_at = time.monotonic() + seconds
+                connection = self._reach(host, port, ends_at, stack)
+                _wait_for_greeting(connection, ends_at)
+                with self._turn():
+                    ends_at = time.monotonic() + seconds  # waiting for a turn is not the host's fault
+                    transport = stack.enter_context(self._transport(connection, host_name(host.address, port), ends_at))
+                    transport.auth_timeout = _left(ends_at)
+                    log_in(transport, user, host.key, self._keys)
+            except FAILURES as error:
+                sentence = explain(error, host.address, port, user, seconds, self._options.known_hosts)
+                raise Unreachable(sentence) from None
+            transport.set_keepalive(KEEPALIVE_SECONDS)
+            yield transport
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if not self._turns.acquire(timeout=TURN_SECONDS):
+            raise TimeoutError
+        try:
+            yield
+        finally:
+            self._turns.release()
+
+    def _reach(self, host: Host, port: int, ends_at: float, stack: ExitStack) -> socket.socket | Tunnel:
+        """Bytes to and from the host's sshd."""
+        if host.jump is None:
+            return stack.enter_context(socket.create_connection((host.address, port), _left(ends_at)))
+        through = stack.enter_context(self._jumps.opened(host.jump, _left(ends_at)))
+        origin = ("127.0.0.1", 0)  # nobody looks at it, but the protocol wants one
+        channel = through.open_channel("direct-tcpip", (host.address, port), origin, timeout=_left(ends_at))
+        return stack.enter_context(closing(Tunnel(channel)))
+
+    @contextmanager
+    def _transport(self, connection: socket.socket | Tunnel, name: str, ends_at: float) -> Iterator[paramiko.Transport]:
+        """Keys are exchanged and the host's own key is verified before anything is said to it."""
+        transport = paramiko.Transport(connection)  # type: ignore[arg-type]  # needs send, recv, settimeout, close
+        try:
+            transport.banner_timeout = _left(ends_at)
+            options = transport.get_security_options()
+            options.key_types = _first(_signatures(self._known.kinds(name)), options.key_types)
+            done = threading.Event()
+            transport.start_client(event=done)
+            if not done.wait(_left(ends_at)):
+                raise TimeoutError
+            if not transport.is_active():
+                raise transport.get_exception() or paramiko.SSHException("it ended the key exchange")
+            key = transport.get_remote_server_key()
+            self._known.verify(name, HostKey(key.get_name(), key.asbytes()))
+            yield transport
+        finally:
+            transport.close()
+
+
+def _wait_for_greeting(connection: socket.socket | Tunnel, ends_at: float) -> None:
+    """Wait until the other side has said something, as an sshd does unasked; it stays unread."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    if not poll.poll(1000 * _left(ends_at)):
+        raise TimeoutError
+
+
+def _left(ends_at: float) -> float:
+    """Seconds until then. Raises TimeoutError when there are none."""
+    left = ends_at - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _first(preferred: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
+    """What is offered, with the preferred ones of it in front."""
+    front = tuple(name for name in preferred if name in offered)
+    return front + tuple(name for name in offered if name not in front)
+
+
+def _signatures(kinds: list[str]) -> tuple[str, ...]:
+    """Signature algorithms of the kinds of key a host is known by, so that it shows the one we can compare."""
+    return tuple(name for kind in kinds for name in (_RSA_SIGNATURES if kind == "ssh-rsa" else (kind,)))

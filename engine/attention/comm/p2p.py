@@ -1,0 +1,132 @@
+"""Getting tensors from one rank of a group to another, and counting the bytes.
+
+Nothing here blocks the host: on a GPU, `wait` makes the current stream wait for the transfer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.attention.accumulate.tensor_spec import Like
+from engine.attention.call_order import peers_needed
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What attention's transfers cost this rank: bytes it hands to the network (not what it keeps for itself), and
+    memory."""
+
+    sent_bytes: int = 0
+    window_bytes: int = 0  # memory held to receive into, outside the allocator's own count
+
+    def reset(self) -> None:
+        """Start counting sent bytes anew."""
+        self.sent_bytes = 0
+
+    def add(self, *tensors: Tensor) -> None:
+        """Count tensors that are being sent."""
+        self.sent_bytes += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+class Transfer(Protocol):
+    """A transfer under way: sending to one peer, receiving from another."""
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The received tensors, usable by what the current stream launches next. Called once."""
+        ...
+
+    def release(self) -> None:
+        """The received tensors' last use has been launched: their memory may be received into again."""
+        ...
+
+
+class Transport(Protocol):
+    """How tensors get from one rank of a group to another."""
+
+    def reserve(self, largest: tuple[Like, ...]) -> None:
+        """No later message is larger than `largest`. Collective, with equal arguments on every rank of the group."""
+        ...
+
+    def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[Like, ...], source: int) -> Transfer:
+        """Send `sent` to group rank `to` while receiving `expected` from group rank `source`; either may be empty.
+
+        Collective in order: all ranks of the group start their transfers in the same sequence.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class _SendReceive:
+    """Transfer of `PointToPoint`. The sent tensors are held until it has been waited for."""
+
+    received: tuple[Tensor, ...]
+    sent: tuple[Tensor, ...]
+    group: dist.ProcessGroup | None = None
+    peers: str = ""
+    works: list[dist.Work] = field(default_factory=list)
+
+    def wait(self) -> tuple[Tensor, ...]:
+        if self.group is not None:
+            with peers_needed(self.group, self.peers):
+                for work in self.works:
+                    work.wait()
+        self.works, self.sent = [], ()
+        return self.received
+
+    def release(self) -> None:
+        self.received = ()
+
+
+class PointToPoint:
+    """Transfers by the process group's own send and receive (NCCL or gloo), into fresh memory of the allocator."""
+
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
+        self._group = group
+        self._ranks = dist.get_process_group_ranks(group)
+        self._traffic = traffic
+        self._met = False
+
+    def reserve(self, largest: tuple[Like, ...]) -> None:
+        """Nothing to do: every message gets memory of its own."""
+
+    def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[Like, ...], source: int) -> Transfer:
+        sent = tuple(tensor.contiguous() for tensor in sent)
+        self._traffic.add(*sent)
+        device = gpu_of(self._group)
+        if device is not None and not self._met:
+            # NCCL forms a group's communicator in its first call, for which all its ranks must come. A mask may leave
+            # some of them nothing to send or receive in the first message, so they meet before it.
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+        self._met = True
+        here = device or torch.device("cpu")
+        received = tuple(torch.empty(like.shape, dtype=like.dtype, device=here) for like in expected)
+        operations = [dist.P2POp(dist.isend, tensor, self._ranks[to], self._group) for tensor in sent]
+        operations += [dist.P2POp(dist.irecv, tensor, self._ranks[source], self._group) for tensor in received]
+        peers = " and ".join(f"rank {self._ranks[peer]}" for peer in sorted({to, source}))
+        with peers_needed(self._group, peers):
+            works = dist.batch_isend_irecv(operations) if operations else []
+        return _SendReceive(received, sent, self._group, peers, works)
+
+
+class Nowhere:
+    """The transport of a rank that is alone: there is no one to send to."""
+
+    def reserve(self, largest: tuple[Like, ...]) -> None:
+        """Nothing will be sent."""
+
+    def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[Like, ...], source: int) -> Transfer:
+        assert not sent
+        assert not expected
+        return _SendReceive((), ())
+
+
+def gpu_of(group: dist.ProcessGroup) -> torch.device | None:
+    """This rank's GPU when the group's transfers run on GPUs (NCCL, alone or with gloo for the CPU), else None."""
+    if "nccl" not in dist.get_backend_config(group):
+        return None
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,178 @@
+"""Where each token's heads go in an exchange of heads for tokens: as copies of rows, planned once for a shape.
+
+Shape letters as in `engine.attention.comm.all_to_all`. A message holds its tensors one behind the other in the receiver's
+slot: on the way out [B, T, H, ...], on the way home [B, L, group, H, ...].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from engine.attention.accumulate.tensor_spec import Like
+from engine.attention.comm.all_to_all import Piece
+from engine.attention.comm.symm_mem.channel import offsets
+from engine.attention.cuda_driver import Block, Copies
+
+Entry = tuple[Block, int, int]  # of `engine.attention.cuda_driver.Copies`
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The copies of one message."""
+
+    plan: Copies
+    likes: tuple[Like, ...]  # of what arrives in every rank's slot
+    away_bytes: int  # that leave this GPU
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A tensor but for its values and its place."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _sources(tensors: tuple[Tensor, ...]) -> tuple[_Source, ...]:
+    return tuple(_Source(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors)
+
+
+class HeadRoute:
+    """The ways of one rank in a group of `size`, whose members hold `pieces` and whose heads come in `parts` parts."""
+
+    def __init__(self, rank: int, size: int, pieces: tuple[Piece, ...], parts: int) -> None:
+        self.rank, self.size, self.parts = rank, size, parts
+        self._runs: list[list[tuple[int, int, int]]] = [[] for _ in range(size)]
+        start = 0
+        for piece in pieces:  # by member: (offset among its tokens, among the group's, count)
+            self._runs[piece.member].append((piece.offset, start, piece.count))
+            start += piece.count
+        self._planned: dict[object, Planned] = {}
+
+    def outward(self, tensors_BLND: tuple[Tensor, ...], part: int) -> Planned:
+        """This rank's tokens of a part of every rank's heads, each where it belongs among the group's tokens."""
+        sources = _sources(tensors_BLND)
+        key = (part, sources)
+        if key not in self._planned:
+            likes = tuple(self._arriving(source) for source in sources)
+            entries = [
+                entry
+                for to in self._from_the_next()
+                for entry in self._outward(sources, likes, to, to * self.parts + part)
+            ]
+            self._planned[key] = self._plan(entries, likes)
+        return self._planned[key]
+
+    def homeward(self, tensors_BTHD: tuple[Tensor, ...]) -> Planned:
+        """What this rank computed of every rank's tokens, each beside the other ranks' heads of the token."""
+        sources = _sources(tensors_BTHD)
+        if sources not in self._planned:
+            likes = tuple(self._returning(source) for source in sources)
+            entries = [entry for to in self._from_the_next() for entry in self._homeward(sources, likes, to)]
+            self._planned[sources] = self._plan(entries, likes)
+        return self._planned[sources]
+
+    def homecoming(self, likes: tuple[Like, ...], part: int) -> Copies:
+        """From the slot of a part that came home to the results of all parts, [B, L, group, parts, H, ...]."""
+        return from_slot(likes, self.parts, part)
+
+    def _plan(self, entries: list[Entry], likes: tuple[Like, ...]) -> Planned:
+        away = sum(block.nbytes for block, _tensor, to in entries if to != self.rank)
+        return Planned(Copies(entries), likes, away)
+
+    def _arriving(self, source: _Source) -> Like:
+        batch, tokens, heads, *rest = source.shape
+        return Like((batch, tokens * self.size, heads // (self.size * self.parts), *rest), source.dtype)
+
+    def _returning(self, source: _Source) -> Like:
+        batch, tokens, heads, *rest = source.shape
+        return Like((batch, tokens // self.size, self.size, heads, *rest), source.dtype)
+
+    def _outward(self, sources: tuple[_Source, ...], likes: tuple[Like, ...], to: int, share: int) -> Iterator[Entry]:
+        for index, (source, like, place) in enumerate(zip(sources, likes, offsets(likes), strict=True)):
+            width = row_bytes(like, 2)
+            target = (place, like.nbytes // like.shape[0], width)
+            for block in _blocks(source, share * width, target, width, self._runs[self.rank]):
+                yield block, index, to
+
+    def _homeward(self, sources: tuple[_Source, ...], likes: tuple[Like, ...], to: int) -> Iterator[Entry]:
+        runs = [(start, offset, count) for offset, start, count in self._runs[to]]
+        for index, (source, like, place) in enumerate(zip(sources, likes, offsets(likes), strict=True)):
+            width = row_bytes(like, 3)
+            target = (place + self.rank * width, like.nbytes // like.shape[0], width * self.size)
+            for block in _blocks(source, 0, target, width, runs):
+                yield block, index, to
+
+    def _from_the_next(self) -> Iterator[int]:
+        """All ranks, the own one last: at any time every rank is sent to by one other."""
+        return ((self.rank + step) % self.size for step in range(1, self.size + 1))
+
+
+@lru_cache(maxsize=256)
+def from_slot(likes: tuple[Like, ...], parts: int = 1, part: int = 0) -> Copies:
+    """From a slot (the only tensor) to tensors of their own (the places), which hold `parts` rows of heads for each one
+    that arrives."""
+    entries = []
+    for index, (like, place) in enumerate(zip(likes, offsets(likes), strict=True)):
+        width = row_bytes(like, 3 if parts > 1 else 2)
+        entries.append((Block(place, part * width, width, like.nbytes // width, width, parts * width), 0, index))
+    return Copies(entries)
+
+
+def in_rows(tensor: Tensor) -> Tensor:
+    """The tensor with the bytes of a token's heads side by side, as a copy engine's rows need them; tokens may lie
+    apart."""
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape[2:]), reversed(tensor.stride()[2:]), strict=True):
+        if size > 1 and stride != expected:
+            return tensor.contiguous()
+        expected *= size
+    # Tokens that overlap, as an expanded tensor's do, are no rows to a copy engine.
+    return tensor if tensor.shape[1] == 1 or tensor.stride(1) >= expected else tensor.contiguous()
+
+
+def row_bytes(like: Like, first: int) -> int:
+    """Bytes of the dimensions from `first` on."""
+    return math.prod(like.shape[first:]) * like.dtype.itemsize
+
+
+def _blocks(
+    source: _Source, first_byte: int, target: tuple[int, int, int], width: int, runs: list[tuple[int, int, int]]
+) -> Iterator[Block]:
+    """Copies of `width` bytes of each token of some runs (token at the source, token at the target, count).
+
+    `first_byte` is where they start in a token at the source; `target` where token 0 of the first sequence goes, with
+    the bytes from one sequence and one token to the next. Two runs of one length, as a zigzag rank holds, are two
+    layers of one copy.
+    """
+    place, sequence_bytes, target_pitch = target
+    source_sequence, source_pitch = (source.stride[dim] * source.dtype.itemsize for dim in (0, 1))
+    for sequence in range(source.shape[0]):
+        at, to = first_byte + sequence * source_sequence, place + sequence * sequence_bytes
+        index = 0
+        while index < len(runs):
+            first, start, count = runs[index]
+            layers, source_layer, target_layer = 1, 0, 0
+            if index + 1 < len(runs):
+                next_first, next_start, next_count = runs[index + 1]
+                if next_count == count and next_first - first >= count and next_start - start >= count:
+                    layers, source_layer, target_layer = 2, next_first - first, next_start - start
+            yield Block(
+                source=at + first * source_pitch,
+                target=to + start * target_pitch,
+                width=width,
+                rows=count,
+                source_pitch=source_pitch,
+                target_pitch=target_pitch,
+                layers=layers,
+                source_layer=source_layer,
+                target_layer=target_layer,
+            )
+            index += layers

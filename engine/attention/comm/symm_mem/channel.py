@@ -1,0 +1,218 @@
+"""Receive slots that ranks of a node write into each other's memory by copy engine, and the counters that guard them.
+
+NCCL's send and receive run as kernels: they take multiprocessors from the attention kernel beside them and wait for it
+when it has taken all. Copies between GPUs that can address each other's memory need none. Each rank owns a window of
+slots that its peers write into; arrival and release are counters in the same memory, written and awaited by the streams
+themselves, so no kernel spins and the host never blocks.
+
+Flow of message n from A to B, slot n mod s: A's copy stream waits until B has released message n - s, copies into B's
+slot, then sets B's `arrived[A]` to n + 1. B's stream waits for that, uses the slot, and B's release stream sets
+`released[B]` to n + 1 at every rank. All ranks number their messages alike, because messages are collective in order.
+
+Sources: torch.distributed._symmetric_memory; the CUDA driver's stream memory operations. The same idea carries NCCL
+2.28's copy-engine collectives.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.attention import cuda_driver
+from engine.attention.accumulate.tensor_spec import Like
+from engine.attention.comm.p2p import Traffic
+from engine.attention.cuda_driver import Copies, Counters
+from engine.streams import own_stream
+
+ALIGNMENT = 256  # bytes; every tensor of a message starts on such a boundary
+
+
+@lru_cache(maxsize=1)
+def copy_engine_missing(device: torch.device) -> str | None:
+    """Why this process cannot take part in transfers by copy engine on `device`, or None; `engine.attention.peers` asks
+    whether the GPUs of several can."""
+    if device.type != "cuda":
+        return f"exchange copy_engine needs CUDA GPUs, found {device.type}; choose exchange auto or direct"
+    missing = cuda_driver.driver_missing()
+    if missing:
+        return f"exchange copy_engine needs the CUDA driver's stream memory operations ({missing}); choose direct"
+    return None
+
+
+@lru_cache(maxsize=1)
+def _release_stream() -> torch.cuda.Stream:
+    """One stream for all release counters: each waits for work that was enqueued before it, so none blocks another for
+    good."""
+    return own_stream(priority=-1)
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to where the next tensor of a message may start."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def offsets(likes: Sequence[Like]) -> list[int]:
+    """Where in its slot each tensor of a message starts: one behind the other."""
+    ends = itertools.accumulate(aligned(like.nbytes) for like in likes)
+    return [end - aligned(like.nbytes) for end, like in zip(ends, likes, strict=True)]
+
+
+def message_bytes(likes: Sequence[Like]) -> int:
+    """Size of the slot that a message of such tensors needs."""
+    return sum(aligned(like.nbytes) for like in likes)
+
+
+class Window:
+    """Slots of every rank of the group, mapped into this process, and the counters that guard them."""
+
+    def __init__(self, group: dist.ProcessGroup, slots: int, slot_bytes: int) -> None:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        self.slots, self.slot_bytes = slots, slot_bytes
+        self._size = dist.get_world_size(group)
+        self._counters = aligned(2 * self._size * 4)
+        self.nbytes = self._counters + slots * slot_bytes
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._memory = symmetric_memory.empty(self.nbytes, dtype=torch.uint8, device=device)
+        self._memory[: self._counters].zero_()
+        # torch zeroes the cells of its barrier on the stream too, and up to 2.11 does not wait for that. Behind a long
+        # kernel it would come after a peer's signal, wipe it out, and the barrier would never end.
+        torch.cuda.synchronize()
+        self._handle = symmetric_memory.rendezvous(self._memory, group=group)
+        self._bases = [
+            int(self._handle.get_buffer(rank, (self.nbytes,), torch.uint8).data_ptr()) for rank in range(self._size)
+        ]
+        everyone = range(self._size)
+        rank = dist.get_rank(group)
+        self.arrivals = Counters([self._arrived(rank, source) for source in everyone])
+        self.arrival_of = [Counters([self._arrived(rank, source)]) for source in everyone]
+        self.arrived_everywhere = Counters([self._arrived(at, rank) for at in everyone])
+        self.arrived_at = [Counters([self._arrived(at, rank)]) for at in everyone]
+        self.releases = Counters([self._released(rank, by) for by in everyone])
+        self.release_of = [Counters([self._released(rank, by)]) for by in everyone]
+        self.released_everywhere = Counters([self._released(at, rank) for at in everyone])
+        self._views: dict[tuple[int, tuple[Like, ...]], tuple[Tensor, ...]] = {}
+        self.meet()  # no one writes into a window whose counters are not yet zero
+
+    def meet(self) -> None:
+        """Wait until all ranks have got here and all that they launched before is done."""
+        torch.cuda.synchronize()
+        self._handle.barrier()
+        torch.cuda.synchronize()
+
+    def slot(self, rank: int, message: int) -> int:
+        """Address of the slot of `rank` that `message` lands in."""
+        return self._bases[rank] + self._counters + message % self.slots * self.slot_bytes
+
+    def _arrived(self, at: int, source: int) -> int:
+        """Address, at rank `at`, of the count of messages that have arrived from `source`."""
+        return self._bases[at] + 4 * source
+
+    def _released(self, at: int, by: int) -> int:
+        """Address, at rank `at`, of the count of messages that `by` has released."""
+        return self._bases[at] + 4 * (self._size + by)
+
+    def tensors(self, message: int, likes: tuple[Like, ...]) -> tuple[Tensor, ...]:
+        """The tensors of `message` where they arrive, in this rank's own slot."""
+        key = (message % self.slots, likes)
+        if key not in self._views:
+            slot = self._memory[self._counters + message % self.slots * self.slot_bytes :]
+            self._views[key] = tuple(
+                slot[start : start + like.nbytes].view(like.dtype).view(like.shape)
+                for start, like in zip(offsets(likes), likes, strict=True)
+            )
+        return self._views[key]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message as all ranks number it, in the window it was opened in."""
+
+    window: Window
+    number: int
+
+
+class Mailbox:
+    """Messages among the ranks of one node, each landing in a slot of the receiver. The window grows to the largest.
+
+    At most `slots` - 1 messages may be held unreleased while the next one is waited for.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, slots: int) -> None:
+        self._group, self._traffic, self._slots = group, traffic, slots
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._messages = 0
+        self._window: Window | None = None
+        self._copies = own_stream(priority=-1)
+
+    def reserve(self, slot_bytes: int) -> None:
+        """Make room for messages of `slot_bytes`. Collective with equal arguments; free when there is room."""
+        if self._window is not None and self._window.slot_bytes >= slot_bytes:
+            return
+        if self._window is not None:
+            self._window.meet()  # nobody may still read from or write into the old one
+            self._traffic.window_bytes -= self._window.nbytes
+        self._window, self._messages = None, 0
+        self._window = Window(self._group, self._slots, slot_bytes)
+        self._traffic.window_bytes += self._window.nbytes
+
+    def open(self) -> Message:
+        """The next message, in the numbering that all ranks share."""
+        assert self._window is not None, "reserve comes first"
+        message = Message(self._window, self._messages)
+        self._messages += 1
+        return message
+
+    def follow(self) -> None:
+        """What is sent from here on waits for all that the current stream holds now."""
+        self._copies.wait_event(torch.cuda.current_stream().record_event())
+
+    def send(self, message: Message, to: int, tensors: Sequence[Tensor]) -> None:
+        """Enqueue this rank's part of `message` to another rank: whole tensors, one behind the other."""
+        window, number, stream = message.window, message.number, self._copies.cuda_stream
+        if number >= window.slots:
+            window.release_of[to].wait(stream, number - window.slots + 1)
+        place = window.slot(to, number)
+        for tensor in tensors:
+            nbytes = tensor.numel() * tensor.itemsize
+            cuda_driver.copy(stream, place, tensor.data_ptr(), nbytes)
+            place += aligned(nbytes)
+        self._traffic.add(*tensors)
+        window.arrived_at[to].set(stream, number + 1)
+
+    def send_all(self, message: Message, copies: Copies, tensors: Sequence[Tensor], away_bytes: int) -> None:
+        """Enqueue this rank's part of `message` to every rank, itself included. The places of `copies` are the ranks'
+        slots; `away_bytes` of them leave this GPU."""
+        window, number, stream = message.window, message.number, self._copies.cuda_stream
+        if number >= window.slots:
+            window.releases.wait(stream, number - window.slots + 1)
+        places = [window.slot(rank, number) for rank in range(self.size)]
+        copies.launch(stream, [tensor.data_ptr() for tensor in tensors], places)
+        self._traffic.sent_bytes += away_bytes
+        window.arrived_everywhere.set(stream, number + 1)
+
+    def sent(self) -> torch.cuda.Event:
+        """Event after which everything sent so far may be overwritten."""
+        return self._copies.record_event()
+
+    def await_part(self, message: Message, source: int) -> None:
+        """Make the current stream wait for the part of `message` that rank `source` sends."""
+        stream = torch.cuda.current_stream().cuda_stream
+        message.window.arrival_of[source].wait(stream, message.number + 1)
+
+    def await_all(self, message: Message) -> None:
+        """Make the current stream wait for every rank's part of `message`."""
+        message.window.arrivals.wait(torch.cuda.current_stream().cuda_stream, message.number + 1)
+
+    def release(self, message: Message, *also: torch.cuda.Event) -> None:
+        """Let the slot of `message` be written again once the current stream gets here and events `also` are over."""
+        stream = _release_stream()
+        for event in (torch.cuda.current_stream().record_event(), *also):
+            stream.wait_event(event)
+        message.window.released_everywhere.set(stream.cuda_stream, message.number + 1)

@@ -1,0 +1,64 @@
+"""Transfers between two ranks of a node by the GPU's copy engines: a `Transport` over `engine.attention.comm.symm_mem.channel`."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.attention.accumulate.tensor_spec import Like
+from engine.attention.comm.p2p import Traffic, Transfer
+from engine.attention.comm.symm_mem.channel import Mailbox, Message, message_bytes
+
+
+class CopyEngine:
+    """An `engine.attention.comm.p2p.Transport` for the ranks of one node.
+
+    At most `slots` - 1 received messages may be held unreleased while the next one is waited for.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, slots: int) -> None:
+        self._box = Mailbox(group, traffic, slots)
+
+    def reserve(self, largest: tuple[Like, ...]) -> None:
+        """Make room for messages as large as `largest`. Collective with equal arguments; free when there is room."""
+        self._box.reserve(message_bytes(largest))
+
+    def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[Like, ...], source: int) -> Transfer:
+        message, pushed = self._box.open(), None
+        sent = tuple(tensor.contiguous() for tensor in sent)
+        if sent:
+            self._box.follow()
+            self._box.send(message, to, sent)
+            pushed = self._box.sent()
+        return _Push(self._box, message, sent, pushed, expected, source)
+
+
+class _Push:
+    """Transfer of `CopyEngine`. The sent tensors are held until it has been waited for."""
+
+    def __init__(
+        self,
+        box: Mailbox,
+        message: Message,
+        sent: tuple[Tensor, ...],
+        pushed: torch.cuda.Event | None,
+        expected: tuple[Like, ...],
+        source: int,
+    ) -> None:
+        self._box, self._message = box, message
+        self._sent, self._pushed = sent, pushed
+        self._expected, self._source = expected, source
+
+    def wait(self) -> tuple[Tensor, ...]:
+        if self._pushed is not None:
+            # The allocator may hand the sent tensors' memory to the current stream once they are dropped here.
+            torch.cuda.current_stream().wait_event(self._pushed)
+            self._sent = ()
+        if not self._expected:
+            return ()
+        self._box.await_part(self._message, self._source)
+        return self._message.window.tensors(self._message.number, self._expected)
+
+    def release(self) -> None:
+        self._box.release(self._message)

@@ -1,0 +1,252 @@
+"""How many bytes a rank will send, before there are tensors: forward, and backward by either route. Integer code.
+
+Follows what `ring_pass`, `exchange` and `head_exchange` post, from the same itineraries; what `Traffic` then counts is
+equal to the byte. The choice of what travels in backward rests on these counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from engine.attention.geometry.layout import Layout
+from engine.attention.geometry.ring import Ring
+from engine.attention.kernels import Kernel, Problem
+from engine.attention.masks import Mask
+from engine.attention.planning.comm_plan import Itinerary, Needs, itinerary, length
+from engine.attention.planning.cost_model import BACKWARD_ROUTES, GIB, Speeds
+
+GRADIENT_WIRES = ("fp32", "input_across", "input")
+ALL_RANKS = 8  # up to so many are added up for a choice; of more, a few
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Bytes a rank sends."""
+
+    near: int = 0  # to ranks of its node
+    far: int = 0  # to other nodes
+
+    @property
+    def total(self) -> int:
+        return self.near + self.far
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(self.near + other.near, self.far + other.far)
+
+    def times(self, count: int) -> Sent:
+        return Sent(self.near * count, self.far * count)
+
+    def seconds(self, speeds: Speeds) -> float:
+        """How long the links take, near and far one after the other."""
+        return self.near / (speeds.inside_gib * GIB) + self.far / (speeds.across_gib * GIB)
+
+
+@dataclass(frozen=True, slots=True)
+class PassBytes:
+    """What a rank sends in one call."""
+
+    forward: Sent = field(default_factory=Sent)
+    backward: Sent = field(default_factory=Sent)
+
+    @property
+    def total(self) -> int:
+        return self.forward.total + self.backward.total
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Bytes per element of a gradient that crosses a link."""
+
+    written: int  # as the kernel wrote it
+    summed: int
+
+    def of(self, as_written: bool) -> int:
+        return self.written if as_written else self.summed
+
+
+def narrowed(gradient_wire: str) -> tuple[bool, bool]:
+    """Whether gradients cross links in the inputs' dtype inside a lap, and between nodes."""
+    return gradient_wire == "input", gradient_wire != "fp32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """Shape and widths of one rank's shards. Counts of bytes are of one token, over the batch."""
+
+    batch: int
+    tokens: int  # local ones
+    heads: int
+    kv_heads: int
+    head_dim: int
+    input_bytes: int  # per element of Q, K, V and dO
+    inside: Widths  # of gradients inside a lap
+    across: Widths  # and between nodes
+
+    @classmethod
+    def of(cls, problem: Problem, kernel: Kernel, batch: int, tokens: int, gradient_wire: str) -> Shards:
+        """Those that `kernel` works on; gradients cross links as `gradient_wire` says."""
+        item = problem.dtype.itemsize
+        plain = Widths(item if kernel.writes_input_dtype else max(4, item), max(4, item))
+        inside, across = (Widths(item, item) if narrow else plain for narrow in narrowed(gradient_wire))
+        return cls(
+            batch=batch,
+            tokens=tokens,
+            heads=problem.heads,
+            kv_heads=problem.kv_heads,
+            head_dim=problem.head_dim,
+            input_bytes=item,
+            inside=inside,
+            across=across,
+        )
+
+    @property
+    def query(self) -> int:
+        """Of Q, and so of O, dO and the dQ that are returned."""
+        return self.batch * self.heads * self.head_dim * self.input_bytes
+
+    @property
+    def key(self) -> int:
+        """Of K, and so of V and the dK and dV that are returned."""
+        return self.batch * self.kv_heads * self.head_dim * self.input_bytes
+
+    @property
+    def row(self) -> int:
+        """Of LSE, and of delta: fp32, float64 for float64 inputs."""
+        return self.batch * self.heads * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        return max(4, self.input_bytes)
+
+    def travelling(self, queries_travel: bool) -> int:
+        """Of what travels in backward: Q, dO, LSE and delta, or K and V."""
+        return 2 * self.query + 2 * self.row if queries_travel else 2 * self.key
+
+    def gradient(self, queries_travel: bool, element_bytes: int) -> int:
+        """Of what comes home: dQ, or dK and dV."""
+        return (self.query if queries_travel else 2 * self.key) // self.input_bytes * element_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Circle:
+    """Ranks around a ring, and how shards travel inside a lap of it."""
+
+    ring: Ring
+    node_size: int  # consecutive ranks that share a node: on a flat ring maybe fewer than a lap
+    exchange: str  # relay, direct or copy_engine
+
+    def outward(self, work: Itinerary, cp_rank: int, tokens: int, token_bytes: int) -> Sent:
+        """What `cp_rank` sends of travelling shards, its own and those it hands on. As `RingPlan.circulate`."""
+        return self._counted(cp_rank, ((to, count * token_bytes) for to, count in self._posted(work, cp_rank, tokens)))
+
+    def homeward(self, work: Itinerary, cp_rank: int, shards: Shards, queries_travel: bool) -> Sent:
+        """What `cp_rank` sends of gradients of visiting shards. As `Relay`, `Direct` and `NodesHome` do."""
+        return self._counted(
+            cp_rank,
+            (
+                (to, count * shards.gradient(queries_travel, element_bytes))
+                for to, count, element_bytes in self._returned(work, cp_rank, shards)
+            ),
+        )
+
+    def backward(self, work: Itinerary, cp_rank: int, shards: Shards, queries_travel: bool) -> Sent:
+        """What `cp_rank` sends in backward by one route, out and home; `work` is of that route."""
+        out = self.outward(work, cp_rank, shards.tokens, shards.travelling(queries_travel))
+        return out + self.homeward(work, cp_rank, shards, queries_travel)
+
+    def _posted(self, work: Itinerary, cp_rank: int, tokens: int) -> Iterator[tuple[int, int]]:
+        """(rank sent to, tokens of a shard) of each message."""
+        ring, (node, slot) = self.ring, divmod(cp_rank, self.ring.node_size)
+        for cycle, needs in enumerate(work.laps):
+            if cycle + 1 < ring.nodes:
+                yield (node + 1) % ring.nodes * ring.node_size + slot, length(work.leaving[cycle])
+            for step in range(1, ring.node_size):
+                if self.exchange == "relay":
+                    to, count = slot + 1, _held(needs, (slot - step + 1) % ring.node_size, tokens)
+                else:
+                    to = slot + step
+                    count = length(needs.visit(slot, to % ring.node_size))
+                yield node * ring.node_size + to % ring.node_size, count
+
+    def _returned(self, work: Itinerary, cp_rank: int, shards: Shards) -> Iterator[tuple[int, int, int]]:
+        """(rank sent to, tokens of its gradient, bytes per element) of each message."""
+        ring, (node, slot) = self.ring, divmod(cp_rank, self.ring.node_size)
+        for cycle, needs in enumerate(work.laps):
+            for step in range(1, ring.node_size):
+                if self.exchange == "relay":
+                    yield node * ring.node_size + (slot + 1) % ring.node_size, shards.tokens, shards.inside.summed
+                else:
+                    owner = (slot - step) % ring.node_size
+                    width = shards.inside.of(needs.as_written[owner, slot])
+                    yield node * ring.node_size + owner, length(needs.visit(owner, slot)), width
+            if cycle:
+                home = (node - cycle) % ring.nodes * ring.node_size + slot
+                yield home, length(work.given[cycle]), shards.across.of(work.given_as_written[cycle])
+
+    def _counted(self, cp_rank: int, messages: Iterator[tuple[int, int]]) -> Sent:
+        near = far = 0
+        for to, nbytes in messages:
+            if to // self.node_size == cp_rank // self.node_size:
+                near += nbytes
+            else:
+                far += nbytes
+        return Sent(near, far)
+
+
+def trade_bytes(
+    members: tuple[int, ...], cp_rank: int, node_size: int, part: Shards, *, kept: bool, packed: bool
+) -> PassBytes:
+    """What `cp_rank` sends around the pass of one part of its heads: `part` is what that pass sees of them.
+
+    Args:
+        members: CP ranks that trade with each other, `cp_rank` among them.
+        kept: what arrived in forward is there in backward; else Q, K, V and LSE are sent again.
+        packed: what goes to a rank is one bundle, as long as its widest dtype needs it to be.
+    """
+    tokens = part.tokens // len(members)
+    query, key, row = (tokens * token_bytes for token_bytes in (part.query, part.key, part.row))
+
+    def message(nbytes: int, widest: int) -> int:
+        return -(-nbytes // widest) * widest if packed else nbytes
+
+    inputs, gradients = query + 2 * key, message(query + 2 * key, part.input_bytes)
+    forward = message(inputs, part.input_bytes) + message(query + row, part.row_bytes)
+    backward = message(query + row if kept else inputs + query + 2 * row, part.row_bytes) + gradients
+    near = sum(rank // node_size == cp_rank // node_size for rank in members) - 1
+    far = len(members) - 1 - near
+    return PassBytes(Sent(near * forward, far * forward), Sent(near * backward, far * backward))
+
+
+@lru_cache(maxsize=256)
+def group_backward_bytes(
+    mask: Mask, layout: Layout, circle: Circle, seq_len: int, shards: Shards, queries_travel: bool
+) -> Sent:
+    """Backward bytes of all ranks of a small group, of the first, middle and last of a large one, added up.
+
+    The same on every rank. Added up, because what one rank sends another receives: with contiguous causal shards the
+    first rank sends most by one route and the last by the other, and neither is done before the other.
+    """
+    size = circle.ring.cp_size
+    total = Sent()
+    for rank in range(size) if size <= ALL_RANKS else (0, size // 2, size - 1):
+        # A flat ring has one lap, whose needs are all ranks': one itinerary says them.
+        known = 0 if circle.ring.nodes == 1 else rank
+        work = itinerary(mask, layout, circle.ring, seq_len, known, queries_travel)
+        total += circle.backward(work, rank, shards, queries_travel)
+    return total
+
+
+def cheaper_backward(mask: Mask, layout: Layout, circle: Circle, seq_len: int, shards: Shards, speeds: Speeds) -> str:
+    """The backward route whose bytes take the links less time; `query` on a tie, as of a rank alone."""
+    seconds = {
+        route: group_backward_bytes(mask, layout, circle, seq_len, shards, route == "query").seconds(speeds)
+        for route in BACKWARD_ROUTES
+    }
+    return min(BACKWARD_ROUTES, key=lambda route: seconds[route])
+
+
+def _held(needs: Needs, slot: int, tokens: int) -> int:
+    """Tokens of its shard that a slot of this lap starts with."""
+    return tokens if needs.held is None else length(needs.held[slot])

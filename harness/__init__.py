@@ -1,0 +1,1 @@
+"""The orchestrator: from an experiment file to a report."""

@@ -1,5 +1,0 @@
-"""Errors that are the user's to mend. They are defined where files are read, in `cluster`, which knows no harness."""
-
-from cluster.errors import UsageError as UsageError
-from cluster.errors import nearest as nearest
-from cluster.errors import one_of as one_of

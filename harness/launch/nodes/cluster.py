@@ -1,0 +1,155 @@
+"""The hosts that `--nodes` names: those of the cluster that is up, else of one that is started for the run alone.
+
+Planning and running see the same hosts in the same order, so that what a plan says holds for the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from cluster.inventory.file import read_inventory
+from cluster.inventory.nodes import Inventory, Node
+from cluster.ray_cluster.candidates import candidates
+from cluster.ray_cluster.fitness import unfit_nodes
+from cluster.ray_cluster.means import Means
+from cluster.ray_cluster.state import ClusterState, StateDirectory
+from cluster.ray_cluster.up import start_cluster
+from cluster.transport.reach import connection
+from harness.base.errors import UsageError
+from harness.launch import Launcher
+from harness.launch.nodes.environments import HostEnvironments
+from harness.launch.nodes.launcher import ClusterLauncher, ClusterMeans
+from harness.launch.nodes.own_cluster import OwnCluster, end_own
+from harness.machine.cluster_arguments import state_directory
+from harness.machine.node_facts import machine_of, ranks_of
+from harness.machine.this_machine import Machine, together
+from harness.records.provenance import PROJECT_ROOT
+
+SECONDS = 60.0  # for one answer of one node
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trust:
+    """Which host keys are trusted; see `cluster.transport.reach.connection`."""
+
+    known_hosts: Path | None = None
+    accept_new_host_keys: bool = False
+
+
+def start(
+    inventory: Inventory, states: StateDirectory, trust: Trust, say: Say, seconds: float, *, of_run: bool = False
+) -> ClusterState:
+    """Start Ray on the inventory's healthy nodes, which must run this very project. Raises UsageError."""
+    return start_cluster(inventory, states, _means(inventory, trust, say, seconds), of_run=of_run)
+
+
+def planned_machine(arguments: argparse.Namespace, say: Say) -> Machine:
+    """The hosts that a run with these arguments would have, as one machine. Starts nothing. Raises UsageError."""
+    inventory = _inventory(arguments.nodes)
+    state = _usable(StateDirectory(state_directory(arguments)), arguments.nodes)
+    if state is not None:
+        return _machine(state, _shared(inventory, state, arguments.nodes, say))
+    found = candidates(inventory, _means(inventory, _trust(arguments), say, SECONDS))
+    return together([machine_of(json.loads(node.description)) for node in found], min(node.ranks for node in found))
+
+
+def cluster_launcher(arguments: argparse.Namespace, say: Say) -> tuple[Machine, Launcher]:
+    """The hosts as one machine, and their launcher. Starts a cluster where none is up. Raises UsageError."""
+    inventory = _inventory(arguments.nodes)
+    states = StateDirectory(state_directory(arguments))
+    state = _usable(states, arguments.nodes)
+    if state is not None:
+        return _launcher(state, states, _shared(inventory, state, arguments.nodes, say))
+    say("no cluster is up: starting one for this run")
+    state = start(inventory, states, _trust(arguments), say, SECONDS, of_run=True)
+    try:
+        machine, launcher = _launcher(state, states, _shared(inventory, state, arguments.nodes, say))
+    except BaseException:  # nodes that are too different for one run, and Ctrl-C
+        end_own(states, state, say)
+        raise
+    return machine, OwnCluster(launcher, states, state, say)
+
+
+def _usable(states: StateDirectory, inventory: Path) -> ClusterState | None:
+    """The cluster that a run may take part in; None when none is up. Raises UsageError for one it must not touch."""
+    state = states.load()
+    if state is None:
+        return None
+    if state.of_run:
+        raise UsageError(
+            f"the cluster in {states.path} belongs to another burst run (by {state.created_by}, {state.created_at}); "
+            "wait for its end, or burst cluster down if that run was killed, or give --state a folder of this run's own"
+        )
+    if not state.complete:
+        raise UsageError(
+            f"the cluster in {states.path} is half up; burst cluster down, then burst cluster up {inventory}"
+        )
+    return state
+
+
+def _shared(inventory: Inventory, state: ClusterState, file: Path, say: Say) -> list[Node]:
+    """Nodes that are in both, in the inventory's order."""
+    started = {node.name for node in state.nodes}
+    for node in inventory.nodes:
+        if node.name not in started and not state.of_run:
+            say(f"left out: {node.name} is not part of the cluster that is up")
+    nodes = [node for node in inventory.nodes if node.name in started]
+    if not nodes:
+        raise UsageError(
+            f"none of the nodes in {file} is part of the cluster that is up "
+            f"({', '.join(node.name for node in state.nodes)}); "
+            f"end it with burst cluster down, then burst cluster up {file}"
+        )
+    return nodes
+
+
+def _launcher(state: ClusterState, states: StateDirectory, nodes: Sequence[Node]) -> tuple[Machine, ClusterLauncher]:
+    connect = connection([node.host for node in state.nodes], known_hosts=state.known_hosts)
+    means = ClusterMeans(
+        machine=_machine(state, nodes),
+        unfit=partial(unfit_nodes, connect=connect, timeout_seconds=SECONDS),
+        environments=HostEnvironments(connect, state.head.address, os.environ),
+    )
+    return means.machine, ClusterLauncher(states, state, nodes, means)
+
+
+def _machine(state: ClusterState, nodes: Sequence[Node]) -> Machine:
+    started = {node.name: node for node in state.nodes}
+    described = [machine_of(json.loads(started[node.name].description)) for node in nodes]
+    return together(described, min(started[node.name].ranks for node in nodes))
+
+
+def _inventory(file: Path) -> Inventory:
+    try:
+        return read_inventory(file)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _trust(arguments: argparse.Namespace) -> Trust:
+    return Trust(known_hosts=arguments.known_hosts, accept_new_host_keys=arguments.accept_new_host_keys)
+
+
+def _means(inventory: Inventory, trust: Trust, say: Say, seconds: float) -> Means:
+    connect = connection(
+        [node.host for node in inventory.nodes],
+        known_hosts=trust.known_hosts,
+        accept_new_host_keys=trust.accept_new_host_keys,
+    )
+    return Means(
+        connect=connect,
+        unfit=partial(unfit_nodes, connect=connect, timeout_seconds=seconds),
+        describe=("-m", "harness.machine.node_facts"),
+        ranks=ranks_of,
+        folder=PROJECT_ROOT,
+        say=say,
+        known_hosts=trust.known_hosts.absolute() if trust.known_hosts else None,
+        seconds=seconds,
+    )

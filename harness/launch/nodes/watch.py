@@ -1,0 +1,174 @@
+"""Watching one job on several hosts: what each saw becomes one, as if one host had seen it all."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from harness.base.interrupts import look
+from harness.launch import Job, Part
+from harness.launch.nodes.team import ENDING_SECONDS, HostLost, Member
+from harness.launch.verdict import Watched
+
+POLL_SECONDS = 0.2
+FAILURE_SECONDS = 4.0  # from one host's failure, for the others to see it and to write down what they saw
+HEAD_PROBE_SECONDS = 3.0  # between looks at the head, without which Ray tells nothing about anybody
+HEADLESS_SECONDS = 10.0  # for the ranks on the other hosts to end
+CLOCKS_APART_SECONDS = 1.0  # what `burst check` lets the clocks of hosts differ by without a warning
+HEAD_PROBES = 3  # failed in a row, before the head counts as lost
+
+
+class JobWatch:
+    """Starts the parts of one job and waits for them; ends all others when one fails or is lost."""
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[Member, Job]],
+        head: tuple[str, str, int],
+        on_progress: Callable[[dict[str, object]], None] | None,
+    ) -> None:
+        """`head` is the name, address and port of the cluster's head."""
+        self._parts = parts
+        self._ray = parts[0][0].ray
+        self._head_name, self._head_address, self._head_port = head
+        self._on_progress = on_progress
+        self._probed_at = time.monotonic()
+        self._probes_failed = 0
+        self._progress_seen = 0
+        self._pending: dict[Any, tuple[Member, Job]] = {}
+        self.seen: dict[str, Watched] = {}  # by host
+        self.lost: dict[str, str] = {}  # by host: why
+        self.last_progress: dict[str, object] = {}
+
+    def run(self) -> None:
+        """Return when every part has ended or its host is lost. Ctrl-C ends the parts first and goes on."""
+        self._pending = {member.actor.watch.remote(job): (member, job) for member, job in self._parts}
+        give_up = time.monotonic() + max(job.deadline_seconds for _, job in self._parts) + 2 * ENDING_SECONDS
+        trouble_at: float | None = None
+        cancelled = False
+        try:
+            while self._pending:
+                look()
+                self._collect()
+                self._tell_progress()
+                self._look_at_head()
+                now = time.monotonic()
+                if trouble_at is None and self._trouble():
+                    trouble_at = now
+                if trouble_at is not None and not cancelled and (self.lost or now - trouble_at > FAILURE_SECONDS):
+                    self._cancel()
+                    cancelled, give_up = True, now + ENDING_SECONDS
+                if now > give_up:
+                    self._lose_silent("it did not answer long after the end of the trial")
+        except HostLost:
+            raise
+        except BaseException:  # Ctrl-C, or on_progress raised: the ranks end first
+            self._cancel()
+            self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=ENDING_SECONDS)
+            raise
+
+    def _collect(self) -> None:
+        done, _ = self._ray.wait(list(self._pending), timeout=POLL_SECONDS)
+        for reference in done:
+            member, _ = self._pending.pop(reference)
+            try:
+                self.seen[member.name] = member.result(reference)
+            except HostLost as loss:
+                self.lost[member.name] = loss.why
+
+    def _tell_progress(self) -> None:
+        """New lines from rank 0's host."""
+        member, _ = self._parts[0]
+        if member.name in self.lost:
+            return
+        with contextlib.suppress(HostLost):  # slow is not lost; a loss shows in the part itself
+            for line in member.call("progress", self._progress_seen, seconds=HEAD_PROBE_SECONDS):
+                self._progress_seen += 1
+                self.last_progress = line
+                if self._on_progress is not None:
+                    self._on_progress(line)
+
+    def _look_at_head(self) -> None:
+        if time.monotonic() - self._probed_at < HEAD_PROBE_SECONDS or not self._pending:
+            return
+        self._probed_at = time.monotonic()
+        self._probes_failed = 0 if answers(self._head_address, self._head_port) else self._probes_failed + 1
+        if self._probes_failed >= HEAD_PROBES:
+            # Calls to supervisors need no head, so the other hosts' ranks are ended; news of a loss would never come.
+            self.lost[self._head_name] = "the cluster's head does not answer"
+            self._cancel()
+            others = [part for part, (member, _) in self._pending.items() if member.name != self._head_name]
+            if others:
+                self._ray.wait(others, num_returns=len(others), timeout=HEADLESS_SECONDS)
+            self._pending.clear()
+
+    def _trouble(self) -> bool:
+        shares = {member.name: len(job.own_ranks) for member, job in self._parts}
+        return bool(self.lost) or any(troubled(seen, shares[host]) for host, seen in self.seen.items())
+
+    def _cancel(self) -> None:
+        for member, _ in self._pending.values():
+            member.actor.cancel.remote()
+
+    def _lose_silent(self, why: str) -> None:
+        for member, _ in self._pending.values():
+            self.lost[member.name] = why
+        self._pending.clear()
+
+
+def split(job: Job, *, hosts: int, address: str, port: int) -> list[Job]:
+    """The job's parts, in the order of the hosts: equal shares of consecutive ranks, meeting at `address`:`port`."""
+    assert job.ranks % hosts == 0, (job.ranks, hosts)
+    share = job.ranks // hosts
+    return [
+        replace(job, part=Part(first_rank=number * share, ranks=share, address=address, port=port))
+        for number in range(hosts)
+    ]
+
+
+def troubled(seen: Watched, ranks: int) -> bool:
+    """Whether a host's part did not end well, so that the other parts wait for it in vain."""
+    ended_well = sum(end.returncode == 0 for end in seen.exits)
+    return ended_well < ranks or seen.timed_out_at is not None or bool(seen.server_lost)
+
+
+def merged(seen: Mapping[str, Watched]) -> Watched:
+    """What the hosts of a job saw, by name, as one. Cancelling the others after a failure is no cancelled job.
+
+    The host whose deadline comes first ends its ranks, and those of the others then fail for want of a peer.
+    """
+    whole = Watched()
+    for host, part in seen.items():
+        whole.exits += part.exits
+        if part.timed_out_at is not None:
+            at = part.timed_out_at - CLOCKS_APART_SECONDS
+            whole.timed_out_at = min(at, whole.timed_out_at or at)
+        whole.oom_killed |= part.oom_killed
+        whole.left += part.left
+        if part.server_lost and not whole.server_lost:
+            whole.server_lost = f"{host}: {part.server_lost}"
+        if part.progress:  # rank 0's host alone has some
+            whole.progress = part.progress
+    whole.exits.sort(key=lambda end: end.at)
+    return whole
+
+
+def lost_sentence(lost: Mapping[str, str], progress: Mapping[str, object], others: Sequence[str]) -> str:
+    """Why a job ended whose hosts `lost` are gone."""
+    gone = "; ".join(f"{host} was lost ({why})" for host, why in lost.items())
+    step = f" after step {progress['step']} of {progress.get('of', '?')}" if "step" in progress else ""
+    ended = f", the ranks on {', '.join(others)} were ended" if others else ""
+    return f"{gone}{step}{ended}; --resume --retry-failed runs it on other hosts"
+
+
+def answers(address: str, port: int, seconds: float = 2.0) -> bool:
+    """Whether something listens there: a look at a host that needs nothing of it but its kernel."""
+    try:
+        with socket.create_connection((address, port), seconds):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,114 @@
+"""This machine as a guest of a Ray cluster: a Ray driver needs a raylet beside it, which offers nothing to others."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+from types import ModuleType
+
+from cluster.ray_cluster.node import NodeError, ask
+from cluster.ray_cluster.ray_commands import SETTINGS, guest_command
+from cluster.ray_cluster.state import ClusterState, StateDirectory
+from cluster.transport.local import LocalRunner
+from harness.launch.ray.janitor import MARK, Janitor
+from harness.launch.ray.launcher import environment_set, import_ray, signal_handlers_kept
+from harness.records.provenance import PROJECT_ROOT
+
+_UNSET = ("RAY_ADDRESS", "RAY_AUTH_TOKEN")  # the user's own, about some other Ray
+START_SECONDS = 60.0
+SHUTDOWN_SECONDS = 10.0  # of Ray's own, which waits for a head that may be gone
+HEADLESS_SHUTDOWN_SECONDS = 1.0  # where it is known to be
+
+
+class ClusterLost(Exception):
+    """The cluster cannot be joined, or its head is gone; one sentence."""
+
+
+class RayGuest:
+    """A connection to a cluster: a raylet of ours where no node of the cluster is on this machine, and the driver."""
+
+    def __init__(self, state: ClusterState, states: StateDirectory) -> None:
+        """Raises ClusterLost when the cluster does not let us in."""
+        # Ray reads how to authenticate when it is first imported, and keeps that for the life of the process.
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(states.token_path)}
+        with environment_set({**SETTINGS, **token}, without=_UNSET):
+            self.ray: ModuleType = import_ray()
+        self.stuck = False  # Ray waits for a head that is gone, and would at the program's orderly end, for minutes
+        self._janitor: Janitor | None = None
+        self._directory = ""
+        self._started: dict[str, object] = {}
+        self._mark = f"{state.session}/guest-{secrets.token_hex(4)}"
+        address = _address_toward(state.head.address)
+        try:
+            if address not in {node.address for node in state.nodes}:
+                self._start_raylet(state, states, address)
+            with environment_set({**SETTINGS, **token}, without=_UNSET), signal_handlers_kept():
+                self.ray.init(
+                    address=state.head_address,
+                    _node_ip_address=address,
+                    namespace=f"burst-{secrets.token_hex(4)}",
+                    log_to_driver=False,  # ranks log to files
+                    logging_level="ERROR",
+                )
+        except (NodeError, ConnectionError, RuntimeError, ValueError) as error:
+            self.close()
+            said = " ".join(str(error).split())[:300]
+            raise ClusterLost(
+                f"the cluster's head {state.head.name} ({state.head_address}) cannot be joined ({said}); "
+                "see burst cluster status"
+            ) from error
+
+    def close(self, *, head_lost: bool = False) -> None:
+        """Leave the cluster; ends what was started here. Idempotent."""
+        # With the head gone Ray waits for it, long or for good; its raylet is ended all the same.
+        leaving = threading.Thread(target=self.ray.shutdown, daemon=True)
+        leaving.start()
+        leaving.join(HEADLESS_SHUTDOWN_SECONDS if head_lost else SHUTDOWN_SECONDS)
+        self.stuck = leaving.is_alive()
+        if self._directory:
+            with contextlib.suppress(NodeError):  # the janitor ends what is left
+                ask(
+                    LocalRunner(),
+                    [sys.executable],
+                    "stop",
+                    seconds=START_SECONDS,
+                    mark=self._mark,
+                    directory=f"{self._directory}/own",
+                    session=self._started.get("session", 0),
+                    processes=self._started.get("processes", []),
+                )
+        if self._janitor is not None:
+            self._janitor.finish()
+            self._janitor = None
+        if self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = ""
+
+    def _start_raylet(self, state: ClusterState, states: StateDirectory, address: str) -> None:
+        self._directory = tempfile.mkdtemp(prefix="burst-guest-", dir="/tmp")
+        self._janitor = Janitor(self._directory)  # should this process be killed
+        own = f"{self._directory}/own"
+        self._started = ask(
+            LocalRunner(),
+            [sys.executable],
+            "start",
+            seconds=START_SECONDS + 10,
+            mark=self._mark,
+            directory=own,
+            token=states.token(),
+            command=guest_command(sys.executable, address=address, directory=f"{own}/ray", head=state.head_address),
+            environment={**SETTINGS, MARK: self._directory, "PYTHONPATH": str(PROJECT_ROOT)},
+            wait_seconds=START_SECONDS,
+        )
+
+
+def _address_toward(head: str) -> str:
+    """This machine's address on the way to the head. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((head, 9))
+        return str(probe.getsockname()[0])

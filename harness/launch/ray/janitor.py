@@ -1,0 +1,68 @@
+"""Clears up after an embedded Ray whose owner died: Ray's agents and files would outlive a SIGKILL of the program.
+
+`python -m harness.launch.ray.janitor DIRECTORY`: waits for its stdin to close, which the kernel does when the owner
+ends in whatever way, then ends the processes that carry DIRECTORY in their environment and removes DIRECTORY.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from harness.launch.forkserver import with_project
+
+MARK = "BURST_RAY_DIRECTORY"  # set for the processes of one embedded Ray
+GRACE_SECONDS = 5.0  # Ray's own shutdown is tidier, and usually quick
+
+
+class Janitor:
+    """The owner's end of a janitor."""
+
+    def __init__(self, directory: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "harness.launch.ray.janitor", directory],
+            env={**os.environ, "PYTHONPATH": with_project(os.environ.get("PYTHONPATH", ""))},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def finish(self) -> None:
+        """After Ray's orderly end: clear what is left, and wait for that."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def main(directory: str) -> None:
+    sys.stdin.buffer.read()
+    give_up = time.monotonic() + GRACE_SECONDS
+    while marked(directory) and time.monotonic() < give_up:
+        time.sleep(0.1)
+    while left := marked(directory):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def marked(directory: str) -> list[int]:
+    """Running processes of the Ray in `directory`. Environments of other users cannot be read, and are not ours."""
+    mark = f"{MARK}={directory}".encode()
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in environ.read_bytes().split(b"\0"):  # a zombie's environment is empty
+                found.append(int(environ.parent.name))
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,241 @@
+"""The launcher that uses Ray: a supervisor actor in a placement group starts the ranks as its own child processes.
+
+On one machine Ray is embedded: started here, private to this process, and ended with it. A Ray that others started is
+neither used nor touched. Ranks are not Ray workers, because they need fresh processes, an environment of their own and
+an end that does not depend on Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cluster.inventory.ray_settings import RAY_SETTINGS
+from harness.base.errors import UsageError
+from harness.base.interrupts import look
+from harness.launch import Job, Outcome
+from harness.launch.ray.janitor import MARK, Janitor
+from harness.launch.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from ray.actor import ActorHandle
+
+POLL_SECONDS = 0.2
+PLACEMENT_SECONDS = 60.0  # to start the actor; a busy two-core machine needs a few
+ENDING_SECONDS = 30.0  # for the actor to end its ranks
+OBJECT_STORE_BYTES = 80 * 2**20  # only jobs and progress lines pass through it; Ray refuses less than 75 MiB
+
+SETTINGS = {
+    **RAY_SETTINGS,
+    # Other users of this machine reach loopback too, so callers must know a token. Ray turns that on by itself when no
+    # mode is set; the token is given here because it would be saved in the user's home otherwise, and is one per
+    # process because Ray caches it.
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    # Ray replaces 127.0.0.1 by an address that other machines reach, and then listens on all interfaces, unless it is
+    # told that there will be no cluster. The name is that of its use elsewhere; it is read when Ray is imported.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
+UNSET = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+
+
+class SupervisorActor:
+    """A `Supervisor` that can be asked for progress, and cancelled, while it runs (`max_concurrency` above 1)."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._supervisor = Supervisor(environment)
+        self._progress: list[dict[str, object]] = []
+
+    def run(self, job: Job) -> Outcome:
+        self._progress = []
+        return self._supervisor.run(job, self._progress.append)
+
+    def progress(self, seen: int) -> list[dict[str, object]]:
+        """Progress lines of the running job after the first `seen`."""
+        return self._progress[seen:]
+
+    def cancel(self) -> None:
+        self._supervisor.cancel()
+
+    def close(self) -> None:
+        self._supervisor.close()
+
+
+class RayLauncher:
+    """`--launcher ray` on one machine."""
+
+    name = "ray"
+
+    def __init__(self) -> None:
+        """Raises UsageError when Ray is not installed. Ray itself is started by the first job."""
+        # What the user's shell gives: in Ray's workers CUDA_VISIBLE_DEVICES and OMP_NUM_THREADS are Ray's.
+        self._environment = dict(os.environ)
+        with environment_set(SETTINGS, without=UNSET):
+            self._ray = import_ray()
+        self._directory = ""  # ours alone, and in it Ray's own files; empty while no Ray runs
+        self._janitor: Janitor | None = None
+        self._group: Any = None
+        self._actor: ActorHandle | None = None
+
+    def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
+        ray, started = self._ray, time.monotonic()
+        try:
+            actor = self._ready_actor()
+            pending = actor.run.remote(job)
+            seen = 0
+            try:
+                done = False
+                while not done:
+                    look()
+                    done = bool(ray.wait([pending], timeout=POLL_SECONDS)[0])
+                    with contextlib.suppress(ray.exceptions.GetTimeoutError):  # slow is not lost
+                        for line in ray.get(actor.progress.remote(seen), timeout=ENDING_SECONDS):
+                            seen += 1
+                            if on_progress is not None:
+                                on_progress(line)
+                    if not done and time.monotonic() - started > job.deadline_seconds + 2 * ENDING_SECONDS:
+                        return self._lost(started, "did not answer long after the deadline")
+                outcome: Outcome = ray.get(pending)
+                return outcome
+            except ray.exceptions.RayActorError:
+                raise
+            except BaseException:  # Ctrl-C, or on_progress raised: the ranks end first
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.get(actor.cancel.remote(), timeout=ENDING_SECONDS)
+                    ray.wait([pending], timeout=ENDING_SECONDS + (job.grace_seconds or 0))
+                raise
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, OSError):  # of a file system: as if it had been met here
+                raise error.cause from None
+            raise
+        except (ray.exceptions.RayActorError, ray.exceptions.RaySystemError) as error:
+            return self._lost(started, f"was lost ({str(error).strip().splitlines()[0].rstrip('.')})")
+
+    def close(self) -> None:
+        """End the ranks, then the Ray this launcher started. Idempotent."""
+        if not self._directory:
+            return
+        if self._actor is not None:
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.get(self._actor.close.remote(), timeout=ENDING_SECONDS)
+        self._actor = self._group = None
+        self._ray.shutdown()
+        if self._janitor is not None:
+            self._janitor.finish()
+            self._janitor = None
+        self._directory = ""
+
+    def _lost(self, started: float, what: str) -> Outcome:
+        """The outcome of a job whose supervisor is gone. The next job gets a new Ray: the loss may be all of it."""
+        self._actor = None
+        self.close()
+        return Outcome(
+            status="node_lost",
+            reason=f"the supervisor of the ranks {what}; run again with --resume --retry-failed",
+            wall_seconds=time.monotonic() - started,
+            hosts=[socket.gethostname()],
+        )
+
+    def _ready_actor(self) -> ActorHandle:
+        if self._actor is None:
+            ray = self._ray
+            self._start_ray()
+            from ray.util.placement_group import placement_group
+            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+            self._group = placement_group([{"CPU": 1}], strategy="STRICT_SPREAD")
+            try:
+                ray.get(self._group.ready(), timeout=PLACEMENT_SECONDS)
+            except ray.exceptions.GetTimeoutError as error:
+                raise _not_started(f"it placed no supervisor within {PLACEMENT_SECONDS:g} s") from error
+            self._actor = (
+                ray.remote(SupervisorActor)
+                .options(
+                    num_cpus=1,
+                    max_concurrency=4,  # run, progress, cancel, close
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group),
+                )
+                .remote(self._environment)
+            )
+        return self._actor
+
+    def _start_ray(self) -> None:
+        if self._ray.is_initialized():
+            raise UsageError("this process already uses a Ray of its own; end it first, or use --launcher local")
+        # Ray keeps Unix sockets below its directory, whose paths may have 107 characters: TMPDIR can be too long.
+        self._directory = tempfile.mkdtemp(prefix="burst-ray-", dir="/tmp")
+        self._janitor = Janitor(self._directory)
+        try:
+            with environment_set({**SETTINGS, MARK: self._directory}, without=UNSET), signal_handlers_kept():
+                self._ray.init(
+                    address="local",  # a new one, whatever RAY_ADDRESS or a running Ray suggests
+                    num_cpus=1,
+                    num_gpus=0,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    include_dashboard=False,
+                    namespace=f"burst-{secrets.token_hex(4)}",
+                    log_to_driver=False,  # ranks log to files
+                    logging_level="ERROR",
+                    _node_ip_address="127.0.0.1",
+                    # Ray lets every user write to its folder, so that folder lies in one that they cannot enter.
+                    _temp_dir=f"{self._directory}/ray",
+                )
+        except Exception as error:  # Ray raises nothing more precise than that for most of what can go wrong
+            raise _not_started(" ".join(str(error).split())[:300] or type(error).__name__) from error
+
+
+def _not_started(why: str) -> UsageError:
+    return UsageError(f"Ray did not start ({why}); use --launcher local, which needs none")
+
+
+def import_ray() -> ModuleType:
+    """Ray. Raises UsageError where it is not installed."""
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError(
+            f"the ray launcher needs Ray, which cannot be imported here ({error}); use --launcher local"
+        ) from error
+    module: ModuleType = ray
+    return module
+
+
+@contextlib.contextmanager
+def environment_set(added: Mapping[str, str], without: Sequence[str]) -> Iterator[None]:
+    """Variables for the processes started within the block."""
+    before = {name: os.environ.get(name) for name in (*added, *without)}
+    os.environ.update(added)
+    for name in without:
+        os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def signal_handlers_kept() -> Iterator[None]:
+    """Undo what `ray.init` does to SIGTERM, which the program has given a meaning of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit as answer:  # Ray's own to a SIGTERM that came meanwhile
+        raise KeyboardInterrupt from answer
+    finally:
+        signal.signal(signal.SIGTERM, before)

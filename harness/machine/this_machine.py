@@ -1,0 +1,187 @@
+"""What this machine can hold, found without importing torch: planning must be quick and work on a laptop."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from harness.base.errors import UsageError
+
+# Without a GPU ranks are processes that share the cores: more of them than cores is slow but right, and that is
+# what a laptop needs to try CP 4 or 8. Beyond this, memory for one copy of torch per rank becomes the limit.
+CPU_RANKS = 8
+
+_CGROUP = Path("/sys/fs/cgroup")
+ANY_NUMBER = 1 << 16  # GPUs of an imagined host
+_NVIDIA_SMI = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+_NVIDIA_SMI_SECONDS = 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One GPU as nvidia-smi reports it."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_gib: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What trials may use: one host, or several that are alike."""
+
+    hostname: str
+    device: Literal["cuda", "cpu"]
+    cores: int  # that this process may use
+    memory_gib: float  # host memory that this process may use; 0 when unknown
+    gpu_name: str = ""  # as nvidia-smi prints it; empty without a GPU
+    gpu_count: int = 0
+    gpu_memory_gib: float = 0.0  # of the smallest GPU
+    gpu_problem: str = ""  # one sentence when GPUs seem to be there but cannot be used
+    nodes: int = 1  # hosts; every other figure is of one of them
+    ranks_per_node: int | None = None  # of one trial; None: one per GPU, or processes when there is no GPU
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of one trial that a host takes."""
+        if self.ranks_per_node is not None:
+            return self.ranks_per_node
+        return self.gpu_count if self.device == "cuda" else max(CPU_RANKS, self.cores)
+
+    @property
+    def max_ranks(self) -> int:
+        """Ranks one trial may have here."""
+        return self.nodes * self.node_ranks
+
+    def nodes_for(self, ranks: int) -> int | None:
+        """Hosts that a trial of so many ranks takes: as few as hold them in equal shares. None when it cannot be."""
+        counts = range(-(-ranks // self.node_ranks), self.nodes + 1)
+        return next((count for count in counts if ranks % count == 0), None)
+
+
+def together(machines: Sequence[Machine], ranks_per_node: int) -> Machine:
+    """Several hosts as one machine: what each of them has at least. Raises UsageError when some have GPUs, some not."""
+    kinds = sorted({machine.gpu_name or "no GPU" for machine in machines})
+    if len({machine.device for machine in machines}) > 1:
+        raise UsageError(f"the nodes have {' and '.join(kinds)}; name nodes of one kind with --nodes")
+    return Machine(
+        hostname=",".join(machine.hostname for machine in machines),
+        device=machines[0].device,
+        cores=min(machine.cores for machine in machines),
+        memory_gib=min(machine.memory_gib for machine in machines),
+        gpu_name="" if machines[0].device == "cpu" else " + ".join(kinds),
+        gpu_count=min(machine.gpu_count for machine in machines),
+        gpu_memory_gib=min(machine.gpu_memory_gib for machine in machines),
+        nodes=len(machines),
+        ranks_per_node=ranks_per_node,
+    )
+
+
+def imagined(gpu_name: str, gpu_memory_gib: float) -> Machine:
+    """One host with any number of GPUs of a kind, to plan for without having it."""
+    return Machine(
+        hostname="", device="cuda", cores=1, memory_gib=0.0,
+        gpu_name=gpu_name, gpu_count=ANY_NUMBER, gpu_memory_gib=gpu_memory_gib,
+    )  # fmt: skip
+
+
+def discover() -> Machine:
+    """This machine. Honours CUDA_VISIBLE_DEVICES, CPU affinity and the control group's limits."""
+    gpus, problem = _query_gpus()
+    gpus = visible_gpus(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return Machine(
+        hostname=socket.gethostname(),
+        device="cuda" if gpus else "cpu",
+        cores=_cores(),
+        memory_gib=round(_memory_bytes() / 2**30, 1),
+        gpu_name=gpus[0].name if gpus else "",
+        gpu_count=len(gpus),
+        gpu_memory_gib=min((gpu.memory_gib for gpu in gpus), default=0.0),
+        gpu_problem=problem,
+    )
+
+
+def parse_gpus(output: str) -> list[Gpu]:
+    """GPUs out of `nvidia-smi --query-gpu=index,uuid,name,memory.total --format=csv,noheader,nounits`.
+
+    Raises ValueError on a line of another form.
+    """
+    gpus = []
+    for line in filter(None, map(str.strip, output.splitlines())):
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != 4 or not cells[0].isdecimal():
+            raise ValueError(f"nvidia-smi printed {line!r}; expected index, uuid, name and memory; check the driver")
+        index, uuid, name, mib = cells
+        # Memory is "[N/A]" where GPU and host share it; 0 says unknown.
+        memory_gib = round(int(mib) / 1024, 1) if mib.isdecimal() else 0.0
+        gpus.append(Gpu(index=int(index), uuid=uuid, name=name, memory_gib=memory_gib))
+    return gpus
+
+
+def visible_gpus(gpus: list[Gpu], visible_devices: str | None) -> list[Gpu]:
+    """The GPUs that CUDA shows under this CUDA_VISIBLE_DEVICES (None: unset), in its order.
+
+    As in CUDA, an entry is an index or the start of a UUID, and the list ends at the first entry that names no GPU.
+    """
+    if visible_devices is None:
+        return gpus
+    shown: list[Gpu] = []
+    for entry in map(str.strip, visible_devices.split(",")):
+        named = [
+            gpu
+            for gpu in gpus
+            if (entry.isdecimal() and gpu.index == int(entry))
+            or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))
+        ]
+        if len(named) != 1 or named[0] in shown:
+            break
+        shown += named
+    return shown
+
+
+def _query_gpus() -> tuple[list[Gpu], str]:
+    """All GPUs of the host, and one sentence when there are signs of some that cannot be used."""
+    try:
+        done = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=False)
+        if done.returncode:
+            said = (done.stdout + done.stderr).strip().splitlines()
+            reason = said[0] if said else "no output"
+            return [], f"nvidia-smi exited with {done.returncode} ({reason}); check the driver"
+        return parse_gpus(done.stdout), ""
+    except FileNotFoundError:
+        return [], ""  # no driver, hence no GPU: nothing is wrong
+    except subprocess.TimeoutExpired:
+        return [], f"nvidia-smi did not answer within {_NVIDIA_SMI_SECONDS} s; check the driver and the GPUs"
+    except (OSError, ValueError) as error:
+        return [], str(error)
+
+
+def _cores() -> int:
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _cgroup_limit("cpu.max").partition(" ")
+    if quota.isdecimal() and period.isdecimal():
+        return max(1, min(affinity, int(quota) // int(period)))
+    return affinity
+
+
+def _memory_bytes() -> int:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):  # the platform does not say
+        return 0
+    limit = _cgroup_limit("memory.max")
+    return min(total, int(limit)) if limit.isdecimal() else total
+
+
+def _cgroup_limit(name: str) -> str:
+    """A limit of this process's control group (v2, as containers see it), or empty when there is none."""
+    try:
+        return (_CGROUP / name).read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

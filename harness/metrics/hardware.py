@@ -1,0 +1,115 @@
+"""Published peaks and measured ceilings of GPUs, from `experiments/hardware/`. They turn FLOP/s into MFU."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+
+from cluster.files.document import Node, read_yaml
+from cluster.files.errors import nearest, one_of
+from engine.settings import Kernel
+from harness.base.errors import UsageError
+from harness.spec.schema import check_keys, convert
+
+HARDWARE_DIR = Path(__file__).parents[2] / "experiments" / "hardware"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """One GPU model. TFLOP/s are 1e12 floating point operations per second of dense (not sparse) bf16."""
+
+    name: str  # the file's stem
+    title: str
+    gpu_names: tuple[str, ...]  # as nvidia-smi prints them
+    peak_bf16_tflops: float  # by datasheet
+    memory_gib: float  # usable by programs
+    gemm_tflops: float | None  # measured on a large GEMM; None when nobody measured
+    kernel_ceilings: dict[str, dict[str, float]]  # attention kernel -> {"forward": TFLOP/s, "backward": TFLOP/s}
+    sources: dict[str, str]  # where each figure comes from
+
+
+def hardware_for(gpu_name: str) -> Hardware | None:
+    """Hardware of a GPU by the name nvidia-smi prints, or None when no file lists that name.
+
+    Names must match exactly: an H100 PCIe is not the H100 SXM, and a guessed peak would be a wrong MFU.
+    """
+    wanted = gpu_name.casefold().strip()
+    return next((hw for hw in all_hardware().values() if wanted in map(str.casefold, hw.gpu_names)), None)
+
+
+def hardware_named(name: str) -> Hardware:
+    """Hardware by its file's stem, in any case. Raises UsageError with the names there are."""
+    known = all_hardware()
+    name = name.casefold()
+    if name not in known:
+        raise UsageError(
+            f"hardware {name!r} has no file in experiments/hardware/; {nearest(name, known)}"
+            if name
+            else f"--hardware names nothing; expected {one_of(known)}"
+        )
+    return known[name]
+
+
+@cache
+def all_hardware() -> dict[str, Hardware]:
+    """Every known GPU model by file stem. Raises UsageError when a file is not as `docs/experiments.md` says."""
+    return {path.stem: load_hardware(path) for path in sorted(HARDWARE_DIR.glob("*.yaml"))}
+
+
+def load_hardware(path: Path) -> Hardware:
+    """Read one hardware file strictly. Raises UsageError naming the file, the line and what is wrong."""
+    root = read_yaml(path, "hardware file")
+    entries = root.mapping("the hardware file")
+    known = [field.name for field in fields(Hardware) if field.name != "name"]
+    check_keys(entries, known, "the hardware file")
+    missing = [key for key in known if key not in entries and key not in ("gemm_tflops", "kernel_ceilings")]
+    if missing:
+        raise UsageError(f"{path}: the hardware file lacks {', '.join(missing)}; add what is missing")
+
+    gemm = entries.get("gemm_tflops")
+    ceilings = _ceilings(entries["kernel_ceilings"]) if "kernel_ceilings" in entries else {}
+    hardware = Hardware(
+        name=path.stem,
+        title=convert(entries["title"], str, "title"),
+        gpu_names=tuple(convert(node, str, "gpu_names") for node in entries["gpu_names"].items()),
+        peak_bf16_tflops=_positive(entries["peak_bf16_tflops"], "peak_bf16_tflops"),
+        memory_gib=_positive(entries["memory_gib"], "memory_gib"),
+        gemm_tflops=None if gemm is None else _positive(gemm, "gemm_tflops"),
+        kernel_ceilings=ceilings,
+        sources={key: convert(node, str, key) for key, node in entries["sources"].mapping("sources").items()},
+    )
+    figures = {key for key in ("peak_bf16_tflops", "memory_gib", "gemm_tflops", "kernel_ceilings") if key in entries}
+    check_keys(entries["sources"].mapping("sources"), figures, "sources")
+    if unsourced := sorted(figures - hardware.sources.keys()):
+        raise UsageError(f"{entries['sources'].place}: sources lacks {', '.join(unsourced)}; say where they come from")
+    return hardware
+
+
+def _ceilings(node: Node) -> dict[str, dict[str, float]]:
+    """Speeds per attention kernel. Where only forward and backward together were measured, as `forward_backward`,
+    both passes take that speed: their total time comes out as measured."""
+    kernels = node.mapping("kernel_ceilings")
+    check_keys(kernels, typing.get_args(Kernel), "kernel_ceilings")
+    ceilings = {}
+    for kernel, entry in kernels.items():
+        speeds = entry.mapping(f"kernel_ceilings.{kernel}")
+        check_keys(speeds, ("forward", "backward", "forward_backward"), f"kernel_ceilings.{kernel}")
+        given = {key: _positive(value, key) for key, value in speeds.items()}
+        if given.keys() == {"forward_backward"}:
+            given = dict.fromkeys(("forward", "backward"), given["forward_backward"])
+        if given.keys() != {"forward", "backward"}:
+            raise UsageError(
+                f"{entry.place}: kernel_ceilings.{kernel} gives {', '.join(given) or 'nothing'}; "
+                "expected forward and backward, or forward_backward alone"
+            )
+        ceilings[kernel] = given
+    return ceilings
+
+
+def _positive(node: Node, label: str) -> float:
+    value = convert(node, float, label)
+    if value <= 0:
+        raise UsageError(f"{node.place}: {label} is {value:g}; expected a number above 0")
+    return float(value)

@@ -1,0 +1,133 @@
+"""What a record means: every derived figure, computed on reading so that a corrected formula needs no rerun.
+
+A figure that was not measured, or means nothing here (an MFU on a CPU), is None: never 0 and never NaN.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.metrics.flops import Work, seconds_at_kernel_speed, tokens_per_step, work_of
+from harness.metrics.hardware import Hardware, hardware_for
+from harness.records.record import Record
+
+GIB = 1 << 30
+
+# How every printed figure is defined, by the column it explains; figures and reports print these sentences.
+FORMULAS: dict[str, str] = {
+    "forward FLOPs": "forward FLOPs = 2 × tokens × matmul weights (layers and LM head; embedding look-up free) "
+    "+ 4 × heads × head_dim × visible pairs × layers × sequences; visible pairs exact per mask",
+    "tokens_per_gpu_per_second": "tokens/s/GPU = tokens of a step ÷ (median step seconds × ranks)",
+    "tflops_per_gpu (train)": "TFLOP/s/GPU = 3 × forward FLOPs ÷ (median step seconds × ranks), "
+    "recomputation not counted",
+    "tflops_per_gpu (attention)": "TFLOP/s/GPU = 3.5 × 4 × heads × head_dim × visible pairs × sequences "
+    "÷ (median seconds of forward + backward × ranks); backward counted 2.5 × forward, as kernels recompute QKᵀ",
+    "tflops_per_gpu (lm_head)": "TFLOP/s/GPU = 6 × tokens × vocabulary × hidden ÷ (median seconds of forward + "
+    "backward × ranks); logits computed again not counted",
+    "mfu": "MFU = 3 × forward FLOPs ÷ (median step seconds × ranks × dense bf16 peak), recomputation not counted",
+    "mfu_ceiling": "MFU ceiling = MFU of the same work at the measured GEMM and attention kernel speeds of this "
+    "hardware, nothing recomputed by checkpointing and no transfer exposed",
+    "hfu": "HFU = MFU with activation recomputation and the attention kernels' own QKᵀ recomputation counted",
+    "peak_memory_gib": "peak memory = the allocator's peak allocated plus attention's receive windows, "
+    "maximum over ranks",
+    "peak_rss_gib": "peak host memory = resident set of a rank's process, maximum over ranks",
+    "sent_gib_per_gpu": "sent = bytes attention posts per step, maximum over ranks",
+    "loss": "loss and gradient norm = means over all target tokens of the whole batch, at the last measured step",
+    "step_seconds_iqr": "spread = interquartile range of the measured steps; a step lasts as long as its slowest rank",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metrics:
+    """Derived figures of one trial; all None unless the trial is ok. Units are in the names, GPU means rank."""
+
+    samples: int | None = None  # measured steps
+    step_seconds_median: float | None = None
+    step_seconds_iqr: float | None = None  # needs two samples
+    forward_seconds_median: float | None = None
+    tokens_per_gpu_per_second: float | None = None
+    tflops_per_gpu: float | None = None  # train: model FLOPs (3 x forward); attention: kernel convention (3.5 x)
+    mfu: float | None = None  # model FLOPs over dense bf16 peak
+    mfu_ceiling: float | None = None  # MFU of this work at measured kernel speeds, nothing repeated or exposed
+    hfu: float | None = None  # the same with everything that is recomputed
+    peak_memory_gib: float | None = None  # allocated, maximum over ranks
+    peak_reserved_gib: float | None = None
+    peak_rss_gib: float | None = None  # host memory, maximum over ranks
+    sent_gib_per_gpu: float | None = None  # per step, posted by attention, maximum over ranks
+    loss: float | None = None  # of the last measured step
+    grad_norm: float | None = None
+    tflops_ceiling: float | None = None  # tflops_per_gpu at measured kernel speeds
+    peak_tflops: float | None = None  # the peak behind mfu
+
+
+def metrics_of(record: Record) -> Metrics:
+    """Derive all figures of one record.
+
+    Raises ValueError for an ok record without a measurement: such a record has neither a number nor a reason.
+    """
+    if record.status != "ok":
+        return Metrics()
+    measured = record.measurement
+    if measured is None or not measured.step_seconds:
+        raise ValueError(f"record {record.trial_id} is ok but holds no step times; remove it and run the trial again")
+
+    settings = record.settings
+    work = work_of(settings)
+    step = statistics.median(measured.step_seconds)
+    gpu_seconds = step * settings.world_size
+    counted = work.kernel if settings.task == "attention" else work.model
+
+    # The table of peaks holds the bf16 one only: a share of it would say nothing about an fp32 run.
+    hardware = hardware_for(record.gpu or measured.device) if settings.dtype == "bf16" else None
+    peak = hardware.peak_bf16_tflops if hardware else None
+    best = kernel_bound_seconds(work, hardware, measured.chosen.get("kernel", "")) if hardware else None
+
+    return Metrics(
+        samples=len(measured.step_seconds),
+        step_seconds_median=step,
+        step_seconds_iqr=interquartile_range(measured.step_seconds),
+        forward_seconds_median=statistics.median(measured.forward_seconds) if measured.forward_seconds else None,
+        tokens_per_gpu_per_second=tokens_per_step(settings) / gpu_seconds,
+        tflops_per_gpu=counted / gpu_seconds / 1e12,
+        mfu=work.model / gpu_seconds / 1e12 / peak if peak else None,
+        mfu_ceiling=work.model / best / 1e12 / peak if peak and best else None,
+        hfu=work.hardware / gpu_seconds / 1e12 / peak if peak else None,
+        peak_memory_gib=_largest_gib(measured.peak_allocated_bytes),
+        peak_reserved_gib=_largest_gib(measured.peak_reserved_bytes),
+        peak_rss_gib=_largest_gib(measured.peak_rss_bytes),
+        sent_gib_per_gpu=_largest_gib(measured.sent_bytes),
+        loss=measured.loss[-1] if measured.loss else None,
+        grad_norm=measured.grad_norm[-1] if measured.grad_norm else None,
+        tflops_ceiling=counted / best / 1e12 if best else None,
+        peak_tflops=peak,
+    )
+
+
+def kernel_bound_seconds(work: Work, hardware: Hardware, kernel: str) -> float | None:
+    """Seconds one GPU needs for `work` at this hardware's measured GEMM and attention speeds; None if unmeasured.
+
+    Work without attention, as of task lm_head, needs no speed of an attention kernel.
+    """
+    ceiling = hardware.kernel_ceilings.get(kernel) if work.attention else {"forward": 1.0, "backward": 1.0}
+    if ceiling is None or not hardware.gemm_tflops:
+        return None
+    return seconds_at_kernel_speed(
+        work,
+        gemm=hardware.gemm_tflops,
+        attention_forward=ceiling["forward"],
+        attention_backward=ceiling["backward"],
+    )
+
+
+def interquartile_range(samples: Sequence[float]) -> float | None:
+    """Spread of the middle half, in the samples' unit (linear interpolation); None for fewer than two samples."""
+    if len(samples) < 2:
+        return None
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return high - low
+
+
+def _largest_gib(bytes_per_rank: Sequence[int]) -> float | None:
+    return max(bytes_per_rank) / GIB if bytes_per_rank else None

@@ -1,0 +1,320 @@
+"""From an experiment to its trials: pure data, the same every time, torch never imported.
+
+Every combination that cannot run stays in the plan with its reason: in a sweep that is a result, not a failure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from engine import loss_kernel
+from engine.attention.geometry.layout import split_refusal
+from engine.attention.masks import parse_mask
+from engine.method import schedule_refusal_on
+from engine.settings import (
+    BYTE_VOCABULARY,
+    Checkpoint,
+    ModelShape,
+    Task,
+    TrialSettings,
+    to_json,
+    vocabulary_refusal,
+)
+from harness.base.errors import UsageError
+from harness.machine.this_machine import Machine
+from harness.metrics.flops import work_of
+from harness.metrics.hardware import Hardware
+from harness.plan.memory_model import GIB, training_memory
+from harness.plan.predict import predict
+from harness.plan.warm_up import warm_up_refusal
+from harness.spec.experiment import Experiment
+from harness.spec.methods import method_named
+from harness.spec.trial import Trial
+
+MOST_TRIALS = 100_000  # combinations of a sweep: more are a mistake, and would only fill the memory
+MOST_RANKS = 1 << 16  # choosing a layout looks at every rank
+
+# Kernels that exist for one kind of device only; `auto` and `reference` run on both.
+_DEVICE_OF_KERNEL = {"cpu": "cpu", "fa2": "cuda", "cudnn": "cuda", "fa4": "cuda", "flex": "cuda"}
+
+
+def plan(experiment: Experiment, machine: Machine) -> tuple[Trial, ...]:
+    """All trials of an experiment on a machine: tasks, then the sweep with its last axis fastest, then seeds.
+
+    Combinations with equal settings become one trial. Raises UsageError when model settings contradict each other, and
+    before any is formed when there are too many.
+    """
+    _check_count(experiment)
+    settings = dict.fromkeys(
+        settings for settings in _combinations(experiment) if not _excluded(settings, experiment.exclude)
+    )
+    return tuple(
+        Trial(
+            experiment=experiment.name,
+            title=experiment.title,
+            settings=each,
+            deadline_seconds=experiment.limits.trial_seconds,
+            share_ranks=experiment.limits.share_ranks,
+            refusal=refusal(each, machine),
+        )
+        for each in settings
+    )
+
+
+def _check_count(experiment: Experiment) -> None:
+    """Raise UsageError for a product of more than MOST_TRIALS combinations; those that `exclude` drops count."""
+    axes = {"task": experiment.tasks} | dict(experiment.sweep) | {"seeds": experiment.seeds}
+    count = math.prod(len(values) for values in axes.values())
+    if count > MOST_TRIALS:
+        factors = " x ".join(f"{len(values)} of {key}" for key, values in axes.items() if len(values) > 1)
+        raise UsageError(
+            f"{experiment.path}: the sweep has {count:,} combinations ({factors}), and a plan takes at most "
+            f"{MOST_TRIALS:,}; sweep fewer values, or split the experiment"
+        )
+
+
+def refusal(settings: TrialSettings, machine: Machine) -> str | None:
+    """One sentence why this trial cannot run on this machine, or None.
+
+    What is wrong on any machine comes first: it is the reason that moving to a larger machine would not remove.
+    """
+    method = method_named(settings.method)
+    return (
+        _size_refusal(settings)
+        or parse_mask(settings.mask).refusal(settings.seq_len)
+        or _data_refusal(settings)
+        or method.refuse(settings)
+        or _layout_refusal(settings)
+        or _schedule_refusal(settings, machine)
+        or _head_refusal(settings, machine)
+        or _device_refusal(settings, machine)
+        or _memory_refusal(settings, machine)
+    )
+
+
+def nothing_can_run(trials: Sequence[Trial]) -> str | None:
+    """One sentence when no trial of a plan can run, or None when at least one can."""
+    if not trials:
+        return "the plan is empty because exclude drops every combination; remove an entry of exclude"
+    reasons = Counter(trial.refusal for trial in trials)
+    if None in reasons:
+        return None
+    [(reason, count)] = reasons.most_common(1)
+    if len(trials) == 1:
+        return f"the plan's only trial cannot run: {reason}"
+    if count == len(trials):
+        return f"none of the {len(trials)} trials can run: {reason}"
+    return f"none of the {len(trials)} trials can run, {count} of them because {reason}"
+
+
+def varying_settings(trials: Sequence[Trial]) -> list[str]:
+    """Dotted keys of the settings in which the trials differ, in the order of the settings; a model counts as one."""
+    return _varying([_flat(trial.settings) for trial in trials])
+
+
+def _varying(flats: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [key for key in flats[0] if any(flat[key] != flats[0][key] for flat in flats)] if flats else []
+
+
+def _model_tflop(settings: TrialSettings) -> float | None:
+    """1e12 model FLOPs of one step or call, None where the mask does not describe a sequence of that length."""
+    described = parse_mask(settings.mask).refusal(settings.seq_len) is None
+    return work_of(settings).model / 1e12 if described else None
+
+
+def plan_table(
+    trials: Sequence[Trial], hosts: Machine | None = None, hardware: Hardware | None = None
+) -> list[dict[str, Any]]:
+    """A plan as rows: trial id, task, method, model, sizes, every other setting that varies, and whether it can run.
+
+    `model_tflop` is what one step or call computes over all ranks, in 1e12 model FLOPs. With `hosts`, several as one
+    machine, also how many of them a trial takes and its ranks on each, empty where it does not spread. With `hardware`,
+    what `harness.plan.predict` expects of it: seconds of a step or call at least, GiB of a rank on its GPU and on the host,
+    and whether the former are there; None where nothing is known.
+    """
+    always = ["task", "method", "model", "seq_len", "cp_size", "world_size"]
+    # Fields of the model are left out: its name, which is there, changes with them.
+    flats = [_flat(trial.settings) for trial in trials]
+    keys = always + [key for key in _varying(flats) if key not in always and not key.startswith("model.")]
+    rows = []
+    for trial, flat in zip(trials, flats, strict=True):
+        rows.append(
+            {"trial_id": trial.id}
+            | {key: flat[key] for key in keys}
+            | {"model_tflop": _model_tflop(trial.settings)}
+            | (_spread(trial.settings.world_size, hosts) if hosts else {})
+            | (_predicted(trial.settings, hardware) if hardware else {})
+            | {"can_run": trial.refusal is None, "reason": trial.refusal or ""}
+        )
+    return rows
+
+
+def _spread(ranks: int, hosts: Machine) -> dict[str, Any]:
+    count = hosts.nodes_for(ranks)
+    return {"nodes": count or "", "ranks_per_node": ranks // count if count else ""}
+
+
+def _predicted(settings: TrialSettings, hardware: Hardware) -> dict[str, Any]:
+    found = predict(settings, hardware)
+    return {
+        "predicted_seconds": found.seconds,
+        "predicted_gpu_gib": found.gpu_gib,
+        "predicted_host_gib": found.host_gib,
+        "predicted_to_fit": None if found.gpu_gib is None else found.gpu_gib <= hardware.memory_gib,
+    }
+
+
+def _memory_refusal(settings: TrialSettings, machine: Machine) -> str | None:
+    """A training trial that would fill a host, which ends more than the trial. A GPU's memory is left to be tried."""
+    if settings.task != "train" or not machine.memory_gib:
+        return None
+    memory = training_memory(settings)
+    ranks = -(-settings.world_size // (machine.nodes_for(settings.world_size) or 1))
+    needed = ranks * (memory.host if machine.device == "cuda" else memory.without_gpu) / GIB
+    if needed <= machine.memory_gib:
+        return None
+    return (
+        f"its ranks would hold about {needed:,.0f} GiB of a host's memory, and there are {machine.memory_gib:g}; use a "
+        "smaller scale or more hosts, or keep less (docs/memory.md)"
+    )
+
+
+def _combinations(experiment: Experiment) -> Iterator[TrialSettings]:
+    axes = experiment.sweep
+    for task in experiment.tasks:
+        for values in itertools.product(*axes.values()):
+            chosen = {**experiment.fixed, **dict(zip(axes, values, strict=True))}
+            for seed in experiment.seeds:
+                yield _settings(experiment, task, chosen, seed)
+
+
+def _settings(experiment: Experiment, task: Task, chosen: Mapping[str, Any], seed: int) -> TrialSettings:
+    """One combination, with dotted keys put into the values they reach into."""
+    top = {key: value for key, value in chosen.items() if "." not in key}
+    nested: dict[str, dict[str, Any]] = {"model": {}, "checkpoint": {}}
+    for key, value in chosen.items():
+        if "." in key:
+            owner, field = key.split(".")
+            nested[owner][field] = value
+    try:
+        return TrialSettings(
+            **top | {"model": _model(top["model"], nested["model"])},
+            checkpoint=Checkpoint(**nested["checkpoint"]),
+            task=task,
+            steps=experiment.steps,
+            seed=seed,
+        )
+    except ValueError as error:
+        raise UsageError(f"{experiment.path}: {error}") from error
+
+
+def _model(model: ModelShape, changes: Mapping[str, Any]) -> ModelShape:
+    """A shape with some of its fields changed; its name says so, because tables and figures print the name."""
+    changed = {key: value for key, value in changes.items() if value != getattr(model, key)}
+    if not changed:
+        return model
+    named = {} if "name" in changed else {"name": f"{model.name}({', '.join(f'{k}={v}' for k, v in changed.items())})"}
+    return replace(model, **changed | named)
+
+
+def _excluded(settings: TrialSettings, exclude: Sequence[Mapping[str, tuple[Any, ...]]]) -> bool:
+    if not exclude:
+        return False
+    flat = _flat(settings)
+    return any(all(flat[key] in values for key, values in entry.items()) for entry in exclude)
+
+
+def _flat(settings: TrialSettings) -> dict[str, Any]:
+    """Settings by dotted key; the model by its name."""
+    flat: dict[str, Any] = {}
+    for key, value in to_json(settings).items():
+        if key == "model":
+            flat |= {"model": value["name"]} | {f"model.{name}": field for name, field in value.items()}
+        elif isinstance(value, dict):
+            flat |= {f"{key}.{name}": field for name, field in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def _size_refusal(settings: TrialSettings) -> str | None:
+    """Sizes that do not fit each other."""
+    world, parallel = settings.world_size, settings.cp_size * settings.tp_size
+    if world > MOST_RANKS:
+        return f"{world} ranks are more than anything here has been made for; choose at most {MOST_RANKS}"
+    if world % parallel:
+        return (
+            f"cp_size {settings.cp_size} x tp_size {settings.tp_size} = {parallel} does not divide world_size {world}; "
+            f"choose a world_size that is a multiple of {parallel}"
+        )
+    if world % settings.emulate_nodes:
+        return (
+            f"emulate_nodes {settings.emulate_nodes} does not divide world_size {world}; "
+            "choose a number of nodes that divides it"
+        )
+    return None
+
+
+def _data_refusal(settings: TrialSettings) -> str | None:
+    """Tokens that the model has no words for, or a store that cannot be read."""
+    if settings.task != "train":
+        return None
+    if not Path(settings.data).is_dir():  # a text, whose tokens are bytes
+        return vocabulary_refusal(settings, BYTE_VOCABULARY)
+    from engine.data import vocabulary_of  # numpy comes with it
+
+    try:
+        return vocabulary_refusal(settings, vocabulary_of(settings.data))
+    except ValueError as error:
+        return str(error)
+
+
+def _layout_refusal(settings: TrialSettings) -> str | None:
+    """A sequence that does not split. Only native methods say how they lay it out; foreign ones judge by themselves."""
+    layout_of = getattr(method_named(settings.method), "layout", None)
+    layout = None if layout_of is None else layout_of(settings)
+    whole = None if layout is None else split_refusal(layout, settings.seq_len, settings.cp_size)
+    return whole or warm_up_refusal(settings, layout)
+
+
+def _schedule_refusal(settings: TrialSettings, machine: Machine) -> str | None:
+    """Heads that cannot be traded as asked between the nodes of this machine; None where the ranks do not fit it."""
+    nodes = settings.emulate_nodes if settings.emulate_nodes > 1 else machine.nodes_for(settings.world_size)
+    return None if nodes is None else schedule_refusal_on(method_named(settings.method), settings, nodes)
+
+
+def _head_refusal(settings: TrialSettings, machine: Machine) -> str | None:
+    """An LM head that this machine cannot run as asked, or that has nothing to do with the method."""
+    if settings.task == "lm_head" and settings.method != "burst":
+        return (
+            f"task lm_head runs no attention, so {settings.method} would measure the same as burst; set method to burst"
+        )
+    return None if settings.task == "attention" else loss_kernel.refusal(settings, machine.device)
+
+
+def _device_refusal(settings: TrialSettings, machine: Machine) -> str | None:
+    """More ranks than the machine holds, or a kernel for another kind of device."""
+    needs, holds = settings.world_size, machine.max_ranks
+    if machine.nodes > 1 and machine.nodes_for(needs) is None:
+        return (
+            f"{needs} ranks do not spread evenly over the {machine.nodes} nodes with {machine.node_ranks} each; "
+            f"choose a world_size that does, at most {holds}, or give --nodes more of them"
+        )
+    if needs > holds:
+        if machine.device == "cuda":
+            found = f"{machine.gpu_count} GPU{'s' if machine.gpu_count > 1 else ''} ({machine.gpu_name})"
+            return f"{needs} ranks need {needs} GPUs, but this machine has {found}; use more GPUs or a smaller cp_size"
+        return (
+            f"{needs} ranks are more than the {holds} processes this machine without GPUs takes; "
+            f"use GPUs or a cp_size of at most {holds}"
+        )
+    if _DEVICE_OF_KERNEL.get(settings.kernel, machine.device) != machine.device:
+        missing = "GPU, and this machine has none" if machine.device == "cpu" else "CPU, and the ranks here use GPUs"
+        return f"kernel {settings.kernel} needs a {missing}; choose kernel auto or one that runs here"
+    return None

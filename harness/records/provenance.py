@@ -1,0 +1,48 @@
+"""What has to be known to run a trial again: which code, which command, which environment - and no secrets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from cluster.environment.secrets import redact as redact  # here because it belongs to what a record may say
+
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+COMMIT_VARIABLE = "BURST_COMMIT"  # names the commit where the code is a copy without its history, such as an image
+
+
+def commit(root: Path = PROJECT_ROOT, environment: Mapping[str, str] = os.environ) -> str:
+    """Commit of the running code, with `-dirty` when tracked files differ from it; empty when nothing says."""
+    try:
+        # An installed copy may lie inside some other repository, whose commit would say nothing about it.
+        if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() == root.resolve():
+            dirty = _git(root, "status", "--porcelain", "--untracked-files=no")
+            return _git(root, "rev-parse", "HEAD") + ("-dirty" if dirty else "")
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, or one that belongs to someone else
+        pass
+    return environment.get(COMMIT_VARIABLE, "")
+
+
+def version() -> str:
+    """Version of this package, read without importing anything heavy."""
+    try:
+        return metadata.version("burst-harness")
+    except metadata.PackageNotFoundError:  # running from a checkout that is not installed
+        return "not installed"
+
+
+def portable_command(command: Sequence[str], trial_dir: Path) -> list[str]:
+    """The command as a record keeps it: this machine's interpreter and directory mean nothing elsewhere."""
+    names = {sys.executable: "python", str(trial_dir): "TRIAL_DIR"}
+    return [names.get(part, part) for part in command]
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30, check=True
+    )  # fmt: skip
+    return done.stdout.strip()

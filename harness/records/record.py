@@ -1,0 +1,124 @@
+"""One trial leaves one record: what was asked, where it ran, what came out, and how it ended.
+
+A record is written aside and renamed, so a reader never meets half of one. Derived figures (tokens per second, MFU)
+are computed on reading by `harness.metrics.throughput`: a corrected formula needs no rerun.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.measurement import Measurement, write_json
+from engine.plain_json import from_json, read_json, to_json
+from engine.settings import TrialSettings
+from harness.base.errors import UsageError
+
+SCHEMA = 1
+RECORD_FILE = "record.json"
+
+Status = Literal["ok", "oom", "host_oom", "timeout", "hang", "failed", "node_lost", "refused", "interrupted"]
+# Outcomes that say something about the method; the others say that something went wrong.
+RESULTS: frozenset[str] = frozenset({"ok", "oom", "host_oom", "refused"})
+
+
+@dataclass(kw_only=True, slots=True)
+class Record:
+    """Everything known about one finished trial."""
+
+    trial_id: str
+    experiment: str  # name of the experiment: the file's stem
+    title: str
+    settings: TrialSettings
+    system: str  # system the method stands for
+    status: Status
+    reason: str = ""  # one sentence; empty only when status is ok
+    measurement: Measurement | None = None
+    launcher: str = ""
+    hosts: list[str] = field(default_factory=list)
+    gpu: str = ""  # GPU name, or "cpu"
+    environment: dict[str, str] = field(default_factory=dict)  # rendered variables the workers got, secrets redacted
+    command: list[str] = field(default_factory=list)
+    commit: str = ""
+    started_at: str = ""  # ISO 8601, UTC
+    wall_seconds: float = 0.0  # launch to end of the last process, start-up included; in shared ranks, its own turn
+    ranks_turn: int = 0  # among the trials that its ranks were given, from 1; 0: it had ranks of its own
+    attempts: int = 1
+    schema: int = SCHEMA
+
+
+def write_record(trial_dir: Path, record: Record) -> None:
+    """Leave `record.json` in `trial_dir`, atomically."""
+    trial_dir.mkdir(parents=True, exist_ok=True)
+    write_json(trial_dir / RECORD_FILE, to_json(record))
+
+
+def read_record(path: Path) -> Record:
+    """Read one record. Raises ValueError when the file is not a record this version understands."""
+    try:
+        return _record_of(read_json(path))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not a record of schema {SCHEMA} ({error})") from error
+
+
+def _record_of(data: Any) -> Record:
+    """A record out of its JSON. Raises ValueError for what figures cannot be derived from."""
+    if isinstance(data, dict) and data.get("schema") != SCHEMA:
+        raise ValueError(f"its schema is {str(data.get('schema'))[:20]}")
+    record: Record = from_json(Record, data)
+    measured = record.measurement
+    if record.status == "ok" and (measured is None or not measured.step_seconds):
+        raise ValueError("its status is ok, but it holds no step times")
+    if measured is not None and min(measured.step_seconds, default=1.0) <= 0:
+        raise ValueError(f"measurement.step_seconds holds {min(measured.step_seconds):g}; expected seconds above 0")
+    return record
+
+
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    """A file that should be a record and is not; `reason` is a sentence that names the file."""
+
+    path: Path
+    reason: str
+
+
+def record_files(run_dir: Path) -> list[Path]:
+    """Where records of a run lie, in order of trial id."""
+    return sorted(run_dir.glob(f"trials/*/{RECORD_FILE}"))
+
+
+def read_records(run_dir: Path) -> list[Record]:
+    """All records below `run_dir`/trials, in order of trial id. Raises UsageError that lists every bad one."""
+    records, bad = [], []
+    for path in record_files(run_dir):
+        try:
+            records.append(read_record(path))
+        except ValueError as error:
+            bad.append(BadRecord(path, str(error)))
+    refuse_bad(bad)
+    return records
+
+
+def refuse_bad(bad: Sequence[BadRecord]) -> None:
+    """Raise UsageError that lists every bad record with its reason, where there is one."""
+    if bad:
+        some = "1 record cannot be used" if len(bad) == 1 else f"{len(bad)} records cannot be used"
+        listed = "".join(f"\n  {one.reason}" for one in bad)
+        raise UsageError(
+            f"{some}; rename them, or let `burst run --resume` or `burst report` do so with --set-aside-bad:{listed}"
+        )
+
+
+def set_aside(bad: BadRecord) -> Path:
+    """Rename a bad record, so that it is neither read nor lost; returns where it is now."""
+    path = bad.path.with_name(f"bad-{RECORD_FILE}")
+    number = 1
+    while os.path.lexists(path):
+        number += 1
+        path = bad.path.with_name(f"bad-{number}-{RECORD_FILE}")
+    return bad.path.rename(path)

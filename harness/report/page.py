@@ -1,0 +1,298 @@
+"""The report: tables, plots and one self-contained HTML file, made from records alone."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from engine.atomic import write_atomic
+from harness.base.errors import UsageError
+from harness.base.lengths import format_length
+from harness.base.writable import make_writable
+from harness.metrics.throughput import FORMULAS
+from harness.records.record import Record, refuse_bad, set_aside
+from harness.report import figures, tables
+from harness.report.breakdown_table import breakdown_table
+from harness.report.figures import all_figures, render, save_figure
+from harness.report.head_table import head_table
+from harness.report.headline import summary_sentences
+from harness.report.ideal import ideal_table
+from harness.report.mask_table import mask_table
+from harness.report.results import Row, write_results
+from harness.report.run_records import RunRecords
+from harness.report.summary import (
+    accuracy_table,
+    agreement_table,
+    comparison_table,
+    problems_table,
+    results_table,
+    series_names,
+)
+from harness.report.tables import Table, save_table, significant
+from harness.report.variants import panel_name, panel_of, setup_name, setups_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.table import Table as RichTable
+
+ALL_FORMATS: frozenset[str] = frozenset({"html", "md", "csv", "tex", "png", "pdf"})
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+# By the name of their files, in reading order.
+TABLES: dict[str, Callable[[Sequence[Row]], Table | None]] = {
+    "comparison": comparison_table,
+    "problems": problems_table,
+    "agreement": agreement_table,
+    "accuracy": accuracy_table,
+    "ideal": ideal_table,
+    "masks": mask_table,
+    "lm_head": head_table,
+    "breakdown": breakdown_table,
+    "results": results_table,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plot:
+    """One drawn figure of a report; `name` is the stem of its files."""
+
+    name: str
+    title: str
+    setup: str
+    figure: Figure
+
+    @property
+    def data_uri(self) -> str:
+        """The figure as an SVG data URI: sharp at any size, and nothing to fetch."""
+        return "data:image/svg+xml;base64," + base64.b64encode(render(self.figure, "svg")).decode()
+
+
+def write_report(
+    run_dirs: Sequence[Path],
+    out: Path,
+    formats: Iterable[str] = ALL_FORMATS,
+    *,
+    index: str = "",
+    set_bad_aside: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> Path:
+    """Write report.html, results.csv, figures/ and tables/ below `out` for all records of `run_dirs`.
+
+    Returns where to look first: report.html, or `out` when html is not asked for. Records without a number are shown by
+    status and reason. Records that cannot be used are renamed where `set_bad_aside` asks for it, and `say` is called
+    with a sentence for each. `index` is the address of the page that links this one, where there is one.
+    Raises UsageError for an unknown format, when there is no record at all, and for records that cannot be used.
+    """
+    wanted = checked_formats(formats)
+    records, rows = read_runs(run_dirs, set_bad_aside=set_bad_aside, say=say)
+    if not records:
+        places = ", ".join(map(str, run_dirs)) or "no directory"
+        raise UsageError(
+            f"no record below {places}; name directories that `burst run` left, holding trials/*/record.json"
+        )
+    return write_report_of(records, rows, out, wanted, index=index)
+
+
+def checked_formats(formats: Iterable[str]) -> frozenset[str]:
+    """The formats as a set. Raises UsageError for one that no report is written in."""
+    wanted = frozenset(formats)
+    if unknown := sorted(wanted - ALL_FORMATS):
+        raise UsageError(f"format {unknown[0]!r} is unknown; choose from {', '.join(sorted(ALL_FORMATS))}")
+    return wanted
+
+
+def write_report_of(
+    records: Sequence[Record],
+    rows: Sequence[Row],
+    out: Path,
+    wanted: frozenset[str] = ALL_FORMATS,
+    *,
+    index: str = "",
+) -> Path:
+    """The report of records that have been read; returns where to look first. Those without a number are shown by
+    status and reason."""
+    make_writable(out)
+    if "csv" in wanted:
+        write_results(out / "results.csv", rows)
+    summaries = report_tables(rows)
+    plots = draw_plots(rows) if wanted & {"html", *figures.FORMATS} else []
+    written: set[Path] = set()
+    for table in summaries:
+        written.update(save_table(table, out / "tables", [kind for kind in tables.FORMATS if kind in wanted]))
+    for plot in plots:
+        written.update(save_figure(plot.figure, out / "figures" / plot.name, wanted & set(figures.FORMATS)))
+    _remove_outdated(out, written, wanted)
+    if "html" not in wanted:
+        return out
+    return write_atomic(out / "report.html", html_report(records, rows, summaries, plots, index))
+
+
+def _remove_outdated(out: Path, written: set[Path], kinds: frozenset[str]) -> None:
+    """Remove what an earlier report left below `out` and this one has no more: a table of problems since solved, say.
+
+    Only files of the formats asked for now, with the name of a figure or table of ours.
+    """
+    names = {"tables": TABLES, "figures": frozenset(all_figures())}
+    for folder, ours in names.items():
+        for path in (out / folder).glob("*"):
+            if path not in written and path.suffix[1:] in kinds and path.stem.split("-")[0] in ours:
+                path.unlink()
+
+
+def read_runs(
+    run_dirs: Sequence[Path], *, set_bad_aside: bool = False, say: Callable[[str], None] = lambda _: None
+) -> tuple[list[Record], list[Row]]:
+    """All records of the runs and their rows; a row's `run` is its directory's name, made unique by its parents.
+
+    Raises UsageError that lists the records of all runs that cannot be used, unless they are to be set aside.
+    """
+    paths = list(dict.fromkeys(path.resolve() for path in run_dirs))  # a run named twice is one run
+    runs = [RunRecords(path, name) for path, name in zip(paths, _unique_names(paths), strict=True)]
+    bad = [one for run in runs for one in run.read()]
+    if not set_bad_aside:
+        refuse_bad(bad)
+    for one in bad:
+        say(f"{one.path} cannot be used and is now {set_aside(one).name}")
+    return [record for run in runs for record in run.records()], [row for run in runs for row in run.rows()]
+
+
+def report_tables(rows: Sequence[Row]) -> list[Table]:
+    """The report's tables in reading order, less those with nothing to say."""
+    candidates = [make(rows) for make in TABLES.values()]
+    return [table for table in candidates if table is not None]
+
+
+def draw_plots(rows: Sequence[Row]) -> list[Plot]:
+    """Every figure that applies, once per set-up; file names say the set-up only where there are several."""
+    setups = setups_of(rows)
+    plots = []
+    for key, drawing in all_figures().items():
+        applicable = [group for group in setups if drawing.applies(group)]
+        suffixes = _suffixes(applicable)
+        for group, suffix in zip(applicable, suffixes, strict=True):
+            plots.append(
+                Plot(name=key + suffix, title=drawing.title, setup=setup_name(group), figure=drawing.draw(group))
+            )
+    return plots
+
+
+def html_report(
+    records: Sequence[Record], rows: Sequence[Row], summaries: Sequence[Table], plots: Sequence[Plot], index: str = ""
+) -> str:
+    """One HTML page with everything inside: no script, no font, no image from elsewhere; all text is escaped."""
+    counts: dict[str, int] = {}
+    for record in records:
+        counts[record.status] = counts.get(record.status, 0) + 1
+    return template("report.html.j2").render(
+        title=" · ".join(dict.fromkeys(record.title or record.experiment for record in records)),
+        sentences=summary_sentences(rows),
+        counts=sorted(counts.items(), key=lambda item: (item[0] != "ok", item[0])),
+        facts=provenance(records),
+        tables={table.name: table for table in summaries},
+        plots=plots,
+        formulas=list(FORMULAS.values()),
+        index=index,
+    )
+
+
+def template(name: str) -> jinja2.Template:
+    """A page of ours; whatever is put into it is escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    return environment.get_template(name)
+
+
+def provenance(records: Sequence[Record]) -> list[tuple[str, str]]:
+    """Where the numbers come from: every distinct value of hardware, software, source and commit, labelled."""
+    measured = [record.measurement for record in records if record.measurement is not None]
+    software: dict[str, list[str]] = {}
+    for measurement in measured:
+        for name, version in measurement.software.items():
+            software.setdefault(name, []).append(version)
+    data = [
+        ", ".join(f"{k} {v}" for k, v in one.data.items() if v not in (None, "", [])) for one in measured if one.data
+    ]
+    started = sorted(record.started_at for record in records if record.started_at)
+    facts = [
+        ("Experiment", distinct(record.experiment for record in records)),
+        ("Hardware", distinct(record.gpu for record in records)),
+        ("Hosts", distinct(host for record in records for host in record.hosts)),
+        ("Software", ", ".join(f"{name} {distinct(versions)}" for name, versions in software.items())),
+        ("Launcher", distinct(record.launcher for record in records)),
+        ("Commit", distinct(record.commit for record in records)),
+        ("Training data", distinct(data)),
+        ("Started (UTC)", started[0] if len(set(started)) < 2 else f"{started[0]} to {started[-1]}" if started else ""),
+    ]
+    return [(label, text) for label, text in facts if text]
+
+
+def terminal_table(rows: Sequence[Row]) -> RichTable:
+    """The compact table `burst run` ends with: one line per trial, in the order of results.csv."""
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    columns: list[tuple[str, Callable[[Row], Any], Callable[[Any], str]]] = [
+        ("task", lambda row: row["task"], str),
+        ("tokens", lambda row: row["seq_len"], format_length),
+        ("parallel", lambda row: panel_name(panel_of(row)), str),
+        ("step ms", lambda row: row["step_seconds_median"], significant(3, 1e3)),
+        ("tok/s/GPU", lambda row: row["tokens_per_gpu_per_second"], significant(4)),
+        ("TFLOP/s", lambda row: row["tflops_per_gpu"], significant(3)),
+        ("MFU %", lambda row: row["mfu"], significant(3, 100)),
+        ("peak GiB", lambda row: row["peak_memory_gib"], significant(3)),
+        ("loss", lambda row: row["loss"], significant(6)),
+    ]
+    shown = [column for column in columns if any(column[1](row) is not None for row in rows)]
+    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("method", overflow="fold")  # gives way first: an ablation's names are long
+    for header, _, _ in shown:
+        table.add_column(header, justify="left" if header in ("task", "parallel") else "right", no_wrap=True)
+    table.add_column("status", overflow="fold")
+    for row, name in zip(rows, series_names(rows), strict=True):
+        ok = row["status"] == "ok"
+        style = "green" if ok else "yellow" if row["status"] == "refused" else "red"
+        # Text, not str: a reason may hold brackets, which rich would read as markup.
+        status = Text(row["status"] if ok else f"{row['status']}: {row['reason'] or 'no reason recorded'}", style=style)
+        cells = [form(value) if (value := read(row)) is not None else "" for _, read, form in shown]
+        table.add_row(Text(name), *map(Text, cells), status)
+    return table
+
+
+def distinct(values: Iterable[str]) -> str:
+    """The different values in their order, in one line; empty ones are left out."""
+    return "; ".join(dict.fromkeys(value for value in values if value))
+
+
+def _unique_names(paths: Sequence[Path]) -> list[str]:
+    """Shortest endings of the paths that tell them apart."""
+    for depth in range(1, max((len(path.parts) for path in paths), default=1) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(paths):
+            return names
+    raise AssertionError("distinct paths have distinct parts")
+
+
+def _suffixes(groups: Sequence[Sequence[Row]]) -> list[str]:
+    """File name endings that tell set-ups apart by the keys in which they differ; empty for a single one."""
+    if len(groups) < 2:
+        return [""] * len(groups)
+    names = ("run", "experiment", "task", "model", "dtype", "mask")
+    differing = [name for name in names if len({group[0][name] for group in groups}) > 1]
+    slugs = ["-".join(_slug(str(group[0][name])) for name in differing) for group in groups]
+    # Set-ups may differ in what makes no readable name (two inline models of one name): those are numbered.
+    repeated = len(set(slugs)) < len(slugs)
+    return [f"-{slug}-{number}" if repeated else f"-{slug}" for number, slug in enumerate(slugs, start=1)]
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_") or "x"

@@ -1,0 +1,164 @@
+"""Records as rows: one flat dict per trial, and results.csv.
+
+A row holds the contract's columns, every setting under its dotted name (`checkpoint.tail`, `model.layers`), and what
+each `auto` became (`chosen_kernel`). None means absent and becomes an empty cell; the status and reason say why.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, get_args
+
+from engine.atomic import write_atomic
+from engine.settings import Task, TrialSettings, to_json
+from harness.metrics.throughput import metrics_of
+from harness.records.record import Record
+
+Row = dict[str, Any]
+
+# Columns other people's scripts rely on, in their order; settings and extras follow.
+COLUMNS: tuple[str, ...] = (
+    "trial_id", "experiment", "task", "method", "system", "model", "seq_len", "world_size", "cp_size", "dp_size",
+    "nodes", "gpu", "dtype", "status", "reason", "samples", "step_seconds_median", "step_seconds_iqr",
+    "forward_seconds_median", "tokens_per_gpu_per_second", "tflops_per_gpu", "mfu", "mfu_ceiling", "hfu",
+    "peak_memory_gib", "peak_reserved_gib", "sent_gib_per_gpu", "loss", "grad_norm", "seed", "commit",
+)  # fmt: skip
+
+_NO_COLUMN = ("model.name", "model.note")  # the one is column `model`, the other no setting
+_SETTINGS = frozenset(field.name for field in fields(TrialSettings))
+_TASKS = get_args(Task)
+
+# Order of methods in tables, legends and palettes: ours, then the systems it is compared with, then the rest by name.
+METHOD_ORDER: tuple[str, ...] = (
+    "burst", "ring", "megatron_cp", "megatron_tp", "ulysses", "loongtrain_double_ring", "loongtrain_usp", "torch_cp",
+    "flash_1gpu",
+)  # fmt: skip
+
+
+def row_of(record: Record, run: str = "") -> Row:
+    """One trial as a row; `run` names the run it belongs to, since only trials of one run may be compared in speed.
+
+    Lists (`loss_by_step`, `grad_norm_by_step`) are there for figures and stay out of results.csv.
+    """
+    settings, measured = record.settings, record.measurement
+    row: Row = dict.fromkeys(COLUMNS)
+    row.update(
+        trial_id=record.trial_id,
+        experiment=record.experiment,
+        system=record.system,
+        model=settings.model.name,
+        dp_size=settings.dp_size,
+        nodes=len(set(record.hosts)) * settings.emulate_nodes or None,
+        gpu=record.gpu or None,
+        status=record.status,
+        reason=record.reason or None,
+        commit=record.commit or None,
+    )
+    row.update(to_json(metrics_of(record)))
+    row.update((name, value) for name, value in flatten(to_json(settings)).items() if name not in _NO_COLUMN)
+    if measured is not None:
+        row.update((f"chosen_{name}", value) for name, value in measured.chosen.items())
+        row.update((f"extra_{name}", value) for name, value in flatten(measured.extra).items())
+    row.update(
+        run=run,
+        title=record.title,
+        launcher=record.launcher or None,
+        attempts=record.attempts,
+        wall_seconds=record.wall_seconds or None,
+        ranks_turn=record.ranks_turn or None,
+        started_at=record.started_at or None,
+        loss_by_step=list(measured.loss) if measured and record.status == "ok" else [],
+        grad_norm_by_step=list(measured.grad_norm) if measured and record.status == "ok" else [],
+    )
+    return row
+
+
+def rows_of(records: Iterable[Record], run: str = "") -> list[Row]:
+    """All records as rows in the order tables and figures show them, whatever order they finished in."""
+    return in_order(row_of(record, run) for record in records)
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """Rows in that order."""
+    return sorted(rows, key=_order)
+
+
+def columns_of(rows: Sequence[Row]) -> list[str]:
+    """The contract's columns, then every scalar column any row has: settings, choices and extras."""
+    seen = dict.fromkeys(COLUMNS)
+    for row in rows:
+        seen.update(dict.fromkeys(name for name, value in row.items() if not isinstance(value, list)))
+    return list(seen)
+
+
+def write_results(path: Path, rows: Sequence[Row]) -> Path:
+    """Write results.csv whole or not at all; floats keep all digits, absent values are empty cells."""
+    columns = columns_of(rows)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([cell(row.get(name)) for name in columns] for row in rows)
+    return write_atomic(path, text.getvalue())
+
+
+def cell(value: object) -> str:
+    """A value as a CSV cell: empty when absent, true/false, all digits of a float."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names; a list becomes its JSON text, so that every value fits one cell."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = json.dumps(value) if isinstance(value, list | tuple) else value
+    return flat
+
+
+def method_rank(method: str) -> tuple[int, str]:
+    """Sort key of a method: its place in METHOD_ORDER (`x_upstream` after `x`), unknown ones last by name."""
+    base = method.removesuffix("_upstream")
+    return (METHOD_ORDER.index(base) if base in METHOD_ORDER else len(METHOD_ORDER), method)
+
+
+def setting_names(row: Row) -> list[str]:
+    """Columns of `row` that hold settings, nested ones by their dotted names, in sorted order."""
+    return list(_settings_among(tuple(row)))
+
+
+@lru_cache(maxsize=1024)
+def _settings_among(columns: tuple[str, ...]) -> tuple[str, ...]:
+    """Kept, because thousands of rows have the same columns."""
+    return tuple(sorted(name for name in columns if name.split(".")[0] in _SETTINGS))
+
+
+def sortable(value: object) -> tuple[bool, float, str]:
+    """Sort key for values of mixed types: numbers by size, then everything else by its text."""
+    number = isinstance(value, int | float)
+    return (not number, float(value) if isinstance(value, int | float) else 0.0, str(value))
+
+
+def _order(row: Row) -> tuple[Any, ...]:
+    return (
+        row["experiment"],
+        _TASKS.index(row["task"]),
+        row["model"],
+        row["dtype"],
+        row["seq_len"],
+        row["cp_size"],
+        row["world_size"],
+        method_rank(row["method"]),
+        [sortable(row[name]) for name in setting_names(row)],
+    )

@@ -1,0 +1,123 @@
+"""Reports of all runs below a directory as one site: a page for each run, and an index that links them."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from urllib.parse import quote
+
+from engine.atomic import write_atomic
+from harness.base.errors import UsageError
+from harness.base.writable import make_writable
+from harness.records.record import RECORD_FILE, Record
+from harness.report.page import checked_formats, distinct, read_runs, template, write_report_of
+from harness.report.results import Row
+
+INDEX_FILE = "index.html"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One run of the index. `link` is empty where the run has no page, and `problem` says why."""
+
+    folder: str  # of the run, below the site's root
+    link: str = ""
+    title: str = ""
+    hardware: str = ""
+    records: int = 0
+    statuses: Sequence[tuple[str, int]] = field(default_factory=tuple)
+    started: str = ""
+    commit: str = ""
+    problem: str = ""
+
+
+def runs_below(directory: Path) -> list[Path]:
+    """Directories below `directory` that hold records, in order; empty when it is itself a run, or there are none."""
+    if _is_run(directory):
+        return []
+    return sorted(_walk(directory))
+
+
+def write_site(
+    root: Path,
+    out: Path,
+    formats: Iterable[str] = ("html",),
+    *,
+    set_bad_aside: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[Path, list[str]]:
+    """Write the report of every run below `root` to the same place below `out`, and an index of them.
+
+    Returns the index, and a sentence about every run whose records cannot be read; the index shows it as well. Raises
+    UsageError when no run is there, for an unknown format, and when `out` cannot be written.
+    """
+    runs = runs_below(root)
+    if not runs:
+        raise UsageError(f"no run below {root}; name a directory that holds directories `burst run` left")
+    make_writable(out)
+    wanted = checked_formats({"html", *formats})
+    entries = []
+    for run in runs:
+        try:
+            records, rows = read_runs([run], set_bad_aside=set_bad_aside, say=say)
+        except UsageError as error:
+            entries.append(Entry(folder=run.relative_to(root).as_posix(), problem=str(error)))
+        else:
+            if records:
+                entries.append(_entry(records, rows, run.relative_to(root), out, wanted))
+    groups = [(name, list(members)) for name, members in groupby(entries, key=_group)]
+    text = template("index.html.j2").render(
+        title=f"Reports of {root.resolve().name}",
+        groups=groups,
+        records=sum(entry.records for entry in entries),
+        runs=len(entries),
+    )
+    return write_atomic(out / INDEX_FILE, text), [entry.problem for entry in entries if entry.problem]
+
+
+def _entry(records: Sequence[Record], rows: Sequence[Row], folder: Path, out: Path, formats: frozenset[str]) -> Entry:
+    """Write one run's report; returns its line of the index."""
+    page = write_report_of(records, rows, out / folder, formats, index="../" * len(folder.parts) + INDEX_FILE)
+    return Entry(
+        folder=folder.as_posix(),
+        link=quote(page.relative_to(out).as_posix()),
+        title=distinct(record.title or record.experiment for record in records),
+        hardware=distinct(record.gpu for record in records),
+        records=len(records),
+        statuses=_statuses(records),
+        started=_dates(records),
+        commit=distinct(record.commit for record in records),
+    )
+
+
+def _statuses(records: Sequence[Record]) -> list[tuple[str, int]]:
+    counts = Counter(record.status for record in records)
+    return sorted(counts.items(), key=lambda item: (item[0] != "ok", item[0]))
+
+
+def _dates(records: Sequence[Record]) -> str:
+    """The day of the first and of the last start, in UTC."""
+    days = sorted({record.started_at[:10] for record in records if record.started_at})
+    return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""
+
+
+def _group(entry: Entry) -> str:
+    """The folder that a run lies in, which published records have one of per kind of hardware."""
+    return entry.folder.rpartition("/")[0]
+
+
+def _is_run(directory: Path) -> bool:
+    return any(directory.glob(f"trials/*/{RECORD_FILE}"))
+
+
+def _walk(directory: Path) -> Iterator[Path]:
+    """Runs below a directory; neither links nor hidden folders are followed, and a run holds no others."""
+    for folder, names, _ in os.walk(directory):
+        if _is_run(Path(folder)):
+            yield Path(folder)
+            names.clear()
+        names[:] = [name for name in names if not name.startswith(".")]

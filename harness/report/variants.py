@@ -1,0 +1,119 @@
+"""What tells rows apart: the set-up a figure is about, the panel and series a row belongs to, and their names.
+
+A sweep may vary anything. Method, sequence length and parallel sizes have their own place in a figure; every other
+setting that varies becomes part of a series' name, so that two bars with different settings never look alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import PurePath
+from typing import Any
+
+from harness.report.results import Row, method_rank, setting_names, sortable
+
+# Settings that have a place of their own: set-up, panel, horizontal axis, colour; and the seed, over which we pool.
+_PLACED = frozenset({"task", "model", "dtype", "mask", "cp_size", "tp_size", "world_size", "seq_len", "method", "seed"})
+
+Setup = tuple[Any, ...]
+
+
+def setup_of(row: Row) -> Setup:
+    """Key of the rows one figure shows together: one run, experiment, task, model shape, dtype and mask."""
+    shape = tuple((name, row[name]) for name in _model_columns(tuple(row)))
+    return (row["run"], row["experiment"], row["task"], row["model"], row["dtype"], row["mask"], shape)
+
+
+@lru_cache(maxsize=1024)
+def _model_columns(columns: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted(name for name in columns if name.startswith("model.")))
+
+
+@lru_cache(maxsize=1024)
+def _unplaced_settings(columns: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the columns, in sorted order, settings that have no place of their own."""
+    names = setting_names(dict.fromkeys(columns))
+    return tuple(name for name in names if name.split(".")[0] not in _PLACED)
+
+
+def setups_of(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows split by set-up, in order of first appearance."""
+    groups: dict[Setup, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(setup_of(row), []).append(row)
+    return list(groups.values())
+
+
+def setup_name(rows: Sequence[Row]) -> str:
+    """The set-up of `rows` in words: model, dtype, mask and device."""
+    first = rows[0]
+    devices = sorted({row["gpu"] for row in rows if row["gpu"]}) or ["unknown device"]
+    return " · ".join([f"model {first['model']}", first["dtype"], f"{first['mask']} mask", *devices])
+
+
+def models_of(rows: Sequence[Row]) -> list[str | None]:
+    """Model and dtype of every row, in order, where the rows have several; a table without a need has no column."""
+    several = len({row["model"] for row in rows}) > 1 or len({row["dtype"] for row in rows}) > 1
+    return [f"{row['model']} {row['dtype']}" if several else None for row in rows]
+
+
+def masks_of(rows: Sequence[Row]) -> list[str | None]:
+    """Mask of every row, likewise."""
+    several = len({row["mask"] for row in rows}) > 1
+    return [row["mask"] if several else None for row in rows]
+
+
+def varying_settings(rows: Iterable[Row]) -> list[str]:
+    """Names of the settings that differ between `rows` and have no place of their own, sorted."""
+    values: dict[str, set[Any]] = {}
+    for row in rows:
+        for name in _unplaced_settings(tuple(row)):
+            values.setdefault(name, set()).add(row[name])
+    return [name for name, seen in values.items() if len(seen) > 1]
+
+
+def series_name(row: Row, varying: Sequence[str]) -> str:
+    """Method, and what else distinguishes the series: `burst, kernel cudnn`."""
+    return ", ".join([row["method"], *(_setting_text(name, row.get(name)) for name in varying)])
+
+
+def series_of(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """Rows split by series: methods in their usual order, variants of one method in the order of their settings."""
+    varying = varying_settings(rows)
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(series_name(row, varying), []).append(row)
+
+    def order(item: tuple[str, list[Row]]) -> tuple[Any, ...]:
+        first = item[1][0]
+        return (method_rank(first["method"]), [sortable(first.get(name)) for name in varying])
+
+    return sorted(groups.items(), key=order)
+
+
+def panel_of(row: Row) -> tuple[int, int, int]:
+    """Key of the panel a row is drawn in: its parallel sizes."""
+    return (row["cp_size"], row["tp_size"], row["world_size"])
+
+
+def panel_name(panel: tuple[int, int, int]) -> str:
+    """The parallel sizes in words: `CP 4`, with TP when used and the ranks when there are data-parallel replicas."""
+    cp_size, tp_size, world_size = panel
+    name = f"CP {cp_size}" if tp_size == 1 else f"CP {cp_size} × TP {tp_size}"
+    return name if world_size == cp_size * tp_size else f"{name}, {world_size} ranks"
+
+
+def pooled(rows: Iterable[Row], column: str) -> float | None:
+    """Median of `column` over the rows of one point that have it (several seeds, say); None when none has."""
+    values = [row[column] for row in rows if row.get(column) is not None]
+    return float(statistics.median(values)) if values else None
+
+
+def _setting_text(name: str, value: object) -> str:
+    short = name.rsplit(".", 1)[-1]
+    if isinstance(value, bool):
+        return f"{short} {'on' if value else 'off'}"
+    # A path names a data file; its last part tells it apart well enough in a legend.
+    return f"{short} {PurePath(value).name if name == 'data' and isinstance(value, str) else value}"

@@ -1,0 +1,182 @@
+"""The directory one `burst run` fills: who may write to it, what is kept of earlier runs, and where things are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from cluster.files.file_lock import try_lock
+from engine.measurement import write_json
+from engine.plain_json import read_json
+from harness.base.errors import UsageError
+from harness.base.writable import make_writable
+from harness.records.record import RECORD_FILE, Record, read_record
+
+RUN_FILE = "run.json"
+LOCK_FILE = ".lock"
+TRIAL_FILE = "trial.json"
+RESULTS_FILE = "results.csv"
+ATTEMPTS_DIRECTORY = "attempts"
+RUN_FACTS = frozenset({"experiment", "trials", "started_at"})  # of run.json, those that readers rely on
+
+
+class RunDirectory:
+    """DIR of `burst run --out DIR`. Reading needs no lock; `opened_for_writing` gives one to those who write."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.results = path / RESULTS_FILE
+
+    def trial(self, trial_id: str) -> Path:
+        return self.path / "trials" / trial_id
+
+    def record(self, trial_id: str) -> Record | None:
+        """The record of a finished trial, or None. Raises ValueError when it cannot be used."""
+        path = self.trial(trial_id) / RECORD_FILE
+        return read_record(path) if os.path.lexists(path) else None
+
+    def describe(self, **facts: Any) -> None:
+        """Leave run.json: what was planned, for `burst status` and for whoever finds the directory."""
+        write_json(self.path / RUN_FILE, facts)
+
+    def description(self) -> dict[str, Any]:
+        """run.json. Raises UsageError when this is not the directory of a run."""
+        try:
+            value = read_json(self.path / RUN_FILE)
+        except (OSError, ValueError) as error:
+            found = error.strerror if isinstance(error, OSError) else "not readable as JSON"
+            raise UsageError(
+                f"{self.path} is not the directory of a run ({RUN_FILE}: {found}); "
+                "name one that `burst run` left, such as results/runs/quickstart"
+            ) from error
+        if not _describes_a_run(value):
+            raise UsageError(f"{self.path / RUN_FILE} does not describe a run; run it again with --resume to mend it")
+        description: dict[str, Any] = value
+        return description
+
+    def in_use(self) -> bool:
+        """Whether a `burst run` is writing to it now."""
+        try:
+            with open(self.path / LOCK_FILE, encoding="utf-8", errors="replace") as file:
+                locked = try_lock(file, shared=True)
+                return locked is False or (locked is None and not _holder_ended(file))
+        except FileNotFoundError:
+            return False
+
+    def begin_attempt(self, trial_id: str) -> int:
+        """Empty the trial directory, moving what is there to attempts/<n>; returns the coming attempt's number."""
+        trial_dir = self.trial(trial_id)
+        trial_dir.mkdir(parents=True, exist_ok=True)
+        archive = trial_dir / ATTEMPTS_DIRECTORY
+        left = [path for path in trial_dir.iterdir() if path != archive]
+        number = next_attempt(archive)
+        if left:
+            (archive / str(number)).mkdir(parents=True)
+            # The record last: should we be stopped half-way, the trial still counts as finished.
+            for path in sorted(left, key=lambda path: path.name == RECORD_FILE):
+                path.rename(archive / str(number) / path.name)
+            number += 1
+        return number
+
+
+@contextlib.contextmanager
+def opened_for_writing(
+    path: Path, *, resume: bool, marker: str = RUN_FILE
+) -> Iterator[tuple[RunDirectory, Path | None]]:
+    """Hold DIR against other runs. Yields it, and where an earlier run went that was not to be resumed (else None).
+
+    `marker` is the file that makes a directory one of a run of this kind. Raises UsageError when another run holds DIR,
+    when there is nothing to resume, or when DIR holds something that is not a run: that is neither overwritten nor
+    moved.
+    """
+    is_run = os.path.exists(path / marker)
+    if resume and not is_run:
+        raise UsageError(f"{path} holds no run to resume; leave --resume out, or name its directory with --out")
+    make_writable(path)
+    if not is_run and any(entry.name != LOCK_FILE for entry in path.iterdir()):
+        raise UsageError(f"{path} holds files that are not a run; give --out a new or an empty directory")
+
+    moved: Path | None = None
+    if is_run and not resume:
+        if path.resolve() == Path.cwd():
+            raise UsageError(
+                f"{path} is the working directory, so the run in it is not moved aside; start from elsewhere"
+            )
+        with _lock(path):
+            moved = free_name(path)
+            make_writable(moved.parent)
+            path.rename(moved)
+        make_writable(path)
+    with _lock(path):
+        yield RunDirectory(path), moved
+
+
+@contextlib.contextmanager
+def _lock(directory: Path) -> Iterator[None]:
+    """An advisory lock that the kernel drops when its holder dies, however that happens.
+
+    On a file system that has none (Lustre and NFS may be mounted so), what the file says of its holder stands for it.
+    """
+    path = directory / LOCK_FILE
+    with open(path, "a+", encoding="utf-8") as file:
+        locked = try_lock(file)
+        still_there = path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+        # Held, or moved away with its directory between opening and locking.
+        if not still_there or not (locked or (locked is None and _holder_ended(file))):
+            file.seek(0)
+            raise UsageError(
+                f"{directory} is in use by another burst run ({file.read().strip() or 'unknown'}); "
+                + (f"its file system has no locks, so remove {path} if that run has ended, " if locked is None else "")
+                + "wait for it, or give --out another directory"
+            )
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # whatever ends the run is said, not this
+                file.truncate(0)
+
+
+def _holder_ended(file: IO[str]) -> bool:
+    """Whether the process that a lock file names is gone, as far as this machine can tell."""
+    file.seek(0)
+    words = file.read().split()
+    if len(words) != 4:
+        return True  # its holder emptied it
+    _, process, _, host = words
+    return host == socket.gethostname() and (process == str(os.getpid()) or not Path("/proc", process).exists())
+
+
+def next_attempt(archive: Path) -> int:
+    """The number after the highest below `archive`: earlier ones may have been removed."""
+    names = (path.name for path in archive.iterdir()) if archive.exists() else ()
+    return 1 + max((int(name) for name in names if name.isascii() and name.isdecimal()), default=0)
+
+
+def _describes_a_run(value: Any) -> bool:
+    if not isinstance(value, dict) or not value.keys() >= RUN_FACTS:
+        return False
+    trials = value["trials"]
+    names = isinstance(trials, list) and all(isinstance(name, str) and _is_name(name) for name in trials)
+    return names and all(isinstance(value[fact], str) for fact in RUN_FACTS - {"trials"})
+
+
+def _is_name(text: str) -> bool:
+    return text not in ("", "..") and Path(text).name == text
+
+
+def free_name(path: Path) -> Path:
+    """A name beside `path` that nothing has, for what is moved aside."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for number in range(1, 1000):
+        candidate = path.with_name(f"{path.name}.{stamp}" + (f"-{number}" if number > 1 else ""))
+        if not candidate.exists():
+            return candidate
+    raise AssertionError(f"a thousand runs in one second beside {path}")

@@ -1,0 +1,125 @@
+"""What a user sees while trials run: a live line on a terminal, plain lines in a log file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from cluster.files.shown import shown_value
+from harness.records.record import Record
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from harness.spec.trial import Trial
+
+STYLES = {"ok": "green", "refused": "yellow", "oom": "yellow", "host_oom": "yellow", "interrupted": "yellow"}
+
+
+class ProgressView(Protocol):
+    """Told of every trial in order; shows it."""
+
+    def begin(self, total: int) -> None:
+        """Before the first of `total` trials."""
+        ...
+
+    def trial_began(self, trial: Trial) -> None: ...
+
+    def step(self, line: dict[str, object]) -> None:
+        """One line of the running trial's progress.jsonl."""
+        ...
+
+    def trial_ended(self, record: Record, *, kept: bool = False) -> None:
+        """`kept`: the record is of an earlier run and nothing was executed."""
+        ...
+
+    def end(self) -> None:
+        """After the last trial, or when it all stops early."""
+        ...
+
+
+def view_for(console: Console) -> ProgressView:
+    """The view that suits where the console writes."""
+    return LiveView(console) if console.is_terminal else PlainView(console)
+
+
+class PlainView:
+    """One line per finished trial, for logs and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._total = self._done = 0
+
+    def begin(self, total: int) -> None:
+        self._total = total
+
+    def trial_began(self, trial: Trial) -> None:
+        pass
+
+    def step(self, line: dict[str, object]) -> None:
+        pass
+
+    def trial_ended(self, record: Record, *, kept: bool = False) -> None:
+        self._done += 1
+        self._console.print(
+            f"[{self._done}/{self._total}] {describe(record, kept)}", markup=False, highlight=False, soft_wrap=True
+        )
+
+    def end(self) -> None:
+        pass
+
+
+class LiveView:
+    """A bar over all trials with the running one's last step, above it the finished ones that need a word."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.table import Column
+
+        self._console = console
+        self._progress = Progress(
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),  # where it is narrow the bar gives way, not these
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[trial]}", markup=False),
+            TextColumn("{task.fields[step]}", style="cyan", markup=False),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("", total=None, trial="", step="")
+
+    def begin(self, total: int) -> None:
+        self._progress.update(self._task, total=total)
+        self._progress.start()
+
+    def trial_began(self, trial: Trial) -> None:
+        self._progress.update(self._task, trial=shown_value(trial.id), step="starting")
+
+    def step(self, line: dict[str, object]) -> None:
+        self._progress.update(self._task, step=shown_value(describe_step(line)))
+
+    def trial_ended(self, record: Record, *, kept: bool = False) -> None:
+        self._progress.update(self._task, trial="", step="")
+        self._progress.advance(self._task)
+        self._progress.console.print(
+            describe(record, kept), style=STYLES.get(record.status, "red"), markup=False, highlight=False
+        )
+
+    def end(self) -> None:
+        self._progress.stop()
+
+
+def describe(record: Record, kept: bool = False) -> str:
+    """One finished trial in a line."""
+    time = "kept from before" if kept else f"{record.wall_seconds:.1f} s"
+    return f"{record.trial_id}  {record.status}  {time}" + (f"  {record.reason}" if record.reason else "")
+
+
+def describe_step(line: dict[str, object]) -> str:
+    """One line of progress.jsonl for a reader; keys that are missing are left out."""
+    parts = [f"step {line.get('step', '?')}/{line.get('of', '?')}"]
+    loss, seconds = line.get("loss"), line.get("seconds")
+    if isinstance(loss, int | float):
+        parts.append(f"loss {loss:.4f}")
+    if isinstance(seconds, int | float):
+        parts.append(f"{seconds:.2f} s")
+    return "  ".join(parts)

@@ -1,0 +1,249 @@
+"""Experiment files: strict YAML in, one frozen `Experiment` out. `docs/experiments.md` lists every key.
+
+A file is a stack of layers - the base, one scale, each `--set` - and a later layer wins. Inside a layer a setting is
+either swept or fixed; a later layer may turn one into the other. Which settings exist, their types and ranges come from
+`engine.settings`, so a new setting needs no line here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.files.document import Node, merge, read_yaml
+from engine.settings import Steps, Task
+from harness.base.errors import UsageError, nearest, one_of
+from harness.spec.models import model_name
+from harness.spec.schema import build, check_keys, convert
+from harness.spec.setting import SETTINGS, overriding, read_setting
+
+# Decided by sections of their own rather than under sweep or fixed; `model` may be swept as well.
+SECTION_OF = {"task": "task", "seed": "seeds", "model": "model", "steps": "steps"} | {
+    f"steps.{field.name}": "steps" for field in dataclasses.fields(Steps)
+}
+REFERENCES = ("paper",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a trial may take."""
+
+    trial_seconds: float = 1200.0  # wall time, start-up included
+    share_ranks: bool = False  # may be given to the ranks of the trial before it, where it needs the same ones
+
+    def __post_init__(self) -> None:
+        if self.trial_seconds <= 0:
+            raise ValueError(f"limits.trial_seconds is {self.trial_seconds:g}; expected a number above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experiment:
+    """One question, ready to be planned: its scale and the command line are already laid over it.
+
+    Keys of `sweep`, `fixed` and `exclude` are settings by dotted name (`seq_len`, `checkpoint.tail`); values have the
+    setting's type, models are shapes. An `exclude` entry drops the trials that match all its keys.
+    """
+
+    name: str  # the file's stem
+    title: str
+    path: Path
+    scale: str | None
+    tasks: tuple[Task, ...]
+    sweep: Mapping[str, tuple[Any, ...]]  # in the order of the file
+    exclude: tuple[Mapping[str, tuple[Any, ...]], ...]
+    fixed: Mapping[str, Any]
+    steps: Steps
+    seeds: tuple[int, ...]
+    limits: Limits
+    reference: Mapping[str, str]
+
+
+def load_experiment(path: str | Path, scale: str | None = None, overrides: Sequence[str] = ()) -> Experiment:
+    """Read an experiment file at one of its scales, with `key.path=value` overrides on top.
+
+    All scales are checked, asked for or not. Raises UsageError: one sentence with file and line, what was found, what
+    was expected and what to do.
+    """
+    path = Path(path)
+    entries = dict(read_yaml(path, "experiment file").mapping("the experiment"))
+    scales = entries.pop("scales", Node({}, str(path))).mapping("scales")
+    base = _layer(Node(entries, str(path)), "the experiment")
+    layers = {name: _stack(base, _layer(node, f"scale {name}")) for name, node in scales.items()}
+
+    if scale is not None and scale not in layers:
+        hint = nearest(scale, layers) if layers else "the file has none; leave --scale out"
+        raise UsageError(f"{path}: unknown scale {scale}; {hint}")
+    for name, layer in [(None, base), *layers.items()]:
+        _read(layer, path, name)
+
+    chosen = base if scale is None else layers[scale]
+    for override in overrides:
+        chosen = _stack(chosen, _layer(_override(override), "--set"))
+    return _read(chosen, path, scale)
+
+
+# Layers: mappings of sections in which sweep and fixed are flat, so that two of them can be laid over each other.
+
+_SETTABLE = [key for key in SETTINGS if key not in SECTION_OF]
+_SECTIONS = ("title", "task", "model", "sweep", "exclude", "fixed", "steps", "seeds", "limits", "reference")
+
+
+def _layer(node: Node, what: str) -> Node:
+    """Check a layer's keys, flatten its sweep and fixed to dotted keys, and refuse a setting in both."""
+    entries = node.mapping(what)
+    for key, entry in entries.items():
+        if key in _SETTABLE:
+            raise UsageError(f"{entry.place}: {key} is a setting; write it as fixed.{key} or sweep.{key}")
+    check_keys(entries, (*_SECTIONS, "scales") if what == "the experiment" else _SECTIONS, what)
+    sweep = _settings(entries.get("sweep"), "sweep", (*_SETTABLE, "model"))
+    fixed = _settings(entries.get("fixed"), "fixed", _SETTABLE)
+    for key, swept in sweep.items():
+        other = entries.get("model") if key == "model" else fixed.get(key)
+        if other is not None:
+            raise UsageError(f"{swept.place}: {key} is swept, but {other.place} gives it one value; keep one")
+    flat = {"sweep": Node(sweep, node.place), "fixed": Node(fixed, node.place)}
+    return Node(entries | flat, node.place)
+
+
+def _settings(node: Node | None, section: str, known: Sequence[str]) -> dict[str, Node]:
+    """Entries of sweep or fixed by dotted key: `checkpoint: {tail: 0}` and `checkpoint.tail: 0` are the same."""
+    if node is None:
+        return {}
+    flat: dict[str, Node] = {}
+
+    def visit(entries: dict[str, Node], prefix: str) -> None:
+        for name, entry in entries.items():
+            key = prefix + name
+            if isinstance(entry.value, dict) and any(setting.startswith(f"{key}.") for setting in known):
+                visit(entry.value, f"{key}.")
+            elif key in SECTION_OF and key not in known:
+                raise UsageError(f"{entry.place}: {key} does not belong in {section}; write it as {SECTION_OF[key]}")
+            elif key not in known and (inner := [setting for setting in known if setting.startswith(f"{key}.")]):
+                raise UsageError(f"{entry.place}: {key} is {entry.describe()}; it has the settings {one_of(inner)}")
+            elif key not in known:
+                raise UsageError(f"{entry.place}: unknown setting {key} in {section}; {nearest(key, known)}")
+            elif key in flat:
+                raise UsageError(f"{entry.place}: {section}.{key} was already given at {flat[key].place}; keep one")
+            else:
+                flat[key] = entry
+
+    visit(node.mapping(section), "")
+    return flat
+
+
+def _stack(base: Node, over: Node) -> Node:
+    """Lay one layer over another: what the upper sweeps is no longer fixed below, and the reverse."""
+    lower, upper = base.mapping("base"), over.mapping("over")
+    swept, fixed = upper["sweep"].mapping("sweep"), upper["fixed"].mapping("fixed")
+    now_fixed = fixed.keys() | ({"model"} & upper.keys())
+    kept = {
+        key: node for key, node in lower.items() if not (key == "model" and "model" in swept)
+    } | {
+        "sweep": _without(lower["sweep"], now_fixed),
+        "fixed": _without(lower["fixed"], swept.keys()),
+    }  # fmt: skip
+    return merge(Node(kept, base.place), over)
+
+
+def _without(node: Node, keys: typing.AbstractSet[str]) -> Node:
+    return Node({key: value for key, value in node.mapping("settings").items() if key not in keys}, node.place)
+
+
+def _override(text: str) -> Node:
+    """One `key.path=value` as a layer."""
+    first, node = overriding(text, "fixed.dtype=fp32")
+    if first == "scales":
+        raise UsageError(
+            f"{node.place}: scales cannot be set here; choose one with --scale and set the keys it decides"
+        )
+    return node
+
+
+# Reading a finished stack of layers.
+
+
+def _read(layer: Node, path: Path, scale: str | None) -> Experiment:
+    entries = layer.mapping("the experiment")
+    where = f"{path} at scale {scale}" if scale else str(path)
+
+    sweep = {
+        key: tuple(read_setting(item, key, path.parent) for item in _listed(node, f"sweep.{key}"))
+        for key, node in entries["sweep"].mapping("sweep").items()
+    }
+    fixed = {key: read_setting(node, key, path.parent) for key, node in entries["fixed"].mapping("fixed").items()}
+    if "model" in entries:
+        fixed = {"model": read_setting(entries["model"], "model", path.parent)} | fixed
+    for key in ("model", "method", "seq_len"):
+        if key not in sweep and key not in fixed:
+            choice = "model" if key == "model" else f"fixed.{key}"
+            raise UsageError(f"{where}: no {key} is given; add {choice} or sweep.{key}")
+
+    if "task" not in entries:
+        raise UsageError(f"{where}: no task is given; add task: train, attention, lm_head or a list of them")
+    tasks = [convert(item, Task, "task") for item in _listed(entries["task"], "task")]
+    seeds = [_seed(item) for item in _listed(entries["seeds"], "seeds")] if "seeds" in entries else [0]
+    return Experiment(
+        name=path.stem,
+        title=convert(entries["title"], str, "title") if "title" in entries else path.stem,
+        path=path,
+        scale=scale,
+        tasks=tuple(dict.fromkeys(tasks)),
+        sweep=sweep,
+        exclude=_exclude(entries.get("exclude"), path),
+        fixed=fixed,
+        steps=build(Steps, entries["steps"], "steps") if "steps" in entries else Steps(),
+        seeds=tuple(dict.fromkeys(seeds)),
+        limits=build(Limits, entries["limits"], "limits") if "limits" in entries else Limits(),
+        reference=_reference(entries.get("reference")),
+    )
+
+
+def _listed(node: Node, what: str) -> list[Node]:
+    """The values to run through: those of a list, or a single one."""
+    if node.value == []:
+        raise UsageError(f"{node.place}: {what} is an empty list; give at least one value")
+    return node.items()
+
+
+def _seed(node: Node) -> int:
+    seed: int = convert(node, int, "seeds")
+    if seed < 0:
+        raise UsageError(f"{node.place}: seeds has {seed}; give numbers of at least 0")
+    return seed
+
+
+def _exclude(node: Node | None, path: Path) -> tuple[Mapping[str, tuple[Any, ...]], ...]:
+    """Entries of `exclude`; a list as a value means any of its members. A model is named, not described."""
+    if node is None:
+        return ()
+    if not isinstance(node.value, list):
+        raise UsageError(f"{node.place}: exclude is {node.describe()}; expected a list of mappings")
+    known = (*_SETTABLE, "model", "task", "seed")
+    entries = []
+    for item in node.value:
+        matches = item.mapping("an entry of exclude")
+        if not matches:
+            raise UsageError(f"{item.place}: an empty entry of exclude matches every trial; name settings")
+        check_keys(matches, known, "exclude")
+        entries.append({key: tuple(_excluded(one, key, path) for one in _listed(value, f"exclude.{key}"))
+                        for key, value in matches.items()})  # fmt: skip
+    return tuple(entries)
+
+
+def _excluded(node: Node, key: str, path: Path) -> Any:
+    if key == "model":
+        return model_name(convert(node, str, "model"), path.parent)
+    return convert(node, SETTINGS[key], key) if key in ("task", "seed") else read_setting(node, key, path.parent)
+
+
+def _reference(node: Node | None) -> dict[str, str]:
+    """What the results are to be put beside: `paper` names an experiment of the paper."""
+    if node is None:
+        return {}
+    entries = node.mapping("reference")
+    check_keys(entries, REFERENCES, "reference")
+    return {key: convert(value, str, key) for key, value in entries.items()}

@@ -1,0 +1,62 @@
+"""Model shapes by name, from `experiments/models/`, or written inline in an experiment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster.files.document import Node, read_yaml
+from engine.settings import ModelShape
+from harness.base.errors import UsageError, nearest
+from harness.spec.schema import build, convert
+
+MODELS_DIR = Path(__file__).parents[2] / "experiments" / "models"
+
+
+def read_model(node: Node, experiment_dir: Path) -> ModelShape:
+    """The shape a `model:` value means: a name, a path relative to the experiment's folder, or an inline mapping.
+
+    Raises UsageError.
+    """
+    if isinstance(node.value, dict):
+        return build(ModelShape, node, "the inline model", name="inline")
+    name = convert(node, str, "model")
+    if name.endswith((".yaml", ".yml")):
+        return load_model(experiment_dir / name, node.place)
+    known = _known(experiment_dir)
+    stem = model_name(name, experiment_dir)
+    if stem not in known:
+        raise UsageError(f"{node.place}: unknown model {name}; {nearest(name, sorted(known))}")
+    return load_model(known[stem], node.place)
+
+
+def model_name(name: str, experiment_dir: Path) -> str:
+    """The name a model goes by in records: hyphens may stand for the underscores of a file's name (`llama3-8b`)."""
+    known = _known(experiment_dir)
+    underscored = name.replace("-", "_")
+    return underscored if name not in known and underscored in known else name
+
+
+def _known(experiment_dir: Path) -> dict[str, Path]:
+    """Model files by name; those beside the experiment go before shipped ones."""
+    return {path.stem: path for folder in (MODELS_DIR, experiment_dir / "models") for path in folder.glob("*.yaml")}
+
+
+def load_model(path: Path, place: str = "") -> ModelShape:
+    """Read one model file strictly; its stem is the model's name. `place` is where the model was asked for.
+
+    `parameters`, when given, is the published count: a shape that does not come to it raises UsageError.
+    """
+    if place and not path.exists():
+        raise UsageError(f"{place}: the model file {path} does not exist; give a path relative to the experiment file")
+    root = read_yaml(path, "model file")
+    entries = dict(root.mapping("the model file"))
+    published = entries.pop("parameters", None)
+    shape = build(ModelShape, Node(entries, root.place), "the model file", name=path.stem)
+    if published is not None:
+        count = convert(published, int, "parameters")
+        if count != shape.parameters:
+            raise UsageError(
+                f"{published.place}: parameters is {count:,}, but the shape has {shape.parameters:,}; "
+                "correct the shape or the count"
+            )
+    return shape

@@ -1,0 +1,86 @@
+"""One value of one setting out of YAML: of the right type and in range, or one sentence with file and line."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from cluster.files.document import Node, parse_yaml
+from engine.attention.masks import parse_mask
+from engine.settings import Checkpoint, ModelShape, TrialSettings
+from harness.base.errors import UsageError
+from harness.spec.methods import method_named
+from harness.spec.models import read_model
+from harness.spec.schema import convert, leaf_types
+
+SETTINGS = leaf_types(TrialSettings)  # type of every setting by dotted key
+
+
+def read_setting(node: Node, key: str, folder: Path) -> Any:
+    """The value of setting `key`; model files are looked up in `folder`. Raises UsageError."""
+    if key == "model":
+        return read_model(node, folder)
+    if isinstance(node.value, list):
+        raise UsageError(f"{node.place}: {key} is a list; a setting takes one value, write a list under sweep.{key}")
+    value = convert(node, SETTINGS[key], key)
+    try:
+        _check_range(key, value)
+    except ValueError as error:
+        raise UsageError(f"{node.place}: {error}") from error
+    return value
+
+
+def overriding(text: str, example: str) -> tuple[str, Node]:
+    """One `key.path=value` of --set as its first key and a mapping to lay over a document.
+
+    The value is YAML, the path leads through nested mappings; `example` is shown to who wrote something else.
+    """
+    key_path, equals, value = text.partition("=")
+    place = f"--set {text}"
+    keys = key_path.strip().split(".")
+    if not equals or not all(keys):
+        raise UsageError(f"{place}: this is not path=value; write for example --set {example}")
+    node = parse_yaml(value, place, lambda _line: place)
+    for key in reversed(keys):
+        node = Node({key: node}, place)
+    return keys[0], node
+
+
+_SAMPLE_MODEL = ModelShape(name="sample", layers=1, hidden=2, ffn=2, heads=1, kv_heads=1, head_dim=2, vocab=1)
+_SAMPLE = TrialSettings(task="train", method="burst", model=_SAMPLE_MODEL, seq_len=1)
+_BUILT_IN = _SAMPLE.data
+
+
+def _check_range(key: str, value: Any) -> None:
+    """Raise ValueError when the setting cannot have this value, whatever the others are.
+
+    The settings classes judge: one harmless sample of them takes the value. A model's fields depend on each other
+    (heads on kv_heads), so they are judged when a trial puts them together.
+    """
+    if key == "method":
+        method_named(value)
+    elif key == "mask":
+        parse_mask(value)
+    elif key == "data" and value != _BUILT_IN:
+        _check_data(value)
+    elif key.startswith("checkpoint."):
+        dataclasses.replace(Checkpoint(), **{key.removeprefix("checkpoint."): value})
+    elif "." not in key:
+        dataclasses.replace(_SAMPLE, **{key: value})
+
+
+def _check_data(value: str) -> None:
+    """Raise ValueError for data that is neither a text nor a token store."""
+    from engine.data.sources import text_refusal  # brings numpy, which planning does without
+    from engine.data.store import is_store
+
+    if is_store(Path(value)):
+        return
+    if not Path(value).is_file():
+        raise ValueError(
+            f"data is {value!r}, which is no file here; give {_BUILT_IN}, the path of a text file, or the "
+            "directory of a token store"
+        )
+    if refusal := text_refusal(value):
+        raise ValueError(refusal)

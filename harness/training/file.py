@@ -1,0 +1,95 @@
+"""Configurations of `burst train`: strict YAML in, one frozen `TrainingConfig` out.
+
+`docs/training-run.md` lists every key.
+Settings of the engine stand at the top level under the names they have in experiments; which there are, their types and
+ranges come from `engine.settings`.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from cluster.files.document import Node, merge, read_yaml
+from engine.settings import Checkpoint, TrialSettings
+from engine.training.config import TrainingConfig
+from harness.base.errors import UsageError
+from harness.spec.schema import build, check_keys, convert
+from harness.spec.setting import SETTINGS, overriding, read_setting
+
+# Settings that make no sense here: a run has one task, and times every step.
+_LEFT_OUT = ("task", "steps")
+_ENGINE = tuple(field.name for field in fields(TrialSettings) if field.name not in _LEFT_OUT)
+_OWN = tuple(field.name for field in fields(TrainingConfig) if field.name != "settings")
+# Where people look for a setting that stands elsewhere.
+_ELSEWHERE = {
+    "optimizer.learning_rate": "learning_rate",
+    "optimizer.lr": "learning_rate",
+    "lr": "learning_rate",
+    "lr_schedule.steps": "steps",
+    "schedule.warmup": "lr_schedule.warmup",
+    "schedule.minimum": "lr_schedule.minimum",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingFile:
+    """One configuration and where it was read."""
+
+    path: Path
+    config: TrainingConfig
+
+
+def load_training(path: Path, overrides: Sequence[str] = ()) -> TrainingFile:
+    """Read a configuration, with `key.path=value` overrides on top.
+
+    Raises UsageError: one sentence with file and line, what was found, what was expected and what to do.
+    """
+    node = read_yaml(path, "training configuration")
+    for text in overrides:
+        node = merge(node, overriding(text, "learning_rate=0.001")[1])
+    entries = node.mapping("the training configuration")
+    _point_elsewhere(entries)
+    check_keys(entries, (*_ENGINE, *_OWN), "the training configuration")
+    for key in ("model", "seq_len", "steps"):
+        if key not in entries:
+            raise UsageError(f"{path}: no {key} is given; add it at the top level")
+    values = {key: _own(key, entries[key]) for key in _OWN if key in entries}
+    settings = {key: _engine(key, entries[key], path) for key in _ENGINE if key in entries}
+    try:
+        trial = TrialSettings(task="train", **{"method": "burst"} | settings)
+        return TrainingFile(path=path, config=TrainingConfig(settings=trial, **values))
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def _own(key: str, node: Node) -> Any:
+    """The value of a key that only training runs have."""
+    hint = typing.get_type_hints(TrainingConfig)[key]
+    if is_dataclass(hint):
+        return build(cast(type[Any], hint), node, key)
+    if key == "init_from" and not Path(convert(node, str, key)).is_dir():
+        raise UsageError(f"{node.place}: init_from is {node.describe()}, which is no directory here; give one with "
+                         "config.json and safetensors files")  # fmt: skip
+    return convert(node, hint, key)
+
+
+def _engine(key: str, node: Node, path: Path) -> Any:
+    """The value of a setting that experiments have as well."""
+    if key == "checkpoint":
+        return build(Checkpoint, node, key)
+    assert key in SETTINGS or key == "model", key
+    if key == "seed" and (value := convert(node, int, key)) < 0:
+        raise UsageError(f"{node.place}: seed is {value}; give a number of at least 0")
+    return read_setting(node, key, path.parent)
+
+
+def _point_elsewhere(entries: dict[str, Node], prefix: str = "") -> None:
+    for key, node in entries.items():
+        if place := _ELSEWHERE.get(prefix + key):
+            raise UsageError(f"{node.place}: unknown key {prefix}{key}; write it as {place}")
+        if isinstance(node.value, dict) and not prefix:
+            _point_elsewhere(node.value, f"{key}.")

@@ -1,0 +1,75 @@
+"""What a user sees while a run trains: a live line on a terminal, now and then a line in a log file."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from cluster.files.shown import shown_value
+from harness.run.progress import describe_step
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+QUIET_SECONDS = 10.0  # between lines about steps where they are not overwritten
+
+
+class TrainingView:
+    """Called with every line of progress.jsonl; a context that the terminal's live line lives in."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console, self._steps = console, steps
+        self._live: Progress | None = None
+        self._said_at = float("-inf")
+
+    def __enter__(self) -> TrainingView:
+        if self._console.is_terminal:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+            self._live = Progress(
+                BarColumn(bar_width=24),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.description}", style="cyan", markup=False),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._live.add_task("starting", total=self._steps)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def __call__(self, line: dict[str, object]) -> None:
+        sentence = describe_line(line)
+        if "loss" not in line:  # an evaluation, a checkpoint, a note: these stay
+            self.say(sentence)
+        elif self._live is not None:
+            step = line.get("step")
+            done = step if isinstance(step, int) else None
+            self._live.update(self._task, completed=done, description=shown_value(sentence))
+        elif line.get("step") == self._steps or time.monotonic() - self._said_at >= QUIET_SECONDS:
+            self._said_at = time.monotonic()
+            self.say(sentence)
+
+    def say(self, sentence: str) -> None:
+        """A line of its own."""
+        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
+def describe_line(line: dict[str, object]) -> str:
+    """One line of a training run's progress for a reader."""
+    if "note" in line:
+        return str(line["note"])
+    parts = [describe_step(line)]
+    evaluation, speed = line.get("evaluation_loss"), line.get("tokens_per_gpu_per_second")
+    if isinstance(evaluation, int | float):
+        parts.append(f"evaluation loss {evaluation:.4f}")
+    if isinstance(speed, int | float):
+        parts.append(f"{speed:,.0f} tok/s/GPU")
+    if "saved" in line:
+        parts.append("saved")
+    return "  ".join(parts)
