@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.attention.geometry.layout import split_refusal
+from engine.attention.geometry.layout import split_unsupported_reason
 from engine.method import EngineCommand
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from engine.settings import TrialSettings
 
 
-def fixed_settings_refusal(settings: TrialSettings, fixed: dict[str, str | None]) -> str | None:
+def fixed_settings_unsupported_reason(settings: TrialSettings, fixed: dict[str, str | None]) -> str | None:
     """Why the method cannot honour a setting it fixes, or has no use for (None), or None. `auto` always fits."""
     for name, value in fixed.items():
         asked = getattr(settings, name)
@@ -42,7 +42,7 @@ class KeyValueRing(EngineCommand):
             "backward": "key_value",
             "exchange": "relay",
         }
-        return fixed_settings_refusal(settings, fixed) or split_refusal(
+        return fixed_settings_unsupported_reason(settings, fixed) or split_unsupported_reason(
             self.sharding, settings.seq_len, settings.cp_size
         )
 
@@ -54,5 +54,5 @@ class KeyValueRing(EngineCommand):
 
         # Where heads are traded, all of them before attention and all after.
         return BoundAttention(
-            cp, settings, schedule=self.schedule, backward="key_value", exchange="relay", head_parts=1
+            cp, settings, schedule=self.schedule, backward="key_value", exchange="relay", num_head_chunks=1
         )

@@ -77,7 +77,7 @@ class AttentionTask:
             self.cp,
             step_seconds=self.world.slowest(step_seconds[plan.warmup :]),
             forward_seconds=self.world.slowest(forward_seconds[plan.warmup :]),
-            chosen=self.attend.chosen(),
+            chosen=self.attend.resolved(),
         )
         if (computed := self.attend.computed_sent_bytes()) is not None:
             figures.extra["computed_sent_bytes"] = self.world.gather(computed)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.attention.geometry.layout import LAYOUTS, Layout, SplitZigzag, split_refusal, tail_cut
+from engine.attention.geometry.layout import LAYOUTS, Layout, SplitZigzag, split_unsupported_reason, tail_cut
 from engine.attention.masks import Mask, TooManyTiles, imbalance, kept_share, meeting, parse_mask
 from engine.attention.masks.first_rows import FirstRows
-from engine.attention.planning.cost_model import HEAD_SCHEDULES
+from engine.attention.planning.cost_model import ULYSSES_SCHEDULES
 from engine.method import EngineCommand
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Burst(EngineCommand):
     def refuse(self, settings: TrialSettings) -> str | None:
         if settings.tp_size > 1:
             return f"burst has no tensor parallelism, found tp_size {settings.tp_size}; set tp_size to 1"
-        return parse_mask(settings.mask).refusal(settings.seq_len) or split_refusal(
+        return parse_mask(settings.mask).unsupported_reason(settings.seq_len) or split_unsupported_reason(
             self.layout(settings), settings.seq_len, settings.cp_size
         )
 
@@ -42,7 +42,7 @@ class Burst(EngineCommand):
             return settings.layout
         recomputes = settings.task == "train" and settings.checkpoint.every > 0
         # Tokens are traded for heads in runs of consecutive ones.
-        among = [each for each in PREFERENCE if each.name != "striped" or settings.schedule not in HEAD_SCHEDULES]
+        among = [each for each in PREFERENCE if each.name != "striped" or settings.schedule not in ULYSSES_SCHEDULES]
         return best_layout(
             parse_mask(settings.mask), settings.seq_len, settings.cp_size, tail if recomputes else 1.0, among
         )
@@ -59,7 +59,7 @@ def choose_layout(mask: Mask, seq_len: int, cp_size: int) -> str:
     """The layout that shares the mask's work out most evenly; of those as good as the best, the simplest.
 
     Contiguous comes first: masks that look nearby then meet the fewest other ranks, and every meeting has the fewest
-    tiles. Zigzag has two runs of tokens per rank; striped meets everyone everywhere. A layout that would cut the mask
+    tiles. Zigzag has two runs of tokens per rank; striped meets everyone global_tokens. A layout that would cut the mask
     into too many tiles is passed over. Only layouts that can split the length are considered; when none can, all are,
     and the length is refused for the one that would have been best.
 
@@ -80,7 +80,7 @@ def best_layout(
     layouts = list(among)
     if 0 < cut < seq_len:
         layouts.insert(layouts.index(LAYOUTS["zigzag"]) + 1, SplitZigzag(tail))
-    layouts = [layout for layout in layouts if split_refusal(layout, seq_len, cp_size) is None] or layouts
+    layouts = [layout for layout in layouts if split_unsupported_reason(layout, seq_len, cp_size) is None] or layouts
 
     def unevenness(layout: Layout) -> float:
         work = imbalance(mask, layout, seq_len, cp_size)
@@ -96,7 +96,7 @@ def best_layout(
 
 
 def _is_whole(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> bool:
-    """The layout leaves the mask in pieces large enough to run, judged by the first shard against itself."""
+    """The layout leaves the mask in token_runs large enough to run, judged by the first shard against itself."""
     try:
         meeting(mask, layout, seq_len, cp_size, 0, 0)
     except TooManyTiles:

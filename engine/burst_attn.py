@@ -7,7 +7,7 @@ q, k and v are this rank's tokens, [batch, tokens, heads, head_dim], dealt in zi
 sequence, rank r of P holds chunks r and 2P-1-r. Without `causal` any dealing gives the same answer.
 
 What differs from the library: nothing has to be started (no BMTrain, no streams in a global), K and V may have fewer
-heads than Q, sums are kept in fp32, and O never travels in backward, whatever `optimize_bwd_comm` says.
+heads than Q, sums are kept in fp32, and O never backward_side in backward, whatever `optimize_bwd_comm` says.
 
 Source of the interface: github.com/MayDomine/Burst-Attention (arXiv:2403.09347).
 """

@@ -22,7 +22,7 @@ class Library:
     dtypes: tuple[str, ...]  # of the settings' dtypes, those it takes
     z_loss: bool  # it has the term
 
-    def missing(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """One sentence with the line that installs it, or None when it is installed."""
         if importlib.util.find_spec(self.module) is not None:
             return None
@@ -47,7 +47,7 @@ LIBRARIES = {
 }
 
 
-def refusal(settings: TrialSettings, device_type: str) -> str | None:
+def unsupported_reason(settings: TrialSettings, device_type: str) -> str | None:
     """One sentence why the LM head's loss cannot be formed as asked on this device (cuda, cpu) and machine, or None.
 
     What is wrong on any machine comes first.
@@ -67,15 +67,15 @@ def refusal(settings: TrialSettings, device_type: str) -> str | None:
         )
     if device_type != "cuda":
         return f"loss_kernel {name} needs a GPU, and this machine has none; choose loss_kernel own"
-    missing = library.missing()
-    return None if missing is None else f"loss_kernel {name} cannot run: {missing}"
+    unsupported_reason = library.unsupported_reason()
+    return None if unsupported_reason is None else f"loss_kernel {name} cannot run: {unsupported_reason}"
 
 
 def available(device_type: str) -> list[tuple[str, bool, str]]:
     """Every implementation: name, whether this machine can run it, and one sentence. The lines of `burst doctor`."""
     lines = [("own", True, "ready")]
     for name, library in LIBRARIES.items():
-        reason = library.missing()
+        reason = library.unsupported_reason()
         if reason is None and device_type != "cuda":
             reason = f"{library.requirement.partition('==')[0]} is installed, but needs a GPU"
         lines.append((name, reason is None, reason or f"ready ({library.source})"))

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from engine.attention.comm.nodes import shared_node_size
-from engine.attention.planning.cost_model import HEAD_SCHEDULES, HeadsAndRanks, schedule_refusal
+from engine.attention.planning.cost_model import ULYSSES_SCHEDULES, HeadsAndRanks, schedule_unsupported_reason
 from engine.measurement import Measurement, read_measurement
 
 if TYPE_CHECKING:  # methods are listed and planned without importing torch
     from torch import Tensor
 
-    from engine.attention.algorithms.saved import Stored
+    from engine.attention.algorithms.saved import SavedOutput
     from engine.attention.context import ContextParallel
     from engine.attention.geometry.layout import Layout
     from engine.settings import TrialSettings
@@ -32,20 +32,20 @@ class AttentionFn(Protocol):
         k_BLKD: Tensor,
         v_BLKD: Tensor,
         *,
-        stored: Stored | None = None,
+        saved: SavedOutput | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(out_BLND, lse_BNL), out differentiable in q, k and v; the LSE is for `keep` alone.
 
-        `stored` is what `keep` kept of an earlier call with the same inputs: the forward is then computed again for the
+        `saved` is what `keep` kept of an earlier call with the same inputs: the forward is then computed again for the
         other rows alone, which is how checkpointing keeps attention through recomputation.
         """
         ...
 
-    def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> Stored | None:
-        """What to keep of a call's result for `stored`: its rows in the last `tail` of the sequence, None for none."""
+    def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> SavedOutput | None:
+        """What to keep of a call's result for `saved`: its rows in the last `tail` of the sequence, None for none."""
         ...
 
-    def chosen(self) -> dict[str, str]:
+    def resolved(self) -> dict[str, str]:
         """What every `auto` became (kernel, layout, backward, schedule, exchange); empty before the first call."""
         ...
 
@@ -92,14 +92,14 @@ class EngineCommand:
         return read_measurement(trial_dir)
 
 
-def schedule_refusal_on(method: Method, settings: TrialSettings, nodes: int) -> str | None:
+def schedule_unsupported_reason_on(method: Method, settings: TrialSettings, nodes: int) -> str | None:
     """Why a native method's ranks, spread evenly over `nodes`, would refuse their schedule; None when they would not.
 
     A schedule that the method fixes, its attribute `schedule`, goes before the one that is set. Foreign methods, which
     have no layout to ask for, judge by themselves.
     """
     schedule, layout = getattr(method, "schedule", settings.schedule), getattr(method, "layout", None)
-    if schedule not in HEAD_SCHEDULES or layout is None or settings.task == "lm_head":
+    if schedule not in ULYSSES_SCHEDULES or layout is None or settings.task == "lm_head":
         return None
     chosen = layout(settings)
     name = chosen if isinstance(chosen, str) else chosen.name
@@ -111,4 +111,4 @@ def schedule_refusal_on(method: Method, settings: TrialSettings, nodes: int) -> 
         HeadsAndRanks(cp_size=cp_size, node_size=node_size, heads=model.heads, kv_heads=model.kv_heads)
         for node_size in sorted(node_sizes)
     )
-    return next((reason for share in shares if (reason := schedule_refusal(schedule, share, name))), None)
+    return next((reason for share in shares if (reason := schedule_unsupported_reason(schedule, share, name))), None)

@@ -30,7 +30,7 @@ from engine.profile.ranges import LM_HEAD
 from engine.settings import ModelShape
 
 if TYPE_CHECKING:
-    from engine.attention.algorithms.saved import Stored
+    from engine.attention.algorithms.saved import SavedOutput
 
 AttendCall = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q_BLND, k_BLKD, v_BLKD) -> (out_BLND, lse)
 Rotary = tuple[Tensor, Tensor]  # cos_LD, sin_LD over half of the head dim
@@ -46,10 +46,10 @@ class Attend(Protocol):
     """Attention over the whole sequence, and how a part of its result is kept. See `engine.method.AttentionFn`."""
 
     def __call__(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, stored: Stored | None = None
+        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
-    def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> Stored | None: ...
+    def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> SavedOutput | None: ...
 
 
 def rotary_angles(positions_L: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> Rotary:
@@ -107,10 +107,10 @@ def activate(up_BLF: Tensor, gate_BLF: Tensor | None = None) -> Tensor:
 
 class DenseCausal:
     """The default attention: dense, causal, one device. Plain autograd keeps its own intermediates, so a replay has no
-    use for what is stored and computes again."""
+    use for what is saved and computes again."""
 
     def __call__(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, stored: Stored | None = None
+        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None
     ) -> tuple[Tensor, Tensor]:
         return dense_attention(q_BLND, k_BLKD, v_BLKD, Causal())
 

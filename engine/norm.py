@@ -10,15 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-MOST_ELEMENTS = 1 << 31  # in one call of the kernel; half of what it can address
+MAX_ELEMENTS = 1 << 31  # in one call of the kernel; half of what it can address
 
 
 class RMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` over the last dimension."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.numel() <= MOST_ELEMENTS:
+        if x.numel() <= MAX_ELEMENTS:
             return super().forward(x)
         normed = super().forward  # a comprehension has no `super` of its own
-        runs = x.flatten(0, -2).split(MOST_ELEMENTS // x.shape[-1])
+        runs = x.flatten(0, -2).split(MAX_ELEMENTS // x.shape[-1])
         return torch.cat([normed(run) for run in runs]).view_as(x)

@@ -14,9 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-MOST_BYTES = 64 << 20  # of a file: more than the record of a run on every GPU there is
-MOST_CHARACTERS = 100_000  # of a text in it
-MOST_LEVELS = 20  # of lists and mappings in each other
+MAX_BYTES = 64 << 20  # of a file: more than the record of a run on every GPU there is
+MAX_CHARACTERS = 100_000  # of a text in it
+MAX_LEVELS = 20  # of lists and mappings in each other
 _LARGEST_INTEGER = 1 << 63
 _SHOWN_CHARACTERS = 60
 
@@ -58,9 +58,9 @@ def read_regular(path: Path) -> bytes:
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is no regular file")
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"it is larger than {MOST_BYTES >> 20} MiB")
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
     return content
 
 
@@ -163,8 +163,8 @@ def _mapping_reader(item: _Reader) -> _Reader:
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise _wrong(value, where, "text")
-    if len(value) > MOST_CHARACTERS:
-        raise ValueError(f"{where} is a text of {len(value):,} characters; expected at most {MOST_CHARACTERS:,}")
+    if len(value) > MAX_CHARACTERS:
+        raise ValueError(f"{where} is a text of {len(value):,} characters; expected at most {MAX_CHARACTERS:,}")
     if not value.isascii():
         try:
             value.encode()
@@ -205,8 +205,8 @@ def _anything(value: Any, where: str, level: int = 0) -> Any:
         return _text(value, where)
     if isinstance(value, int | float):
         return _number(value, where)
-    if level == MOST_LEVELS:
-        raise ValueError(f"{where} is nested in more than {MOST_LEVELS} levels")
+    if level == MAX_LEVELS:
+        raise ValueError(f"{where} is nested in more than {MAX_LEVELS} levels")
     if isinstance(value, list):
         return [_anything(item, where, level + 1) for item in value]
     return {_text(name, where): _anything(item, where, level + 1) for name, item in value.items()}

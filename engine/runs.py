@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
-from engine.norm import MOST_ELEMENTS
+from engine.norm import MAX_ELEMENTS
 from engine.profile.ranges import RECOMPUTE
 
 
 def run_length(tokens: int, features: int, tiles: int) -> int:
     """Tokens of a run when `tokens` of them go in `tiles` runs: ceil(tokens / tiles), fewer where that is more than a
     norm takes at once (engine.norm)."""
-    return max(1, min(-(-tokens // tiles), MOST_ELEMENTS // features))
+    return max(1, min(-(-tokens // tiles), MAX_ELEMENTS // features))
 
 
 def runs(length: int, size: int) -> Iterator[slice]:

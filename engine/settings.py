@@ -15,7 +15,7 @@ from engine.plain_json import to_json as to_json
 Task = Literal["train", "attention", "lm_head"]
 Dtype = Literal["fp64", "fp32", "bf16"]
 Layout = Literal["auto", "contiguous", "zigzag", "striped", "split_zigzag"]
-Schedule = Literal["auto", "ring", "double_ring", "head_exchange", "heads_inside", "heads_across"]
+Schedule = Literal["auto", "ring", "double_ring", "ulysses", "usp", "usp_transposed"]
 Backward = Literal["auto", "query", "key_value"]
 Kernel = Literal["auto", "reference", "cpu", "fa2", "cudnn", "fa4", "flex"]
 ExchangeName = Literal["auto", "relay", "direct", "copy_engine"]
@@ -30,7 +30,7 @@ BYTES_OF: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2}  # of one element
 BYTE_VOCABULARY = 256  # ids of byte-level tokens: what a text file is read as
 
 # Beyond any machine; sizes past them would overflow in the middle of a trial instead of being told at its start.
-MOST_TOKENS = 1 << 40
+MAX_TOKENS = 1 << 40
 LARGEST_DIMENSION = 1 << 28
 
 # Settings of a trial that count something.
@@ -173,7 +173,7 @@ class TrialSettings:
     backward: Backward = "auto"
     kernel: Kernel = "auto"
     exchange: ExchangeName = "auto"
-    gradient_wire: GradientWire = "fp32"  # dtype of partial gradients between ranks
+    grad_comm_dtype: GradientWire = "fp32"  # dtype of partial gradients between ranks
     deterministic: bool = False
     lm_head_fusion: bool = True
     loss_kernel: LossKernel = "own"  # who fuses: the engine, or a library
@@ -196,9 +196,9 @@ class TrialSettings:
         for name in COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a number of at least 1")
-        if self.seq_len * self.batch_size > MOST_TOKENS:
+        if self.seq_len * self.batch_size > MAX_TOKENS:
             raise ValueError(
-                f"seq_len {self.seq_len} x batch_size {self.batch_size} is more than {MOST_TOKENS} tokens; give fewer"
+                f"seq_len {self.seq_len} x batch_size {self.batch_size} is more than {MAX_TOKENS} tokens; give fewer"
             )
         if not 0 <= self.z_loss < 1:
             raise ValueError(f"z_loss is {self.z_loss}; give a weight of at least 0 and below 1, such as 1e-4")
@@ -211,7 +211,7 @@ class TrialSettings:
         return max(1, self.world_size // (self.cp_size * self.tp_size))
 
 
-def vocabulary_refusal(settings: TrialSettings, needed: int) -> str | None:
+def vocabulary_unsupported_reason(settings: TrialSettings, needed: int) -> str | None:
     """Why the model cannot be trained on tokens whose ids go up to `needed` - 1, or None."""
     if settings.task != "train" or settings.model.vocab >= needed:
         return None

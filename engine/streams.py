@@ -44,7 +44,7 @@ def own_stream(device: torch.device | None = None, priority: int = 0) -> Any:
         return torch.get_device_module(device).Stream()
     if device is None or device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    if cuda_driver.driver_missing():
+    if cuda_driver.driver_unsupported_reason():
         return torch.cuda.Stream(device, priority=priority)
     if (device, priority) not in _handles:
         _handles[device, priority] = Handles(lambda: _created(device, priority))

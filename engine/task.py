@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from engine.attention.algorithms.saved import Stored
+from engine.attention.algorithms.saved import SavedOutput
 from engine.attention.context import ContextParallel
 from engine.distributed import World
 from engine.measurement import PROGRESS_FILE, Measurement
@@ -58,19 +58,19 @@ class RefusingAttention:
         self._attend = attend
 
     def __call__(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, stored: Stored | None = None
+        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None
     ) -> tuple[Tensor, Tensor]:
         try:
-            return self._attend(q_BLND, k_BLKD, v_BLKD, stored=stored)
+            return self._attend(q_BLND, k_BLKD, v_BLKD, saved=saved)
         except ValueError as error:
             raise Refused(str(error)) from error
 
-    def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> Stored | None:
+    def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> SavedOutput | None:
         return self._attend.keep(out_BLND, lse_BNL, tail)
 
-    def chosen(self) -> dict[str, str]:
+    def resolved(self) -> dict[str, str]:
         """What every `auto` became; empty before the first call."""
-        return self._attend.chosen()
+        return self._attend.resolved()
 
     def computed_sent_bytes(self) -> int | None:
         """What this rank sends in one forward and backward, from methods that compute it beforehand; else None."""

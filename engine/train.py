@@ -31,7 +31,7 @@ from engine.parallelize import build_model, sum_across_nodes
 from engine.profile.ranges import OPTIMIZER, STEP
 from engine.recipe import Recipe
 from engine.resources import reset_peaks
-from engine.settings import TrialSettings, vocabulary_refusal
+from engine.settings import TrialSettings, vocabulary_unsupported_reason
 from engine.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured
 
 
@@ -70,8 +70,8 @@ class TrainTask:
         """`sequences` are what is learnt from, by default those of the settings' data in order; `recipe` is how."""
         self.settings, self.world, self.recipe = settings, world, recipe or Recipe()
         self.store: Sequences = sequences or open_tokens(settings.data)
-        if refusal := vocabulary_refusal(settings, self.store.vocabulary):
-            raise ValueError(refusal)
+        if unsupported_reason := vocabulary_unsupported_reason(settings, self.store.vocabulary):
+            raise ValueError(unsupported_reason)
         self.cp: ContextParallel = context_parallel(settings, method, world)
         self.attend = RefusingAttention(method.attention(self.cp, settings))
         self.model, self._recompute = build_model(settings, self.attend, world.fsdp_mesh)
@@ -106,7 +106,7 @@ class TrainTask:
             forward_seconds=self.world.slowest([step.forward_seconds for step in timed]),
             loss=[step.loss for step in steps],
             grad_norm=[step.grad_norm for step in steps],
-            chosen=self.attend.chosen() | self._found_nodes(),
+            chosen=self.attend.resolved() | self._found_nodes(),
             data=self.store.describe(),
         )
 

@@ -84,8 +84,8 @@ def serve(turns: Turns, trial_dir: Path, rank: int, phases: Phases) -> NoReturn:
             task: Task | None = None
             try:
                 task = _run(trial_dir, rank, phases, turn)
-            except Refused as refusal:
-                write_error(trial_dir, rank, refusal)
+            except Refused as unsupported_reason:
+                write_error(trial_dir, rank, unsupported_reason)
             if dist.is_initialized():  # not where the trial was refused before
                 meet()
             del task
@@ -143,9 +143,9 @@ def _set_up(trial_dir: Path, phases: Phases, turn: int) -> tuple[Task, StepProfi
 
 def prepare(settings: TrialSettings, method: NativeMethod, turn: int = 1) -> World:
     """This process as a rank that can run `settings`, among the others. Raises ValueError when it cannot."""
-    refusal = method.refuse(settings)
-    if refusal:
-        raise ValueError(refusal)
+    unsupported_reason = method.refuse(settings)
+    if unsupported_reason:
+        raise ValueError(unsupported_reason)
     check_world_size(settings)
     limit_threads()
     if settings.deterministic:

@@ -85,8 +85,8 @@ def _loss_kernels(machine: Machine) -> list[Finding]:
 def _launchers() -> list[Finding]:
     local = Finding(section="launchers", name="local", ok=True, sentence="processes on this machine, without Ray")
     if importlib.util.find_spec("ray") is None:
-        missing = "Ray is not installed; pip install ray, or use --launcher local"
-        return [Finding(section="launchers", name="ray", ok=False, sentence=missing), local]
+        unsupported_reason = "Ray is not installed; pip install ray, or use --launcher local"
+        return [Finding(section="launchers", name="ray", ok=False, sentence=unsupported_reason), local]
     sentence = f"Ray {metadata.version('ray')}, started for the run and ended with it"
     return [Finding(section="launchers", name="ray", ok=True, sentence=sentence), local]
 

@@ -16,7 +16,7 @@ class LoongTrainUSP(KeyValueRing):
     system = "InternEvo"
     source = "arXiv:2406.18485"
     sharding = "zigzag"
-    schedule = "heads_inside"
+    schedule = "usp"
 
 
 METHOD = LoongTrainUSP()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baselines.ring_baseline import fixed_settings_refusal
-from engine.attention.geometry.layout import split_refusal
+from baselines.ring_baseline import fixed_settings_unsupported_reason
+from engine.attention.geometry.layout import split_unsupported_reason
 from engine.method import EngineCommand
 
 if TYPE_CHECKING:
@@ -31,8 +31,10 @@ class Ulysses(EngineCommand):
                     f"ulysses needs {label} heads divisible by cp_size, found {heads} heads of model {model.name} and "
                     f"cp_size {cp_size}; choose a cp_size that divides {heads}"
                 )
-        fixed = {"layout": "contiguous", "schedule": "head_exchange", "backward": None, "exchange": None}
-        return fixed_settings_refusal(settings, fixed) or split_refusal("contiguous", settings.seq_len, cp_size)
+        fixed = {"layout": "contiguous", "schedule": "ulysses", "backward": None, "exchange": None}
+        return fixed_settings_unsupported_reason(settings, fixed) or split_unsupported_reason(
+            "contiguous", settings.seq_len, cp_size
+        )
 
     def layout(self, settings: TrialSettings) -> str:
         return "contiguous"
@@ -41,7 +43,7 @@ class Ulysses(EngineCommand):
         from engine.attention.bound import BoundAttention
 
         # One all-to-all of all heads before attention and one after, as published.
-        return BoundAttention(cp, settings, schedule="head_exchange", backward="auto", exchange="direct", head_parts=1)
+        return BoundAttention(cp, settings, schedule="ulysses", backward="auto", exchange="direct", num_head_chunks=1)
 
 
 METHOD = Ulysses()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cluster.files.errors import UsageError
 
-MOST_BYTES = 4 << 20  # of an inventory with a section of its own for each of ten thousand nodes
+MAX_BYTES = 4 << 20  # of an inventory with a section of its own for each of ten thousand nodes
 
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
@@ -19,7 +19,7 @@ _KINDS = (
 )
 
 
-def read_text(path: Path, what: str, most_bytes: int = MOST_BYTES) -> str:
+def read_text(path: Path, what: str, most_bytes: int = MAX_BYTES) -> str:
     """A regular file of UTF-8 text. `what` names the file's role in errors.
 
     Raises UsageError for anything else: a pipe that nothing is written to or a device without end would never answer.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-MOST_CHARACTERS = 1000  # of a line: a path of the longest kind fits beside a sentence
+MAX_CHARACTERS = 1000  # of a line: a path of the longest kind fits beside a sentence
 _END_CHARACTERS = 300  # of them behind the gap, where an error says what to do
 
 
-def shown(text: str, most: int = MOST_CHARACTERS) -> str:
+def shown(text: str, most: int = MAX_CHARACTERS) -> str:
     """The text with control characters written as escapes (`\\x1b`) and every line of at most about `most` characters.
 
     Line breaks and tabs stay. What is left out of a long line is its middle, and the line says how much that is.

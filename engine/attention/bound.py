@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.attention.algorithms.saved import Stored, keep_tail
+from engine.attention.algorithms.saved import SavedOutput, save_suffix
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import tail_cut
 from engine.attention.masks import kept_share, parse_mask
@@ -23,11 +23,11 @@ class BoundAttention:
         schedule: str,
         backward: str,
         exchange: str,
-        head_parts: int | None = None,
+        num_head_chunks: int | None = None,
     ) -> None:
         self._cp, self._settings = cp, settings
         self._schedule, self._backward, self._exchange = schedule, backward, exchange
-        self._head_parts = head_parts
+        self._head_parts = num_head_chunks
         self._mask = parse_mask(settings.mask)
         checkpoint = settings.checkpoint
         # A group that holds has a layer's own recomputation replay what the group's has computed, whatever the tail.
@@ -36,7 +36,7 @@ class BoundAttention:
         self._plans: dict[object, AttentionPlan] = {}
 
     def __call__(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, stored: Stored | None = None
+        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None
     ) -> tuple[Tensor, Tensor]:
         key = (q_BLND.shape, k_BLKD.shape, q_BLND.dtype, q_BLND.device)
         if key not in self._plans:
@@ -50,22 +50,22 @@ class BoundAttention:
                 backward=self._backward,
                 exchange=self._exchange,
                 deterministic=self._settings.deterministic,
-                gradient_wire=self._settings.gradient_wire,
-                head_parts=self._head_parts,
-                replayed=self._replayed,
+                grad_comm_dtype=self._settings.grad_comm_dtype,
+                num_head_chunks=self._head_parts,
+                recompute=self._replayed,
                 lse_gradient=False,  # an LSE is kept for a replay here, nothing is learnt from it
             )
         out_BLND, lse_BNL = run_attention(
-            self._plans[key], q_BLND, k_BLKD, v_BLKD, stored=stored, replayed=self._replayed, return_lse=True
+            self._plans[key], q_BLND, k_BLKD, v_BLKD, saved=saved, recompute=self._replayed, return_lse=True
         )
         return out_BLND, lse_BNL
 
-    def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> Stored | None:
-        return keep_tail(out_BLND, lse_BNL, self._cp, tail)
+    def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> SavedOutput | None:
+        return save_suffix(out_BLND, lse_BNL, self._cp, tail)
 
-    def chosen(self) -> dict[str, str]:
+    def resolved(self) -> dict[str, str]:
         plan = self._last_plan()
-        return {} if plan is None else plan.chosen() | self._tail_shares(plan)
+        return {} if plan is None else plan.resolved() | self._tail_shares(plan)
 
     def computed_sent_bytes(self) -> int | None:
         """What this rank sends in one forward and backward by the plan's arithmetic; None before the first call."""

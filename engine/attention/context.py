@@ -11,18 +11,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.call_order import CallOrder, timeout_of
-from engine.attention.comm.all_to_all import HeadExchange, HeadTrade
+from engine.attention.comm.all_to_all import AllToAll, GroupAllToAll
 from engine.attention.comm.exchange import HELD_GRADIENTS, Direct, Pattern, Relay
 from engine.attention.comm.link_speed import Link, across_gib_per_second
 from engine.attention.comm.nodes import host_name, shared_node_size
 from engine.attention.comm.p2p import Nowhere, PointToPoint, Traffic, Transport
-from engine.attention.comm.symm_mem.all_to_all import HeadCopies
-from engine.attention.comm.symm_mem.channel import copy_engine_missing
+from engine.attention.comm.symm_mem.all_to_all import CopyEngineAllToAll
+from engine.attention.comm.symm_mem.channel import copy_engine_unsupported_reason
 from engine.attention.comm.symm_mem.copy_engine import CopyEngine
-from engine.attention.geometry.layout import Gathered, Layout, Segment, layout_named, rows_before, split_refusal
+from engine.attention.geometry.layout import (
+    Gathered,
+    Layout,
+    Segment,
+    layout_named,
+    rows_before,
+    split_unsupported_reason,
+)
 from engine.attention.geometry.ring import Ring
-from engine.attention.peers import agreed_refusal, report
-from engine.attention.planning.cost_model import Speeds
+from engine.attention.peers import agreed_unsupported_reason, report
+from engine.attention.planning.cost_model import HardwareModel
 
 _LINK_MESSAGE_BYTES = 64 << 20  # large enough for a link's full speed, small beside a shard
 
@@ -90,11 +97,11 @@ class ContextParallel:
         self._routes: dict[tuple[Ring, str], Routes] = {}
         self._link_gib: float | None = None
         self._copies: dict[torch.device, str | None] = {}  # by device, why nothing can be copied
-        self._trades: dict[tuple[str, str], tuple[HeadTrade, tuple[int, ...], ContextParallel]] = {}
+        self._trades: dict[tuple[str, str], tuple[AllToAll, tuple[int, ...], ContextParallel]] = {}
         self.node_size = node_size or self._find_node_size()
 
     def _find_node_size(self) -> int:
-        """Consecutive ranks that share a host, equally many everywhere."""
+        """Consecutive ranks that share a host, equally many global_tokens."""
         if self.size == 1:
             return 1
         hosts: list[str] = [""] * self.size
@@ -110,17 +117,17 @@ class ContextParallel:
             raise ValueError(f"schedule {schedule!r} is unknown; choose auto, ring or double_ring")
         return Ring(cp_size=self.size, node_size=self.size if schedule == "ring" else self.node_size)
 
-    def _copies_refusal(self, device: torch.device) -> str | None:
+    def _copies_unsupported_reason(self, device: torch.device) -> str | None:
         """Why ranks of a node cannot copy into each other's memory, or None: the same answer on every rank.
 
         On GPUs collective at first use, then kept.
         """
-        missing = copy_engine_missing(device)
+        missing = copy_engine_unsupported_reason(device)
         if device.type != "cuda" or self.group is None or self.size == 1:
             return missing
         if device not in self._copies:
             with self.collective():
-                self._copies[device] = agreed_refusal(self.group, report(device, missing), self.node_size)
+                self._copies[device] = agreed_unsupported_reason(self.group, report(device, missing), self.node_size)
         return self._copies[device]
 
     def choose_exchange(self, exchange: str, ring: Ring, device: torch.device) -> str:
@@ -129,7 +136,7 @@ class ContextParallel:
         Raises ValueError when the named one cannot run here.
         """
         spans_nodes = ring.node_size > self.node_size
-        missing = self._copies_refusal(device) or (
+        missing = self._copies_unsupported_reason(device) or (
             f"exchange copy_engine copies inside a node and this ring laps {ring.node_size} ranks over nodes of "
             f"{self.node_size}; choose schedule double_ring or exchange relay"
             if spans_nodes
@@ -143,24 +150,24 @@ class ContextParallel:
             raise ValueError(missing)
         return exchange
 
-    def trade_heads(
+    def all_to_all(
         self, schedule: str, exchange: str, device: torch.device
-    ) -> tuple[HeadTrade, tuple[int, ...], ContextParallel]:
+    ) -> tuple[AllToAll, tuple[int, ...], ContextParallel]:
         """For a schedule that trades heads: the exchange, the CP ranks in it, and who shares the sequence after it.
 
         Heads are traded by copy engine where that is asked for, or left open, and all who trade share a node; else by
         all-to-all. Collective at first use, then kept. Raises ValueError when the copy engine is asked for and nothing
         could be copied.
         """
-        inside = schedule == "heads_inside" or self.node_size == self.size
-        missing = self._copies_refusal(device)
+        inside = schedule == "usp" or self.node_size == self.size
+        missing = self._copies_unsupported_reason(device)
         if exchange == "copy_engine" and self.size > 1:
             nowhere = (
                 f"exchange copy_engine copies inside a node and nodes are of {self.node_size}; choose exchange auto"
             )
-            refusal = missing if inside or schedule != "head_exchange" else nowhere
-            if refusal:
-                raise ValueError(refusal)
+            unsupported_reason = missing if inside or schedule != "ulysses" else nowhere
+            if unsupported_reason:
+                raise ValueError(unsupported_reason)
         copied = inside and exchange in ("auto", "copy_engine") and missing is None
         key = (schedule, "copy_engine" if copied else "all_to_all")
         if key not in self._trades:
@@ -168,22 +175,22 @@ class ContextParallel:
                 self._trades[key] = self._make_trade(*key)
         return self._trades[key]
 
-    def _make_trade(self, schedule: str, how: str) -> tuple[HeadTrade, tuple[int, ...], ContextParallel]:
+    def _make_trade(self, schedule: str, how: str) -> tuple[AllToAll, tuple[int, ...], ContextParallel]:
         node, slot = divmod(self.rank, self.node_size)
         nodes = [tuple(range(first, first + self.node_size)) for first in range(0, self.size, self.node_size)]
         columns = [tuple(range(first, self.size, self.node_size)) for first in range(self.node_size)]
         everyone = [tuple(range(self.size))]
         groups, mine, others = {
-            "head_exchange": (everyone, 0, (self.rank,)),
-            "heads_inside": (nodes, node, columns[slot]),
-            "heads_across": (columns, slot, nodes[node]),
+            "ulysses": (everyone, 0, (self.rank,)),
+            "usp": (nodes, node, columns[slot]),
+            "usp_transposed": (columns, slot, nodes[node]),
         }[schedule]
         group = self._subgroup(groups[mine], "heads")
-        trade: HeadTrade = HeadExchange(group, self.traffic)
+        trade: AllToAll = GroupAllToAll(group, self.traffic)
         if group is not None and how == "copy_engine":
-            trade = HeadCopies(group, self.traffic)
+            trade = CopyEngineAllToAll(group, self.traffic)
         inner = ContextParallel.__new__(ContextParallel)
-        inside = len(others) if schedule == "heads_across" else 1
+        inside = len(others) if schedule == "usp_transposed" else 1
         layout = Gathered(self.layout, tuple(groups))
         inner._set_up(self._subgroup(others, "after_heads"), inside, layout, self.traffic, self._order)
         return trade, groups[mine], inner
@@ -197,7 +204,7 @@ class ContextParallel:
         if self.node_size == self.size:
             return None
         if fixed:
-            return Link(Speeds().across_gib, measured=False)
+            return Link(HardwareModel().across_gib, measured=False)
         if self._link_gib is None:
             self._link_gib = self.measure_link(torch.empty(_LINK_MESSAGE_BYTES, dtype=torch.uint8, device=device))
         assert self._link_gib is not None, "several nodes have a group"
@@ -239,10 +246,10 @@ class ContextParallel:
 
     def _make_routes(self, ring: Ring, exchange: str) -> Routes:
         node, slot = divmod(self.rank, ring.node_size)
-        lap = range(node * ring.node_size, (node + 1) * ring.node_size)
+        inner_ring = range(node * ring.node_size, (node + 1) * ring.node_size)
         pattern = Relay if exchange == "relay" else Direct
-        shards: Transport = self._transport(lap, "shards", exchange)
-        gradients = self._transport(lap, "gradients", exchange)
+        shards: Transport = self._transport(inner_ring, "shards", exchange)
+        gradients = self._transport(inner_ring, "gradients", exchange)
         inside = pattern(slot=slot, size=ring.node_size, shards=shards, gradients=gradients)
         if ring.nodes == 1:
             return Routes(inside)
@@ -261,9 +268,9 @@ class ContextParallel:
 
     def segments(self, seq_len: int) -> tuple[Segment, ...]:
         """Runs of global positions this rank holds. Raises ValueError, naming the nearest lengths, when it cannot."""
-        refusal = split_refusal(self.layout, seq_len, self.size)
-        if refusal:
-            raise ValueError(refusal)
+        unsupported_reason = split_unsupported_reason(self.layout, seq_len, self.size)
+        if unsupported_reason:
+            raise ValueError(unsupported_reason)
         return self.layout.segments(seq_len, self.size, self.rank)
 
     def rows_before(self, cut: int, seq_len: int) -> int:

@@ -96,7 +96,7 @@ def _driver() -> Any:
     return driver
 
 
-def driver_missing() -> str | None:
+def driver_unsupported_reason() -> str | None:
     """Why the driver cannot be called from here, or None."""
     try:
         _driver()

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from engine.attention.accumulate.output import row_dot
 from engine.attention.algorithms.ring import RingPlan
-from engine.attention.algorithms.saved import Stored
-from engine.attention.algorithms.ulysses import HeadPlan
-from engine.attention.comm.all_to_all import pieces_in_order
+from engine.attention.algorithms.saved import SavedOutput
+from engine.attention.algorithms.ulysses import UlyssesPlan
+from engine.attention.comm.all_to_all import token_runs_in_order
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.ring import RingTraffic
 from engine.attention.inputs import check_inputs, check_mask, check_scale, laid_out
@@ -26,20 +26,20 @@ from engine.attention.kernels import Problem, choose_kernel
 from engine.attention.kernels.stand_in import AnyDelta
 from engine.attention.masks import Causal, Mask, band_kinds
 from engine.attention.planning.comm_plan import traffic_left
-from engine.attention.planning.comm_volume import GRADIENT_WIRES, Shards, narrowed
+from engine.attention.planning.comm_volume import GRAD_COMM_DTYPES, Shards, narrowed
 from engine.attention.planning.cost_model import (
-    BACKWARD_ROUTES,
-    HEAD_SCHEDULES,
-    Share,
-    Speeds,
-    choose_parts,
+    BACKWARD_SIDES,
+    ULYSSES_SCHEDULES,
+    HardwareModel,
+    Workload,
+    choose_num_head_chunks,
     choose_schedule,
-    schedule_refusal,
+    schedule_unsupported_reason,
 )
 from engine.autocast import outside_autocast
 from engine.second_derivative import refuse_second_derivative
 
-AttentionPlan = RingPlan | HeadPlan
+AttentionPlan = RingPlan | UlyssesPlan
 
 
 class _BurstAttention(torch.autograd.Function):
@@ -53,25 +53,25 @@ class _BurstAttention(torch.autograd.Function):
         k_BLKD: Tensor,
         v_BLKD: Tensor,
         plan: AttentionPlan,
-        stored: Stored | None,
-        replayed: bool,
+        saved: SavedOutput | None,
+        recompute: bool,
     ) -> tuple[Tensor, Tensor]:
         kept: tuple[Tensor, ...] = (q_BLND, k_BLKD, v_BLKD)
-        ctx.plan, ctx.as_given = plan, replayed or stored is not None
+        ctx.plan, ctx.as_given = plan, recompute or saved is not None
         ctx.set_materialize_grads(False)  # a gradient of zeros for an LSE that nobody used would be summed for nothing
         if ctx.as_given:
-            out_BLND, lse_BNL = _forward(plan, q_BLND, k_BLKD, v_BLKD, stored)
+            out_BLND, lse_BNL = _forward(plan, q_BLND, k_BLKD, v_BLKD, saved)
         else:
             with plan.cp.collective():
                 out_BLND, lse_BNL, kept = plan.forward_keeping(q_BLND, k_BLKD, v_BLKD)
         ctx.save_for_backward(out_BLND, lse_BNL, *kept)
         # Autograd wants fresh outputs, not its own inputs back; a view costs nothing.
-        return (out_BLND.view_as(out_BLND), lse_BNL.view_as(lse_BNL)) if stored is not None else (out_BLND, lse_BNL)
+        return (out_BLND.view_as(out_BLND), lse_BNL.view_as(lse_BNL)) if saved is not None else (out_BLND, lse_BNL)
 
     @staticmethod
     @outside_autocast
     def backward(ctx: Any, dout_BLND: Tensor | None, dlse_BNL: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("attention")  # what travels is out of autograd's sight
+        refuse_second_derivative("attention")  # what backward_side is out of autograd's sight
         out_BLND, lse_BNL, *kept = ctx.saved_tensors
         plan: AttentionPlan = ctx.plan
         dout_BLND = torch.zeros_like(out_BLND) if dout_BLND is None else laid_out(dout_BLND.contiguous())
@@ -92,7 +92,7 @@ class _BurstAttention(torch.autograd.Function):
 
 def _check_takes_lse_gradient(plan: AttentionPlan) -> None:
     """Raise ValueError when the plan is for an LSE that is not differentiated and its kernel would get this wrong."""
-    kernel = (plan.inner if isinstance(plan, HeadPlan) else plan).kernel
+    kernel = (plan.inner if isinstance(plan, UlyssesPlan) else plan).kernel
     if not kernel.takes_delta:
         raise ValueError(
             f"the LSE has a gradient and this plan for kernel {kernel.name} was made for one without; plan it with "
@@ -101,23 +101,23 @@ def _check_takes_lse_gradient(plan: AttentionPlan) -> None:
 
 
 def _forward(
-    plan: AttentionPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, stored: Stored | None
+    plan: AttentionPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, saved: SavedOutput | None
 ) -> tuple[Tensor, Tensor]:
-    """(out_BLND, lse_BNL), computed for the rows that are not stored."""
-    if stored is None:
+    """(out_BLND, lse_BNL), computed for the rows that are not saved."""
+    if saved is None:
         with plan.cp.collective():
             return plan.forward(q_BLND, k_BLKD, v_BLKD)
-    if stored.cut == 0:
-        return stored.tensors
+    if saved.cut == 0:
+        return saved.tensors
     with plan.cp.collective():
-        out_BHND, lse_BNH = plan.before(stored.cut).forward(q_BLND, k_BLKD, v_BLKD)
-    rows = out_BHND.shape[1] + stored.out_BLND.shape[1]
+        out_BHND, lse_BNH = plan.before(saved.cut).forward(q_BLND, k_BLKD, v_BLKD)
+    rows = out_BHND.shape[1] + saved.out_BLND.shape[1]
     if rows != q_BLND.shape[1]:
         raise ValueError(
-            f"stored holds {stored.out_BLND.shape[1]} rows from position {stored.cut} on and {out_BHND.shape[1]} lie "
-            f"before it, but q has {q_BLND.shape[1]}; pass what keep_tail returned for these shards"
+            f"saved holds {saved.out_BLND.shape[1]} rows from position {saved.cut} on and {out_BHND.shape[1]} lie "
+            f"before it, but q has {q_BLND.shape[1]}; pass what save_suffix returned for these shards"
         )
-    return torch.cat((out_BHND, stored.out_BLND), dim=1), torch.cat((lse_BNH, stored.lse_BNL), dim=2)
+    return torch.cat((out_BHND, saved.out_BLND), dim=1), torch.cat((lse_BNH, saved.lse_BNL), dim=2)
 
 
 def plan_attention(
@@ -132,9 +132,9 @@ def plan_attention(
     backward: str = "auto",
     exchange: str = "auto",
     deterministic: bool = False,
-    gradient_wire: str = "fp32",
-    head_parts: int | None = None,
-    replayed: bool = False,
+    grad_comm_dtype: str = "fp32",
+    num_head_chunks: int | None = None,
+    recompute: bool = False,
     lse_gradient: bool = True,
 ) -> AttentionPlan:
     """Resolve every `auto` for shards of this shape, dtype and device. Raises ValueError when nothing fits.
@@ -145,13 +145,13 @@ def plan_attention(
     batch, tokens, heads, head_dim = q_BLND.shape
     kv_heads, seq_len = k_BLKD.shape[2], tokens * cp.size
     cp.segments(seq_len)  # refuses lengths the layout cannot split
-    if backward not in ("auto", *BACKWARD_ROUTES):
+    if backward not in ("auto", *BACKWARD_SIDES):
         raise ValueError(f"backward {backward!r} is unknown; choose auto, query or key_value")
-    if gradient_wire not in GRADIENT_WIRES:
-        raise ValueError(f"gradient_wire {gradient_wire!r} is unknown; choose one of {', '.join(GRADIENT_WIRES)}")
-    narrow = narrowed(gradient_wire)[cp.node_size < cp.size]  # at the slowest links
+    if grad_comm_dtype not in GRAD_COMM_DTYPES:
+        raise ValueError(f"grad_comm_dtype {grad_comm_dtype!r} is unknown; choose one of {', '.join(GRAD_COMM_DTYPES)}")
+    narrow = narrowed(grad_comm_dtype)[cp.node_size < cp.size]  # at the slowest links
     estimated = schedule == "auto" and q_BLND.is_cuda and backward == exchange == "auto"
-    share = Share(
+    share = Workload(
         cp_size=cp.size,
         node_size=cp.node_size,
         heads=heads,
@@ -161,33 +161,33 @@ def plan_attention(
         forward_flops=4.0 * batch * heads * head_dim * mask.area(seq_len) / cp.size,
         rows=batch * tokens,
         left=traffic_left(mask, cp.layout, cp.size, cp.node_size, seq_len) if estimated else RingTraffic(),
-        replayed=replayed,
+        recompute=recompute,
     )
     # Asking for the link may mean measuring it: only where the model has something to decide, and never where a run
     # must repeat bit for bit: another measurement could lead to another schedule, which sums in another order.
-    open_parts = q_BLND.is_cuda and schedule in HEAD_SCHEDULES and head_parts is None
+    open_parts = q_BLND.is_cuda and schedule in ULYSSES_SCHEDULES and num_head_chunks is None
     link = cp.link(q_BLND.device, fixed=deterministic) if estimated or open_parts else None
-    speeds = Speeds() if link is None else Speeds(across_gib=link.gib)
+    hardware = HardwareModel() if link is None else HardwareModel(across_gib=link.gib)
     estimate = None
     if schedule == "auto":
-        # The speeds behind the estimate are a GPU's; elsewhere, and where a ring's own switches are set, it is a ring.
+        # The hardware behind the estimate are a GPU's; elsewhere, and where a ring's own switches are set, it is a ring.
         if estimated:
-            estimate = choose_schedule(share, cp.layout.name, speeds)
+            estimate = choose_schedule(share, cp.layout.name, hardware)
         schedule = estimate.best if estimate else "ring" if cp.node_size == cp.size else "double_ring"
-    refusal = schedule_refusal(schedule, share, cp.layout.name)
-    if refusal:
-        raise ValueError(refusal)
+    unsupported_reason = schedule_unsupported_reason(schedule, share, cp.layout.name)
+    if unsupported_reason:
+        raise ValueError(unsupported_reason)
 
     inner, traded, parts = cp, 1, 1
-    if schedule in HEAD_SCHEDULES:
-        trade, members, inner = cp.trade_heads(schedule, exchange, q_BLND.device)
+    if schedule in ULYSSES_SCHEDULES:
+        trade, members, inner = cp.all_to_all(schedule, exchange, q_BLND.device)
         traded = len(members)
-        # The speeds that make parts worth their launches are a GPU's too.
-        chosen_parts = choose_parts(schedule, share, speeds) if q_BLND.is_cuda else 1
-        parts = chosen_parts if head_parts is None else head_parts
+        # The hardware that make parts worth their launches are a GPU's too.
+        chosen_parts = choose_num_head_chunks(schedule, share, hardware) if q_BLND.is_cuda else 1
+        parts = chosen_parts if num_head_chunks is None else num_head_chunks
         if parts < 1 or kv_heads // traded % parts:
             raise ValueError(
-                f"head_parts {parts} does not divide the {kv_heads // traded} KV heads of a rank under schedule "
+                f"num_head_chunks {parts} does not divide the {kv_heads // traded} KV heads of a rank under schedule "
                 f"{schedule}; give a number that does"
             )
         ring = inner.ring("double_ring" if inner.node_size < inner.size else "ring")
@@ -211,21 +211,23 @@ def plan_attention(
         ring=ring,
         exchange=inner.choose_exchange(exchange, ring, q_BLND.device),
         kernel=attend,
-        travels="query" if backward == "auto" else backward,
+        backward_side="query" if backward == "auto" else backward,
         seq_len=seq_len,
-        shards=Shards.of(problem, attend, batch, seq_len // inner.size, gradient_wire),
+        shards=Shards.of(problem, attend, batch, seq_len // inner.size, grad_comm_dtype),
         scale=head_dim**-0.5 if scale is None else scale,
         deterministic=deterministic,
-        gradient_wire=gradient_wire,
+        grad_comm_dtype=grad_comm_dtype,
         estimate=estimate,
         link=link,
     )
     if backward == "auto":
-        around = around.by_cheaper_route(speeds)
-    if schedule not in HEAD_SCHEDULES:
+        around = around.by_cheaper_route(hardware)
+    if schedule not in ULYSSES_SCHEDULES:
         return around
-    pieces = pieces_in_order(tuple(cp.layout.segments(seq_len, cp.size, rank) for rank in members))
-    return HeadPlan(cp=cp, members=members, schedule=schedule, heads=trade, pieces=pieces, inner=around, parts=parts)
+    token_runs = token_runs_in_order(tuple(cp.layout.segments(seq_len, cp.size, rank) for rank in members))
+    return UlyssesPlan(
+        cp=cp, members=members, schedule=schedule, heads=trade, token_runs=token_runs, inner=around, parts=parts
+    )
 
 
 def burst_attention(
@@ -241,10 +243,10 @@ def burst_attention(
     backward: str = "auto",
     exchange: str = "auto",
     deterministic: bool = False,
-    gradient_wire: str = "fp32",
-    head_parts: int | None = None,
-    stored: Stored | None = None,
-    replayed: bool = False,
+    grad_comm_dtype: str = "fp32",
+    num_head_chunks: int | None = None,
+    saved: SavedOutput | None = None,
+    recompute: bool = False,
     return_lse: bool = False,
 ) -> Any:
     """Attention of this rank's queries over the whole sequence. Collective over `cp`.
@@ -259,19 +261,19 @@ def burst_attention(
         cp: the ranks that share the sequence; a group of one when None.
         scale: factor of the scores; head_dim ** -0.5 when None.
         kernel: auto, reference, cpu, fa2, cudnn, fa4 or flex.
-        schedule: ring, double_ring, head_exchange, heads_inside, heads_across (see `engine.attention.planning.cost_model`), or
+        schedule: ring, double_ring, ulysses, usp, usp_transposed (see `engine.attention.planning.cost_model`), or
             auto: on GPUs the one a cost model finds cheapest, elsewhere a ring.
         exchange: how they travel inside a lap: relay, direct, copy_engine, or auto for the fastest the links allow.
-        backward: side that travels in backward: query, key_value, or auto for the one whose bytes take less time.
+        backward: side that backward_side in backward: query, key_value, or auto for the one whose bytes take less time.
         deterministic: repeat bit for bit, from run to run: no choice rests on a measurement; refused by kernels that
             cannot.
-        gradient_wire: fp32: sums of gradients cross links in fp32 and a single kernel result as the kernel wrote it;
+        grad_comm_dtype: fp32: sums of gradients cross links in fp32 and a single kernel result as the kernel wrote it;
             input_across: a node's sum crosses a double ring between nodes, once, in the inputs' dtype; input: all do.
-        head_parts: where heads are traded, how many parts they come in, one travelling while another is computed; the
+        num_head_chunks: where heads are traded, how many parts they come in, one travelling while another is computed; the
             cost model's choice when None.
-        stored: what `engine.attention.algorithms.saved.keep_tail` kept of an earlier call with the same inputs: the forward is
+        saved: what `engine.attention.algorithms.saved.save_suffix` kept of an earlier call with the same inputs: the forward is
             computed again for the other rows alone.
-        replayed: under activation checkpointing, a call that will be repeated with `stored`. Both then leave the same
+        recompute: under activation checkpointing, a call that will be repeated with `saved`. Both then leave the same
             tensors to backward; otherwise heads that were traded for tokens are kept as they arrived.
         return_lse: also return lse_BNL, the natural-log sum-exp of scaled scores; it is differentiable. The same on
             every rank, as all choices are. With kernels cpu, cudnn and fa2, backward takes twice the time for tiles in
@@ -301,12 +303,12 @@ def burst_attention(
         backward=backward,
         exchange=exchange,
         deterministic=deterministic,
-        gradient_wire=gradient_wire,
-        head_parts=head_parts,
-        replayed=replayed,
+        grad_comm_dtype=grad_comm_dtype,
+        num_head_chunks=num_head_chunks,
+        recompute=recompute,
         lse_gradient=return_lse,
     )
-    return run_attention(plan, q_BLND, k_BLKD, v_BLKD, stored=stored, replayed=replayed, return_lse=return_lse)
+    return run_attention(plan, q_BLND, k_BLKD, v_BLKD, saved=saved, recompute=recompute, return_lse=return_lse)
 
 
 def run_attention(
@@ -315,15 +317,15 @@ def run_attention(
     k_BLKD: Tensor,
     v_BLKD: Tensor,
     *,
-    stored: Stored | None = None,
-    replayed: bool = False,
+    saved: SavedOutput | None = None,
+    recompute: bool = False,
     return_lse: bool = False,
 ) -> Any:
     """`burst_attention` with its choices already made. Where no gradient will be asked for, nothing is kept for one."""
     q_BLND, k_BLKD, v_BLKD = (laid_out(tensor) for tensor in (q_BLND, k_BLKD, v_BLKD))
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q_BLND, k_BLKD, v_BLKD)):
-        out_BLND, lse_BNL = _BurstAttention.apply(q_BLND, k_BLKD, v_BLKD, plan, stored, replayed)
+        out_BLND, lse_BNL = _BurstAttention.apply(q_BLND, k_BLKD, v_BLKD, plan, saved, recompute)
     else:
         with torch.no_grad():
-            out_BLND, lse_BNL = outside_autocast(_forward)(plan, q_BLND, k_BLKD, v_BLKD, stored)
+            out_BLND, lse_BNL = outside_autocast(_forward)(plan, q_BLND, k_BLKD, v_BLKD, saved)
     return (out_BLND, lse_BNL) if return_lse else out_BLND

@@ -45,7 +45,7 @@ def report(device: torch.device, missing: str | None) -> Report:
     )
 
 
-def copies_refusal(reports: Sequence[Report], node_size: int) -> str | None:
+def copies_unsupported_reason(reports: Sequence[Report], node_size: int) -> str | None:
     """Why ranks of a node, `node_size` consecutive ones, cannot copy into each other's memory; None where all can.
 
     `reports` are all ranks' in rank order, so that every rank finds the same answer.
@@ -69,11 +69,11 @@ def copies_refusal(reports: Sequence[Report], node_size: int) -> str | None:
     return None
 
 
-def agreed_refusal(group: dist.ProcessGroup, mine: Report, node_size: int) -> str | None:
-    """`copies_refusal` of all ranks of `group`. Collective."""
+def agreed_unsupported_reason(group: dist.ProcessGroup, mine: Report, node_size: int) -> str | None:
+    """`copies_unsupported_reason` of all ranks of `group`. Collective."""
     reports = [mine] * dist.get_world_size(group)
     dist.all_gather_object(reports, mine, group=group)
-    return copies_refusal(reports, node_size)
+    return copies_unsupported_reason(reports, node_size)
 
 
 def _bare(uuid: str) -> str:

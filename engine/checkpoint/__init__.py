@@ -1,7 +1,7 @@
 """What backward finds of a layer: everything, or so little that the layer is computed again from it.
 
 Sequence-level selective checkpointing (BurstEngine, arXiv:2509.19836): a layer is computed again in backward, but
-attention, whose cost grows with the square of the length, is replayed from its stored output and LSE for the tail of
+attention, whose cost grows with the square of the length, is replayed from its saved output and LSE for the tail of
 the sequence. docs/checkpointing.md has the arithmetic.
 
     recompute.py      one layer's forward under torch's checkpoint, and where its input comes from afterwards

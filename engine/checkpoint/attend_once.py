@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from engine.attention.algorithms.saved import Stored
+from engine.attention.algorithms.saved import SavedOutput
 from engine.model import Attend
 from engine.offload import Kept, Store
 
@@ -29,7 +29,7 @@ class AttendOnce:
         self._called = False
         self._cut = 0
         self._kept: Kept | None = None
-        self._ahead: Stored | None = None
+        self._ahead: SavedOutput | None = None
 
     def __call__(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse): computed and kept by the first call, replayed by the others."""
@@ -41,13 +41,13 @@ class AttendOnce:
             out_BLND, lse_BNL = self._attend(q_BLND, k_BLKD, v_BLKD)
             self._keep(self._attend.keep(out_BLND, lse_BNL, self._tail))
             return out_BLND, lse_BNL
-        stored, self._ahead = self._ahead or self._fetched(), None
-        return self._attend(q_BLND, k_BLKD, v_BLKD, stored=stored)
+        saved, self._ahead = self._ahead or self._fetched(), None
+        return self._attend(q_BLND, k_BLKD, v_BLKD, saved=saved)
 
     def ahead(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
         """A replay whose whole result is held for the next call, so that two in a row compute attention once."""
-        out_BLND, lse_BNL = self._attend(q_BLND, k_BLKD, v_BLKD, stored=self._fetched())
-        self._ahead = Stored(out_BLND.detach(), lse_BNL.detach())
+        out_BLND, lse_BNL = self._attend(q_BLND, k_BLKD, v_BLKD, saved=self._fetched())
+        self._ahead = SavedOutput(out_BLND.detach(), lse_BNL.detach())
         return out_BLND, lse_BNL
 
     def prefetch(self) -> None:
@@ -55,12 +55,12 @@ class AttendOnce:
         if self._kept is not None and self._ahead is None:
             self._kept.prefetch()
 
-    def _keep(self, stored: Stored | None) -> None:
-        if stored is not None:
-            self._cut, self._kept = stored.cut, self._store.put((stored.out_BLND, stored.lse_BNL))
+    def _keep(self, saved: SavedOutput | None) -> None:
+        if saved is not None:
+            self._cut, self._kept = saved.cut, self._store.put((saved.out_BLND, saved.lse_BNL))
 
-    def _fetched(self) -> Stored | None:
+    def _fetched(self) -> SavedOutput | None:
         if self._kept is None:
             return None
         out_BLND, lse_BNL = self._kept.fetch()
-        return Stored(out_BLND, lse_BNL, self._cut)
+        return SavedOutput(out_BLND, lse_BNL, self._cut)

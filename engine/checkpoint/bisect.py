@@ -13,7 +13,7 @@ class BisectingGroup(Group):
     """`checkpoint.replay: bisect`.
 
     A request runs layers from the nearest kept input and keeps a few on the way, in the store of the first one, each
-    until no later request can want it. Attention's results are not held: every run replays them from what is stored.
+    until no later request can want it. Attention's results are not held: every run replays them from what is saved.
     """
 
     def __init__(self, start_BLE: Tensor, store: Store, previous: Group | None) -> None:

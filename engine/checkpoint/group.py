@@ -65,7 +65,7 @@ class Group(ABC):
 
     @abstractmethod
     def _input(self, place: int) -> Tensor:
-        """What `input` gives. Stored attention of the layer at `place` is on its way afterwards."""
+        """What `input` gives. SavedOutput attention of the layer at `place` is on its way afterwards."""
 
     def _inputs(self, first: int, kept: Kept, place: int, *, ahead: bool) -> Iterator[tuple[int, Tensor]]:
         """Places from `first`, whose input is `kept`, to `place`, each with its input: the layers between are run.

@@ -84,7 +84,7 @@ def token_type(vocabulary: int) -> TokenType:
 def _write_document(source: str, file: BinaryIO, tokenizer: Tokenizer, dtype: TokenType, digest: Any) -> dict[str, Any]:
     """Append one text's tokens; returns its name, sha256 and number of tokens. `digest` is of all texts together."""
     own, size, tokens = hashlib.sha256(), 0, 0
-    stored = np.dtype(dtype).newbyteorder("<")
+    saved = np.dtype(dtype).newbyteorder("<")
 
     def read() -> Iterator[bytes]:
         nonlocal size
@@ -95,11 +95,11 @@ def _write_document(source: str, file: BinaryIO, tokenizer: Tokenizer, dtype: To
             yield chunk
 
     for ids in tokenizer.encode(read()):
-        file.write(ids.astype(stored, copy=False).tobytes())
+        file.write(ids.astype(saved, copy=False).tobytes())
         tokens += len(ids)
     if size == 0:
         raise ValueError(f"data {source!r} is empty; give a text of at least one byte")
     if tokenizer.end_of_text is not None:
-        file.write(np.array([tokenizer.end_of_text], dtype=stored).tobytes())
+        file.write(np.array([tokenizer.end_of_text], dtype=saved).tobytes())
         tokens += 1
     return {"name": name_of(source), "sha256": own.hexdigest(), "tokens": tokens}

@@ -11,7 +11,7 @@ import platform
 from pathlib import Path
 
 from engine.data.build import build_store
-from engine.data.sources import PYTHON_DOCS, text_refusal
+from engine.data.sources import PYTHON_DOCS, text_unsupported_reason
 from engine.data.store import TokenStore, is_store, read_header
 from engine.data.tokenizers import ByteTokenizer
 
@@ -41,8 +41,8 @@ def open_tokens(source: str) -> TokenStore:
     if is_built(source):
         return TokenStore(Path(source))
     directory = cache_dir() / "tokens" / _store_name(source)
-    if refusal := text_refusal(source):  # also where a store was built before this was looked at
-        raise ValueError(refusal)
+    if unsupported_reason := text_unsupported_reason(source):  # also where a store was built before this was looked at
+        raise ValueError(unsupported_reason)
     if not directory.exists():
         try:
             build_store([source], directory, ByteTokenizer())

@@ -72,7 +72,7 @@ _JSON_TOKEN = re.compile(
 _JSON_CUT = re.compile(rf"{_JSON_STRING}\\?|-|[-a-zA-Z]+")  # a token that the end of the head cuts
 
 
-def format_refusal(path: Path) -> str | None:
+def format_unsupported_reason(path: Path) -> str | None:
     """One sentence why a file is no text to learn from, or None. Reads its first 64 KiB; says nothing of the rest."""
     try:
         with open(path, "rb") as file:

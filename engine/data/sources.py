@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.data.formats import format_refusal
+from engine.data.formats import format_unsupported_reason
 
 PYTHON_DOCS = "python_docs"  # the language reference that ships inside every Python (`pydoc_data.topics`)
 _CHUNK_BYTES = 1 << 20
@@ -24,18 +24,18 @@ def chunks_of(source: str) -> Iterator[bytes]:
     """
     if source == PYTHON_DOCS:
         return _python_docs()
-    if refusal := text_refusal(source):
-        raise ValueError(refusal)
+    if unsupported_reason := text_unsupported_reason(source):
+        raise ValueError(unsupported_reason)
     return _utf8_file(Path(source))
 
 
-def text_refusal(source: str) -> str | None:
+def text_unsupported_reason(source: str) -> str | None:
     """One sentence why a source cannot be read as text, as far as its first bytes tell, or None."""
     if source == PYTHON_DOCS:
         return None
     if not Path(source).is_file():
         return f"data {source!r} is no file; give {PYTHON_DOCS} or the path of a UTF-8 text file"
-    return format_refusal(Path(source))
+    return format_unsupported_reason(Path(source))
 
 
 def name_of(source: str) -> str:

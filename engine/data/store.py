@@ -50,8 +50,8 @@ class TokenStore(Sequences):
         """Open a built store. Raises ValueError when its files do not belong together."""
         self.header = read_header(directory)
         try:
-            stored = np.dtype(self.header.dtype).newbyteorder("<")
-            self._tokens = np.memmap(directory / TOKENS_FILE, dtype=stored, mode="r")
+            saved = np.dtype(self.header.dtype).newbyteorder("<")
+            self._tokens = np.memmap(directory / TOKENS_FILE, dtype=saved, mode="r")
         except (OSError, ValueError, TypeError) as error:
             raise _unreadable(directory, error) from error
         if self._tokens.size != self.header.count:

@@ -40,7 +40,7 @@ def export_hugging_face(
             be made one by one: in the model's order no more than one shard is held at a time.
         shape: of the model; one with a gated MLP.
         directory: a new or empty folder.
-        dtype: what the tensors are stored in; the default keeps fp32 master weights to the bit.
+        dtype: what the tensors are saved in; the default keeps fp32 master weights to the bit.
         max_positions: longest sequence, in tokens, the model was trained for; None leaves readers their default.
         shard_bytes: most bytes of tensors in one file; a larger tensor has a file of its own.
 
@@ -108,7 +108,7 @@ def _checked(
     sizes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors ready to be stored, in the order they come. Raises ValueError for a state that is not the model's."""
+    """The tensors ready to be saved, in the order they come. Raises ValueError for a state that is not the model's."""
     missing = set(sizes)
     for name, tensor in state.items() if isinstance(state, Mapping) else state:
         if name not in missing:

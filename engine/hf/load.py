@@ -78,7 +78,7 @@ def _sources(shape: ModelShape, shards: Shards, directory: Path, tied: bool) -> 
             )
         if dtype not in READABLE:
             raise ValueError(
-                f"{directory}: {source[name]} is stored as {dtype}; expected one of {', '.join(READABLE)}: "
+                f"{directory}: {source[name]} is saved as {dtype}; expected one of {', '.join(READABLE)}: "
                 "choose a model that is not quantized"
             )
     return source

@@ -82,7 +82,7 @@ class Shards:
             raise ValueError(f"{self._file_of[name]}: lacks {name}, which {INDEX} says is there ({error})") from error
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU, in the dtype it is stored in."""
+        """One tensor, on the CPU, in the dtype it is saved in."""
         tensor: Tensor = self._open(self._file_of[name], "pt").get_tensor(name)
         return tensor
 

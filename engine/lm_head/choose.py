@@ -8,7 +8,7 @@ from engine.lm_head.cce import cce_loss_sum
 from engine.lm_head.fused import fused_loss_sum
 from engine.lm_head.liger import liger_loss_sum
 from engine.lm_head.plain import plain_loss_sum
-from engine.loss_kernel import refusal
+from engine.loss_kernel import unsupported_reason
 from engine.model import LossSum
 from engine.settings import TrialSettings
 
@@ -18,7 +18,7 @@ def loss_sum_of(settings: TrialSettings, device_type: str) -> LossSum:
 
     Raises ValueError with one sentence when that device or this machine cannot run what is asked for.
     """
-    reason = refusal(settings, device_type)
+    reason = unsupported_reason(settings, device_type)
     if reason:
         raise ValueError(reason)
     if not settings.lm_head_fusion:

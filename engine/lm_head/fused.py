@@ -64,7 +64,7 @@ class _FusedLossSum(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         refuse_second_derivative("the fused loss")
         dhidden_TE, dweight_VE = ctx.saved_tensors
-        again = torch._C._autograd._get_current_graph_task_keep_graph()  # the stored gradients will be wanted once more
+        again = torch._C._autograd._get_current_graph_task_keep_graph()  # the saved gradients will be wanted once more
         return (
             _scaled(dhidden_TE, dloss, dhidden_TE.dtype, again) if ctx.needs_input_grad[0] else None,
             _scaled(dweight_VE, dloss, ctx.weight_dtype, again) if dweight_VE is not None else None,
@@ -133,7 +133,7 @@ def _logits(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, again: bool) -> Tensor:
-    """gradient x factor in `dtype`: in the stored gradient's own memory where it fits and will not be wanted `again`.
+    """gradient x factor in `dtype`: in the saved gradient's own memory where it fits and will not be wanted `again`.
 
     The factor gets dimensions because torch would round a 0-dim one to the gradient's dtype first, and 1 / tokens in
     bf16 is wrong by up to 0.4% in every entry.

@@ -1,7 +1,7 @@
 """Liger Kernel's fused linear cross entropy (arXiv:2410.10989) behind the engine's call.
 
 Logits of a run of tokens in the inputs' dtype, gradients formed in the forward pass in their place. The weight
-gradient is summed in fp32, as ours is. Its backward scales the stored gradients in place, so it may come only once.
+gradient is summed in fp32, as ours is. Its backward scales the saved gradients in place, so it may come only once.
 """
 
 from __future__ import annotations

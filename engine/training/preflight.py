@@ -14,7 +14,7 @@ from engine.data import is_built, open_tokens
 from engine.data.held_out import Span, spans
 from engine.data.store import Header, TokenStore
 from engine.data.tokenizers import vocabulary_of_file
-from engine.settings import ModelShape, vocabulary_refusal
+from engine.settings import ModelShape, vocabulary_unsupported_reason
 from engine.training.config import Order, TrainingConfig
 from engine.training.files import checkpoints_directory
 from engine.training.manifest import checkpoints, difference, is_complete, read_manifest
@@ -55,8 +55,8 @@ def training_data(config: TrainingConfig) -> tuple[TokenStore, Span, Span]:
     """
     settings = config.settings
     store = open_tokens(settings.data)
-    if refusal := vocabulary_refusal(settings, store.vocabulary):
-        raise ValueError(refusal)
+    if unsupported_reason := vocabulary_unsupported_reason(settings, store.vocabulary):
+        raise ValueError(unsupported_reason)
     learnt, held_out = spans(store.header, built=is_built(settings.data))
     if not learnt.sequences(settings.seq_len):
         raise ValueError(

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from engine import loss_kernel
-from engine.attention.geometry.layout import split_refusal
+from engine.attention.geometry.layout import split_unsupported_reason
 from engine.attention.masks import parse_mask
-from engine.method import schedule_refusal_on
+from engine.method import schedule_unsupported_reason_on
 from engine.settings import (
     BYTE_VOCABULARY,
     Checkpoint,
@@ -24,7 +24,7 @@ from engine.settings import (
     Task,
     TrialSettings,
     to_json,
-    vocabulary_refusal,
+    vocabulary_unsupported_reason,
 )
 from harness.base.errors import UsageError
 from harness.machine.this_machine import Machine
@@ -32,13 +32,13 @@ from harness.metrics.flops import work_of
 from harness.metrics.hardware import Hardware
 from harness.plan.memory_model import GIB, training_memory
 from harness.plan.predict import predict
-from harness.plan.warm_up import warm_up_refusal
+from harness.plan.warm_up import warm_up_unsupported_reason
 from harness.spec.experiment import Experiment
 from harness.spec.methods import method_named
 from harness.spec.trial import Trial
 
-MOST_TRIALS = 100_000  # combinations of a sweep: more are a mistake, and would only fill the memory
-MOST_RANKS = 1 << 16  # choosing a layout looks at every rank
+MAX_TRIALS = 100_000  # combinations of a sweep: more are a mistake, and would only fill the memory
+MAX_RANKS = 1 << 16  # choosing a layout looks at every rank
 
 # Kernels that exist for one kind of device only; `auto` and `reference` run on both.
 _DEVICE_OF_KERNEL = {"cpu": "cpu", "fa2": "cuda", "cudnn": "cuda", "fa4": "cuda", "flex": "cuda"}
@@ -61,40 +61,40 @@ def plan(experiment: Experiment, machine: Machine) -> tuple[Trial, ...]:
             settings=each,
             deadline_seconds=experiment.limits.trial_seconds,
             share_ranks=experiment.limits.share_ranks,
-            refusal=refusal(each, machine),
+            unsupported_reason=unsupported_reason(each, machine),
         )
         for each in settings
     )
 
 
 def _check_count(experiment: Experiment) -> None:
-    """Raise UsageError for a product of more than MOST_TRIALS combinations; those that `exclude` drops count."""
+    """Raise UsageError for a product of more than MAX_TRIALS combinations; those that `exclude` drops count."""
     axes = {"task": experiment.tasks} | dict(experiment.sweep) | {"seeds": experiment.seeds}
     count = math.prod(len(values) for values in axes.values())
-    if count > MOST_TRIALS:
+    if count > MAX_TRIALS:
         factors = " x ".join(f"{len(values)} of {key}" for key, values in axes.items() if len(values) > 1)
         raise UsageError(
             f"{experiment.path}: the sweep has {count:,} combinations ({factors}), and a plan takes at most "
-            f"{MOST_TRIALS:,}; sweep fewer values, or split the experiment"
+            f"{MAX_TRIALS:,}; sweep fewer values, or split the experiment"
         )
 
 
-def refusal(settings: TrialSettings, machine: Machine) -> str | None:
+def unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
     """One sentence why this trial cannot run on this machine, or None.
 
     What is wrong on any machine comes first: it is the reason that moving to a larger machine would not remove.
     """
     method = method_named(settings.method)
     return (
-        _size_refusal(settings)
-        or parse_mask(settings.mask).refusal(settings.seq_len)
-        or _data_refusal(settings)
+        _size_unsupported_reason(settings)
+        or parse_mask(settings.mask).unsupported_reason(settings.seq_len)
+        or _data_unsupported_reason(settings)
         or method.refuse(settings)
-        or _layout_refusal(settings)
-        or _schedule_refusal(settings, machine)
-        or _head_refusal(settings, machine)
-        or _device_refusal(settings, machine)
-        or _memory_refusal(settings, machine)
+        or _layout_unsupported_reason(settings)
+        or _schedule_unsupported_reason(settings, machine)
+        or _head_unsupported_reason(settings, machine)
+        or _device_unsupported_reason(settings, machine)
+        or _memory_unsupported_reason(settings, machine)
     )
 
 
@@ -102,7 +102,7 @@ def nothing_can_run(trials: Sequence[Trial]) -> str | None:
     """One sentence when no trial of a plan can run, or None when at least one can."""
     if not trials:
         return "the plan is empty because exclude drops every combination; remove an entry of exclude"
-    reasons = Counter(trial.refusal for trial in trials)
+    reasons = Counter(trial.unsupported_reason for trial in trials)
     if None in reasons:
         return None
     [(reason, count)] = reasons.most_common(1)
@@ -124,7 +124,7 @@ def _varying(flats: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _model_tflop(settings: TrialSettings) -> float | None:
     """1e12 model FLOPs of one step or call, None where the mask does not describe a sequence of that length."""
-    described = parse_mask(settings.mask).refusal(settings.seq_len) is None
+    described = parse_mask(settings.mask).unsupported_reason(settings.seq_len) is None
     return work_of(settings).model / 1e12 if described else None
 
 
@@ -150,7 +150,7 @@ def plan_table(
             | {"model_tflop": _model_tflop(trial.settings)}
             | (_spread(trial.settings.world_size, hosts) if hosts else {})
             | (_predicted(trial.settings, hardware) if hardware else {})
-            | {"can_run": trial.refusal is None, "reason": trial.refusal or ""}
+            | {"can_run": trial.unsupported_reason is None, "reason": trial.unsupported_reason or ""}
         )
     return rows
 
@@ -170,7 +170,7 @@ def _predicted(settings: TrialSettings, hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def _memory_refusal(settings: TrialSettings, machine: Machine) -> str | None:
+def _memory_unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
     """A training trial that would fill a host, which ends more than the trial. A GPU's memory is left to be tried."""
     if settings.task != "train" or not machine.memory_gib:
         return None
@@ -243,11 +243,11 @@ def _flat(settings: TrialSettings) -> dict[str, Any]:
     return flat
 
 
-def _size_refusal(settings: TrialSettings) -> str | None:
+def _size_unsupported_reason(settings: TrialSettings) -> str | None:
     """Sizes that do not fit each other."""
     world, parallel = settings.world_size, settings.cp_size * settings.tp_size
-    if world > MOST_RANKS:
-        return f"{world} ranks are more than anything here has been made for; choose at most {MOST_RANKS}"
+    if world > MAX_RANKS:
+        return f"{world} ranks are more than anything here has been made for; choose at most {MAX_RANKS}"
     if world % parallel:
         return (
             f"cp_size {settings.cp_size} x tp_size {settings.tp_size} = {parallel} does not divide world_size {world}; "
@@ -261,44 +261,44 @@ def _size_refusal(settings: TrialSettings) -> str | None:
     return None
 
 
-def _data_refusal(settings: TrialSettings) -> str | None:
+def _data_unsupported_reason(settings: TrialSettings) -> str | None:
     """Tokens that the model has no words for, or a store that cannot be read."""
     if settings.task != "train":
         return None
     if not Path(settings.data).is_dir():  # a text, whose tokens are bytes
-        return vocabulary_refusal(settings, BYTE_VOCABULARY)
+        return vocabulary_unsupported_reason(settings, BYTE_VOCABULARY)
     from engine.data import vocabulary_of  # numpy comes with it
 
     try:
-        return vocabulary_refusal(settings, vocabulary_of(settings.data))
+        return vocabulary_unsupported_reason(settings, vocabulary_of(settings.data))
     except ValueError as error:
         return str(error)
 
 
-def _layout_refusal(settings: TrialSettings) -> str | None:
+def _layout_unsupported_reason(settings: TrialSettings) -> str | None:
     """A sequence that does not split. Only native methods say how they lay it out; foreign ones judge by themselves."""
     layout_of = getattr(method_named(settings.method), "layout", None)
     layout = None if layout_of is None else layout_of(settings)
-    whole = None if layout is None else split_refusal(layout, settings.seq_len, settings.cp_size)
-    return whole or warm_up_refusal(settings, layout)
+    whole = None if layout is None else split_unsupported_reason(layout, settings.seq_len, settings.cp_size)
+    return whole or warm_up_unsupported_reason(settings, layout)
 
 
-def _schedule_refusal(settings: TrialSettings, machine: Machine) -> str | None:
+def _schedule_unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
     """Heads that cannot be traded as asked between the nodes of this machine; None where the ranks do not fit it."""
     nodes = settings.emulate_nodes if settings.emulate_nodes > 1 else machine.nodes_for(settings.world_size)
-    return None if nodes is None else schedule_refusal_on(method_named(settings.method), settings, nodes)
+    return None if nodes is None else schedule_unsupported_reason_on(method_named(settings.method), settings, nodes)
 
 
-def _head_refusal(settings: TrialSettings, machine: Machine) -> str | None:
+def _head_unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
     """An LM head that this machine cannot run as asked, or that has nothing to do with the method."""
     if settings.task == "lm_head" and settings.method != "burst":
         return (
             f"task lm_head runs no attention, so {settings.method} would measure the same as burst; set method to burst"
         )
-    return None if settings.task == "attention" else loss_kernel.refusal(settings, machine.device)
+    return None if settings.task == "attention" else loss_kernel.unsupported_reason(settings, machine.device)
 
 
-def _device_refusal(settings: TrialSettings, machine: Machine) -> str | None:
+def _device_unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
     """More ranks than the machine holds, or a kernel for another kind of device."""
     needs, holds = settings.world_size, machine.max_ranks
     if machine.nodes > 1 and machine.nodes_for(needs) is None:

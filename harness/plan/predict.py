@@ -23,7 +23,7 @@ class Prediction:
 def predict(settings: TrialSettings, hardware: Hardware) -> Prediction:
     """A trial on GPUs of this kind.
 
-    Time is that of all matrix products and attention, repeated ones included, at the speeds measured on this hardware
+    Time is that of all matrix products and attention, repeated ones included, at the hardware measured on this hardware
     in bf16: what is not hidden, launches and everything elementwise come on top. Memory is `harness.plan.memory_model`'s.
     """
     memory = training_memory(settings) if settings.task == "train" else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.attention.planning.cost_model import Share, link_bound_seconds
+from engine.attention.planning.cost_model import Workload, link_bound_seconds
 from engine.settings import BYTES_OF
 from harness.base.lengths import format_length
 from harness.report.results import Row, setting_names
@@ -21,7 +21,7 @@ from harness.report.variants import panel_name, panel_of, pooled
 
 # What sharing the problem out may change; everything else must be equal for a trial to be the ideal of another.
 _SHARING = frozenset({
-    "method", "cp_size", "tp_size", "world_size", "layout", "schedule", "backward", "exchange", "gradient_wire",
+    "method", "cp_size", "tp_size", "world_size", "layout", "schedule", "backward", "exchange", "grad_comm_dtype",
     "emulate_nodes", "seed",
 })  # fmt: skip
 
@@ -33,7 +33,7 @@ NOTE = (
 
 
 def ideal_table(rows: Sequence[Row]) -> Table | None:
-    """Share of the ideal, and of the link's bound, that shared attention reaches; None without trials of cp_size 1."""
+    """Workload of the ideal, and of the link's bound, that shared attention reaches; None without trials of cp_size 1."""
     attention = [row for row in rows if row["task"] == "attention" and row["status"] == "ok" and row["gpu"] != "cpu"]
     unshared: dict[tuple[Any, ...], list[Row]] = {}  # by problem and ranks that work on it at once, each on all of it
     for row in attention:
@@ -103,7 +103,7 @@ def _bound(row: Row, whole: Mapping[str, float | None]) -> float | None:
     if across is None or nodes < 2 or ranks % nodes or step is None or forward is None:
         return None
     tokens = row["seq_len"] // ranks * row["batch_size"]
-    share = Share(
+    share = Workload(
         cp_size=ranks,
         node_size=ranks // nodes,
         heads=row["model.heads"],

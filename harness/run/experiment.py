@@ -153,13 +153,13 @@ def _attempt(trial: Trial, host: Host, directory: RunDirectory, view: ProgressVi
         settings=trial.settings,
         system=method.system,
         status="refused",
-        reason=trial.refusal or "",
+        reason=trial.unsupported_reason or "",
         gpu=host.machine.gpu_name or "cpu",
         commit=host.commit,
         started_at=_now(),
         attempts=attempt,
     )
-    if trial.refusal is None:
+    if trial.unsupported_reason is None:
         job = _job(trial, method, trial_dir, host)
         write_json(
             trial_dir / TRIAL_FILE,

@@ -72,7 +72,7 @@ def _check_range(key: str, value: Any) -> None:
 
 def _check_data(value: str) -> None:
     """Raise ValueError for data that is neither a text nor a token store."""
-    from engine.data.sources import text_refusal  # brings numpy, which planning does without
+    from engine.data.sources import text_unsupported_reason  # brings numpy, which planning does without
     from engine.data.store import is_store
 
     if is_store(Path(value)):
@@ -82,5 +82,5 @@ def _check_data(value: str) -> None:
             f"data is {value!r}, which is no file here; give {_BUILT_IN}, the path of a text file, or the "
             "directory of a token store"
         )
-    if refusal := text_refusal(value):
-        raise ValueError(refusal)
+    if unsupported_reason := text_unsupported_reason(value):
+        raise ValueError(unsupported_reason)

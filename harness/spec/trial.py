@@ -20,7 +20,7 @@ class Trial:
     title: str
     settings: TrialSettings
     deadline_seconds: float
-    refusal: str | None = None
+    unsupported_reason: str | None = None
     # No part of the id:
     share_ranks: bool = False  # whether the ranks of the trial before it may run it
     profile: bool = False  # whether one of its steps is traced

@@ -26,7 +26,7 @@ from harness.launch.ports import port_was_taken
 from harness.machine.this_machine import Machine
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import hardware_for
-from harness.plan.matrix import refusal
+from harness.plan.matrix import unsupported_reason
 from harness.run.directory import next_attempt, opened_for_writing
 from harness.spec.methods import method_module
 
@@ -52,7 +52,7 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
     or checkpoints, or its directory cannot be used; also when the ranks find it impossible all the same.
     KeyboardInterrupt is re-raised once the ranks have ended.
     """
-    if reason := refusal(config.settings, start.machine):
+    if reason := unsupported_reason(config.settings, start.machine):
         raise UsageError(f"this run cannot start: {reason}")
     order = order_of(config, start.machine, resume=start.resume)
     with _refusing():

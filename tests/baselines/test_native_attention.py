@@ -48,7 +48,7 @@ def attention_errors(name: str, replay: bool, node_size: int | None = None) -> t
         (found.grad, truth.grad) for found, truth in ((q, dense_q), (k, dense_k), (v, dense_v))
     ]
     errors = [((cp.unshard(f) - t).abs().max() / t.abs().max()).item() for f, t in pairs]
-    assert fn.chosen()["kernel"] == "reference"
+    assert fn.resolved()["kernel"] == "reference"
     return errors, cp.traffic.sent_bytes
 
 
@@ -58,9 +58,7 @@ def test_a_baseline_equals_dense_float64(name, world_size, replay) -> None:
         assert max(errors) < 1e-10
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule"), [("loongtrain_double_ring", "double_ring"), ("loongtrain_usp", "heads_inside")]
-)
+@pytest.mark.parametrize(("name", "schedule"), [("loongtrain_double_ring", "double_ring"), ("loongtrain_usp", "usp")])
 def test_over_two_nodes_a_baseline_is_what_it_is_named_for(name, schedule) -> None:
     for (errors, _), chosen in run_on_ranks(4, over_two_nodes, name):
         assert max(errors) < 1e-10
@@ -73,7 +71,7 @@ def over_two_nodes(name: str) -> tuple[tuple[list[float], int], dict[str, str]]:
     cp = ContextParallel(layout="zigzag", node_size=2)
     fn = method_named(name).attention(cp, settings)
     fn(*(torch.zeros(1, 8, heads, 8, dtype=torch.float64) for heads in (8, 4, 4)))
-    return attention_errors(name, False, node_size=2), fn.chosen()
+    return attention_errors(name, False, node_size=2), fn.resolved()
 
 
 def test_ulysses_sends_a_fixed_share_of_every_tensor() -> None:
@@ -94,8 +92,8 @@ def test_ring_baselines_circulate_keys_values_and_their_gradients() -> None:
 
 
 def test_ulysses_refuses_heads_it_cannot_share_out() -> None:
-    refusal = method_named("ulysses").refuse(settings_for("ulysses", 8, seq_len=64))
-    assert refusal == (
+    unsupported_reason = method_named("ulysses").refuse(settings_for("ulysses", 8, seq_len=64))
+    assert unsupported_reason == (
         "ulysses needs KV heads divisible by cp_size, found 4 heads of model test and cp_size 8; "
         "choose a cp_size that divides 4"
     )

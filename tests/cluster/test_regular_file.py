@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.files.errors import UsageError
-from cluster.files.regular_file import MOST_BYTES, read_text
+from cluster.files.regular_file import MAX_BYTES, read_text
 from cluster.inventory.file import read_inventory
 from cluster.inventory.hosts import read_hosts
 from cluster.inventory.hosts_file import import_hosts
@@ -60,8 +60,8 @@ def test_a_socket_and_a_directory_are_no_files(tmp_path):
 
 def test_a_file_of_the_largest_size_is_read_whole(tmp_path):
     path = tmp_path / "large"
-    path.write_bytes(b"a" * MOST_BYTES)
-    assert len(read_text(path, "site file")) == MOST_BYTES
+    path.write_bytes(b"a" * MAX_BYTES)
+    assert len(read_text(path, "site file")) == MAX_BYTES
 
 
 @pytest.mark.parametrize("command", [["plan"], ["train"], ["env", "--import"], ["nodes", "--import"]])

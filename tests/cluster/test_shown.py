@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.files.document import parse_yaml
-from cluster.files.shown import MOST_CHARACTERS, shown, shown_value
+from cluster.files.shown import MAX_CHARACTERS, shown, shown_value
 from harness.base.terminal import LONG_TABLE_ROWS, SafeConsole, print_table
 from harness.cli import main
 
@@ -24,7 +24,7 @@ def test_a_long_line_loses_its_middle_and_says_so():
     assert line.startswith("begin x")
     assert line.endswith("x end")
     assert "(9,010 characters left out)" in line
-    assert len(line) < MOST_CHARACTERS + 50
+    assert len(line) < MAX_CHARACTERS + 50
 
 
 def test_consoles_print_no_control_character_whatever_they_are_given():

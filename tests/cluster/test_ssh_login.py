@@ -57,7 +57,7 @@ def run(sshd, key=None):
         return runner.run(["echo", "in"], deadline_seconds=AMPLE).stdout
 
 
-def refusal(sshd, key=None):
+def unsupported_reason(sshd, key=None):
     with pytest.raises(Unreachable) as caught:
         run(sshd, key)
     return str(caught.value)
@@ -75,7 +75,7 @@ def encrypted(sshd, folder):
 
 
 def test_without_any_key_the_sentence_says_so(sshd):
-    assert "the agent and ~/.ssh hold no key to offer" in refusal(sshd)
+    assert "the agent and ~/.ssh hold no key to offer" in unsupported_reason(sshd)
 
 
 def test_the_agents_key_opens_the_host(sshd, agent, tmp_path):
@@ -90,7 +90,7 @@ def test_a_key_of_a_usual_name_opens_the_host(sshd, nobody):
 
 
 def test_a_key_file_with_a_passphrase_asks_for_the_agent(sshd, tmp_path):
-    said = refusal(sshd, encrypted(sshd, tmp_path))
+    said = unsupported_reason(sshd, encrypted(sshd, tmp_path))
     assert "needs a passphrase; add it to ssh-agent" in said
 
 
@@ -108,20 +108,20 @@ def test_a_host_that_has_had_enough_of_wrong_keys_refuses_the_user(sshd, agent, 
     for number in range(7):
         make_key(tmp_path / f"stranger{number}")
         agent(tmp_path / f"stranger{number}")
-    assert "refuses user" in refusal(sshd)
+    assert "refuses user" in unsupported_reason(sshd)
 
 
 @pytest.mark.parametrize("kind", ["rsa", "ecdsa"])
 def test_other_kinds_of_key_are_read_too(sshd, tmp_path, kind):
     path = tmp_path / kind
     subprocess.run(["ssh-keygen", "-q", "-t", kind, "-N", "", "-f", str(path)], check=True)
-    assert "refuses user" in refusal(sshd, path)  # offered, and not known there
+    assert "refuses user" in unsupported_reason(sshd, path)  # offered, and not known there
 
 
 def test_a_file_that_is_no_key_is_named(sshd, tmp_path):
     (tmp_path / "junk").write_text("junk")
-    assert "junk holds no private key of a known kind" in refusal(sshd, tmp_path / "junk")
+    assert "junk holds no private key of a known kind" in unsupported_reason(sshd, tmp_path / "junk")
 
 
 def test_a_key_file_that_is_not_there_is_named(sshd):
-    assert "No such file" in refusal(sshd, Path("/absent/key"))
+    assert "No such file" in unsupported_reason(sshd, Path("/absent/key"))

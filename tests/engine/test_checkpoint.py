@@ -40,12 +40,12 @@ class CountedAttention:
         self._attend = METHOD.attention(ContextParallel(), SETTINGS)
         self.computed = self.replayed = 0
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, stored: Any = None) -> Any:
-        if stored is None:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, saved: Any = None) -> Any:
+        if saved is None:
             self.computed += 1
         else:
             self.replayed += 1
-        return self._attend(q, k, v, stored=stored)
+        return self._attend(q, k, v, saved=saved)
 
     def keep(self, out: Tensor, lse: Tensor, tail: float) -> Any:
         return self._attend.keep(out, lse, tail)
@@ -106,7 +106,7 @@ def test_several_forwards_may_be_open_at_once(policy: str) -> None:
     losses = [loss_of(model, seed) for seed in (1, 2)]
     before = held_bytes(keeper)
     with torch.no_grad():
-        loss_of(model, seed=3)  # an evaluation in between must not disturb what is stored
+        loss_of(model, seed=3)  # an evaluation in between must not disturb what is saved
     assert held_bytes(keeper) == before
     while losses:
         losses.pop(0).backward()
@@ -147,9 +147,9 @@ def test_what_is_held_is_the_fraction_asked_for(policy: str) -> None:
     loss = loss_of(model, seed=1)
     settings, tokens, itemsize = POLICIES[policy], 2 * SETTINGS.seq_len, 8
     groups = -(-LAYERS // settings.every)
-    stored = round(settings.tail * SETTINGS.seq_len) / SETTINGS.seq_len
+    saved = round(settings.tail * SETTINGS.seq_len) / SETTINGS.seq_len
     attention = SHAPE.heads * (SHAPE.head_dim + 1)  # out and LSE of a token
-    assert held_bytes(keeper) == tokens * itemsize * (groups * SHAPE.hidden + LAYERS * stored * attention)
+    assert held_bytes(keeper) == tokens * itemsize * (groups * SHAPE.hidden + LAYERS * saved * attention)
     del loss
     assert held_bytes(keeper) == 0
 

@@ -38,10 +38,10 @@ class WatchedAttention:
         self.calls = self.alive = 0
         self._results: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, stored: Any = None) -> Any:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, saved: Any = None) -> Any:
         self.calls += 1
         self.alive = max(self.alive, len(self._results))
-        out, lse = self._attend(q, k, v, stored=stored)
+        out, lse = self._attend(q, k, v, saved=saved)
         if not torch.is_grad_enabled():
             self._results.add(out.untyped_storage())
         return out, lse

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.planning.cost_model import HEAD_SCHEDULES
+from engine.attention.planning.cost_model import ULYSSES_SCHEDULES
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.engine.parity import Result, apart, dense_parameters, dense_run, errors, parallel_runs
 from tests.pairwise import Row, pairs_of, pairwise
@@ -27,7 +27,7 @@ SETTINGS = TrialSettings(task="train", method="burst", model=SHAPE, seq_len=48)
 CHOICES: dict[str, tuple[Any, ...]] = {
     "method": ("burst", "ulysses", "megatron_cp"),
     "layout": ("auto", "contiguous", "zigzag", "striped", "split_zigzag"),
-    "schedule": ("auto", "ring", "double_ring", "head_exchange", "heads_inside", "heads_across"),
+    "schedule": ("auto", "ring", "double_ring", "ulysses", "usp", "usp_transposed"),
     "backward": ("auto", "query", "key_value"),
     "mask": ("causal", "full", "sliding_window:9:2", "documents:7,17,5,...", "block_sparse:6:strided-3:causal"),
     "every": (1, 0, 3),
@@ -62,7 +62,7 @@ def allowed(row: Row) -> bool:
     """Baselines have a layout, a schedule and a backward of their own, and tokens that are not consecutive cannot be
     traded for heads. Nothing else is refused."""
     if row["method"] == "burst":
-        return not (row["layout"] == "striped" and row["schedule"] in HEAD_SCHEDULES)
+        return not (row["layout"] == "striped" and row["schedule"] in ULYSSES_SCHEDULES)
     return all(row[name] == "auto" for name in ARRANGING)
 
 
@@ -71,7 +71,7 @@ def choices_for(world_size: int, cp_size: int) -> dict[str, tuple[Any, ...]]:
     left alone."""
     if world_size != cp_size or cp_size == 1:
         return {name: values[:1] if name in ("method", *ARRANGING) else values for name, values in CHOICES.items()}
-    return CHOICES if cp_size > 2 else CHOICES | {"schedule": ("auto", "ring", "head_exchange")}
+    return CHOICES if cp_size > 2 else CHOICES | {"schedule": ("auto", "ring", "ulysses")}
 
 
 def rows_for(world_size: int, cp_size: int) -> list[Row]:

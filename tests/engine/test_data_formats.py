@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from engine.data import open_tokens
-from engine.data.formats import HEAD_BYTES, format_refusal
+from engine.data.formats import HEAD_BYTES, format_unsupported_reason
 
 ROOT = Path(__file__).parents[2]
 RECORDS = [{"text": f'Document {number} says "yes".\nIt ends.', "id": number} for number in range(400)]
@@ -107,7 +107,7 @@ NOT_TEXT = {
 def test_what_is_no_text_is_refused_by_its_content_whatever_its_name(kind: str, tmp_path: Path) -> None:
     content, words = NOT_TEXT[kind]
     path = written(tmp_path, content)
-    said = format_refusal(path)
+    said = format_unsupported_reason(path)
     assert said is not None
     assert said.startswith(f"data {str(path)!r} ")
     assert words in said
@@ -120,10 +120,10 @@ def test_what_is_no_text_is_refused_by_its_content_whatever_its_name(kind: str, 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "a.csv", "A.CSV", "a.tsv", "a.ipynb"])
 def test_where_the_content_cannot_tell_the_name_does_and_can_be_changed(name: str, tmp_path: Path) -> None:
     content = "name,text\n1,one\n2,two\n"
-    said = format_refusal(written(tmp_path, content, name))
+    said = format_unsupported_reason(written(tmp_path, content, name))
     assert said is not None
     assert said.endswith("one per document, or rename it to .txt to learn it as it is")
-    assert format_refusal(written(tmp_path, content)) is None
+    assert format_unsupported_reason(written(tmp_path, content)) is None
 
 
 TEXTS = {
@@ -151,7 +151,7 @@ TEXTS = {
 @pytest.mark.parametrize("kind", TEXTS)
 def test_text_is_learnt_from_even_when_it_begins_like_a_format(kind: str, tmp_path: Path) -> None:
     path = written(tmp_path, TEXTS[kind])
-    assert format_refusal(path) is None
+    assert format_unsupported_reason(path) is None
     assert bytes(open_tokens(str(path)).window(0, path.stat().st_size).tolist()) == path.read_bytes()
 
 
@@ -159,7 +159,7 @@ def test_no_source_file_and_no_page_of_this_project_is_refused() -> None:
     tree = [path for folder in ("engine", "harness", "docs", "tests") for path in (ROOT / folder).rglob("*.*")]
     texts = [path for path in tree if path.suffix in (".py", ".md", ".j2", ".yaml")]
     assert len(texts) > 300
-    assert {path: said for path in texts if (said := format_refusal(path))} == {}
+    assert {path: said for path in texts if (said := format_unsupported_reason(path))} == {}
 
 
 def test_a_store_that_was_built_of_such_a_file_before_is_not_used(tmp_path: Path) -> None:

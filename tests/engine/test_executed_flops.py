@@ -48,7 +48,7 @@ class Products(TorchDispatchMode):
 class NoProducts:
     """Attention without a matrix product."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, stored: Any = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, saved: Any = None) -> tuple[Tensor, Tensor]:
         return q * k.repeat_interleave(2, 2) * v.repeat_interleave(2, 2), q[..., 0].transpose(1, 2)
 
     def keep(self, out: Tensor, lse: Tensor, tail: float) -> None:

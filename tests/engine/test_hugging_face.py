@@ -447,7 +447,7 @@ def test_a_quantized_tensor_is_refused(tmp_path: Path) -> None:
     directory = exported(LLAMA, tmp_path / "out")
     (file,) = directory.glob(FIRST)
     save_file({name: tensor.to(torch.int8) for name, tensor in load_file(file).items()}, file)
-    with pytest.raises(ValueError, match=r"embed_tokens.weight is stored as I8; expected one of F64, F32, F16, BF16"):
+    with pytest.raises(ValueError, match=r"embed_tokens.weight is saved as I8; expected one of F64, F32, F16, BF16"):
         import_hugging_face(directory)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from engine.lm_head import plain_loss_sum
 from engine.lm_head.choose import loss_sum_of
-from engine.loss_kernel import LIBRARIES, available, refusal
+from engine.loss_kernel import LIBRARIES, available, unsupported_reason
 from engine.settings import ModelShape, TrialSettings
 from harness.doctor import examine
 from harness.machine.this_machine import Machine
@@ -47,7 +47,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_a_library_cannot_do_is_refused_with_the_way_out(installed, changes, device, sentence) -> None:
-    reason = refusal(settings(**changes), device)
+    reason = unsupported_reason(settings(**changes), device)
     assert reason is not None
     assert sentence in reason
     with pytest.raises(ValueError, match="loss_kernel"):
@@ -59,20 +59,22 @@ def test_a_library_that_is_not_installed_is_refused_with_the_line_that_installs_
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
     library = LIBRARIES[name]
     line = f"{library.module} is not installed; pip install {library.requirement}"
-    assert refusal(settings(loss_kernel=name), "cuda") == f"loss_kernel {name} cannot run: {line}"
+    assert unsupported_reason(settings(loss_kernel=name), "cuda") == f"loss_kernel {name} cannot run: {line}"
     assert (name, False, line) in available("cuda")
 
 
 def test_an_installed_library_runs_on_a_gpu_and_says_so(installed) -> None:
-    assert [refusal(settings(loss_kernel=name), "cuda") for name in ("own", "liger", "cce")] == [None] * 3
-    assert refusal(settings(loss_kernel="liger", z_loss=1e-4, dtype="fp32"), "cuda") is None
+    assert [unsupported_reason(settings(loss_kernel=name), "cuda") for name in ("own", "liger", "cce")] == [None] * 3
+    assert unsupported_reason(settings(loss_kernel="liger", z_loss=1e-4, dtype="fp32"), "cuda") is None
     assert [(name, ok) for name, ok, _ in available("cuda")] == [("own", True), ("liger", True), ("cce", True)]
     assert ("liger", False, "liger-kernel is installed, but needs a GPU") in available("cpu")
 
 
 def test_the_engines_own_needs_nothing() -> None:
     assert all(
-        refusal(settings(dtype=dtype), device) is None for dtype in ("fp64", "bf16") for device in ("cpu", "cuda")
+        unsupported_reason(settings(dtype=dtype), device) is None
+        for dtype in ("fp64", "bf16")
+        for device in ("cpu", "cuda")
     )
     assert available("cpu")[0] == ("own", True, "ready")
 
@@ -99,7 +101,9 @@ def reasons(machine: Machine, *overrides: str) -> dict[tuple[str, bool], set[str
     """Refusals of experiments/lm_head.yaml by loss kernel and fusion."""
     found: dict[tuple[str, bool], set[str | None]] = {}
     for trial in plan(load_experiment(ROOT / "experiments" / "lm_head.yaml", overrides=overrides), machine):
-        found.setdefault((trial.settings.loss_kernel, trial.settings.lm_head_fusion), set()).add(trial.refusal)
+        found.setdefault((trial.settings.loss_kernel, trial.settings.lm_head_fusion), set()).add(
+            trial.unsupported_reason
+        )
     return found
 
 

@@ -19,7 +19,12 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 FORMS = [
     "own",
     *(
-        pytest.param(name, marks=pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())))
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(
+                library.unsupported_reason() is not None, reason=str(library.unsupported_reason())
+            ),
+        )
         for name, library in LIBRARIES.items()
     ),
 ]

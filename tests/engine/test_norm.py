@@ -13,7 +13,7 @@ from engine.norm import RMSNorm
 @pytest.mark.parametrize("shape", [(2, 5, 8), (2, 5, 3, 8)])
 @pytest.mark.parametrize("most", [8, 24, 79, 1 << 31])
 def test_runs_of_tokens_equal_the_whole(monkeypatch, shape, most) -> None:
-    monkeypatch.setattr(norm, "MOST_ELEMENTS", most)
+    monkeypatch.setattr(norm, "MAX_ELEMENTS", most)
     torch.manual_seed(0)
     x, grad = (torch.randn(shape, dtype=torch.float64) for _ in range(2))
     x.requires_grad_()
@@ -29,7 +29,7 @@ def test_runs_of_tokens_equal_the_whole(monkeypatch, shape, most) -> None:
 
 def test_no_call_of_the_kernel_sees_more_elements_than_it_may(monkeypatch) -> None:
     sizes, whole = [], nn.RMSNorm.forward
-    monkeypatch.setattr(norm, "MOST_ELEMENTS", 24)
+    monkeypatch.setattr(norm, "MAX_ELEMENTS", 24)
     monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: sizes.append(x.numel()) or whole(self, x))
     RMSNorm(8)(torch.randn(1, 7, 8))
     assert sizes == [24, 24, 8]

@@ -164,8 +164,8 @@ class Logged(DenseCausal):
     def __init__(self, log: list[str]) -> None:
         self._log = log
 
-    def __call__(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, **stored: Any) -> tuple[Tensor, Tensor]:
-        out_BLND, lse_BNL = super().__call__(q_BLND, k_BLKD, v_BLKD, **stored)
+    def __call__(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, **saved: Any) -> tuple[Tensor, Tensor]:
+        out_BLND, lse_BNL = super().__call__(q_BLND, k_BLKD, v_BLKD, **saved)
         if out_BLND.requires_grad:
             out_BLND.register_hook(lambda dout_BLND: self._log.append("attention"))
         return out_BLND, lse_BNL

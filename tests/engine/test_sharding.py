@@ -85,7 +85,7 @@ def test_values_drawn_in_blocks_do_not_depend_on_the_number_of_ranks(
         assert len(set(rows)) > 0.99 * len(rows) or "norm" in name  # no block repeats another
 
 
-def refusal(hosts: str) -> str:
+def unsupported_reason(hosts: str) -> str:
     os.environ["NCCL_HOSTID"] = hosts[dist.get_rank()]
     with pytest.raises(ValueError, match="hybrid") as error:
         arrange(dataclasses.replace(HYBRID, world_size=3), torch.device("cpu"))
@@ -93,7 +93,7 @@ def refusal(hosts: str) -> str:
 
 
 def test_unequal_nodes_are_refused_for_hybrid_sharding() -> None:
-    assert set(run_on_ranks(3, refusal, "aab")) == {
+    assert set(run_on_ranks(3, unsupported_reason, "aab")) == {
         "sharding hybrid needs equally many consecutive ranks on every node, found runs of [2, 1] ranks on 2 nodes; "
         "place the ranks evenly, one node after another, or choose sharding full"
     }

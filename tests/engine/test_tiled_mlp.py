@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.attention.algorithms.saved import Stored
+from engine.attention.algorithms.saved import SavedOutput
 from engine.attention.context import ContextParallel
 from engine.burst import METHOD
 from engine.checkpoint import set_activations
@@ -72,10 +72,10 @@ class Products(TorchDispatchMode):
 class NoProducts:
     """Attention without a matrix product."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, stored: Stored | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, saved: SavedOutput | None = None) -> tuple[Tensor, Tensor]:
         return q, q[..., 0].transpose(1, 2)
 
-    def keep(self, out: Tensor, lse: Tensor, tail: float) -> Stored | None:
+    def keep(self, out: Tensor, lse: Tensor, tail: float) -> SavedOutput | None:
         return None
 
 
@@ -110,7 +110,7 @@ def test_only_one_runs_intermediates_exist_at_a_time() -> None:
 
 
 def test_a_run_is_no_longer_than_the_norm_can_address(monkeypatch) -> None:
-    monkeypatch.setattr("engine.runs.MOST_ELEMENTS", 4 * SHAPE.hidden + 1)
+    monkeypatch.setattr("engine.runs.MAX_ELEMENTS", 4 * SHAPE.hidden + 1)
     with Products() as counted:
         found = branch(SHAPE, add_mlp_in(2))
     assert counted.widest == 4 * SHAPE.ffn  # of the 11 tokens that two tiles would have

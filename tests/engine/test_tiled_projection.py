@@ -136,7 +136,7 @@ def test_no_norm_of_a_run_is_given_more_than_it_can_address(shape: ModelShape, m
         given.append(x.numel())
         return rms_norm(x, *args)
 
-    monkeypatch.setattr("engine.runs.MOST_ELEMENTS", most)
+    monkeypatch.setattr("engine.runs.MAX_ELEMENTS", most)
     monkeypatch.setattr(F, "rms_norm", recorded)
     projected(shape, project_in(2))
     assert max(given) == 72  # six tokens of 12 features, or three of four heads of six

@@ -138,7 +138,7 @@ def test_the_loss_falls_on_real_text(trained: tuple[Path, Measurement]) -> None:
 
 
 def test_bytes_sent_are_those_of_one_step(trained: tuple[Path, Measurement], timed: Measurement) -> None:
-    # One layer whose attention is stored: recomputation sends nothing, so a step sends what one call alone sends.
+    # One layer whose attention is saved: recomputation sends nothing, so a step sends what one call alone sends.
     assert trained[1].sent_bytes == timed.sent_bytes
     assert min(timed.sent_bytes) > 0
     assert timed.extra["computed_sent_bytes"] == timed.sent_bytes

@@ -10,7 +10,7 @@ import pytest
 from harness.base.errors import UsageError
 from harness.cli import main
 from harness.machine.this_machine import Machine
-from harness.plan.matrix import MOST_TRIALS, plan
+from harness.plan.matrix import MAX_TRIALS, plan
 from harness.run.directory import RunDirectory
 from harness.spec.experiment import load_experiment
 from harness.training.run import next_attempt
@@ -90,5 +90,5 @@ def test_a_product_beyond_the_bound_is_refused_with_its_count_before_it_is_forme
     keys = ("seq_len", "cp_size", "batch_size", "projection_tiles", "mlp_tiles")
     sweep = "".join(f"  {key}: {values}\n" for key in keys)
     path.write_text(f"task: attention\nmodel: tiny\nfixed: {{method: burst}}\nsweep:\n{sweep}")
-    with pytest.raises(UsageError, match=rf"777,600,000 combinations .* at most {MOST_TRIALS:,}; sweep fewer values"):
+    with pytest.raises(UsageError, match=rf"777,600,000 combinations .* at most {MAX_TRIALS:,}; sweep fewer values"):
         plan(load_experiment(path), LAPTOP)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.attention.planning.cost_model import Share, link_bound_seconds
+from engine.attention.planning.cost_model import Workload, link_bound_seconds
 from harness.records.record import Record
 from harness.report.ideal import ideal_table
 from harness.report.results import rows_of
@@ -65,8 +65,8 @@ def test_across_a_slow_link_the_bound_is_what_the_link_lets_through() -> None:
     assert row[-2:] == (1.0, pytest.approx((1 / 8 + 1 / 4) / 2.0))
 
 
-def share(kv_heads: int, nodes: int) -> Share:
-    return Share(
+def share(kv_heads: int, nodes: int) -> Workload:
+    return Workload(
         cp_size=2 * nodes, node_size=2, heads=32, kv_heads=kv_heads, query_bytes=GIB, gradient_factor=1.0,
         forward_flops=0.0, rows=1 << 17,
     )  # fmt: skip

@@ -49,8 +49,8 @@ def test_a_plan_refuses_what_does_not_spread_and_threads_are_shared_within_a_hos
     )
     nodes = [Machine(hostname=name, device="cpu", cores=4, memory_gib=8) for name in ("a", "b", "c")]
     trials = {trial.settings.cp_size: trial for trial in plan(experiment, together(nodes, ranks_per_node=1))}
-    assert trials[2].refusal is None
-    assert "4 ranks do not spread evenly over the 3 nodes with 1 each" in (trials[4].refusal or "")
+    assert trials[2].unsupported_reason is None
+    assert "4 ranks do not spread evenly over the 3 nodes with 1 each" in (trials[4].unsupported_reason or "")
 
     class Method:
         def command(self, trial_dir: Path) -> list[str]:

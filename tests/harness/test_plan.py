@@ -38,11 +38,11 @@ def _plan(folder: Path, *overrides: str, text: str = BASE, machine: Machine = LA
     return plan(load_experiment(path, overrides=overrides), machine)
 
 
-def _only_refusal(folder: Path, *overrides: str, machine: Machine = LAPTOP) -> str:
+def _only_unsupported_reason(folder: Path, *overrides: str, machine: Machine = LAPTOP) -> str:
     [trial] = _plan(folder, "fixed.method=burst", "fixed.cp_size=1", *overrides, machine=machine)
-    assert trial.refusal is not None
-    assert "\n" not in trial.refusal
-    return trial.refusal
+    assert trial.unsupported_reason is not None
+    assert "\n" not in trial.unsupported_reason
+    return trial.unsupported_reason
 
 
 def test_trials_are_the_product_in_file_order(tmp_path: Path) -> None:
@@ -106,35 +106,35 @@ def test_model_settings_that_contradict_each_other_are_an_error(tmp_path: Path) 
 
 
 def test_sizes_that_do_not_divide_are_refused(tmp_path: Path) -> None:
-    reason = _only_refusal(tmp_path, "fixed.cp_size=2", "fixed.world_size=3")
+    reason = _only_unsupported_reason(tmp_path, "fixed.cp_size=2", "fixed.world_size=3")
     assert reason.startswith("cp_size 2 x tp_size 1 = 2 does not divide world_size 3; choose")
-    reason = _only_refusal(tmp_path, "fixed.cp_size=2", "fixed.emulate_nodes=3")
+    reason = _only_unsupported_reason(tmp_path, "fixed.cp_size=2", "fixed.emulate_nodes=3")
     assert reason.startswith("emulate_nodes 3 does not divide world_size 2; choose")
 
 
 def test_more_ranks_than_the_machine_holds_are_refused(tmp_path: Path) -> None:
-    assert "8 ranks need 8 GPUs, but this machine has 4 GPUs (NVIDIA H200)" in _only_refusal(
+    assert "8 ranks need 8 GPUs, but this machine has 4 GPUs (NVIDIA H200)" in _only_unsupported_reason(
         tmp_path, "fixed.cp_size=8", machine=NODE
     )
-    assert "16 ranks are more than the 8 processes" in _only_refusal(tmp_path, "fixed.cp_size=16")
-    assert "8 ranks need 8 GPUs" in _only_refusal(tmp_path, "fixed.world_size=8", machine=NODE)
+    assert "16 ranks are more than the 8 processes" in _only_unsupported_reason(tmp_path, "fixed.cp_size=16")
+    assert "8 ranks need 8 GPUs" in _only_unsupported_reason(tmp_path, "fixed.world_size=8", machine=NODE)
 
 
 @pytest.mark.parametrize("kernel", ["fa2", "cudnn", "fa4", "flex"])
 def test_gpu_kernels_are_refused_without_gpu(tmp_path: Path, kernel: str) -> None:
-    reason = _only_refusal(tmp_path, f"fixed.kernel={kernel}", "fixed.dtype=bf16")
+    reason = _only_unsupported_reason(tmp_path, f"fixed.kernel={kernel}", "fixed.dtype=bf16")
     assert reason.startswith(f"kernel {kernel} needs a GPU, and this machine has none")
 
 
 def test_the_cpu_kernel_is_refused_where_ranks_use_gpus(tmp_path: Path) -> None:
-    reason = _only_refusal(tmp_path, "fixed.kernel=cpu", machine=NODE)
+    reason = _only_unsupported_reason(tmp_path, "fixed.kernel=cpu", machine=NODE)
     assert reason.startswith("kernel cpu needs a CPU, and the ranks here use GPUs")
 
 
 def test_a_vocabulary_too_small_for_the_text_is_refused_in_training_only(tmp_path: Path) -> None:
-    reason = _only_refusal(tmp_path, "task=train", "fixed.model.vocab=100")
+    reason = _only_unsupported_reason(tmp_path, "task=train", "fixed.model.vocab=100")
     assert "has a vocabulary of 100, but the tokens of python_docs need 256; choose" in reason
-    assert all(trial.refusal is None for trial in _plan(tmp_path, "task=attention", "fixed.model.vocab=100"))
+    assert all(trial.unsupported_reason is None for trial in _plan(tmp_path, "task=attention", "fixed.model.vocab=100"))
 
 
 def test_a_stores_own_vocabulary_decides_whether_a_model_has_words_for_it(tmp_path: Path) -> None:
@@ -143,26 +143,28 @@ def test_a_stores_own_vocabulary_decides_whether_a_model_has_words_for_it(tmp_pa
     (tmp_path / "text.txt").write_text("plain letters\n")
     build_store([str(tmp_path / "text.txt")], tmp_path / "store", tokenizer)
     data = f"fixed.data={tmp_path / 'store'}"
-    assert all(trial.refusal is None for trial in _plan(tmp_path, "task=train", "fixed.model.vocab=128", data))
-    reason = _only_refusal(tmp_path, "task=train", "fixed.model.vocab=127", data)
+    assert all(
+        trial.unsupported_reason is None for trial in _plan(tmp_path, "task=train", "fixed.model.vocab=128", data)
+    )
+    reason = _only_unsupported_reason(tmp_path, "task=train", "fixed.model.vocab=127", data)
     assert f"a vocabulary of 127, but the tokens of {tmp_path / 'store'} need 128" in reason
     (tmp_path / "store" / "header.json").write_text("{")
-    assert "cannot be read" in _only_refusal(tmp_path, "task=train", data)
+    assert "cannot be read" in _only_unsupported_reason(tmp_path, "task=train", data)
 
 
 def test_a_mask_that_describes_another_length_is_refused_and_has_no_work(tmp_path: Path) -> None:
     trials = _plan(tmp_path, "fixed.mask=documents:3,5")
-    assert all("2 documents hold 8 tokens" in (trial.refusal or "") for trial in trials)
+    assert all("2 documents hold 8 tokens" in (trial.unsupported_reason or "") for trial in trials)
     assert {row["model_tflop"] for row in plan_table(trials)} == {None}
 
 
 def test_bf16_runs_without_gpu(tmp_path: Path) -> None:
-    assert all(trial.refusal is None for trial in _plan(tmp_path, "fixed.dtype=bf16"))
+    assert all(trial.unsupported_reason is None for trial in _plan(tmp_path, "fixed.dtype=bf16"))
 
 
 def test_a_length_that_does_not_split_names_the_nearest_ones(tmp_path: Path) -> None:
     trials = _plan(tmp_path, "fixed.seq_len=1001")
-    refused = {(t.settings.method, t.settings.cp_size): t.refusal for t in trials}
+    refused = {(t.settings.method, t.settings.cp_size): t.unsupported_reason for t in trials}
     assert refused["burst", 1] is None
     assert refused["burst", 2] is not None
     assert "1000" in refused["burst", 2]
@@ -180,17 +182,17 @@ def test_a_length_that_does_not_split_names_the_nearest_ones(tmp_path: Path) -> 
     ],
 )
 def test_a_warm_up_length_that_cannot_be_run_is_refused_by_its_name(tmp_path: Path, changes, reason: str) -> None:
-    refusal = _only_refusal(tmp_path, *changes)
-    assert refusal.startswith(f"steps.warmup_seq_len {changes[1].partition('=')[2]} cannot be run: {reason}")
-    assert refusal.endswith("; 0 warms up at the trial's own length")
+    unsupported_reason = _only_unsupported_reason(tmp_path, *changes)
+    assert unsupported_reason.startswith(f"steps.warmup_seq_len {changes[1].partition('=')[2]} cannot be run: {reason}")
+    assert unsupported_reason.endswith("; 0 warms up at the trial's own length")
     [attention] = _plan(tmp_path, "fixed.method=burst", "fixed.cp_size=1", *changes, "task=attention")
     [cold] = _plan(tmp_path, "fixed.method=burst", "fixed.cp_size=1", *changes, "steps.warmup=0")
-    assert attention.refusal is cold.refusal is None
+    assert attention.unsupported_reason is cold.unsupported_reason is None
 
 
 def test_heads_that_ulysses_cannot_divide_are_refused_and_the_rest_runs(tmp_path: Path) -> None:
     trials = _plan(tmp_path, "fixed.cp_size=8")
-    reasons = {trial.settings.method: trial.refusal for trial in trials}
+    reasons = {trial.settings.method: trial.unsupported_reason for trial in trials}
     assert reasons["burst"] is None
     assert reasons["ulysses"] is not None
     assert "KV heads" in reasons["ulysses"]
@@ -223,7 +225,7 @@ def test_the_table_shows_what_varies_and_why_a_trial_cannot_run(tmp_path: Path) 
         "",
     )
     assert rows[-1]["can_run"] is False
-    assert rows[-1]["reason"] == trials[-1].refusal
+    assert rows[-1]["reason"] == trials[-1].unsupported_reason
     assert all(row["model_tflop"] > 0 for row in rows)
     assert plan_table([]) == []
 
@@ -231,7 +233,7 @@ def test_the_table_shows_what_varies_and_why_a_trial_cannot_run(tmp_path: Path) 
 def test_the_quickstart_compares_three_methods_over_lengths_and_cp_sizes() -> None:
     trials = plan(load_experiment(QUICKSTART), LAPTOP)
     assert len(trials) == 36
-    assert all(trial.refusal is None for trial in trials)
+    assert all(trial.unsupported_reason is None for trial in trials)
     settings = [trial.settings for trial in trials]
     assert {s.method for s in settings} == {"burst", "megatron_cp", "ulysses"}
     assert {s.cp_size for s in settings} == {1, 2, 4}
@@ -242,7 +244,7 @@ def test_the_quickstart_compares_three_methods_over_lengths_and_cp_sizes() -> No
 def test_the_quickstart_on_gpus_runs_one_gpu_once_and_refuses_what_does_not_fit() -> None:
     experiment = load_experiment(QUICKSTART, "gpu")
     trials = plan(experiment, NODE)
-    assert all(trial.refusal is None for trial in trials)
+    assert all(trial.unsupported_reason is None for trial in trials)
     assert {t.settings.method for t in trials if t.settings.cp_size == 1} == {"burst"}
     assert {t.settings.kernel for t in trials} == {"fa4", "cudnn"}
     assert nothing_can_run(plan(experiment, LAPTOP)) is not None

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from engine.attention.planning.cost_model import HeadsAndRanks, schedule_refusal
+from engine.attention.planning.cost_model import HeadsAndRanks, schedule_unsupported_reason
 from engine.settings import ModelShape, TrialSettings
 from harness.machine.this_machine import Machine, together
-from harness.plan.matrix import refusal
+from harness.plan.matrix import unsupported_reason
 
 LAPTOP = Machine(hostname="laptop", device="cpu", cores=2, memory_gib=8)
 SHAPE = ModelShape(name="small", layers=1, hidden=64, ffn=96, heads=8, kv_heads=2, head_dim=8, vocab=256)
@@ -22,67 +22,67 @@ def trial(**changes: object) -> TrialSettings:
 
 def ranks_say(settings: TrialSettings, node_size: int, layout: str = "zigzag") -> str | None:
     share = HeadsAndRanks(cp_size=settings.cp_size, node_size=node_size, heads=SHAPE.heads, kv_heads=SHAPE.kv_heads)
-    return schedule_refusal(settings.schedule, share, layout)
+    return schedule_unsupported_reason(settings.schedule, share, layout)
 
 
-@pytest.mark.parametrize("schedule", ["head_exchange", "heads_inside", "heads_across"])
+@pytest.mark.parametrize("schedule", ["ulysses", "usp", "usp_transposed"])
 def test_heads_are_not_traded_in_stripes(schedule: str) -> None:
     settings = trial(schedule=schedule, layout="striped", cp_size=4, emulate_nodes=2)
     expected = f"schedule {schedule} needs runs of consecutive tokens, found layout striped; choose zigzag or"
-    if schedule == "head_exchange":  # which fails on its heads before
+    if schedule == "ulysses":  # which fails on its heads before
         settings = replace(settings, model=replace(SHAPE, kv_heads=4))
-    assert (refusal(settings, LAPTOP) or "").startswith(expected)
-    assert refusal(replace(settings, layout="contiguous"), LAPTOP) is None
+    assert (unsupported_reason(settings, LAPTOP) or "").startswith(expected)
+    assert unsupported_reason(replace(settings, layout="contiguous"), LAPTOP) is None
 
 
 def test_a_ring_takes_stripes_and_so_does_a_single_rank() -> None:
-    assert refusal(trial(schedule="ring", layout="striped", cp_size=4), LAPTOP) is None
-    assert refusal(trial(schedule="head_exchange", layout="striped"), LAPTOP) is None
+    assert unsupported_reason(trial(schedule="ring", layout="striped", cp_size=4), LAPTOP) is None
+    assert unsupported_reason(trial(schedule="ulysses", layout="striped"), LAPTOP) is None
 
 
 @pytest.mark.parametrize(
     ("schedule", "cp_size", "nodes", "fits"),
     [
-        ("head_exchange", 2, 1, True),
-        ("head_exchange", 4, 1, False),
-        ("head_exchange", 4, 2, False),
-        ("heads_inside", 4, 1, False),
-        ("heads_inside", 4, 2, True),
-        ("heads_inside", 8, 2, False),
-        ("heads_across", 8, 1, True),
-        ("heads_across", 8, 2, True),
-        ("heads_across", 8, 4, False),
+        ("ulysses", 2, 1, True),
+        ("ulysses", 4, 1, False),
+        ("ulysses", 4, 2, False),
+        ("usp", 4, 1, False),
+        ("usp", 4, 2, True),
+        ("usp", 8, 2, False),
+        ("usp_transposed", 8, 1, True),
+        ("usp_transposed", 8, 2, True),
+        ("usp_transposed", 8, 4, False),
     ],
 )
 def test_heads_are_shared_out_among_the_ranks_that_trade(schedule: str, cp_size: int, nodes: int, fits: bool) -> None:
     settings = trial(schedule=schedule, cp_size=cp_size, emulate_nodes=nodes)
-    found = refusal(settings, LAPTOP)
+    found = unsupported_reason(settings, LAPTOP)
     assert found == ranks_say(settings, cp_size // nodes)
     assert (found is None) == fits
     assert fits or "choose schedule ring or double_ring" in (found or "")
     several = together([LAPTOP] * nodes, ranks_per_node=cp_size // nodes)
-    assert refusal(replace(settings, emulate_nodes=1), several) == found  # real nodes are no different
+    assert unsupported_reason(replace(settings, emulate_nodes=1), several) == found  # real nodes are no different
 
 
 def test_replicas_that_have_a_node_each_trade_within_it() -> None:
-    inside = trial(schedule="heads_inside", cp_size=2, world_size=4, emulate_nodes=2)
-    assert refusal(inside, LAPTOP) is None
-    uneven = trial(schedule="heads_inside", cp_size=4, world_size=8, emulate_nodes=1)
-    assert refusal(uneven, LAPTOP) == ranks_say(uneven, 4)
+    inside = trial(schedule="usp", cp_size=2, world_size=4, emulate_nodes=2)
+    assert unsupported_reason(inside, LAPTOP) is None
+    uneven = trial(schedule="usp", cp_size=4, world_size=8, emulate_nodes=1)
+    assert unsupported_reason(uneven, LAPTOP) == ranks_say(uneven, 4)
 
 
 def test_where_ranks_do_not_fit_the_machine_that_is_the_reason() -> None:
-    settings = trial(schedule="heads_inside", cp_size=16)
-    assert "16 ranks are more than the 8 processes" in (refusal(settings, LAPTOP) or "")
+    settings = trial(schedule="usp", cp_size=16)
+    assert "16 ranks are more than the 8 processes" in (unsupported_reason(settings, LAPTOP) or "")
 
 
 def test_a_schedule_that_a_method_fixes_is_judged_too() -> None:
-    assert "schedule heads_inside shares KV heads among 4 ranks and 2 do not" in (
-        refusal(trial(method="loongtrain_usp", cp_size=4), LAPTOP) or ""
+    assert "schedule usp shares KV heads among 4 ranks and 2 do not" in (
+        unsupported_reason(trial(method="loongtrain_usp", cp_size=4), LAPTOP) or ""
     )
-    assert refusal(trial(method="loongtrain_usp", cp_size=4, emulate_nodes=2), LAPTOP) is None
+    assert unsupported_reason(trial(method="loongtrain_usp", cp_size=4, emulate_nodes=2), LAPTOP) is None
 
 
 def test_the_task_without_attention_trades_nothing() -> None:
-    settings = trial(task="lm_head", schedule="head_exchange", cp_size=4)
-    assert refusal(settings, LAPTOP) is None
+    settings = trial(task="lm_head", schedule="ulysses", cp_size=4)
+    assert unsupported_reason(settings, LAPTOP) is None

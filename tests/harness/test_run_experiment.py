@@ -56,9 +56,15 @@ class ScriptedLauncher:
         pass
 
 
-def trial(seq_len: int, refusal: str | None = None) -> Trial:
+def trial(seq_len: int, unsupported_reason: str | None = None) -> Trial:
     settings = TrialSettings(task="train", method="burst", model=MODEL, seq_len=seq_len)
-    return Trial(experiment="exp", title="An experiment", settings=settings, deadline_seconds=60, refusal=refusal)
+    return Trial(
+        experiment="exp",
+        title="An experiment",
+        settings=settings,
+        deadline_seconds=60,
+        unsupported_reason=unsupported_reason,
+    )
 
 
 class Runner:
@@ -95,7 +101,9 @@ def run(tmp_path):
 
 
 def test_every_trial_leaves_a_record_and_a_row(run):
-    code, launcher = run({64: "oom"}, [trial(32), trial(64), trial(128, refusal="too long for this machine")])
+    code, launcher = run(
+        {64: "oom"}, [trial(32), trial(64), trial(128, unsupported_reason="too long for this machine")]
+    )
     assert code == 0
     assert [job.trial_id for job in launcher.jobs] == [trial(32).id, trial(64).id]
     records = run.records()
@@ -174,7 +182,7 @@ def test_resume_keeps_results_and_failures_and_retry_failed_only_results(run):
 
 
 def test_resume_on_a_machine_that_can_runs_what_another_refused(run):
-    run({}, [trial(32), trial(64, refusal="needs 4 GPUs")])
+    run({}, [trial(32), trial(64, unsupported_reason="needs 4 GPUs")])
     _, launcher = run({}, [trial(32), trial(64)], Resume())
     assert [job.trial_id for job in launcher.jobs] == [trial(64).id]
     assert run.records()[64].status == "ok"
@@ -190,7 +198,7 @@ def test_other_settings_are_another_trial_when_resuming(run):
 def test_a_plan_in_which_nothing_can_run_touches_no_directory(run):
     run({}, [trial(32)])
     with pytest.raises(UsageError, match="the plan's only trial cannot run: too long"):
-        run({}, [trial(32, refusal="too long")])
+        run({}, [trial(32, unsupported_reason="too long")])
     assert run.records()[32].status == "ok"
 
 

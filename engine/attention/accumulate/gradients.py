@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.attention.accumulate.output import accumulation_dtype, rowwise_twins
 from engine.attention.accumulate.spans import WAITING_PARTS, covered_spans
-from engine.attention.accumulate.tensor_spec import Like
+from engine.attention.accumulate.tensor_spec import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class _Part:
     release: Callable[[], None] | None  # the memory it lies in is someone's; tell them when it has been read
 
 
-class GradientSum:
+class GradAccumulator:
     """Sums partial gradients of a shard [B, tokens, heads, D] from kernel calls that each cover some of its tokens.
 
     Sums are formed in fp32 (float64 for float64 inputs), as late and as many at a time as memory allows. Parts that
@@ -54,23 +54,23 @@ class GradientSum:
     def final(self, dtype: torch.dtype) -> Tensor:
         """The gradient of the whole shard in `dtype`. The last call on this object."""
         if self._is_one_part(slice(0, self._like.shape[1])):
-            return self.over(slice(0, self._like.shape[1]), dtype, as_written=True)
+            return self.over(slice(0, self._like.shape[1]), dtype, unreduced=True)
         return self._summed(dtype)
 
-    def over(self, tokens: slice, wire: torch.dtype | None, as_written: bool) -> Tensor:
+    def over(self, tokens: slice, wire: torch.dtype | None, unreduced: bool) -> Tensor:
         """The gradient of `tokens` as it crosses a link: as kernels wrote it, which parts that share no token allow, or
         as a sum wide; in `wire` if set. The last call on this object."""
-        if not as_written:
+        if not unreduced:
             return self.total()[:, tokens].to(wire or self._wide)
         if self._is_one_part(tokens):
             return self._parts[0].gradient.to(wire or self._part_dtype)
         return self._summed(wire or self._part_dtype)[:, tokens]
 
-    def like(self, tokens: slice, wire: torch.dtype | None, as_written: bool) -> Like:
+    def like(self, tokens: slice, wire: torch.dtype | None, unreduced: bool) -> TensorSpec:
         """What `over` of a peer gives with the same arguments."""
         batch, _, heads, head_dim = self._like.shape
-        dtype = wire or (self._part_dtype if as_written else self._wide)
-        return Like((batch, tokens.stop - tokens.start, heads, head_dim), dtype)
+        dtype = wire or (self._part_dtype if unreduced else self._wide)
+        return TensorSpec((batch, tokens.stop - tokens.start, heads, head_dim), dtype)
 
     def _is_one_part(self, tokens: slice) -> bool:
         """One part that covers just these tokens, in memory of its own: one that waits in a receive slot is copied."""

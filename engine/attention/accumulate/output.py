@@ -78,7 +78,7 @@ class _Part:
     lse_BNL: Tensor
 
 
-class RunningOutput:
+class OutputAccumulator:
     """The (out, lse) pair a rank builds up over the hops of a ring, merged as late and as many at a time as memory
     allows."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Like:
+class TensorSpec:
     """Shape and dtype of a tensor to be received."""
 
     shape: tuple[int, ...]
@@ -22,6 +22,6 @@ class Like:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def likes(tensors: tuple[Tensor, ...]) -> tuple[Like, ...]:
+def tensor_specs(tensors: tuple[Tensor, ...]) -> tuple[TensorSpec, ...]:
     """What a peer that holds the same shapes will send."""
-    return tuple(Like(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+    return tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)

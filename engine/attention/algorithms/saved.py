@@ -15,7 +15,7 @@ from engine.attention.geometry.layout import tail_cut
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class SavedOutput:
     """What one call of attention gave, for this rank's tokens at or after global position `cut`.
 
     Handed to a later call with the same inputs, that call attends for the tokens before `cut` only.
@@ -29,12 +29,12 @@ class Stored:
     def tensors(self) -> tuple[Tensor, Tensor]:
         return self.out_BLND, self.lse_BNL
 
-    def holding(self, tensors: tuple[Tensor, ...]) -> Stored:
+    def holding(self, tensors: tuple[Tensor, ...]) -> SavedOutput:
         """The same rows with their tensors elsewhere, on another device say."""
         return replace(self, out_BLND=tensors[0], lse_BNL=tensors[1])
 
 
-def keep_tail(out_BLND: Tensor, lse_BNL: Tensor, cp: ContextParallel, tail: float) -> Stored | None:
+def save_suffix(out_BLND: Tensor, lse_BNL: Tensor, cp: ContextParallel, tail: float) -> SavedOutput | None:
     """What to keep of a call's result so that attention is computed again for the first 1 - `tail` of the sequence.
 
     `tail` 1 keeps the tensors themselves; a smaller tail a copy of its rows, since a view would keep everything; None
@@ -46,6 +46,6 @@ def keep_tail(out_BLND: Tensor, lse_BNL: Tensor, cp: ContextParallel, tail: floa
         return None
     out_BLND, lse_BNL = out_BLND.detach(), lse_BNL.detach()
     if cut == 0:
-        return Stored(out_BLND, lse_BNL)
+        return SavedOutput(out_BLND, lse_BNL)
     head = cp.rows_before(cut, seq_len)
-    return Stored(out_BLND[:, head:].clone(), lse_BNL[:, :, head:].clone(), cut)
+    return SavedOutput(out_BLND[:, head:].clone(), lse_BNL[:, :, head:].clone(), cut)

@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 
 from engine.attention.algorithms.ring import RingPlan
-from engine.attention.algorithms.ulysses_rows import HeadRows
-from engine.attention.comm.all_to_all import Arrived, HeadTrade, Piece
+from engine.attention.algorithms.ulysses_rows import UlyssesRows
+from engine.attention.comm.all_to_all import AllToAll, HeadChunk, TokenRun
 from engine.attention.context import ContextParallel
 from engine.attention.planning.comm_volume import PassBytes, trade_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadPlan:
+class UlyssesPlan:
     """A pass of some heads over more tokens, between two exchanges."""
 
     cp: ContextParallel  # before the exchange
     members: tuple[int, ...]  # CP ranks in it
     schedule: str
-    heads: HeadTrade
-    pieces: tuple[Piece, ...]
+    heads: AllToAll
+    token_runs: tuple[TokenRun, ...]
     inner: RingPlan  # over one part of the heads
     parts: int = 1  # that a rank's heads come in
 
@@ -62,7 +62,7 @@ class HeadPlan:
     ) -> tuple[Tensor, Tensor]:
         """(out_BLND, lse_BNL); what backward wants of each part goes into `kept`, unless None."""
 
-        def attend(part: int, here: Arrived) -> tuple[Tensor, ...]:
+        def attend(part: int, here: HeadChunk) -> tuple[Tensor, ...]:
             if kept is not None:
                 kept.extend(here.keep())
             out_BTHD, lse_BHT = self.inner.forward(*here.tensors)
@@ -73,9 +73,9 @@ class HeadPlan:
         out_BLND, lse_BLN = self._exchanged((q_BLND, k_BLKD, v_BLKD), attend)
         return out_BLND.contiguous(), lse_BLN.transpose(1, 2).contiguous()
 
-    def before(self, cut: int) -> HeadRows:
+    def before(self, cut: int) -> UlyssesRows:
         """The forward of the queries before global position `cut` alone: this rank's first rows."""
-        return HeadRows(plan=self, cut=cut)
+        return UlyssesRows(plan=self, cut=cut)
 
     def recompute_share(self, cut: int) -> float:
         """Work of the busiest rank in the forward of `before(cut)`, over a rank's mean work in its own."""
@@ -92,7 +92,7 @@ class HeadPlan:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
 
-        def differentiate(part: int, here: Arrived) -> tuple[Tensor, ...]:
+        def differentiate(part: int, here: HeadChunk) -> tuple[Tensor, ...]:
             q, k, v, dout, rows_BTH2 = here.tensors
             lse_BHT, delta_BHT = (row.transpose(1, 2).contiguous() for row in rows_BTH2.unbind(-1))
             # Complete sums: they cross in the inputs' dtype, nothing is added to them on the other side.
@@ -107,7 +107,7 @@ class HeadPlan:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`backward` of what `forward_keeping` kept: four tensors cross in place of seven."""
 
-        def differentiate(part: int, here: Arrived) -> tuple[Tensor, ...]:
+        def differentiate(part: int, here: HeadChunk) -> tuple[Tensor, ...]:
             dout, delta_BTH = here.tensors
             q, k, v, lse_BHT = kept[4 * part : 4 * part + 4]
             return self.inner.backward(q, k, v, dout, lse_BHT, delta_BTH.transpose(1, 2).contiguous())
@@ -118,7 +118,7 @@ class HeadPlan:
     def _exchanged(self, tensors: tuple[Tensor, ...], compute: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """What `compute(part, arrived)` makes of the whole sequence's tensors of each part of this rank's heads, all
         heads of its own tokens together again."""
-        trip = self.heads.trip(self.pieces, self.parts, alternate=self.inner.cp.size > 1)
+        trip = self.heads.trip(self.token_runs, self.parts, alternate=self.inner.cp.size > 1)
         coming = trip.send(tensors, 0)
         for part in range(self.parts):
             with trip.lane(part):
@@ -128,17 +128,17 @@ class HeadPlan:
                 results = compute(part, here)
                 here.done()
                 del here
-                trip.give_back(results, part)
+                trip.send_back(results, part)
                 del results
         return trip.results()
 
-    def chosen(self) -> dict[str, str]:
+    def resolved(self) -> dict[str, str]:
         """What was decided, for the record."""
-        inner = self.inner.chosen()
+        inner = self.inner.resolved()
         alone = inner["exchange"] == "none"
         return inner | {
             "schedule": self.schedule,
             "backward": self.heads.name if alone else inner["backward"],
             "exchange": self.heads.name if alone else f"{self.heads.name} + {inner['exchange']}",
-            "head_parts": str(self.parts),
+            "num_head_chunks": str(self.parts),
         }

@@ -9,23 +9,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.algorithms.ring import RingPlan
-from engine.attention.comm.all_to_all import pieces_in_order
+from engine.attention.comm.all_to_all import token_runs_in_order
 from engine.attention.geometry.layout import Segment, rows_before, split_at
 from engine.attention.planning.comm_plan import reach
 
 if TYPE_CHECKING:
-    from engine.attention.algorithms.ulysses import HeadPlan
+    from engine.attention.algorithms.ulysses import UlyssesPlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadRows:
-    """The forward of a `HeadPlan` for the queries before a position.
+class UlyssesRows:
+    """The forward of a `UlyssesPlan` for the queries before a position.
 
     Where every rank holds equally many of them, and they see no later keys, only those tokens are exchanged. Elsewhere
     all are, since an exchange moves equally many of every rank, and attention alone is spared.
     """
 
-    plan: HeadPlan
+    plan: UlyssesPlan
     cut: int  # global position
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,9 +33,11 @@ class HeadRows:
         plan, first = self.plan, self.plan.inner.before(self.cut)
         rows = plan.cp.rows_before(self.cut, first.seq_len)
         if self._alone_suffices(first):
-            pieces = pieces_in_order(tuple(split_at(self._segments(rank), self.cut)[0] for rank in plan.members))
+            token_runs = token_runs_in_order(
+                tuple(split_at(self._segments(rank), self.cut)[0] for rank in plan.members)
+            )
             shards = (tensor[:, :rows] for tensor in (q_BLND, k_BLKD, v_BLKD))
-            return replace(plan, pieces=pieces, inner=first).forward(*shards)
+            return replace(plan, token_runs=token_runs, inner=first).forward(*shards)
         inner = _PaddedRing(**{field.name: getattr(first, field.name) for field in fields(first)})
         out_BLND, lse_BNL = replace(plan, inner=inner).forward(q_BLND, k_BLKD, v_BLKD)
         return out_BLND[:, :rows], lse_BNL[:, :, :rows]

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.accumulate.bundle import bundle, sections
-from engine.attention.accumulate.tensor_spec import Like, likes
+from engine.attention.accumulate.tensor_spec import TensorSpec, tensor_specs
 from engine.attention.call_order import peers_needed
 from engine.attention.comm.p2p import Traffic
 from engine.attention.geometry.layout import Segment
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenRun:
     """A run of consecutive tokens as a member of the group holds it."""
 
     member: int
@@ -31,19 +31,19 @@ class Piece:
     count: int
 
 
-def pieces_in_order(shards: tuple[tuple[Segment, ...], ...]) -> tuple[Piece, ...]:
+def token_runs_in_order(shards: tuple[tuple[Segment, ...], ...]) -> tuple[TokenRun, ...]:
     """The members' runs of tokens in order of global position."""
     runs = []
     for member, segments in enumerate(shards):
         offset = 0
         for segment in segments:
             assert segment.step == 1, "striped shards are refused before"
-            runs.append((segment.start, Piece(member, offset, segment.count)))
+            runs.append((segment.start, TokenRun(member, offset, segment.count)))
             offset += segment.count
     return tuple(piece for _start, piece in sorted(runs, key=lambda run: run[0]))
 
 
-class Arrived(Protocol):
+class HeadChunk(Protocol):
     """The whole sequence's tensors of one part of this rank's heads."""
 
     @property
@@ -60,19 +60,19 @@ class Arrived(Protocol):
         ...
 
 
-class HeadTrip(Protocol):
+class AllToAllPass(Protocol):
     """The exchanges around one pass: heads go out to their ranks part after part, and results come back."""
 
     def lane(self, part: int) -> AbstractContextManager[object]:
         """The stream on which a part is sent for, computed and given back, as the current stream."""
         ...
 
-    def send(self, tensors: tuple[Tensor, ...], part: int) -> Callable[[], Arrived]:
+    def send(self, tensors: tuple[Tensor, ...], part: int) -> Callable[[], HeadChunk]:
         """Some tokens of all heads -> the group's tokens, in order, of a part of this rank's heads. Returns at once;
         calling what it returns, once, makes the current stream wait."""
         ...
 
-    def give_back(self, results: tuple[Tensor, ...], part: int) -> None:
+    def send_back(self, results: tuple[Tensor, ...], part: int) -> None:
         """The group's tokens of a part of this rank's heads, [B, T, H, ...], go to the ranks whose tokens they are."""
         ...
 
@@ -81,28 +81,28 @@ class HeadTrip(Protocol):
         ...
 
 
-class HeadTrade(Protocol):
+class AllToAll(Protocol):
     """How some ranks trade tokens for heads. `name` goes into records as the exchange."""
 
     name: str
     size: int  # ranks in it
 
-    def trip(self, pieces: tuple[Piece, ...], parts: int, *, alternate: bool) -> HeadTrip:
+    def trip(self, token_runs: tuple[TokenRun, ...], parts: int, *, alternate: bool) -> AllToAllPass:
         """The exchanges of one pass whose heads come in `parts` parts. With `alternate`, parts may take two streams in
         turn: for passes that wait for transfers of their own, so that the next part's begin meanwhile."""
         ...
 
 
-class HeadExchange:
-    """A `HeadTrade` by all-to-all, one message per part and direction; a group of one keeps everything."""
+class GroupAllToAll:
+    """A `AllToAll` by all-to-all, one message per part and direction; a group of one keeps everything."""
 
     def __init__(self, group: dist.ProcessGroup | None, traffic: Traffic) -> None:
         self.group, self._traffic = group, traffic
         self.size = 1 if group is None else dist.get_world_size(group)
         self.name = "none" if self.size == 1 else "all_to_all"
 
-    def trip(self, pieces: tuple[Piece, ...], parts: int, *, alternate: bool) -> HeadTrip:
-        return _Messages(self, pieces, parts)
+    def trip(self, token_runs: tuple[TokenRun, ...], parts: int, *, alternate: bool) -> AllToAllPass:
+        return _Messages(self, token_runs, parts)
 
     def swap(self, rows: Tensor) -> Callable[[], Tensor]:
         """Row r of a bundle goes to member r; calling what is returned makes the current stream wait for the bundle of
@@ -125,7 +125,7 @@ class HeadExchange:
 
 @dataclass(frozen=True, slots=True)
 class _InMemory:
-    """An `Arrived` in memory of the allocator: nothing has to be given back."""
+    """An `HeadChunk` in memory of the allocator: nothing has to be given back."""
 
     tensors: tuple[Tensor, ...]
 
@@ -137,13 +137,13 @@ class _InMemory:
 
 
 class _Messages:
-    """The trip of a `HeadExchange`: the tensors of a part travel as one bundle.
+    """The trip of a `GroupAllToAll`: the tensors of a part travel as one bundle.
 
     Each message takes multiprocessors, and waits for them while an attention kernel has them all.
     """
 
-    def __init__(self, exchange: HeadExchange, pieces: tuple[Piece, ...], parts: int) -> None:
-        self._exchange, self._pieces, self._parts = exchange, pieces, parts
+    def __init__(self, exchange: GroupAllToAll, token_runs: tuple[TokenRun, ...], parts: int) -> None:
+        self._exchange, self._pieces, self._parts = exchange, token_runs, parts
         self._returning: list[Callable[[], tuple[Tensor, ...]]] = []  # parts on their way back, oldest first
         self._home = 0  # parts that are there
         self._whole: tuple[Tensor, ...] = ()  # [B, L, group, parts, H, ...]
@@ -151,12 +151,12 @@ class _Messages:
     def lane(self, part: int) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def send(self, tensors: tuple[Tensor, ...], part: int) -> Callable[[], Arrived]:
+    def send(self, tensors: tuple[Tensor, ...], part: int) -> Callable[[], HeadChunk]:
         size, parts = self._exchange.size, self._parts
         if size == 1:
             return lambda: _InMemory(tuple(tensor.chunk(parts, dim=2)[part] for tensor in tensors))
         split = tuple(tensor.unflatten(2, (size, parts, -1)).select(3, part).movedim(2, 0) for tensor in tensors)
-        shapes = likes(tuple(by_rank[0] for by_rank in split))
+        shapes = tensor_specs(tuple(by_rank[0] for by_rank in split))
         rows = bundle(shapes, size, tensors[0].device)
         for section, by_rank in zip(sections(rows, shapes), split, strict=True):
             section.copy_(by_rank)
@@ -166,10 +166,10 @@ class _Messages:
 
     def _in_order(self, by_rank: Tensor) -> Tensor:
         """[group, B, L, H, ...] -> the group's tokens in order, [B, T, H, ...]."""
-        pieces = self._pieces
-        return torch.cat([by_rank[p.member, :, p.offset : p.offset + p.count] for p in pieces], dim=1)
+        token_runs = self._pieces
+        return torch.cat([by_rank[p.member, :, p.offset : p.offset + p.count] for p in token_runs], dim=1)
 
-    def give_back(self, results: tuple[Tensor, ...], part: int) -> None:
+    def send_back(self, results: tuple[Tensor, ...], part: int) -> None:
         self._returning.append(self._send_back(results))
         # This part's own message came behind that of the part before the last: waiting for it costs nothing now, and
         # its memory is free for the parts to come.
@@ -182,7 +182,8 @@ class _Messages:
         if size == 1:
             return lambda: tuple(result.unsqueeze(2) for result in results)
         shapes = tuple(
-            Like((result.shape[0], result.shape[1] // size, *result.shape[2:]), result.dtype) for result in results
+            TensorSpec((result.shape[0], result.shape[1] // size, *result.shape[2:]), result.dtype)
+            for result in results
         )
         rows = bundle(shapes, size, results[0].device)
         for section, result in zip(sections(rows, shapes), results, strict=True):

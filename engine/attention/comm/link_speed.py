@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.attention.accumulate.tensor_spec import likes
+from engine.attention.accumulate.tensor_spec import tensor_specs
 from engine.attention.comm.p2p import PointToPoint, Traffic
 
 REPEATS = 3
@@ -26,9 +26,7 @@ class Link:
     """The speed of the link between nodes that a choice rests on."""
 
     gib: float  # per second and rank
-    measured: (
-        bool  # on these nodes, in this process; otherwise the constant of `engine.attention.planning.cost_model.Speeds`
-    )
+    measured: bool  # on these nodes, in this process; otherwise the constant of `engine.attention.planning.cost_model.HardwareModel`
 
     def __str__(self) -> str:
         """As recorded."""
@@ -50,7 +48,9 @@ def across_gib_per_second(group: dist.ProcessGroup, node_size: int, message: Ten
     for _ in range(REPEATS + 1):
         _slowest([0.0], group, message.device)  # all start together
         started = time.perf_counter()
-        transport.start((message,), (rank + node_size) % size, likes((message,)), (rank - node_size) % size).wait()
+        transport.start(
+            (message,), (rank + node_size) % size, tensor_specs((message,)), (rank - node_size) % size
+        ).wait()
         _finish(message)
         seconds.append(time.perf_counter() - started)
     rounds = _slowest(seconds, group, message.device)[1:]  # the first round opens connections

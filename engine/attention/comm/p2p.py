@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.attention.accumulate.tensor_spec import Like
+from engine.attention.accumulate.tensor_spec import TensorSpec
 from engine.attention.call_order import peers_needed
 
 
@@ -48,11 +48,11 @@ class Transfer(Protocol):
 class Transport(Protocol):
     """How tensors get from one rank of a group to another."""
 
-    def reserve(self, largest: tuple[Like, ...]) -> None:
+    def reserve(self, largest: tuple[TensorSpec, ...]) -> None:
         """No later message is larger than `largest`. Collective, with equal arguments on every rank of the group."""
         ...
 
-    def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[Like, ...], source: int) -> Transfer:
+    def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[TensorSpec, ...], source: int) -> Transfer:
         """Send `sent` to group rank `to` while receiving `expected` from group rank `source`; either may be empty.
 
         Collective in order: all ranks of the group start their transfers in the same sequence.
@@ -91,10 +91,10 @@ class PointToPoint:
         self._traffic = traffic
         self._met = False
 
-    def reserve(self, largest: tuple[Like, ...]) -> None:
+    def reserve(self, largest: tuple[TensorSpec, ...]) -> None:
         """Nothing to do: every message gets memory of its own."""
 
-    def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[Like, ...], source: int) -> Transfer:
+    def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[TensorSpec, ...], source: int) -> Transfer:
         sent = tuple(tensor.contiguous() for tensor in sent)
         self._traffic.add(*sent)
         device = gpu_of(self._group)
@@ -116,10 +116,10 @@ class PointToPoint:
 class Nowhere:
     """The transport of a rank that is alone: there is no one to send to."""
 
-    def reserve(self, largest: tuple[Like, ...]) -> None:
+    def reserve(self, largest: tuple[TensorSpec, ...]) -> None:
         """Nothing will be sent."""
 
-    def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[Like, ...], source: int) -> Transfer:
+    def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[TensorSpec, ...], source: int) -> Transfer:
         assert not sent
         assert not expected
         return _SendReceive((), ())

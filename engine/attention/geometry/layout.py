@@ -187,7 +187,7 @@ def layout_named(name: str) -> Layout:
     return LAYOUTS[name]
 
 
-def split_refusal(layout: str | Layout, seq_len: int, cp_size: int) -> str | None:
+def split_unsupported_reason(layout: str | Layout, seq_len: int, cp_size: int) -> str | None:
     """Why `seq_len` tokens cannot be dealt to `cp_size` ranks, with the nearest lengths that can, or None."""
     if cp_size == 1:
         return None

@@ -30,8 +30,8 @@ class Ring:
     def owner(self, cp_rank: int, hop: int) -> int:
         """CP rank whose shard is on `cp_rank` at `hop`, 0 <= hop < cp_size."""
         node, slot = divmod(cp_rank, self.node_size)
-        cycle, step = divmod(hop, self.node_size)
-        return (node - cycle) % self.nodes * self.node_size + (slot - step) % self.node_size
+        outer_step, step = divmod(hop, self.node_size)
+        return (node - outer_step) % self.nodes * self.node_size + (slot - step) % self.node_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class Kernel(Protocol):
         """Backward takes any delta; else only one that is a rowsum(dO * O), because it forms that itself."""
         ...
 
-    def missing(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """One sentence why this machine cannot run the kernel at all, with the next step; None when it can."""
         ...
 
@@ -127,9 +127,9 @@ def kernel_named(name: str) -> Kernel:
     return kernel
 
 
-def refusal(kernel: Kernel, problem: Problem) -> str | None:
+def unsupported_reason(kernel: Kernel, problem: Problem) -> str | None:
     """Why `kernel` cannot run `problem` on this machine, or None."""
-    return kernel.missing() or kernel.refuse(problem)
+    return kernel.unsupported_reason() or kernel.refuse(problem)
 
 
 def choose_kernel(name: str, problem: Problem) -> Kernel:
@@ -139,21 +139,21 @@ def choose_kernel(name: str, problem: Problem) -> Kernel:
     """
     if name != "auto":
         kernel = kernel_named(name)
-        reason = refusal(kernel, problem)
+        reason = unsupported_reason(kernel, problem)
         if reason:
             raise ValueError(reason)
         return kernel
     candidates = [kernel_named(candidate) for candidate in KERNELS]
     for kernel in candidates:
-        if refusal(kernel, problem) is None:
+        if unsupported_reason(kernel, problem) is None:
             return kernel
-    raise ValueError("; ".join(f"{kernel.name}: {refusal(kernel, problem)}" for kernel in candidates))
+    raise ValueError("; ".join(f"{kernel.name}: {unsupported_reason(kernel, problem)}" for kernel in candidates))
 
 
 def available() -> list[Availability]:
     """Every kernel, whether this machine can run it, and why not."""
     lines = []
     for name in KERNELS:
-        reason = kernel_named(name).missing()
+        reason = kernel_named(name).unsupported_reason()
         lines.append(Availability(name, reason is None, reason or "ready"))
     return lines

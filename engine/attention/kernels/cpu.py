@@ -62,7 +62,7 @@ class CpuKernel:
     writes_input_dtype = False
     takes_delta = False
 
-    def missing(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         return None
 
     def refuse(self, problem: Problem) -> str | None:

@@ -20,7 +20,7 @@ def gpu_missing(kernel: str, capability: tuple[int, int]) -> str | None:
     return None
 
 
-def half_precision_refusal(kernel: str, problem: Problem, max_head_dim: int) -> str | None:
+def half_precision_unsupported_reason(kernel: str, problem: Problem, max_head_dim: int) -> str | None:
     """Why a half-precision CUDA kernel cannot run the problem, or None."""
     if problem.device.type != "cuda":
         return f"kernel {kernel} runs on CUDA tensors, found {problem.device.type}; choose kernel auto"
@@ -34,7 +34,7 @@ def half_precision_refusal(kernel: str, problem: Problem, max_head_dim: int) -> 
     return None
 
 
-def band_refusal(kernel: str, problem: Problem) -> str | None:
+def band_unsupported_reason(kernel: str, problem: Problem) -> str | None:
     """Why a kernel that knows only full and causal tiles cannot run the problem, or None."""
     if "band" in problem.bands:
         return f"kernel {kernel} knows full and causal tiles only and this mask needs windows; choose fa4 or reference"

@@ -1,4 +1,4 @@
-"""Kernel `cudnn`: cuDNN's fused attention through torch's own op. Needs nothing beyond torch on Ampere and newer."""
+"""Kernel `cudnn`: cuDNN's fused attention through torch's own op. ChunkRanges nothing beyond torch on Ampere and newer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
-from engine.attention.kernels.cuda import band_refusal, gpu_missing, half_precision_refusal
+from engine.attention.kernels.cuda import band_unsupported_reason, gpu_missing, half_precision_unsupported_reason
 from engine.attention.kernels.stand_in import output_stand_in
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -21,16 +21,18 @@ class CudnnKernel:
     writes_input_dtype = True
     takes_delta = False
 
-    def missing(self) -> str | None:
-        missing = gpu_missing(self.name, (8, 0))
-        if missing is None and not torch.backends.cudnn.is_available():
+    def unsupported_reason(self) -> str | None:
+        unsupported_reason = gpu_missing(self.name, (8, 0))
+        if unsupported_reason is None and not torch.backends.cudnn.is_available():
             return "kernel cudnn needs a torch built with cuDNN and this one is not; choose kernel auto"
-        return missing
+        return unsupported_reason
 
     def refuse(self, problem: Problem) -> str | None:
         if problem.deterministic:
             return "kernel cudnn through torch offers no deterministic backward; choose fa4 or reference"
-        return half_precision_refusal(self.name, problem, max_head_dim=128) or band_refusal(self.name, problem)
+        return half_precision_unsupported_reason(self.name, problem, max_head_dim=128) or band_unsupported_reason(
+            self.name, problem
+        )
 
     def forward(
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
-from engine.attention.kernels.cuda import band_refusal, gpu_missing, half_precision_refusal
+from engine.attention.kernels.cuda import band_unsupported_reason, gpu_missing, half_precision_unsupported_reason
 from engine.attention.kernels.stand_in import output_stand_in
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention
@@ -21,13 +21,15 @@ class FlashAttention2Kernel:
     writes_input_dtype = True
     takes_delta = False
 
-    def missing(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         return gpu_missing(self.name, (8, 0))
 
     def refuse(self, problem: Problem) -> str | None:
         if problem.deterministic:
             return "kernel fa2 adds dQ with atomics in an order that varies; choose fa4 or reference for deterministic"
-        return half_precision_refusal(self.name, problem, max_head_dim=256) or band_refusal(self.name, problem)
+        return half_precision_unsupported_reason(self.name, problem, max_head_dim=256) or band_unsupported_reason(
+            self.name, problem
+        )
 
     def forward(
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float

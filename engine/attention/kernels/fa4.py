@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
-from engine.attention.kernels.cuda import gpu_missing, half_precision_refusal
+from engine.attention.kernels.cuda import gpu_missing, half_precision_unsupported_reason
 
 
 @lru_cache(maxsize=1)
@@ -80,14 +80,14 @@ class FlashAttention4Kernel:
     writes_input_dtype = True
     takes_delta = True
 
-    def missing(self) -> str | None:
-        missing = gpu_missing(self.name, (9, 0))
-        if missing is None and not _installed():
+    def unsupported_reason(self) -> str | None:
+        unsupported_reason = gpu_missing(self.name, (9, 0))
+        if unsupported_reason is None and not _installed():
             return "kernel fa4 needs FlashAttention-4, which is not installed; pip install 'burst-harness[gpu]'"
-        return missing
+        return unsupported_reason
 
     def refuse(self, problem: Problem) -> str | None:
-        return half_precision_refusal(self.name, problem, max_head_dim=256)
+        return half_precision_unsupported_reason(self.name, problem, max_head_dim=256)
 
     def forward(
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float

@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from engine.attention.geometry.tiles import FULL, Band
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
-from engine.attention.kernels.cuda import gpu_missing, half_precision_refusal
+from engine.attention.kernels.cuda import gpu_missing, half_precision_unsupported_reason
 
 BLOCK = 128  # tokens per side of the blocks that are skipped, masked, or computed without looking at the mask
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q_BNLD, k_BKMD, v_BKMD -> out_BNLD, lse_BNL
@@ -31,7 +31,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q_BNLD, k_
 
 # Graphs of one process: with and without gradients, each for lengths of one block and of several, for one size known to
 # the compiler and then for any. Torch's limit of 8 is meant for models, and ends with an error here.
-MOST_GRAPHS = 64
+MAX_GRAPHS = 64
 
 
 @lru_cache(maxsize=1)
@@ -42,7 +42,7 @@ def _compiled() -> Callable[..., Any]:
     compiled = torch.compile(flex_attention, fullgraph=True)
 
     def call(*tensors: Tensor, **options: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
+        with torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS):
             return compiled(*tensors, **options)
 
     return call
@@ -109,16 +109,16 @@ class FlexKernel:
     writes_input_dtype = True
     takes_delta = True
 
-    def missing(self) -> str | None:
-        missing = gpu_missing(self.name, (8, 0))
-        if missing is None and importlib.util.find_spec("triton") is None:
+    def unsupported_reason(self) -> str | None:
+        unsupported_reason = gpu_missing(self.name, (8, 0))
+        if unsupported_reason is None and importlib.util.find_spec("triton") is None:
             return "kernel flex is compiled by Triton, which is not installed; pip install triton"
-        return missing
+        return unsupported_reason
 
     def refuse(self, problem: Problem) -> str | None:
         if problem.head_dim & (problem.head_dim - 1):
             return f"kernel flex takes head dims that are powers of 2, found {problem.head_dim}; choose kernel auto"
-        return half_precision_refusal(self.name, problem, max_head_dim=256)
+        return half_precision_unsupported_reason(self.name, problem, max_head_dim=256)
 
     def forward(
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float

@@ -44,7 +44,7 @@ class ReferenceKernel:
     writes_input_dtype = False
     takes_delta = True
 
-    def missing(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         return None
 
     def refuse(self, problem: Problem) -> str | None:

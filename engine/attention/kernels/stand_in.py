@@ -64,8 +64,8 @@ class AnyDelta:
     def writes_input_dtype(self) -> bool:
         return self.kernel.writes_input_dtype
 
-    def missing(self) -> str | None:
-        return self.kernel.missing()
+    def unsupported_reason(self) -> str | None:
+        return self.kernel.unsupported_reason()
 
     def refuse(self, problem: Problem) -> str | None:
         return self.kernel.refuse(problem)

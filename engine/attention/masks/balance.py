@@ -13,9 +13,9 @@ from engine.attention.masks.mask import Mask
 @lru_cache(maxsize=1024)
 def meeting(mask: Mask, layout: Layout, seq_len: int, cp_size: int, q_rank: int, k_rank: int) -> tuple[Tile, ...]:
     """Tiles of the queries of `q_rank` against the keys of `k_rank`. Raises ValueError with the mask's refusal."""
-    refusal = mask.refusal(seq_len)
-    if refusal:
-        raise ValueError(refusal)
+    unsupported_reason = mask.unsupported_reason(seq_len)
+    if unsupported_reason:
+        raise ValueError(unsupported_reason)
     return mask.tiles(layout.segments(seq_len, cp_size, q_rank), layout.segments(seq_len, cp_size, k_rank))
 
 
@@ -35,9 +35,9 @@ def rank_areas(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> list[i
 
     Raises ValueError with the mask's refusal.
     """
-    refusal = mask.refusal(seq_len)
-    if refusal:
-        raise ValueError(refusal)
+    unsupported_reason = mask.unsupported_reason(seq_len)
+    if unsupported_reason:
+        raise ValueError(unsupported_reason)
     return [
         sum(mask.row_area(segment, seq_len) for segment in layout.segments(seq_len, cp_size, rank))
         for rank in range(cp_size)

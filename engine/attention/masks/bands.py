@@ -14,7 +14,7 @@ class _BandMask:
 
     right: int | None
 
-    def refusal(self, seq_len: int) -> str | None:
+    def unsupported_reason(self, seq_len: int) -> str | None:
         return None
 
     def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:

@@ -40,7 +40,7 @@ class BlockSparse(BlockMask):
         pattern: Any = self.blocks
         return pattern
 
-    def refusal(self, seq_len: int) -> str | None:
+    def unsupported_reason(self, seq_len: int) -> str | None:
         blocks, needed = self.pattern.blocks(), -(-seq_len // self.block_size)
         if blocks is None or blocks == needed:
             return None

@@ -19,14 +19,14 @@ from engine.attention.geometry.layout import Segment
 from engine.attention.geometry.tiles import Tile, band_area, join, trim, without_upper_bands
 
 # A kernel call per tile: beyond this many between two shards, launching them would take longer than a dense sequence.
-MOST_TILES = 4096
+MAX_TILES = 4096
 _FEW_RECTANGLES = 256  # so many are also tried column by column
 
 Run = tuple[int, int]  # [start, stop)
 
 
 class TooManyTiles(ValueError):
-    """The mask is in too many pieces between two shards to be run under this layout."""
+    """The mask is in too many token_runs between two shards to be run under this layout."""
 
 
 class BlockRun(NamedTuple):
@@ -54,7 +54,7 @@ class BlockMask:
 
     causal: bool
 
-    def refusal(self, seq_len: int) -> str | None:
+    def unsupported_reason(self, seq_len: int) -> str | None:
         raise NotImplementedError
 
     def block_at(self, position: int) -> int:
@@ -70,11 +70,11 @@ class BlockMask:
         raise NotImplementedError
 
     def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
-        """Work of the shard `q` against the shard `k`. Raises TooManyTiles when it is in too many pieces to run."""
+        """Work of the shard `q` against the shard `k`. Raises TooManyTiles when it is in too many token_runs to run."""
         tiles = join([tile for facing in _facings(q, k, self.causal) for tile in _facing_tiles(self, facing)])
-        if len(tiles) > MOST_TILES:
+        if len(tiles) > MAX_TILES:
             raise TooManyTiles(
-                f"the mask leaves {len(tiles)} rectangles between two shards and {MOST_TILES} is the most that is "
+                f"the mask leaves {len(tiles)} rectangles between two shards and {MAX_TILES} is the most that is "
                 "sensible; take larger blocks, or layout contiguous"
             )
         return tuple(tiles)
@@ -93,9 +93,9 @@ class BlockMask:
 
     def area(self, seq_len: int) -> int:
         """Visible (query, key) pairs of a whole sequence, exactly. Raises ValueError with the mask's refusal."""
-        refusal = self.refusal(seq_len)
-        if refusal:
-            raise ValueError(refusal)
+        unsupported_reason = self.unsupported_reason(seq_len)
+        if unsupported_reason:
+            raise ValueError(unsupported_reason)
         return self.row_area(Segment(0, seq_len), seq_len)
 
     def local_blocks(self, segments: tuple[Segment, ...]) -> list[BlockRun]:

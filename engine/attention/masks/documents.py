@@ -46,7 +46,7 @@ class Documents(BlockMask):
         """Tokens of all documents together."""
         return self._starts[-1]
 
-    def refusal(self, seq_len: int) -> str | None:
+    def unsupported_reason(self, seq_len: int) -> str | None:
         if self.repeat or self.tokens == seq_len:
             return None
         return (
@@ -55,12 +55,12 @@ class Documents(BlockMask):
         )
 
     def block_at(self, position: int) -> int:
-        lap, place = divmod(position, self.tokens)
-        return lap * len(self.lengths) + bisect_right(self._starts, place) - 1
+        inner_ring, place = divmod(position, self.tokens)
+        return inner_ring * len(self.lengths) + bisect_right(self._starts, place) - 1
 
     def first_position(self, block: int) -> int:
-        lap, index = divmod(block, len(self.lengths))
-        return lap * self.tokens + self._starts[index]
+        inner_ring, index = divmod(block, len(self.lengths))
+        return inner_ring * self.tokens + self._starts[index]
 
     def visible(self, block: int, first: int, last: int) -> Iterator[Run]:
         if first <= block < last:

@@ -20,8 +20,8 @@ class FirstRows:
     mask: Mask
     cut: int
 
-    def refusal(self, seq_len: int) -> str | None:
-        return self.mask.refusal(seq_len)
+    def unsupported_reason(self, seq_len: int) -> str | None:
+        return self.mask.unsupported_reason(seq_len)
 
     def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
         first, _ = split_at(q, self.cut)

@@ -11,7 +11,7 @@ from engine.attention.geometry.tiles import Tile
 class Mask(Protocol):
     """A rule over global positions. Frozen and hashable, so the tiles of a meeting are computed once."""
 
-    def refusal(self, seq_len: int) -> str | None:
+    def unsupported_reason(self, seq_len: int) -> str | None:
         """One sentence why the mask does not describe a sequence of this length, or None."""
         ...
 

@@ -70,31 +70,31 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class LocalGlobal:
-    """Blocks see those up to `reach` away; the first `everywhere` blocks see all and are seen by all.
+    """Blocks see those up to `reach` away; the first `global_tokens` blocks see all and are seen by all.
 
     Source: Longformer (arXiv:2004.05150) and BigBird (arXiv:2007.14062), without the random blocks.
     """
 
     reach: int
-    everywhere: int = 0
+    global_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.reach < 0 or self.everywhere < 0:
+        if self.reach < 0 or self.global_tokens < 0:
             raise ValueError(
-                f"local_global pattern reaches {self.reach} blocks, with {self.everywhere} everywhere; give counts >= 0"
+                f"local_global pattern reaches {self.reach} blocks, with {self.global_tokens} global_tokens; give counts >= 0"
             )
 
     def blocks(self) -> int | None:
         return None
 
     def visible(self, block: int, first: int, last: int) -> Iterator[tuple[int, int]]:
-        if block < self.everywhere:
+        if block < self.global_tokens:
             yield first, last
             return
-        yield from _within([(0, self.everywhere), (block - self.reach, block + self.reach + 1)], first, last)
+        yield from _within([(0, self.global_tokens), (block - self.reach, block + self.reach + 1)], first, last)
 
     def __str__(self) -> str:
-        return f"local_global-{self.reach}-{self.everywhere}"
+        return f"local_global-{self.reach}-{self.global_tokens}"
 
 
 @dataclass(frozen=True, slots=True)

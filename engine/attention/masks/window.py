@@ -26,22 +26,22 @@ class _Part(NamedTuple):
 class SlidingWindow:
     """A query sees itself, `left` tokens before it and `right` after it.
 
-    The sequence's first `everywhere` tokens are global: every query sees them, and they see every key, but where
+    The sequence's first `global_tokens` tokens are global: every query sees them, and they see every key, but where
     `right` is 0 nobody sees a later one. Sources: Longformer (arXiv:2004.05150); as attention sinks
     StreamingLLM (arXiv:2309.17453).
     """
 
     left: int
     right: int = 0
-    everywhere: int = 0
+    global_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.left < 0 or self.right < 0:
             raise ValueError(f"sliding window ({self.left}, {self.right}) has a negative side; give token counts >= 0")
-        if self.everywhere < 0:
-            raise ValueError(f"sliding window has {self.everywhere} global tokens; give a token count >= 0")
+        if self.global_tokens < 0:
+            raise ValueError(f"sliding window has {self.global_tokens} global tokens; give a token count >= 0")
 
-    def refusal(self, seq_len: int) -> str | None:
+    def unsupported_reason(self, seq_len: int) -> str | None:
         return None
 
     def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
@@ -60,23 +60,23 @@ class SlidingWindow:
 
     def __str__(self) -> str:
         sides = f"sliding_window:{self.left}"
-        if self.everywhere:
-            return f"{sides}:{self.right}:{self.everywhere}"
+        if self.global_tokens:
+            return f"{sides}:{self.right}:{self.global_tokens}"
         return f"{sides}:{self.right}" if self.right else sides
 
     def _parts(self) -> Iterator[_Part]:
         """Disjoint bands that together are the mask."""
-        if not self.everywhere:
+        if not self.global_tokens:
             yield _Part(0, None, self.left, self.right)
             return
-        apart = self.everywhere + self.left + 1  # from here on a key lies between the window and the global tokens
+        apart = self.global_tokens + self.left + 1  # from here on a key lies between the window and the global tokens
         if self.right == 0:
             yield _Part(0, apart, None, 0)
         else:
-            yield _Part(0, self.everywhere, None, None)
-            yield _Part(self.everywhere, apart, None, self.right)
+            yield _Part(0, self.global_tokens, None, None)
+            yield _Part(self.global_tokens, apart, None, self.right)
         yield _Part(apart, None, self.left, self.right)
-        yield _Part(apart, None, None, None, keys=self.everywhere)
+        yield _Part(apart, None, None, None, keys=self.global_tokens)
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""What one rank does at every stop of a ring, and what travels for it: computed once per problem. Integer code."""
+"""What one rank does at every stop of a ring, and what backward_side for it: computed once per problem. Integer code."""
 
 from __future__ import annotations
 
@@ -13,95 +13,99 @@ from engine.attention.geometry.ring import Ring, RingTraffic
 from engine.attention.geometry.tiles import Tile
 from engine.attention.masks import Mask, meeting
 
-Range = tuple[int, int]  # of a shard's local tokens; (0, 0) for none
+TokenRange = tuple[int, int]  # of a shard's local tokens; (0, 0) for none
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class ChunkRanges:
     """Which tokens of travelling shards are needed where, between the slots of one lap."""
 
-    ranges: dict[tuple[int, int], Range]  # (owner, host) -> the owner's local tokens
-    as_written: dict[tuple[int, int], bool]  # the visiting gradient is as kernels wrote it: no token of it is a sum
+    ranges: dict[tuple[int, int], TokenRange]  # (owner, host) -> the owner's local tokens
+    unreduced: dict[tuple[int, int], bool]  # the visiting gradient is as kernels wrote it: no token of it is a sum
     longest: int  # most tokens any slot is sent by another
-    all_as_written: bool  # no visiting gradient between slots is a sum
-    held: tuple[Range, ...] | None = None  # by slot, what of its shard is there when the lap starts; None: all of it
+    all_unreduced: bool  # no visiting gradient between slots is a sum
+    held: tuple[TokenRange, ...] | None = (
+        None  # by slot, what of its shard is there when the lap starts; None: all of it
+    )
 
-    def visit(self, owner: int, host: int) -> Range:
-        """Range of the owner's local tokens that the host's work touches: (0, 0) when it touches none."""
+    def visit(self, owner: int, host: int) -> TokenRange:
+        """TokenRange of the owner's local tokens that the host's work touches: (0, 0) when it touches none."""
         return self.ranges[owner, host]
 
 
 @dataclass(frozen=True, slots=True)
-class Itinerary:
+class CommPlan:
     """One rank's work: tiles against every owner's shard, and the needs of each lap."""
 
     tiles: tuple[tuple[Tile, ...], ...]  # by owner
-    laps: tuple[Needs, ...]  # by cycle
-    leaving: tuple[Range, ...]  # by cycle, what the nodes to come need of the shard that this rank then holds
-    given: tuple[Range, ...]  # by cycle, the tokens of that shard whose gradients this rank's node forms
-    given_as_written: tuple[bool, ...]  # by cycle, those gradients are as kernels wrote them
-    returned: tuple[Range, ...]  # by cycle, this rank's own tokens whose gradients the node then visited forms
-    returned_as_written: tuple[bool, ...]
+    inner_rings: tuple[ChunkRanges, ...]  # by cycle
+    leaving: tuple[TokenRange, ...]  # by cycle, what the nodes to come need of the shard that this rank then holds
+    given: tuple[TokenRange, ...]  # by cycle, the tokens of that shard whose gradients this rank's node forms
+    given_unreduced: tuple[bool, ...]  # by cycle, those gradients are as kernels wrote them
+    returned: tuple[TokenRange, ...]  # by cycle, this rank's own tokens whose gradients the node then visited forms
+    returned_unreduced: tuple[bool, ...]
 
 
 @lru_cache(maxsize=256)
-def itinerary(mask: Mask, layout: Layout, ring: Ring, seq_len: int, cp_rank: int, queries_travel: bool) -> Itinerary:
+def comm_plan(mask: Mask, layout: Layout, ring: Ring, seq_len: int, cp_rank: int, sends_queries: bool) -> CommPlan:
     """What `cp_rank` does when shards travel `ring`: the query side's or the key side's."""
 
     def tiles(visitor: int, host: int) -> tuple[Tile, ...]:
-        q_rank, k_rank = (visitor, host) if queries_travel else (host, visitor)
+        q_rank, k_rank = (visitor, host) if sends_queries else (host, visitor)
         return meeting(mask, layout, seq_len, ring.cp_size, q_rank, k_rank)
 
-    def met_by(visitor: int, host: int) -> Range:
+    def met_by(visitor: int, host: int) -> TokenRange:
         return _hull((side.start, side.stop) for side in sides(visitor, host))
 
     def sides(visitor: int, host: int) -> list[slice]:
-        return [tile.q if queries_travel else tile.k for tile in tiles(visitor, host)]
+        return [tile.q if sends_queries else tile.k for tile in tiles(visitor, host)]
 
-    def met_in(owner: int, cycle: int) -> list[slice]:
+    def met_in(owner: int, outer_step: int) -> list[slice]:
         """Tokens of `owner` in each tile of the node that its shard visits in `cycle`."""
-        first = (owner // ring.node_size + cycle) % ring.nodes * ring.node_size
+        first = (owner // ring.node_size + outer_step) % ring.nodes * ring.node_size
         return [side for host in range(first, first + ring.node_size) for side in sides(owner, host)]
 
-    def touched(owner: int, cycle: int) -> Range:
-        return _hull((side.start, side.stop) for side in met_in(owner, cycle))
+    def touched(owner: int, outer_step: int) -> TokenRange:
+        return _hull((side.start, side.stop) for side in met_in(owner, outer_step))
 
-    def as_written_across(owner: int, cycle: int) -> bool:
-        return ring.node_size == 1 and _unsummed(met_in(owner, cycle))  # the ranks of a node add theirs up
+    def unreduced_across(owner: int, outer_step: int) -> bool:
+        return ring.node_size == 1 and _unsummed(met_in(owner, outer_step))  # the ranks of a node add theirs up
 
-    def needed(owner: int, cycle: int) -> Range:
+    def needed(owner: int, outer_step: int) -> TokenRange:
         """Tokens of `owner` that are needed in `cycle` or later."""
-        return _hull(touched(owner, later) for later in range(cycle, ring.nodes))
+        return _hull(touched(owner, later) for later in range(outer_step, ring.nodes))
 
     node, slot = divmod(cp_rank, ring.node_size)
 
-    def holder(cycle: int, at: int = slot) -> int:
+    def holder(outer_step: int, at: int = slot) -> int:
         """CP rank whose shard slot `at` of this node holds in `cycle`."""
-        return (node - cycle) % ring.nodes * ring.node_size + at
+        return (node - outer_step) % ring.nodes * ring.node_size + at
 
-    def needs(cycle: int) -> Needs:
-        visitors, hosts = holder(cycle, 0), node * ring.node_size
-        ranges, as_written = {}, {}
+    def needs(outer_step: int) -> ChunkRanges:
+        visitors, hosts = holder(outer_step, 0), node * ring.node_size
+        ranges, unreduced = {}, {}
         for owner, host in itertools.product(range(ring.node_size), repeat=2):
             ranges[owner, host] = met_by(visitors + owner, hosts + host)
-            as_written[owner, host] = _unsummed(sides(visitors + owner, hosts + host))
+            unreduced[owner, host] = _unsummed(sides(visitors + owner, hosts + host))
         between = [pair for pair in ranges if pair[0] != pair[1]]
-        return Needs(
+        return ChunkRanges(
             ranges,
-            as_written,
+            unreduced,
             longest=max((length(ranges[pair]) for pair in between), default=0),
-            all_as_written=all(as_written[pair] for pair in between),
-            held=tuple(needed(holder(cycle, at), cycle) for at in range(ring.node_size)) if cycle else None,
+            all_unreduced=all(unreduced[pair] for pair in between),
+            held=tuple(needed(holder(outer_step, at), outer_step) for at in range(ring.node_size))
+            if outer_step
+            else None,
         )
 
-    return Itinerary(
+    return CommPlan(
         tiles=tuple(tiles(owner, cp_rank) for owner in range(ring.cp_size)),
-        laps=tuple(needs(cycle) for cycle in range(ring.nodes)),
-        leaving=tuple(needed(holder(cycle), cycle + 1) for cycle in range(ring.nodes - 1)),
-        given=tuple(touched(holder(cycle), cycle) for cycle in range(ring.nodes)),
-        given_as_written=tuple(as_written_across(holder(cycle), cycle) for cycle in range(ring.nodes)),
-        returned=tuple(touched(cp_rank, cycle) for cycle in range(ring.nodes)),
-        returned_as_written=tuple(as_written_across(cp_rank, cycle) for cycle in range(ring.nodes)),
+        inner_rings=tuple(needs(outer_step) for outer_step in range(ring.nodes)),
+        leaving=tuple(needed(holder(outer_step), outer_step + 1) for outer_step in range(ring.nodes - 1)),
+        given=tuple(touched(holder(outer_step), outer_step) for outer_step in range(ring.nodes)),
+        given_unreduced=tuple(unreduced_across(holder(outer_step), outer_step) for outer_step in range(ring.nodes)),
+        returned=tuple(touched(cp_rank, outer_step) for outer_step in range(ring.nodes)),
+        returned_unreduced=tuple(unreduced_across(cp_rank, outer_step) for outer_step in range(ring.nodes)),
     )
 
 
@@ -112,12 +116,12 @@ def _unsummed(tokens: list[slice]) -> bool:
     return apart and len(tokens) <= WAITING_PARTS
 
 
-def length(tokens: Range) -> int:
+def length(tokens: TokenRange) -> int:
     """How many tokens a range holds."""
     return tokens[1] - tokens[0]
 
 
-def _hull(ranges: Iterable[Range]) -> Range:
+def _hull(ranges: Iterable[TokenRange]) -> TokenRange:
     """The shortest range that holds all of them."""
     filled = [(start, stop) for start, stop in ranges if stop > start]
     return (min(start for start, _ in filled), max(stop for _, stop in filled)) if filled else (0, 0)
@@ -138,11 +142,11 @@ def ring_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int) -> RingTr
 
 
 def _rank_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int, rank: int) -> tuple[float, float, float]:
-    work = itinerary(mask, layout, ring, seq_len, rank, queries_travel=False)
+    work = comm_plan(mask, layout, ring, seq_len, rank, sends_queries=False)
     slot, tokens = rank % ring.node_size, seq_len // ring.cp_size
     others = [owner for owner in range(ring.node_size) if owner != slot]
-    near = sum(length(lap.visit(owner, slot)) for lap in work.laps for owner in others)
-    far = sum(length(lap.held[slot]) for lap in work.laps if lap.held)
+    near = sum(length(inner_ring.visit(owner, slot)) for inner_ring in work.inner_rings for owner in others)
+    far = sum(length(inner_ring.held[slot]) for inner_ring in work.inner_rings if inner_ring.held)
     stops = sum(bool(tiles) for tiles in work.tiles)
     return (
         stops / ring.cp_size,

@@ -1,7 +1,7 @@
 """How many bytes a rank will send, before there are tensors: forward, and backward by either route. Integer code.
 
-Follows what `ring_pass`, `exchange` and `head_exchange` post, from the same itineraries; what `Traffic` then counts is
-equal to the byte. The choice of what travels in backward rests on these counts.
+Follows what `ring_pass`, `exchange` and `ulysses` post, from the same itineraries; what `Traffic` then counts is
+equal to the byte. The choice of what backward_side in backward rests on these counts.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring
 from engine.attention.kernels import Kernel, Problem
 from engine.attention.masks import Mask
-from engine.attention.planning.comm_plan import Itinerary, Needs, itinerary, length
-from engine.attention.planning.cost_model import BACKWARD_ROUTES, GIB, Speeds
+from engine.attention.planning.comm_plan import ChunkRanges, CommPlan, comm_plan, length
+from engine.attention.planning.cost_model import BACKWARD_SIDES, GIB, HardwareModel
 
-GRADIENT_WIRES = ("fp32", "input_across", "input")
+GRAD_COMM_DTYPES = ("fp32", "input_across", "input")
 ALL_RANKS = 8  # up to so many are added up for a choice; of more, a few
 
 
@@ -38,9 +38,9 @@ class Sent:
     def times(self, count: int) -> Sent:
         return Sent(self.near * count, self.far * count)
 
-    def seconds(self, speeds: Speeds) -> float:
+    def seconds(self, hardware: HardwareModel) -> float:
         """How long the links take, near and far one after the other."""
-        return self.near / (speeds.inside_gib * GIB) + self.far / (speeds.across_gib * GIB)
+        return self.near / (hardware.inside_gib * GIB) + self.far / (hardware.across_gib * GIB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,13 @@ class Widths:
     written: int  # as the kernel wrote it
     summed: int
 
-    def of(self, as_written: bool) -> int:
-        return self.written if as_written else self.summed
+    def of(self, unreduced: bool) -> int:
+        return self.written if unreduced else self.summed
 
 
-def narrowed(gradient_wire: str) -> tuple[bool, bool]:
+def narrowed(grad_comm_dtype: str) -> tuple[bool, bool]:
     """Whether gradients cross links in the inputs' dtype inside a lap, and between nodes."""
-    return gradient_wire == "input", gradient_wire != "fp32"
+    return grad_comm_dtype == "input", grad_comm_dtype != "fp32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +85,11 @@ class Shards:
     across: Widths  # and between nodes
 
     @classmethod
-    def of(cls, problem: Problem, kernel: Kernel, batch: int, tokens: int, gradient_wire: str) -> Shards:
-        """Those that `kernel` works on; gradients cross links as `gradient_wire` says."""
+    def of(cls, problem: Problem, kernel: Kernel, batch: int, tokens: int, grad_comm_dtype: str) -> Shards:
+        """Those that `kernel` works on; gradients cross links as `grad_comm_dtype` says."""
         item = problem.dtype.itemsize
         plain = Widths(item if kernel.writes_input_dtype else max(4, item), max(4, item))
-        inside, across = (Widths(item, item) if narrow else plain for narrow in narrowed(gradient_wire))
+        inside, across = (Widths(item, item) if narrow else plain for narrow in narrowed(grad_comm_dtype))
         return cls(
             batch=batch,
             tokens=tokens,
@@ -120,13 +120,13 @@ class Shards:
     def row_bytes(self) -> int:
         return max(4, self.input_bytes)
 
-    def travelling(self, queries_travel: bool) -> int:
-        """Of what travels in backward: Q, dO, LSE and delta, or K and V."""
-        return 2 * self.query + 2 * self.row if queries_travel else 2 * self.key
+    def travelling(self, sends_queries: bool) -> int:
+        """Of what backward_side in backward: Q, dO, LSE and delta, or K and V."""
+        return 2 * self.query + 2 * self.row if sends_queries else 2 * self.key
 
-    def gradient(self, queries_travel: bool, element_bytes: int) -> int:
+    def gradient(self, sends_queries: bool, element_bytes: int) -> int:
         """Of what comes home: dQ, or dK and dV."""
-        return (self.query if queries_travel else 2 * self.key) // self.input_bytes * element_bytes
+        return (self.query if sends_queries else 2 * self.key) // self.input_bytes * element_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,31 +137,31 @@ class Circle:
     node_size: int  # consecutive ranks that share a node: on a flat ring maybe fewer than a lap
     exchange: str  # relay, direct or copy_engine
 
-    def outward(self, work: Itinerary, cp_rank: int, tokens: int, token_bytes: int) -> Sent:
+    def outward(self, work: CommPlan, cp_rank: int, tokens: int, token_bytes: int) -> Sent:
         """What `cp_rank` sends of travelling shards, its own and those it hands on. As `RingPlan.circulate`."""
         return self._counted(cp_rank, ((to, count * token_bytes) for to, count in self._posted(work, cp_rank, tokens)))
 
-    def homeward(self, work: Itinerary, cp_rank: int, shards: Shards, queries_travel: bool) -> Sent:
-        """What `cp_rank` sends of gradients of visiting shards. As `Relay`, `Direct` and `NodesHome` do."""
+    def homeward(self, work: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool) -> Sent:
+        """What `cp_rank` sends of gradients of visiting shards. As `Relay`, `Direct` and `InterNodeGradReduce` do."""
         return self._counted(
             cp_rank,
             (
-                (to, count * shards.gradient(queries_travel, element_bytes))
+                (to, count * shards.gradient(sends_queries, element_bytes))
                 for to, count, element_bytes in self._returned(work, cp_rank, shards)
             ),
         )
 
-    def backward(self, work: Itinerary, cp_rank: int, shards: Shards, queries_travel: bool) -> Sent:
+    def backward(self, work: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool) -> Sent:
         """What `cp_rank` sends in backward by one route, out and home; `work` is of that route."""
-        out = self.outward(work, cp_rank, shards.tokens, shards.travelling(queries_travel))
-        return out + self.homeward(work, cp_rank, shards, queries_travel)
+        out = self.outward(work, cp_rank, shards.tokens, shards.travelling(sends_queries))
+        return out + self.homeward(work, cp_rank, shards, sends_queries)
 
-    def _posted(self, work: Itinerary, cp_rank: int, tokens: int) -> Iterator[tuple[int, int]]:
+    def _posted(self, work: CommPlan, cp_rank: int, tokens: int) -> Iterator[tuple[int, int]]:
         """(rank sent to, tokens of a shard) of each message."""
         ring, (node, slot) = self.ring, divmod(cp_rank, self.ring.node_size)
-        for cycle, needs in enumerate(work.laps):
-            if cycle + 1 < ring.nodes:
-                yield (node + 1) % ring.nodes * ring.node_size + slot, length(work.leaving[cycle])
+        for outer_step, needs in enumerate(work.inner_rings):
+            if outer_step + 1 < ring.nodes:
+                yield (node + 1) % ring.nodes * ring.node_size + slot, length(work.leaving[outer_step])
             for step in range(1, ring.node_size):
                 if self.exchange == "relay":
                     to, count = slot + 1, _held(needs, (slot - step + 1) % ring.node_size, tokens)
@@ -170,20 +170,20 @@ class Circle:
                     count = length(needs.visit(slot, to % ring.node_size))
                 yield node * ring.node_size + to % ring.node_size, count
 
-    def _returned(self, work: Itinerary, cp_rank: int, shards: Shards) -> Iterator[tuple[int, int, int]]:
+    def _returned(self, work: CommPlan, cp_rank: int, shards: Shards) -> Iterator[tuple[int, int, int]]:
         """(rank sent to, tokens of its gradient, bytes per element) of each message."""
         ring, (node, slot) = self.ring, divmod(cp_rank, self.ring.node_size)
-        for cycle, needs in enumerate(work.laps):
+        for outer_step, needs in enumerate(work.inner_rings):
             for step in range(1, ring.node_size):
                 if self.exchange == "relay":
                     yield node * ring.node_size + (slot + 1) % ring.node_size, shards.tokens, shards.inside.summed
                 else:
                     owner = (slot - step) % ring.node_size
-                    width = shards.inside.of(needs.as_written[owner, slot])
+                    width = shards.inside.of(needs.unreduced[owner, slot])
                     yield node * ring.node_size + owner, length(needs.visit(owner, slot)), width
-            if cycle:
-                home = (node - cycle) % ring.nodes * ring.node_size + slot
-                yield home, length(work.given[cycle]), shards.across.of(work.given_as_written[cycle])
+            if outer_step:
+                home = (node - outer_step) % ring.nodes * ring.node_size + slot
+                yield home, length(work.given[outer_step]), shards.across.of(work.given_unreduced[outer_step])
 
     def _counted(self, cp_rank: int, messages: Iterator[tuple[int, int]]) -> Sent:
         near = far = 0
@@ -221,7 +221,7 @@ def trade_bytes(
 
 @lru_cache(maxsize=256)
 def group_backward_bytes(
-    mask: Mask, layout: Layout, circle: Circle, seq_len: int, shards: Shards, queries_travel: bool
+    mask: Mask, layout: Layout, circle: Circle, seq_len: int, shards: Shards, sends_queries: bool
 ) -> Sent:
     """Backward bytes of all ranks of a small group, of the first, middle and last of a large one, added up.
 
@@ -231,22 +231,24 @@ def group_backward_bytes(
     size = circle.ring.cp_size
     total = Sent()
     for rank in range(size) if size <= ALL_RANKS else (0, size // 2, size - 1):
-        # A flat ring has one lap, whose needs are all ranks': one itinerary says them.
+        # A flat ring has one lap, whose needs are all ranks': one comm_plan says them.
         known = 0 if circle.ring.nodes == 1 else rank
-        work = itinerary(mask, layout, circle.ring, seq_len, known, queries_travel)
-        total += circle.backward(work, rank, shards, queries_travel)
+        work = comm_plan(mask, layout, circle.ring, seq_len, known, sends_queries)
+        total += circle.backward(work, rank, shards, sends_queries)
     return total
 
 
-def cheaper_backward(mask: Mask, layout: Layout, circle: Circle, seq_len: int, shards: Shards, speeds: Speeds) -> str:
+def cheaper_backward(
+    mask: Mask, layout: Layout, circle: Circle, seq_len: int, shards: Shards, hardware: HardwareModel
+) -> str:
     """The backward route whose bytes take the links less time; `query` on a tie, as of a rank alone."""
     seconds = {
-        route: group_backward_bytes(mask, layout, circle, seq_len, shards, route == "query").seconds(speeds)
-        for route in BACKWARD_ROUTES
+        route: group_backward_bytes(mask, layout, circle, seq_len, shards, route == "query").seconds(hardware)
+        for route in BACKWARD_SIDES
     }
-    return min(BACKWARD_ROUTES, key=lambda route: seconds[route])
+    return min(BACKWARD_SIDES, key=lambda route: seconds[route])
 
 
-def _held(needs: Needs, slot: int, tokens: int) -> int:
+def _held(needs: ChunkRanges, slot: int, tokens: int) -> int:
     """Tokens of its shard that a slot of this lap starts with."""
     return tokens if needs.held is None else length(needs.held[slot])

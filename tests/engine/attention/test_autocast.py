@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine import ContextParallel, burst_attention
-from engine.attention.kernels import KERNELS, Problem, kernel_named, refusal
+from engine.attention.kernels import KERNELS, Problem, kernel_named, unsupported_reason
 from engine.attention.masks import Causal, Full, Mask, SlidingWindow
 from tests.ranks import run_on_ranks
 
@@ -60,7 +60,7 @@ def test_autocast_changes_nothing_of_what_travels(layout) -> None:
     choices = [
         {"kernel": kernel, "backward": backward, "schedule": schedule}
         for kernel in ("reference", "cpu")
-        for backward, schedule in (("query", "ring"), ("key_value", "ring"), ("auto", "head_exchange"))
+        for backward, schedule in (("query", "ring"), ("key_value", "ring"), ("auto", "ulysses"))
     ]
     assert run_on_ranks(2, differing, torch.float32, layout, choices) == [[], []]
 
@@ -71,7 +71,7 @@ def test_autocast_changes_nothing_of_what_travels(layout) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_autocast_changes_nothing_above_rounding_on_a_gpu(dtype, kernel) -> None:
     problem = Problem(device=DEVICE, dtype=dtype, heads=4, kv_heads=2, head_dim=16)
-    reason = refusal(kernel_named(kernel), problem)
+    reason = unsupported_reason(kernel_named(kernel), problem)
     if reason:
         pytest.skip(reason)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3

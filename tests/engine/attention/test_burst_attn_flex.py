@@ -78,12 +78,12 @@ def test_the_rescaled_backward_gives_the_gradients_of_whole_rows(band, beyond) -
 
 
 def test_head_dims_and_dtypes_it_cannot_run_are_refused() -> None:
-    def refusal(dtype: torch.dtype, head_dim: int) -> str | None:
+    def unsupported_reason(dtype: torch.dtype, head_dim: int) -> str | None:
         return flex.KERNEL.refuse(
             Problem(device=torch.device("cuda"), dtype=dtype, heads=4, kv_heads=4, head_dim=head_dim)
         )
 
-    assert refusal(torch.bfloat16, 128) is None
-    assert "powers of 2" in (refusal(torch.bfloat16, 96) or "")
-    assert "bf16 or fp16" in (refusal(torch.float32, 128) or "")
-    assert "up to 256" in (refusal(torch.bfloat16, 512) or "")
+    assert unsupported_reason(torch.bfloat16, 128) is None
+    assert "powers of 2" in (unsupported_reason(torch.bfloat16, 96) or "")
+    assert "bf16 or fp16" in (unsupported_reason(torch.float32, 128) or "")
+    assert "up to 256" in (unsupported_reason(torch.bfloat16, 512) or "")

@@ -10,13 +10,13 @@ from engine.attention.kernels import fa4
 @pytest.mark.parametrize(
     ("files", "missing"), [([], True), (["flash_attn/__init__.py"], True), (["flash_attn/cute/__init__.py"], False)]
 )
-def test_version_4_is_found_by_its_own_folder(tmp_path, monkeypatch, files, missing) -> None:
+def test_version_4_is_found_by_its_own_folder(tmp_path, monkeypatch, files, unsupported_reason) -> None:
     for name in files:
         path = tmp_path / name
         path.parent.mkdir(parents=True)
         path.write_text("raise ImportError('needs a GPU')" if name == "flash_attn/__init__.py" else "")
     monkeypatch.setattr(fa4, "gpu_missing", lambda kernel, capability: None)
     monkeypatch.setattr("sys.path", [str(tmp_path)])
-    sentence = fa4.KERNEL.missing()
-    assert (sentence is not None) == missing
+    sentence = fa4.KERNEL.unsupported_reason()
+    assert (sentence is not None) == unsupported_reason
     assert sentence is None or "FlashAttention-4, which is not installed" in sentence

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from engine import ContextParallel, burst_attention
-from engine.attention.algorithms.ulysses import HeadPlan
+from engine.attention.algorithms.ulysses import UlyssesPlan
 from engine.attention.call_order import BrokenContext, CallOrder, PeerLost, timeout_of
 from engine.attention.kernels import Kernel
 from engine.attention.masks import Full
@@ -49,7 +49,7 @@ class RunsOutOfMemory:
 
 def with_kernel(plan: AttentionPlan, kind: str) -> AttentionPlan:
     """The plan with a kernel that fails."""
-    if isinstance(plan, HeadPlan):
+    if isinstance(plan, UlyssesPlan):
         return replace(plan, inner=replace(plan.inner, kernel=RunsOutOfMemory(plan.inner.kernel, kind)))
     return replace(plan, kernel=RunsOutOfMemory(plan.kernel, kind))
 
@@ -95,7 +95,7 @@ def failures(kind: str, choices: dict[str, Any]) -> dict[str, tuple[str, str]]:
     [
         ("forward", {"exchange": "direct"}),
         ("backward", {"exchange": "relay"}),
-        ("forward", {"schedule": "head_exchange", "head_parts": 2}),
+        ("forward", {"schedule": "ulysses", "num_head_chunks": 2}),
     ],
 )
 def test_after_a_call_that_failed_halfway_no_rank_hangs(kind, choices) -> None:
@@ -118,8 +118,8 @@ def refused_then_right() -> tuple[str, bool]:
     """What a refusal before the first message raises, and whether the next call has a result."""
     cp = ContextParallel()
     wrong, right = torch.zeros(1, 5, 2, 8), torch.zeros(1, 8, 2, 8)
-    refusal = raised(lambda: burst_attention(wrong, wrong, wrong, cp=cp))[0]
-    return refusal, torch.isfinite(burst_attention(right, right, right, cp=cp)).all().item()
+    unsupported_reason = raised(lambda: burst_attention(wrong, wrong, wrong, cp=cp))[0]
+    return unsupported_reason, torch.isfinite(burst_attention(right, right, right, cp=cp)).all().item()
 
 
 def test_a_call_that_is_refused_before_any_message_breaks_nothing() -> None:
@@ -141,7 +141,7 @@ def timeouts() -> set[float]:
     cp = ContextParallel(dist.new_group(timeout=datetime.timedelta(seconds=77)), node_size=1)
     q = torch.zeros(1, 8, 2, 8)
     before = set(dist.distributed_c10d._world.pg_map)
-    for schedule in ("ring", "double_ring", "head_exchange"):
+    for schedule in ("ring", "double_ring", "ulysses"):
         burst_attention(q, q, q, cp=cp, schedule=schedule)
     made = set(dist.distributed_c10d._world.pg_map) - before
     assert made

@@ -49,13 +49,13 @@ def cases() -> list[Case]:
                     choices = {"schedule": "ring", "exchange": exchange, "backward": route}
                     found.append(Case(GPUS, heads, kv_heads, mask, tuple(choices.items())))
             for parts in (1, 2) if kv_heads == 8 else (1,):
-                choices = {"schedule": "head_exchange", "head_parts": parts}
+                choices = {"schedule": "ulysses", "num_head_chunks": parts}
                 found.append(Case(GPUS, heads, kv_heads, mask, tuple(choices.items())))
             if GPUS == 4:
-                for schedule in ("double_ring", "heads_inside", "heads_across", "head_exchange"):
+                for schedule in ("double_ring", "usp", "usp_transposed", "ulysses"):
                     found.append(Case(2, heads, kv_heads, mask, (("schedule", schedule),)))
                 # Parts take two streams in turn, which wait for transfers between nodes.
-                parts = (("schedule", "heads_inside"), ("head_parts", 2))
+                parts = (("schedule", "usp"), ("num_head_chunks", 2))
                 found.append(Case(2, heads, kv_heads, mask, parts))
     for kernel in ("cudnn", "fa2", "flex"):
         for mask in ("causal", "full"):

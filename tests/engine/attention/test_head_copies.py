@@ -7,8 +7,8 @@ import ctypes
 import pytest
 import torch
 
-from engine.attention.comm.all_to_all import pieces_in_order
-from engine.attention.comm.symm_mem.all_to_all_copies import HeadRoute, from_slot, in_rows
+from engine.attention.comm.all_to_all import token_runs_in_order
+from engine.attention.comm.symm_mem.all_to_all_copies import CopyPlanner, from_slot, in_rows
 from engine.attention.comm.symm_mem.channel import message_bytes, offsets
 from engine.attention.cuda_driver import Copies
 from engine.attention.geometry.layout import layout_named
@@ -52,18 +52,18 @@ def launch(plan: Copies, tensors, slots) -> None:
     plan.launch(0, [tensor.data_ptr() for tensor in tensors], [slot.data_ptr() for slot in slots])
 
 
-def tensors_of(slot: torch.Tensor, likes) -> list[torch.Tensor]:
+def tensors_of(slot: torch.Tensor, tensor_specs) -> list[torch.Tensor]:
     return [
         slot[start : start + like.nbytes].view(like.dtype).view(like.shape)
-        for start, like in zip(offsets(likes), likes, strict=True)
+        for start, like in zip(offsets(tensor_specs), tensor_specs, strict=True)
     ]
 
 
-def routes(layout: str, parts: int, seq_len: int) -> tuple[list[HeadRoute], list[torch.Tensor]]:
+def routes(layout: str, parts: int, seq_len: int) -> tuple[list[CopyPlanner], list[torch.Tensor]]:
     """The ways of every rank, and the global positions that each holds."""
     shards = tuple(layout_named(layout).segments(seq_len, SIZE, rank) for rank in range(SIZE))
-    pieces = pieces_in_order(shards)
-    found = [HeadRoute(rank, SIZE, pieces, parts) for rank in range(SIZE)]
+    token_runs = token_runs_in_order(shards)
+    found = [CopyPlanner(rank, SIZE, token_runs, parts) for rank in range(SIZE)]
     return found, [torch.cat([torch.arange(s.start, s.start + s.count) for s in shard]) for shard in shards]
 
 
@@ -72,14 +72,14 @@ def sent(planned, tensors_of_ranks) -> tuple[list[torch.Tensor], tuple]:
     slots: list[torch.Tensor] = []
     for rank, tensors in enumerate(tensors_of_ranks):
         message = planned(rank, tensors)
-        slots = slots or [torch.zeros(message_bytes(message.likes), dtype=torch.uint8) for _ in range(SIZE)]
+        slots = slots or [torch.zeros(message_bytes(message.tensor_specs), dtype=torch.uint8) for _ in range(SIZE)]
         launch(message.plan, tensors, slots)
         assert message.away_bytes == message.plan.nbytes * (SIZE - 1) // SIZE
-    return slots, message.likes
+    return slots, message.tensor_specs
 
 
 def whole_tensors(seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like dout and delta: rows of a head dim in float64, and single fp32 numbers whose heads do not lie together."""
+    """TensorSpec dout and delta: rows of a head dim in float64, and single fp32 numbers whose heads do not lie together."""
     wide = torch.randn(BATCH, seq_len, HEADS, HEAD_DIM, dtype=torch.float64)
     return wide, torch.randn(BATCH, HEADS, seq_len).transpose(1, 2)
 
@@ -92,10 +92,10 @@ def test_heads_arrive_with_the_groups_tokens_in_order(driver, layout, parts) -> 
     share = HEADS // (SIZE * parts)
     for part in range(parts):
         shards = [tuple(in_rows(tensor[:, held]) for tensor in whole) for held in positions]
-        slots, likes = sent(lambda rank, tensors, part=part: found[rank].outward(tensors, part), shards)
+        slots, tensor_specs = sent(lambda rank, tensors, part=part: found[rank].outward(tensors, part), shards)
         for to, slot in enumerate(slots):
             heads = slice((to * parts + part) * share, (to * parts + part + 1) * share)
-            for arrived, tensor in zip(tensors_of(slot, likes), whole, strict=True):
+            for arrived, tensor in zip(tensors_of(slot, tensor_specs), whole, strict=True):
                 assert torch.equal(arrived, tensor[:, :, heads])
 
 
@@ -112,9 +112,9 @@ def test_results_come_home_with_all_heads_in_order(driver, layout, parts) -> Non
     for part in range(parts):
         heads = [slice((rank * parts + part) * share, (rank * parts + part + 1) * share) for rank in range(SIZE)]
         results = [tuple(tensor[:, :, some].contiguous() for tensor in whole) for some in heads]
-        slots, likes = sent(lambda rank, tensors: found[rank].homeward(tensors), results)
+        slots, tensor_specs = sent(lambda rank, tensors: found[rank].homeward(tensors), results)
         for rank, route in enumerate(found):
-            launch(route.homecoming(likes, part), [slots[rank]], home[rank])
+            launch(route.homecoming(tensor_specs, part), [slots[rank]], home[rank])
     for results, held in zip(home, positions, strict=True):
         for result, tensor in zip(results, whole, strict=True):
             assert torch.equal(result.flatten(2, 4), tensor[:, held])
@@ -123,11 +123,11 @@ def test_results_come_home_with_all_heads_in_order(driver, layout, parts) -> Non
 def test_a_slot_is_copied_out_whole(driver) -> None:
     found, positions = routes("zigzag", 1, 32)
     shards = tuple(in_rows(tensor[:, positions[0]]) for tensor in whole_tensors(32))
-    likes = found[0].outward(shards, 0).likes
-    slot = torch.randint(0, 255, (message_bytes(likes),), dtype=torch.uint8)
-    copies = [torch.zeros(like.shape, dtype=like.dtype) for like in likes]
-    launch(from_slot(likes), [slot], copies)
-    for copy, arrived in zip(copies, tensors_of(slot, likes), strict=True):
+    tensor_specs = found[0].outward(shards, 0).tensor_specs
+    slot = torch.randint(0, 255, (message_bytes(tensor_specs),), dtype=torch.uint8)
+    copies = [torch.zeros(like.shape, dtype=like.dtype) for like in tensor_specs]
+    launch(from_slot(tensor_specs), [slot], copies)
+    for copy, arrived in zip(copies, tensors_of(slot, tensor_specs), strict=True):
         assert torch.equal(copy.view(torch.uint8), arrived.view(torch.uint8))
 
 
@@ -143,6 +143,10 @@ def test_two_runs_of_a_zigzag_rank_cross_in_one_copy_and_a_plan_is_made_once(dri
     found, positions = routes("zigzag", 1, 32)
     shard = torch.randn(1, len(positions[1]), HEADS, HEAD_DIM)
     planned = found[1].outward((shard,), 0)
-    launch(planned.plan, [shard], [torch.zeros(message_bytes(planned.likes), dtype=torch.uint8) for _ in range(SIZE)])
+    launch(
+        planned.plan,
+        [shard],
+        [torch.zeros(message_bytes(planned.tensor_specs), dtype=torch.uint8) for _ in range(SIZE)],
+    )
     assert driver.copies == SIZE
     assert found[1].outward((shard + 1,), 0) is planned

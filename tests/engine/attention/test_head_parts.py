@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from engine import ContextParallel, burst_attention
 from engine.attention.accumulate.bundle import bundle, sections
-from engine.attention.accumulate.tensor_spec import Like
-from engine.attention.algorithms.ulysses import HeadPlan
-from engine.attention.comm.all_to_all import HeadExchange, Piece, pieces_in_order
+from engine.attention.accumulate.tensor_spec import TensorSpec
+from engine.attention.algorithms.ulysses import UlyssesPlan
+from engine.attention.comm.all_to_all import GroupAllToAll, TokenRun, token_runs_in_order
 from engine.attention.comm.p2p import Traffic
 from engine.attention.masks import Causal, SlidingWindow
-from engine.attention.planning.cost_model import Speeds, choose_parts, estimate
+from engine.attention.planning.cost_model import HardwareModel, choose_num_head_chunks, estimate
 from tests.engine.attention.test_parity import dense, distributed, problem, worst_error
 from tests.engine.attention.test_schedule import share
 from tests.ranks import run_on_ranks
@@ -33,13 +33,15 @@ def parts_cases(schedule: str, node_size: int) -> dict[str, float]:
             if kv_heads // cp.size % parts:
                 continue
             cp.traffic.reset()
-            found = distributed(cp, whole, mask, torch.float64, kernel="reference", schedule=schedule, head_parts=parts)
+            found = distributed(
+                cp, whole, mask, torch.float64, kernel="reference", schedule=schedule, num_head_chunks=parts
+            )
             errors[f"{mask} {heads}:{kv_heads} {parts}"] = worst_error(found, expected)
     return errors
 
 
 @pytest.mark.parametrize(
-    ("schedule", "world_size", "node_size"), [("head_exchange", 2, 2), ("heads_inside", 4, 2), ("heads_across", 4, 2)]
+    ("schedule", "world_size", "node_size"), [("ulysses", 2, 2), ("usp", 4, 2), ("usp_transposed", 4, 2)]
 )
 def test_heads_in_parts_equal_dense_float64(schedule, world_size, node_size) -> None:
     for errors in run_on_ranks(world_size, parts_cases, schedule, node_size):
@@ -50,7 +52,7 @@ def test_heads_in_parts_equal_dense_float64(schedule, world_size, node_size) -> 
 def sent(parts: int) -> int:
     cp = ContextParallel()
     q, k, v = (torch.ones(1, 8, 8, 4, requires_grad=True) for _ in range(3))
-    burst_attention(q, k, v, cp=cp, schedule="head_exchange", head_parts=parts).sum().backward()
+    burst_attention(q, k, v, cp=cp, schedule="ulysses", num_head_chunks=parts).sum().backward()
     return cp.traffic.sent_bytes
 
 
@@ -58,10 +60,10 @@ def test_parts_send_no_byte_more() -> None:
     assert run_on_ranks(2, sent, 4) == run_on_ranks(2, sent, 1)
 
 
-def sent_in_backward(replayed: bool) -> int:
+def sent_in_backward(recompute: bool) -> int:
     cp = ContextParallel()
     q, k, v = (torch.ones(1, 8, heads, 4, requires_grad=True) for heads in (8, 4, 4))
-    out = burst_attention(q, k, v, cp=cp, schedule="head_exchange", head_parts=2, replayed=replayed)
+    out = burst_attention(q, k, v, cp=cp, schedule="ulysses", num_head_chunks=2, recompute=recompute)
     cp.traffic.reset()
     out.sum().backward()
     return cp.traffic.sent_bytes
@@ -79,7 +81,7 @@ def test_what_arrived_in_forward_is_not_sent_again_in_backward() -> None:
 def repeated_backward() -> bool:
     cp = ContextParallel()
     q, k, v = (torch.randn(1, 8, 4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    out = burst_attention(q, k, v, cp=cp, schedule="head_exchange", head_parts=2, kernel="reference").sum()
+    out = burst_attention(q, k, v, cp=cp, schedule="ulysses", num_head_chunks=2, kernel="reference").sum()
     first, second = (torch.autograd.grad(out, (q, k, v), retain_graph=True) for _ in range(2))
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -88,30 +90,30 @@ def test_backward_may_run_again() -> None:
     assert all(run_on_ranks(2, repeated_backward))
 
 
-def refusal() -> str:
+def unsupported_reason() -> str:
     cp = ContextParallel()
     q = torch.zeros(1, 8, 4, 4)
-    with pytest.raises(ValueError, match="head_parts") as error:
-        burst_attention(q, q, q, cp=cp, schedule="head_exchange", head_parts=3)
+    with pytest.raises(ValueError, match="num_head_chunks") as error:
+        burst_attention(q, q, q, cp=cp, schedule="ulysses", num_head_chunks=3)
     return str(error.value)
 
 
 def test_parts_that_do_not_divide_the_heads_are_refused() -> None:
-    assert "head_parts 3 does not divide the 2 KV heads of a rank" in run_on_ranks(2, refusal)[0]
+    assert "num_head_chunks 3 does not divide the 2 KV heads of a rank" in run_on_ranks(2, unsupported_reason)[0]
 
 
 def test_the_model_takes_parts_where_the_link_is_slow_and_none_where_launches_are_all() -> None:
     slow, short = share(128 << 10, node_size=2), share(8 << 10)
-    assert choose_parts("heads_across", slow) > 1
-    assert choose_parts("head_exchange", short) == 1
-    assert choose_parts("ring", slow) == 1
+    assert choose_num_head_chunks("usp_transposed", slow) > 1
+    assert choose_num_head_chunks("ulysses", short) == 1
+    assert choose_num_head_chunks("ring", slow) == 1
 
 
 def test_parts_hide_at_most_all_but_the_first_and_the_last() -> None:
     problem_share = share(128 << 10, node_size=2)
-    whole = estimate("heads_across", problem_share, Speeds())
-    in_parts = estimate("heads_across", problem_share, Speeds(), parts=8)
-    nothing_to_send = estimate("heads_across", problem_share, Speeds(across_gib=1e9), parts=1)
+    whole = estimate("usp_transposed", problem_share, HardwareModel())
+    in_parts = estimate("usp_transposed", problem_share, HardwareModel(), parts=8)
+    nothing_to_send = estimate("usp_transposed", problem_share, HardwareModel(across_gib=1e9), parts=1)
     assert nothing_to_send < in_parts < whole
 
 
@@ -120,12 +122,12 @@ def test_a_rank_alone_computes_its_heads_in_parts_too(parts) -> None:
     cp = ContextParallel.single()
     whole = problem(16, 4, 2)
     found = distributed(
-        cp, whole, Causal(), torch.float64, kernel="reference", schedule="head_exchange", head_parts=parts
+        cp, whole, Causal(), torch.float64, kernel="reference", schedule="ulysses", num_head_chunks=parts
     )
     assert worst_error(found, dense(*whole, Causal())) < 1e-10
 
 
-class Buffers(HeadExchange):
+class Buffers(GroupAllToAll):
     """Stands in for the messages of two ranks that hold the same: what arrives lies in a buffer, whose life can be
     followed."""
 
@@ -146,9 +148,9 @@ class Buffers(HeadExchange):
 def test_receive_buffers_are_gone_when_the_work_on_them_begins() -> None:
     heads, alive, here = Buffers(), [], []
     alone = SimpleNamespace(cp=ContextParallel.single())
-    pieces = (Piece(0, 0, 4), Piece(1, 0, 4))
-    plan = HeadPlan(
-        cp=alone.cp, members=(0, 1), schedule="head_exchange", heads=heads, pieces=pieces, inner=alone, parts=4
+    token_runs = (TokenRun(0, 0, 4), TokenRun(1, 0, 4))
+    plan = UlyssesPlan(
+        cp=alone.cp, members=(0, 1), schedule="ulysses", heads=heads, token_runs=token_runs, inner=alone, parts=4
     )
 
     def compute(part, arrived):
@@ -165,14 +167,14 @@ def test_receive_buffers_are_gone_when_the_work_on_them_begins() -> None:
 
 
 def messages(parts: int) -> list[list[int]]:
-    """How many messages forward and backward took, kept and replayed."""
+    """How many messages forward and backward took, kept and recompute."""
     counts = []
-    for replayed in (False, True):
+    for recompute in (False, True):
         cp = ContextParallel()
         q, k, v = (torch.ones(1, 8, heads, 4, requires_grad=True) for heads in (16, 8, 8))
         with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as posted:
             out = burst_attention(
-                q, k, v, cp=cp, schedule="head_exchange", head_parts=parts, replayed=replayed, kernel="reference"
+                q, k, v, cp=cp, schedule="ulysses", num_head_chunks=parts, recompute=recompute, kernel="reference"
             )
             forward = posted.call_count
             out.sum().backward()
@@ -191,11 +193,11 @@ ODD = ((1, torch.bfloat16), (3, torch.float32), (1, torch.uint8), (1, torch.floa
 def odd_tensors() -> tuple[bool, int]:
     """Tokens of heads of odd sizes go to their ranks in two parts and come back: (unchanged, bytes sent)."""
     cp = ContextParallel(layout="contiguous")
-    trade, members, _inner = cp.trade_heads("head_exchange", "auto", torch.device("cpu"))
-    pieces = pieces_in_order(tuple(cp.layout.segments(3 * cp.size, cp.size, rank) for rank in members))
+    trade, members, _inner = cp.all_to_all("ulysses", "auto", torch.device("cpu"))
+    token_runs = token_runs_in_order(tuple(cp.layout.segments(3 * cp.size, cp.size, rank) for rank in members))
     tokens = torch.arange(3)[None, :, None, None] + 10 * cp.rank
     tensors = tuple((tokens + 40 * torch.arange(4)[:, None]).expand(1, 3, 4, n).to(dtype) for n, dtype in ODD)
-    trip = trade.trip(pieces, 2, alternate=False)
+    trip = trade.trip(token_runs, 2, alternate=False)
     same = True
     for part in range(2):
         arrived = trip.send(tensors, part)().tensors
@@ -203,7 +205,7 @@ def odd_tensors() -> tuple[bool, int]:
         expected = everyone + 40 * (2 * cp.rank + part)
         for tensor, (width, dtype) in zip(arrived, ODD, strict=True):
             same &= torch.equal(tensor, expected.expand(1, 6, 1, width).to(dtype))
-        trip.give_back(arrived, part)
+        trip.send_back(arrived, part)
     same &= all(map(torch.equal, trip.results(), tensors))
     return same, cp.traffic.sent_bytes
 
@@ -218,11 +220,11 @@ def test_tensors_of_any_dtypes_share_a_message() -> None:
 
 
 def test_every_section_of_a_bundle_is_aligned_and_none_overlap() -> None:
-    likes = tuple(Like((3, width), dtype) for width, dtype in ODD)
-    rows = bundle(likes, 2, torch.device("cpu"))
-    views = sections(rows, likes)
+    tensor_specs = tuple(TensorSpec((3, width), dtype) for width, dtype in ODD)
+    rows = bundle(tensor_specs, 2, torch.device("cpu"))
+    views = sections(rows, tensor_specs)
     for index, view in enumerate(views):
-        assert (view.dtype, view.shape) == (likes[index].dtype, (2, *likes[index].shape))
+        assert (view.dtype, view.shape) == (tensor_specs[index].dtype, (2, *tensor_specs[index].shape))
         assert all(row.data_ptr() % view.itemsize == 0 for row in view)
         view.fill_(index)
     assert all(view.eq(index).all() for index, view in enumerate(views))

@@ -46,8 +46,8 @@ def test_what_is_no_mask_is_refused(mask) -> None:
 
 @pytest.mark.parametrize("parts", [0, -1, 3])
 def test_parts_that_do_not_divide_the_heads_are_refused(parts) -> None:
-    with pytest.raises(ValueError, match=f"head_parts {parts} does not divide the 4 KV heads"):
-        burst_attention(Q, Q, Q, schedule="head_exchange", head_parts=parts)
+    with pytest.raises(ValueError, match=f"num_head_chunks {parts} does not divide the 4 KV heads"):
+        burst_attention(Q, Q, Q, schedule="ulysses", num_head_chunks=parts)
 
 
 def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
@@ -66,9 +66,9 @@ def refusals() -> list[str]:
 
     found = []
     for refused in (
-        lambda: plan(node, "head_exchange"),
-        lambda: plan(nodes, "head_exchange"),
-        lambda: plan(nodes, "heads_across"),
+        lambda: plan(node, "ulysses"),
+        lambda: plan(nodes, "ulysses"),
+        lambda: plan(nodes, "usp_transposed"),
         lambda: node.positions(10),
         lambda: node.unshard(torch.zeros(1, 5)),
         lambda: ContextParallel(group=groups[1 - dist.get_rank()]),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine import ContextParallel, burst_attention
-from engine.attention.algorithms.ulysses import HeadPlan
+from engine.attention.algorithms.ulysses import UlyssesPlan
 from engine.attention.comm.p2p import PointToPoint
 from engine.attention.kernels import Kernel
 from engine.attention.masks import Full
@@ -47,10 +47,10 @@ class Watching:
 
 def watched(plan: AttentionPlan) -> tuple[AttentionPlan, Watching]:
     """The plan with a kernel that watches."""
-    inner = plan.inner if isinstance(plan, HeadPlan) else plan
+    inner = plan.inner if isinstance(plan, UlyssesPlan) else plan
     kernel = Watching(inner.kernel)
     ring = replace(inner, kernel=kernel)
-    return (replace(plan, inner=ring) if isinstance(plan, HeadPlan) else ring), kernel
+    return (replace(plan, inner=ring) if isinstance(plan, UlyssesPlan) else ring), kernel
 
 
 def shards_alive(choices: dict[str, Any]) -> dict[str, list[int]]:
@@ -70,7 +70,7 @@ def shards_alive(choices: dict[str, Any]) -> dict[str, list[int]]:
 
 
 def test_heads_that_were_traded_are_kept_for_a_backward_alone() -> None:
-    for alive in run_on_ranks(2, shards_alive, {"schedule": "head_exchange", "head_parts": 2}):
+    for alive in run_on_ranks(2, shards_alive, {"schedule": "ulysses", "num_head_chunks": 2}):
         assert alive.pop("gradient") == [1, 2]
         assert alive == {case: [1, 1] for case in WITHOUT_GRADIENT}
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.attention.accumulate.gradients import GradientSum
-from engine.attention.accumulate.output import RunningOutput, merge_parts, row_dot
+from engine.attention.accumulate.gradients import GradAccumulator
+from engine.attention.accumulate.output import OutputAccumulator, merge_parts, row_dot
 from engine.attention.geometry.tiles import CAUSAL, FULL, Band
-from engine.attention.kernels import KERNELS, BackwardInputs, Problem, available, choose_kernel, kernel_named, refusal
+from engine.attention.kernels import (
+    KERNELS,
+    BackwardInputs,
+    Problem,
+    available,
+    choose_kernel,
+    kernel_named,
+    unsupported_reason,
+)
 from engine.attention.kernels.cpu import CpuKernel
 from engine.attention.kernels.stand_in import AnyDelta, output_stand_in
 
@@ -40,7 +48,7 @@ def runnable(name: str, dtype: torch.dtype, head_dim: int, band: Band, heads: in
     problem = Problem(
         device=DEVICE, dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, bands=frozenset({band.kind})
     )
-    reason = refusal(kernel_named(name), problem)
+    reason = unsupported_reason(kernel_named(name), problem)
     if reason:
         pytest.skip(reason)
 
@@ -171,7 +179,7 @@ def test_merging_survives_scores_far_apart_and_rows_without_keys() -> None:
 @pytest.mark.parametrize("count", range(1, 9))
 def test_merging_many_parts_in_any_grouping_gives_attention_over_all_keys(count) -> None:
     q, k, v, _ = tile_inputs(32, 8 * count, 4, 4, 64, torch.float32)
-    running = RunningOutput(q)
+    running = OutputAccumulator(q)
     for part in range(count):
         keys, rows = slice(8 * part, 8 * part + 8), slice(0 if part % 3 else 16, 32)
         running.fold(rows, *REFERENCE.forward(q[:, rows], k[:, keys], v[:, keys], FULL, 0.125))
@@ -188,7 +196,7 @@ def test_gradient_parts_sum_up_whatever_rows_they_cover_and_release_their_memory
     generator = torch.Generator().manual_seed(count)
     like = torch.zeros(2, 12, 3, 8, dtype=torch.bfloat16, device=DEVICE)
     expected, released = torch.zeros(like.shape, dtype=torch.float64), []
-    total = GradientSum(like, torch.bfloat16)
+    total = GradAccumulator(like, torch.bfloat16)
     for index in range(count):
         rows = slice((index * 5) % 8, 12 - index % 4)
         part = torch.randn(2, rows.stop - rows.start, 3, 8, generator=generator).bfloat16()
@@ -204,22 +212,22 @@ def test_gradient_parts_sum_up_whatever_rows_they_cover_and_release_their_memory
 def test_a_single_part_crosses_a_link_as_the_kernel_wrote_it_and_a_sum_crosses_wide() -> None:
     like = torch.zeros(1, 8, 2, 4, dtype=torch.bfloat16)
     part, rows = torch.randn(1, 4, 2, 4).bfloat16(), slice(4, 8)
-    gradient = GradientSum(like, torch.bfloat16)
+    gradient = GradAccumulator(like, torch.bfloat16)
     gradient.add(rows, part)
-    assert gradient.over(rows, None, as_written=True) is part
-    assert gradient.like(rows, None, as_written=True).dtype == torch.bfloat16
+    assert gradient.over(rows, None, unreduced=True) is part
+    assert gradient.like(rows, None, unreduced=True).dtype == torch.bfloat16
     gradient.add(rows, part)
     assert (
-        gradient.over(rows, None, as_written=False).dtype
-        == gradient.like(rows, None, as_written=False).dtype
+        gradient.over(rows, None, unreduced=False).dtype
+        == gradient.like(rows, None, unreduced=False).dtype
         == torch.float32
     )
-    assert torch.equal(gradient.over(rows, None, as_written=False), part.float() * 2)
+    assert torch.equal(gradient.over(rows, None, unreduced=False), part.float() * 2)
 
 
 def test_a_part_in_a_receive_slot_is_copied_out_and_the_slot_given_back() -> None:
     slot, released = torch.randn(1, 8, 2, 4).bfloat16(), []
-    gradient = GradientSum(torch.zeros(1, 8, 2, 4, dtype=torch.bfloat16), torch.bfloat16)
+    gradient = GradAccumulator(torch.zeros(1, 8, 2, 4, dtype=torch.bfloat16), torch.bfloat16)
     gradient.add(slice(0, 8), slot, lambda: released.append(True))
     final = gradient.final(torch.bfloat16)
     assert torch.equal(final, slot)

@@ -32,8 +32,8 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: runs its kernels")
 def test_the_end_of_a_million_tokens_is_that_of_a_short_tile() -> None:
     kernel = kernel_named("fa4")
-    if kernel.missing() is not None:
-        pytest.skip(kernel.missing())
+    if kernel.unsupported_reason() is not None:
+        pytest.skip(kernel.unsupported_reason())
     if torch.cuda.mem_get_info()[0] < 80 << 30:
         pytest.skip("needs 80 GiB of free GPU memory: queries, output and their gradients are 10 GiB each")
     torch.manual_seed(0)

@@ -19,16 +19,16 @@ def measured() -> float:
 
 
 def test_every_rank_finds_the_same_speed() -> None:
-    speeds = run_on_ranks(4, measured)
-    assert speeds[0] > 0
-    assert set(speeds) == {speeds[0]}
+    hardware = run_on_ranks(4, measured)
+    assert hardware[0] > 0
+    assert set(hardware) == {hardware[0]}
 
 
 def kept_by_context() -> tuple[list[float | None], int]:
     nodes, node = ContextParallel(node_size=2), ContextParallel(node_size=4)
     found = [nodes.link(torch.device("cpu")) for _ in range(2)]
-    speeds = [link.gib for link in found if link is not None and link.measured]
-    return [*speeds, node.link(torch.device("cpu"))], nodes.traffic.sent_bytes
+    hardware = [link.gib for link in found if link is not None and link.measured]
+    return [*hardware, node.link(torch.device("cpu"))], nodes.traffic.sent_bytes
 
 
 def test_a_context_measures_once_and_counts_no_bytes_of_it() -> None:
@@ -59,7 +59,7 @@ def asked() -> dict[str, tuple[int, str | None, str]]:
                 plan: AttentionPlan = plan_attention(
                     q.as_subclass(tensor_type), k, mask=Causal(), cp=cp, kernel="reference", **changes
                 )
-                chosen = plan.chosen()
+                chosen = plan.resolved()
                 seen[f"{label} {case}"] = (measure.call_count, chosen.get("link"), chosen["schedule"])
 
     plans(
@@ -67,15 +67,15 @@ def asked() -> dict[str, tuple[int, str | None, str]]:
         2.0,
         2,
         ("cpu", {"on_cpu": True}),
-        ("cpu heads", {"on_cpu": True, "schedule": "heads_across"}),
+        ("cpu heads", {"on_cpu": True, "schedule": "usp_transposed"}),
         ("ring", {"schedule": "double_ring"}),
-        ("fixed parts", {"schedule": "heads_across", "head_parts": 1}),
+        ("fixed parts", {"schedule": "usp_transposed", "num_head_chunks": 1}),
         ("ring's switch", {"backward": "query"}),
         ("deterministic", {"deterministic": True}),
-        ("deterministic open parts", {"deterministic": True, "schedule": "heads_across"}),
+        ("deterministic open parts", {"deterministic": True, "schedule": "usp_transposed"}),
         ("auto", {}),
-        ("auto again", {"replayed": True}),
-        ("open parts", {"schedule": "heads_across"}),
+        ("auto again", {"recompute": True}),
+        ("open parts", {"schedule": "usp_transposed"}),
         ("ring afterwards", {"schedule": "double_ring"}),
         ("deterministic afterwards", {"deterministic": True}),
     )
@@ -90,19 +90,19 @@ def test_a_plan_asks_for_the_link_where_it_decides_something_and_once() -> None:
     assumed = "2.90 GiB/s between nodes, assumed: deterministic"
     assert seen[0] == {
         "slow cpu": (0, None, "double_ring"),
-        "slow cpu heads": (0, None, "heads_across"),
+        "slow cpu heads": (0, None, "usp_transposed"),
         "slow ring": (0, None, "double_ring"),
-        "slow fixed parts": (0, None, "heads_across"),
+        "slow fixed parts": (0, None, "usp_transposed"),
         "slow ring's switch": (0, None, "double_ring"),
-        "slow deterministic": (0, assumed, "heads_inside"),
-        "slow deterministic open parts": (0, assumed, "heads_across"),
-        "slow auto": (1, slow, "heads_inside"),
-        "slow auto again": (1, slow, "heads_inside"),
-        "slow open parts": (1, slow, "heads_across"),
+        "slow deterministic": (0, assumed, "usp"),
+        "slow deterministic open parts": (0, assumed, "usp_transposed"),
+        "slow auto": (1, slow, "usp"),
+        "slow auto again": (1, slow, "usp"),
+        "slow open parts": (1, slow, "usp_transposed"),
         "slow ring afterwards": (1, None, "double_ring"),
-        "slow deterministic afterwards": (1, assumed, "heads_inside"),
-        "fast deterministic": (0, assumed, "heads_inside"),
-        "fast auto": (1, fast, "head_exchange"),
-        "node auto": (0, None, "head_exchange"),
+        "slow deterministic afterwards": (1, assumed, "usp"),
+        "fast deterministic": (0, assumed, "usp"),
+        "fast auto": (1, fast, "ulysses"),
+        "node auto": (0, None, "ulysses"),
     }
     assert seen == 4 * [seen[0]]

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from engine.attention.accumulate.tensor_spec import Like
-from engine.attention.comm.symm_mem.channel import Window, message_bytes
+from engine.attention.accumulate.tensor_spec import TensorSpec
+from engine.attention.comm.symm_mem.channel import SymmBuffer, message_bytes
 
 
 @pytest.fixture
@@ -39,16 +39,16 @@ def events(monkeypatch) -> list[str]:
 
 
 def test_nothing_is_still_to_be_zeroed_when_peers_hear_of_a_window(events) -> None:
-    Window(object(), slots=2, slot_bytes=256)
+    SymmBuffer(object(), slots=2, slot_bytes=256)
     # What is zeroed on the stream, here and by torch, is done before any rank leaves the rendezvous; then all meet.
     assert events == ["synchronize", "rendezvous", "synchronize", "barrier", "synchronize"]
 
 
 def test_a_window_begins_with_counters_of_zero_and_messages_take_slots_in_turn(events) -> None:
-    likes = (Like((3, 5), torch.float32), Like((4,), torch.bfloat16))
-    window = Window(object(), slots=2, slot_bytes=message_bytes(likes))
+    tensor_specs = (TensorSpec((3, 5), torch.float32), TensorSpec((4,), torch.bfloat16))
+    window = SymmBuffer(object(), slots=2, slot_bytes=message_bytes(tensor_specs))
     assert window._memory[:16].eq(0).all()  # arrived and released, of two ranks
-    first, second, third = (window.tensors(message, likes) for message in range(3))
+    first, second, third = (window.tensors(message, tensor_specs) for message in range(3))
     assert [tuple(t.shape) for t in first] == [(3, 5), (4,)]
     assert [t.data_ptr() for t in first] == [t.data_ptr() for t in third] != [t.data_ptr() for t in second]
     assert window.slot(1, 0) == window.slot(1, 2) != window.slot(1, 1)

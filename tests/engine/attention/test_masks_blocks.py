@@ -25,7 +25,7 @@ from engine.attention.masks import (
     parse_mask,
     rank_areas,
 )
-from engine.attention.masks.blocks import MOST_TILES, rectangles
+from engine.attention.masks.blocks import MAX_TILES, rectangles
 from tests.positions import shard_positions
 
 SEQ_LEN = 24  # splits into 1, 2, 3 and 4 ranks under every layout
@@ -71,8 +71,8 @@ def sees(mask, query: int, key: int) -> bool:
     match mask.blocks:
         case Strided(stride):
             return abs(a - b) < stride or b % stride == stride - 1
-        case LocalGlobal(reach, everywhere):
-            return abs(a - b) <= reach or a < everywhere or b < everywhere
+        case LocalGlobal(reach, global_tokens):
+            return abs(a - b) <= reach or a < global_tokens or b < global_tokens
         case grid:
             return grid.rows[a][b] == "1"
 
@@ -265,7 +265,7 @@ def test_a_local_pattern_of_negative_counts_is_refused(counts) -> None:
     ],
 )
 def test_a_mask_of_another_length_is_refused(mask, words) -> None:
-    assert words in (mask.refusal(256) or "")
+    assert words in (mask.unsupported_reason(256) or "")
     for ask in (lambda: mask.area(256), lambda: meeting(mask, LAYOUTS["zigzag"], 256, 2, 0, 1)):
         with pytest.raises(ValueError, match=words):
             ask()
@@ -275,5 +275,5 @@ def test_more_tiles_than_can_be_launched_are_refused() -> None:
     chequered = [[(row + column) % 2 == 0 for column in range(96)] for row in range(96)]
     mask = BlockSparse(chequered, 4)
     assert len(meeting(mask, LAYOUTS["contiguous"], 384, 4, 0, 0)) == 24 * 24 // 2
-    with pytest.raises(ValueError, match=f"{96 * 96 // 2} rectangles between two shards and {MOST_TILES}"):
+    with pytest.raises(ValueError, match=f"{96 * 96 // 2} rectangles between two shards and {MAX_TILES}"):
         meeting(mask, LAYOUTS["striped"], 384, 4, 0, 0)

@@ -63,7 +63,7 @@ def test_a_schedule_that_trades_heads_gets_no_striped_layout() -> None:
         task="train", method="burst", model=SHAPE, seq_len=4096, cp_size=8, mask="documents:1024,3072"
     )
     assert METHOD.layout(settings).name == "striped"
-    assert METHOD.layout(replace(settings, schedule="head_exchange")).name != "striped"
+    assert METHOD.layout(replace(settings, schedule="ulysses")).name != "striped"
 
 
 def test_choosing_for_a_million_tokens_and_many_ranks_looks_at_blocks_not_at_tokens() -> None:

@@ -1,4 +1,4 @@
-"""Masks in several pieces on real ranks: out, lse, dq, dk, dv equal dense float64, blind rows included."""
+"""Masks in several token_runs on real ranks: out, lse, dq, dk, dv equal dense float64, blind rows included."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ MASKS = (
     BlockSparse([[False, True], [False, False]], 24, causal=True),  # only the future, which is hidden
     BlockSparse(Strided(3), 5, causal=True),
     BlockSparse(LocalGlobal(1, 1), 4),
-    SlidingWindow(6, everywhere=3),
-    SlidingWindow(5, 2, everywhere=14),  # on 4 ranks, all of the first shard and some of the second
+    SlidingWindow(6, global_tokens=3),
+    SlidingWindow(5, 2, global_tokens=14),  # on 4 ranks, all of the first shard and some of the second
     FirstRows(Causal(), 20),  # later queries see nothing, and are rows of the result all the same
     FirstRows(SlidingWindow(6, 3), 1),
 )

@@ -9,7 +9,7 @@ import torch
 
 from engine import ContextParallel, burst_attention
 from engine.attention.algorithms.ring import KEY_SIDE_DIMS
-from engine.attention.algorithms.saved import keep_tail
+from engine.attention.algorithms.saved import save_suffix
 from engine.attention.masks import Causal, Full, SlidingWindow
 from engine.attention.op import plan_attention
 from engine.attention.reference import dense_attention
@@ -28,7 +28,7 @@ def posted_bytes(heads: int, kv_heads: int, route: str, wire: str) -> tuple[int,
     """(forward, backward) bytes this rank posted in bf16."""
     cp = ContextParallel()
     q, k, v = shards(cp, heads, kv_heads, torch.bfloat16)
-    out = burst_attention(q, k, v, cp=cp, backward=route, gradient_wire=wire, exchange="relay", kernel="reference")
+    out = burst_attention(q, k, v, cp=cp, backward=route, grad_comm_dtype=wire, exchange="relay", kernel="reference")
     forward = cp.traffic.sent_bytes
     cp.traffic.reset()
     out.backward(torch.ones_like(out))
@@ -59,14 +59,14 @@ def test_grouped_heads_travel_unrepeated() -> None:
 
 
 def replay() -> tuple[bool, int, list[bool]]:
-    """(same output, bytes the replayed forward sent, gradients bit-equal to the ordinary backward's)."""
+    """(same output, bytes the recompute forward sent, gradients bit-equal to the ordinary backward's)."""
     cp = ContextParallel()
     q, k, v = shards(cp, 4, 2, torch.float32)
     out, lse = burst_attention(q, k, v, cp=cp, return_lse=True)
     expected = torch.autograd.grad(out.square().sum(), (q, k, v))
-    kept = keep_tail(out, lse, cp, 1.0)
+    kept = save_suffix(out, lse, cp, 1.0)
     cp.traffic.reset()
-    again, _ = burst_attention(q, k, v, cp=cp, stored=kept, return_lse=True)
+    again, _ = burst_attention(q, k, v, cp=cp, saved=kept, return_lse=True)
     sent = cp.traffic.sent_bytes
     found = torch.autograd.grad(again.square().sum(), (q, k, v))
     return torch.equal(again, out), sent, [torch.equal(f, e) for f, e in zip(found, expected, strict=True)]
@@ -150,7 +150,7 @@ def test_shapes_that_do_not_fit_are_refused(shapes, words) -> None:
     [
         ({"backward": "value"}, "backward 'value' is unknown"),
         ({"kernel": "fa9"}, "kernel 'fa9' is unknown"),
-        ({"gradient_wire": "fp8"}, "gradient_wire 'fp8' is unknown"),
+        ({"grad_comm_dtype": "fp8"}, "grad_comm_dtype 'fp8' is unknown"),
     ],
 )
 def test_unknown_choices_are_refused_with_the_known_ones(choice, words) -> None:
@@ -175,7 +175,7 @@ def test_a_length_the_layout_cannot_split_is_refused_on_every_rank() -> None:
 def test_the_choices_made_can_be_read_off_the_plan() -> None:
     q = torch.zeros(1, 8, 4, 16)
     plan = plan_attention(q, q, mask=Causal(), cp=ContextParallel())
-    assert plan.chosen() == {
+    assert plan.resolved() == {
         "kernel": "cpu",
         "layout": "zigzag",
         "schedule": "ring",
@@ -192,7 +192,7 @@ def live_buffers(exchange: str) -> int:
     q = torch.zeros(1, 8, 2, 8)
     plan = plan_attention(q, q, mask=Full(), cp=cp, exchange=exchange)
     seen, most = weakref.WeakSet(), 0
-    for stop in plan.circulate((q, q), KEY_SIDE_DIMS, queries_travel=False):
+    for stop in plan.circulate((q, q), KEY_SIDE_DIMS, sends_queries=False):
         if stop.step:
             seen.update(tensor.untyped_storage() for tensor in stop.visit.tensors)
         most = max(most, len(seen))

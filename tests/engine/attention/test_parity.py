@@ -89,12 +89,12 @@ def test_the_cpu_kernel_equals_dense_in_float32(layout: str) -> None:
 
 
 SCHEDULES = [  # schedule, ranks, ranks per node
-    ("head_exchange", 2, 2),
-    ("head_exchange", 4, 2),
-    ("heads_inside", 4, 2),
-    ("heads_across", 4, 2),
-    ("heads_inside", 6, 2),
-    ("heads_across", 8, 4),
+    ("ulysses", 2, 2),
+    ("ulysses", 4, 2),
+    ("usp", 4, 2),
+    ("usp_transposed", 4, 2),
+    ("usp", 6, 2),
+    ("usp_transposed", 8, 4),
 ]
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.attention.comm.symm_mem.channel import copy_engine_missing
-from engine.attention.peers import Report, agreed_refusal, copies_refusal, report
+from engine.attention.comm.symm_mem.channel import copy_engine_unsupported_reason
+from engine.attention.peers import Report, agreed_unsupported_reason, copies_unsupported_reason, report
 from tests.ranks import run_on_ranks
 
 UUIDS = ("a", "b", "c", "d")
@@ -21,41 +21,43 @@ def all_seen() -> list[Report]:
 
 
 def test_ranks_whose_gpus_reach_each_other_may_copy() -> None:
-    assert copies_refusal(all_seen(), 4) is None
+    assert copies_unsupported_reason(all_seen(), 4) is None
 
 
 def test_one_visible_gpu_each_says_nothing_of_the_neighbours() -> None:
     alone = [Report(uuid=uuid, ordinal=0) for uuid in UUIDS]
-    assert "ranks 0 and 1 have GPUs that do not, or cannot be asked; choose direct" in copies_refusal(alone, 4)
-    assert copies_refusal(alone, 1) is None  # nodes of one rank copy nothing
+    assert "ranks 0 and 1 have GPUs that do not, or cannot be asked; choose direct" in copies_unsupported_reason(
+        alone, 4
+    )
+    assert copies_unsupported_reason(alone, 1) is None  # nodes of one rank copy nothing
 
 
 def test_gpus_of_one_name_are_refused_as_torch_would_unless_it_is_told_otherwise() -> None:
     hidden = [replace(each, ordinal=0) for each in all_seen()]
-    assert "ranks 0 and 1 both call theirs cuda:0" in copies_refusal(hidden, 4)
-    assert copies_refusal([replace(each, overlaps=True) for each in hidden], 4) is None
+    assert "ranks 0 and 1 both call theirs cuda:0" in copies_unsupported_reason(hidden, 4)
+    assert copies_unsupported_reason([replace(each, overlaps=True) for each in hidden], 4) is None
 
 
 @pytest.mark.parametrize(("one", "other"), [(0, 1), (1, 0), (2, 3), (3, 0)])
 def test_a_pair_that_reaches_each_other_one_way_at_most_is_named(one, other) -> None:
     reports = all_seen()
     reports[one] = replace(reports[one], reaches=reports[one].reaches - {UUIDS[other]})
-    assert f"ranks {min(one, other)} and {max(one, other)} have GPUs" in copies_refusal(reports, 4)
+    assert f"ranks {min(one, other)} and {max(one, other)} have GPUs" in copies_unsupported_reason(reports, 4)
     same_node = one // 2 == other // 2
-    assert (copies_refusal(reports, 2) is not None) == same_node
+    assert (copies_unsupported_reason(reports, 2) is not None) == same_node
 
 
 def test_a_gpu_that_two_ranks_share_is_no_place_to_copy_to() -> None:
     reports = all_seen()
     reports[3] = replace(reports[3], uuid="a")
-    assert "ranks 0 and 3 share one; give each a GPU of its own" in copies_refusal(reports, 4)
+    assert "ranks 0 and 3 share one; give each a GPU of its own" in copies_unsupported_reason(reports, 4)
 
 
 def agreed() -> str | None:
     """What all ranks find where the last one alone lacks the driver."""
     mine = all_seen()[dist.get_rank()]
     last = dist.get_rank() + 1 == dist.get_world_size()
-    return agreed_refusal(dist.group.WORLD, Report(missing="no driver; choose direct") if last else mine, 3)
+    return agreed_unsupported_reason(dist.group.WORLD, Report(missing="no driver; choose direct") if last else mine, 3)
 
 
 def test_all_ranks_find_the_same_answer_when_one_alone_cannot() -> None:
@@ -66,7 +68,7 @@ def test_all_ranks_find_the_same_answer_when_one_alone_cannot() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA GPUs")
 def test_a_gpu_is_known_by_its_uuid_and_does_not_reach_itself() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    mine = report(device, copy_engine_missing(device))
+    mine = report(device, copy_engine_unsupported_reason(device))
     assert mine.missing is None
     assert mine.uuid
     assert mine.uuid not in mine.reaches

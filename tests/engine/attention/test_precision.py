@@ -35,7 +35,7 @@ def bf16_errors(schedule: str, backward: str) -> list[float]:
 
 @pytest.mark.parametrize(
     ("world_size", "schedule", "backward"),
-    [(2, "ring", "query"), (4, "ring", "query"), (4, "ring", "key_value"), (2, "head_exchange", "auto")],
+    [(2, "ring", "query"), (4, "ring", "query"), (4, "ring", "key_value"), (2, "ulysses", "auto")],
 )
 def test_bf16_error_is_that_of_one_device_whatever_the_number_of_ranks(world_size, schedule, backward) -> None:
     [alone] = run_on_ranks(1, bf16_errors, "ring", "query")

@@ -10,10 +10,10 @@ import itertools
 import pytest
 import torch
 
-from engine.attention.accumulate.gradients import GradientSum
-from engine.attention.accumulate.tensor_spec import Like
+from engine.attention.accumulate.gradients import GradAccumulator
+from engine.attention.accumulate.tensor_spec import TensorSpec
 from engine.attention.comm.exchange import HELD_GRADIENTS, Direct
-from engine.attention.planning.comm_plan import Needs
+from engine.attention.planning.comm_plan import ChunkRanges
 
 
 class RecordingTransport:
@@ -26,7 +26,7 @@ class RecordingTransport:
         self.unreleased_at_wait: list[int] = []
         self.messages = itertools.count()
 
-    def reserve(self, largest: tuple[Like, ...]) -> None:
+    def reserve(self, largest: tuple[TensorSpec, ...]) -> None:
         """Nothing to make room for."""
 
     def start(self, sent, to, expected, source):
@@ -49,12 +49,12 @@ def test_slots_are_released_in_order_and_never_more_are_held_than_there_are(sile
     size = 8
     ranges = {pair: (0, 4) for pair in itertools.product(range(size), repeat=2)}
     ranges |= {(0, host): (0, 0) for host in silent}  # these hosts send slot 0 no gradient
-    needs = Needs(ranges, dict.fromkeys(ranges, True), longest=4, all_as_written=True)
+    needs = ChunkRanges(ranges, dict.fromkeys(ranges, True), longest=4, all_unreduced=True)
     gradients = RecordingTransport()
     home = Direct(slot=0, size=size, shards=RecordingTransport(), gradients=gradients).homecoming(None, needs)
     like = torch.zeros(1, 4, 2, 8)
     for step in range(size):
-        part = GradientSum(like, torch.float32)
+        part = GradAccumulator(like, torch.float32)
         part.add(slice(0, 4), torch.ones_like(like))
         home.add(step, (part,))
     (total,) = home.finish()

@@ -14,18 +14,18 @@ from engine.attention.masks import Causal, Full, SlidingWindow
 from engine.attention.op import plan_attention
 from engine.attention.planning.comm_plan import ring_traffic
 from engine.attention.planning.cost_model import (
-    Share,
-    Speeds,
-    choose_parts,
+    HardwareModel,
+    Workload,
+    choose_num_head_chunks,
     choose_schedule,
     estimate,
-    schedule_refusal,
+    schedule_unsupported_reason,
 )
 
 
-def share(tokens: int, *, cp_size: int = 4, node_size: int = 4, heads: int = 32, kv_heads: int = 32) -> Share:
+def share(tokens: int, *, cp_size: int = 4, node_size: int = 4, heads: int = 32, kv_heads: int = 32) -> Workload:
     """Causal bf16 attention of `tokens` tokens with heads of 128."""
-    return Share(
+    return Workload(
         cp_size=cp_size,
         node_size=node_size,
         heads=heads,
@@ -39,12 +39,12 @@ def share(tokens: int, *, cp_size: int = 4, node_size: int = 4, heads: int = 32,
 
 def test_one_node_trades_heads_where_they_can_be_shared_out() -> None:
     for tokens in (8 << 10, 64 << 10, 256 << 10):
-        assert choose_schedule(share(tokens), "zigzag").best == "head_exchange"
+        assert choose_schedule(share(tokens), "zigzag").best == "ulysses"
         assert choose_schedule(share(tokens, kv_heads=2), "zigzag").best == "ring"
 
 
 def test_longer_shards_come_in_more_parts_and_few_tiles_in_fewer() -> None:
-    parts = [choose_parts("head_exchange", share(tokens << 10)) for tokens in (8, 32, 64, 256)]
+    parts = [choose_num_head_chunks("ulysses", share(tokens << 10)) for tokens in (8, 32, 64, 256)]
     assert parts == sorted(parts)
     assert parts[0] == 1
     assert parts[-1] > 2
@@ -58,38 +58,40 @@ def test_where_compute_is_all_the_schedules_of_one_node_come_out_even() -> None:
 def test_between_nodes_the_slow_link_decides() -> None:
     two_nodes = choose_schedule(share(64 << 10, node_size=2), "zigzag")
     seconds = dict(two_nodes.seconds)
-    assert set(seconds) == {"ring", "double_ring", "head_exchange", "heads_inside", "heads_across"}
+    assert set(seconds) == {"ring", "double_ring", "ulysses", "usp", "usp_transposed"}
     assert seconds["ring"] > 2 * seconds["double_ring"]
     # Few KV heads make a ring's shards small; an exchange moves Q and O all the same.
     grouped = dict(choose_schedule(share(64 << 10, node_size=2, kv_heads=4), "zigzag").seconds)
-    assert min(grouped["double_ring"], grouped["heads_inside"]) < grouped["head_exchange"]
+    assert min(grouped["double_ring"], grouped["usp"]) < grouped["ulysses"]
 
 
 def test_a_faster_link_never_makes_a_schedule_slower() -> None:
-    for name in ("ring", "double_ring", "head_exchange", "heads_inside", "heads_across"):
-        slow, fast = (estimate(name, share(64 << 10, node_size=2), Speeds(across_gib=across)) for across in (3.0, 30.0))
+    for name in ("ring", "double_ring", "ulysses", "usp", "usp_transposed"):
+        slow, fast = (
+            estimate(name, share(64 << 10, node_size=2), HardwareModel(across_gib=across)) for across in (3.0, 30.0)
+        )
         assert fast <= slow
 
 
 def test_the_link_that_is_given_decides() -> None:
     def best(kv_heads: int, across: float) -> str:
         problem = share(256 << 10, node_size=2, kv_heads=kv_heads)
-        return choose_schedule(problem, "zigzag", Speeds(across_gib=across)).best
+        return choose_schedule(problem, "zigzag", HardwareModel(across_gib=across)).best
 
     for slow in (1.0, 2.0):
-        assert best(8, slow) == "heads_inside"  # few KV heads: shards around a ring between nodes
-        assert best(32, slow) in ("head_exchange", "heads_across")
+        assert best(8, slow) == "usp"  # few KV heads: shards around a ring between nodes
+        assert best(32, slow) in ("ulysses", "usp_transposed")
     # Where bytes cost nothing: no hops, whose tiles are smaller and whose outputs have to be merged.
-    assert best(8, 1e5) == best(32, 1e5) == "head_exchange"
+    assert best(8, 1e5) == best(32, 1e5) == "ulysses"
 
 
 def test_what_stays_inside_a_node_is_slow_in_an_exchange_that_spans_nodes() -> None:
     problem = share(64 << 10, node_size=2)
-    for name, slower in (("head_exchange", True), ("heads_across", False), ("heads_inside", False)):
-        as_measured, as_if_apart = (estimate(name, problem, Speeds(spanning_gib=gib)) for gib in (46.0, 315.0))
+    for name, slower in (("ulysses", True), ("usp_transposed", False), ("usp", False)):
+        as_measured, as_if_apart = (estimate(name, problem, HardwareModel(spanning_gib=gib)) for gib in (46.0, 315.0))
         assert (as_measured > as_if_apart) == slower
-    assert estimate("head_exchange", share(64 << 10), Speeds(spanning_gib=1.0)) == estimate(
-        "head_exchange", share(64 << 10), Speeds()
+    assert estimate("ulysses", share(64 << 10), HardwareModel(spanning_gib=1.0)) == estimate(
+        "ulysses", share(64 << 10), HardwareModel()
     )
 
 
@@ -113,14 +115,16 @@ def test_a_full_mask_leaves_a_ring_everything() -> None:
 def test_heads_that_cannot_be_shared_out_leave_only_rings() -> None:
     few = share(8 << 10, heads=6, kv_heads=3)
     assert [name for name, _ in choose_schedule(few, "zigzag").seconds] == ["ring"]
-    assert "query heads among 4 ranks and 6 do not divide" in (schedule_refusal("head_exchange", few, "zigzag") or "")
+    assert "query heads among 4 ranks and 6 do not divide" in (
+        schedule_unsupported_reason("ulysses", few, "zigzag") or ""
+    )
 
 
 def test_striped_shards_do_not_trade_heads() -> None:
     assert [name for name, _ in choose_schedule(share(8 << 10), "striped").seconds] == ["ring"]
-    assert "choose zigzag or contiguous" in (schedule_refusal("heads_inside", share(8 << 10), "striped") or "")
+    assert "choose zigzag or contiguous" in (schedule_unsupported_reason("usp", share(8 << 10), "striped") or "")
     # Also where no rank has another to trade with: what follows needs runs of consecutive tokens all the same.
-    assert "choose zigzag" in (schedule_refusal("heads_inside", share(8 << 10, node_size=1), "striped") or "")
+    assert "choose zigzag" in (schedule_unsupported_reason("usp", share(8 << 10, node_size=1), "striped") or "")
 
 
 def test_a_single_rank_has_nothing_to_choose() -> None:
@@ -135,12 +139,12 @@ def test_an_unknown_schedule_is_refused_with_the_known_ones() -> None:
 
 def test_without_a_gpu_auto_is_a_ring_and_claims_no_estimate() -> None:
     q = torch.zeros(1, 8, 4, 16)
-    chosen = plan_attention(q, q, mask=Causal(), cp=ContextParallel()).chosen()
+    chosen = plan_attention(q, q, mask=Causal(), cp=ContextParallel()).resolved()
     assert chosen["schedule"] == "ring"
     assert "estimate" not in chosen
 
 
 def test_an_estimate_reads_as_milliseconds_by_schedule() -> None:
     words = str(choose_schedule(share(64 << 10), "zigzag"))
-    assert words.startswith("head_exchange ")
+    assert words.startswith("ulysses ")
     assert " ms, ring " in words

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine import ContextParallel, burst_attention
 from engine.attention.inputs import ALIGNMENT_BYTES, laid_out
-from engine.attention.kernels import KERNELS, Problem, kernel_named, refusal
+from engine.attention.kernels import KERNELS, Problem, kernel_named, unsupported_reason
 from engine.attention.masks import Causal, Full, Mask, SlidingWindow
 from tests.ranks import run_on_ranks
 
@@ -122,7 +122,7 @@ def test_strides_change_nothing_where_shards_travel() -> None:
 @pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.__name__)
 def test_strides_change_nothing_that_is_above_rounding_on_a_gpu(view, mask, kernel) -> None:
     problem = Problem(device=DEVICE, dtype=torch.bfloat16, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM)
-    reason = refusal(kernel_named(kernel), problem)
+    reason = unsupported_reason(kernel_named(kernel), problem)
     if reason:
         pytest.skip(reason)
     strided = [view(t) for t in whole(torch.bfloat16)]

@@ -1,4 +1,4 @@
-"""The head of the sequence is computed again and the tail kept: who holds how much of either, and what travels."""
+"""The head of the sequence is computed again and the tail kept: who holds how much of either, and what backward_side."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from engine import ContextParallel, burst_attention
-from engine.attention.algorithms.saved import Stored, keep_tail
+from engine.attention.algorithms.saved import SavedOutput, save_suffix
 from engine.attention.geometry.layout import (
     LAYOUTS,
     Segment,
     SplitZigzag,
     Zigzag,
     layout_named,
-    split_refusal,
+    split_unsupported_reason,
     tail_cut,
 )
 from engine.attention.masks import (
@@ -78,9 +78,9 @@ def test_split_zigzag_is_made_from_its_tail_and_refuses_lengths_like_zigzag() ->
     with pytest.raises(ValueError, match=r"pass SplitZigzag\(tail=FRACTION\)"):
         layout_named("split_zigzag")
     assert "8 equal split_zigzag chunks; the nearest lengths that do: 96 and 104" in (
-        split_refusal(SplitZigzag(0.5), 100, 4) or ""
+        split_unsupported_reason(SplitZigzag(0.5), 100, 4) or ""
     )
-    assert split_refusal(SplitZigzag(0.5), 104, 4) is None
+    assert split_unsupported_reason(SplitZigzag(0.5), 104, 4) is None
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ MASKS = (
     Full(),
     SlidingWindow(5),
     SlidingWindow(3, 4),
-    SlidingWindow(4, everywhere=6),
+    SlidingWindow(4, global_tokens=6),
     Documents((7, 1, 20, 20)),
     BlockSparse(Strided(3), 5, causal=True),
     BlockSparse(Strided(2), 4),
@@ -215,10 +215,10 @@ def test_the_settings_decide_whether_the_tail_counts() -> None:
     assert layout(task="attention") == LAYOUTS["zigzag"]
     assert layout(checkpoint=Checkpoint(every=0, tail=0.25)) == LAYOUTS["zigzag"]
     assert layout(layout="contiguous") == "contiguous"
-    refusal = METHOD.refuse(TrialSettings(
+    unsupported_reason = METHOD.refuse(TrialSettings(
         task="train", method="burst", model=shape, seq_len=100, cp_size=4, layout="split_zigzag"
     ))  # fmt: skip
-    assert "nearest lengths" in (refusal or "")
+    assert "nearest lengths" in (unsupported_reason or "")
 
 
 def test_a_trial_records_what_its_worst_rank_keeps_and_computes_again() -> None:
@@ -228,7 +228,7 @@ def test_a_trial_records_what_its_worst_rank_keeps_and_computes_again() -> None:
         values = {"task": "train", "method": "burst", "model": shape, "seq_len": 64, "dtype": "fp32"}
         fn = METHOD.attention(ContextParallel.single(), TrialSettings(**values | changes))
         fn(*(torch.randn(1, 64, 2, 4) for _ in range(3)))
-        return fn.chosen()
+        return fn.resolved()
 
     quarter = chosen(checkpoint=Checkpoint(tail=0.25))
     assert (quarter["kept_share"], quarter["recompute_share"]) == ("0.2500", f"{48 * 49 / (64 * 65):.4f}")
@@ -251,16 +251,16 @@ def bytes_of_replays(routes: list[tuple[str, str]], tails: tuple[float, ...]) ->
             out, lse = burst_attention(q, k, v, return_lse=True, **choices)
             if not sent:
                 sent.append(cp.traffic.sent_bytes)
-            stored = keep_tail(out, lse, cp, tail)
+            saved = save_suffix(out, lse, cp, tail)
             cp.traffic.reset()
-            burst_attention(q, k, v, stored=stored, **choices)
+            burst_attention(q, k, v, saved=saved, **choices)
             sent.append(cp.traffic.sent_bytes)
         found.append(sent)
     return found
 
 
 def test_a_replay_sends_the_share_of_the_sequence_that_it_computes() -> None:
-    routes, tails = [("ring", "relay"), ("ring", "direct"), ("head_exchange", "auto")], (0.0, 0.25, 0.5, 1.0)
+    routes, tails = [("ring", "relay"), ("ring", "direct"), ("ulysses", "auto")], (0.0, 0.25, 0.5, 1.0)
     per_rank = run_on_ranks(4, bytes_of_replays, routes, tails)
     for index, (_, exchange) in enumerate(routes):
         whole, *replays = (sum(ranks) for ranks in zip(*(routes[index] for routes in per_rank), strict=True))
@@ -274,21 +274,21 @@ def test_a_replay_sends_the_share_of_the_sequence_that_it_computes() -> None:
 
 def test_what_is_kept_is_a_copy_of_the_tails_rows_alone() -> None:
     out, lse = torch.randn(1, 64, 2, 4), torch.randn(1, 2, 64)
-    stored = keep_tail(out, lse, ContextParallel.single(), 0.25)
-    assert stored is not None
-    assert stored.cut == 48
-    assert torch.equal(stored.out_BLND, out[:, 48:])
-    assert torch.equal(stored.lse_BNL, lse[:, :, 48:])
-    assert stored.out_BLND.untyped_storage().nbytes() == out.untyped_storage().nbytes() // 4
-    assert stored.lse_BNL.untyped_storage().nbytes() == lse.untyped_storage().nbytes() // 4
-    assert keep_tail(out, lse, ContextParallel.single(), 0.0) is None
-    whole = keep_tail(out, lse, ContextParallel.single(), 1.0)
+    saved = save_suffix(out, lse, ContextParallel.single(), 0.25)
+    assert saved is not None
+    assert saved.cut == 48
+    assert torch.equal(saved.out_BLND, out[:, 48:])
+    assert torch.equal(saved.lse_BNL, lse[:, :, 48:])
+    assert saved.out_BLND.untyped_storage().nbytes() == out.untyped_storage().nbytes() // 4
+    assert saved.lse_BNL.untyped_storage().nbytes() == lse.untyped_storage().nbytes() // 4
+    assert save_suffix(out, lse, ContextParallel.single(), 0.0) is None
+    whole = save_suffix(out, lse, ContextParallel.single(), 1.0)
     assert whole is not None
     assert whole.out_BLND.data_ptr() == out.data_ptr()  # no copy where everything is kept
 
 
 def test_rows_stored_of_other_shards_are_refused() -> None:
     q, k, v = (torch.randn(1, 64, 2, 4) for _ in range(3))
-    stored = Stored(torch.randn(1, 10, 2, 4), torch.randn(1, 2, 10), cut=48)
-    with pytest.raises(ValueError, match="stored holds 10 rows from position 48 on and 48 lie before it, but q has 64"):
-        burst_attention(q, k, v, stored=stored)
+    saved = SavedOutput(torch.randn(1, 10, 2, 4), torch.randn(1, 2, 10), cut=48)
+    with pytest.raises(ValueError, match="saved holds 10 rows from position 48 on and 48 lie before it, but q has 64"):
+        burst_attention(q, k, v, saved=saved)

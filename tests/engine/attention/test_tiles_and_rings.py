@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.attention.comm.exchange import Relay
 from engine.attention.comm.p2p import Nowhere
-from engine.attention.geometry.layout import LAYOUTS, Gathered, layout_named, split_refusal
+from engine.attention.geometry.layout import LAYOUTS, Gathered, layout_named, split_unsupported_reason
 from engine.attention.geometry.ring import Ring
 from engine.attention.geometry.tiles import band_area, row_blocks, trim
 from engine.attention.masks import Causal, Full, SlidingWindow, imbalance, meeting, parse_mask, rank_areas
@@ -19,8 +19,8 @@ from tests.positions import shard_positions
 
 WINDOWS = [
     SlidingWindow(0), SlidingWindow(3), SlidingWindow(5, 2), SlidingWindow(40, 40),
-    SlidingWindow(0, everywhere=1), SlidingWindow(3, everywhere=2), SlidingWindow(2, everywhere=40),
-    SlidingWindow(0, 1, everywhere=3), SlidingWindow(4, 2, everywhere=5),
+    SlidingWindow(0, global_tokens=1), SlidingWindow(3, global_tokens=2), SlidingWindow(2, global_tokens=40),
+    SlidingWindow(0, 1, global_tokens=3), SlidingWindow(4, 2, global_tokens=5),
 ]  # fmt: skip
 MASKS = [Full(), Causal(), *WINDOWS]
 
@@ -28,7 +28,7 @@ MASKS = [Full(), Causal(), *WINDOWS]
 def sees(mask, query: int, key: int) -> bool:
     if isinstance(mask, SlidingWindow):
         near = query - mask.left <= key <= query + mask.right
-        known = min(query, key) < mask.everywhere and (mask.right > 0 or key <= query)
+        known = min(query, key) < mask.global_tokens and (mask.right > 0 or key <= query)
         return near or known
     return mask == Full() or key <= query
 
@@ -112,7 +112,7 @@ def test_the_area_of_a_mask_is_exact_and_shared_out_completely(mask) -> None:
 
 
 def test_a_long_causal_window_keeps_a_shard_against_itself_one_square_call_and_few_besides() -> None:
-    mask, layout = SlidingWindow(4095, everywhere=64), layout_named("contiguous")
+    mask, layout = SlidingWindow(4095, global_tokens=64), layout_named("contiguous")
     tiles = [meeting(mask, layout, 1 << 16, 4, 3, k_rank) for k_rank in range(4)]
     # The last of four shards: the global tokens, nothing, the window's reach into the neighbour, its own band.
     assert [len(found) for found in tiles] == [1, 0, 1, 1]
@@ -212,9 +212,9 @@ def test_node_sizes_that_do_not_divide_are_refused() -> None:
     ],
 )
 def test_a_length_that_does_not_split_names_the_nearest_that_do(layout, seq_len, cp_size, words) -> None:
-    assert words in (split_refusal(layout, seq_len, cp_size) or "")
-    assert split_refusal(layout, 64 * cp_size, cp_size) is None
-    assert split_refusal(layout, seq_len, 1) is None
+    assert words in (split_unsupported_reason(layout, seq_len, cp_size) or "")
+    assert split_unsupported_reason(layout, 64 * cp_size, cp_size) is None
+    assert split_unsupported_reason(layout, seq_len, 1) is None
 
 
 def test_masks_are_read_back_from_how_they_are_written() -> None:
@@ -226,6 +226,6 @@ def test_masks_are_read_back_from_how_they_are_written() -> None:
     with pytest.raises(ValueError, match="negative side"):
         SlidingWindow(-1)
     with pytest.raises(ValueError, match="-2 global tokens"):
-        SlidingWindow(3, everywhere=-2)
+        SlidingWindow(3, global_tokens=-2)
     with pytest.raises(ValueError, match="choose one of"):
         layout_named("zigzig")

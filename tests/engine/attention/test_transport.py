@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from engine import ContextParallel
-from engine.attention.accumulate.tensor_spec import Like
+from engine.attention.accumulate.tensor_spec import TensorSpec
 from engine.attention.algorithms.ring import KEY_SIDE_DIMS
 from engine.attention.comm import p2p as transport
 from engine.attention.comm.p2p import PointToPoint, Traffic
@@ -18,7 +18,7 @@ from engine.attention.masks import Full
 from engine.attention.op import plan_attention
 from tests.ranks import run_on_ranks
 
-NOTHING: tuple[Like, ...] = ()
+NOTHING: tuple[TensorSpec, ...] = ()
 
 
 class Calls:
@@ -40,11 +40,11 @@ class Calls:
 META = torch.device("meta")  # stands in for a GPU: tensors without memory
 
 
-@pytest.mark.parametrize("first", [(), (Like((2,), torch.float32),)])
+@pytest.mark.parametrize("first", [(), (TensorSpec((2,), torch.float32),)])
 def test_all_ranks_meet_before_the_first_message_also_one_that_has_none(monkeypatch, first) -> None:
     calls = Calls(monkeypatch, META)
     route = PointToPoint(object(), Traffic())
-    for expected in (first, (Like((3,), torch.bfloat16),)):
+    for expected in (first, (TensorSpec((3,), torch.bfloat16),)):
         route.start((), 1, expected, 2)
     assert calls.noted == ["all ranks meet", *["messages"] * (1 + len(first))]
 
@@ -84,8 +84,8 @@ def order_of_events() -> list[str]:
         return SimpleNamespace(wait=lambda: events.append("waits") or transfer.wait())
 
     across.start = started
-    for stop in plan.circulate((k, k), KEY_SIDE_DIMS, queries_travel=False):
-        events.append(f"{stop.cycle}.{stop.step}")
+    for stop in plan.circulate((k, k), KEY_SIDE_DIMS, sends_queries=False):
+        events.append(f"{stop.outer_step}.{stop.step}")
     return events
 
 

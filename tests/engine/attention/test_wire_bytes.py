@@ -1,4 +1,4 @@
-"""The bytes a plan says it will send are those that are posted, and they decide what travels in backward."""
+"""The bytes a plan says it will send are those that are posted, and they decide what backward_side in backward."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from engine import ContextParallel
-from engine.attention.comm.all_to_all import pieces_in_order
-from engine.attention.comm.symm_mem.all_to_all_copies import HeadRoute
+from engine.attention.comm.all_to_all import token_runs_in_order
+from engine.attention.comm.symm_mem.all_to_all_copies import CopyPlanner
 from engine.attention.geometry.layout import layout_named
 from engine.attention.geometry.ring import Ring
 from engine.attention.kernels.reference import ReferenceKernel
@@ -30,7 +30,7 @@ from engine.attention.planning.comm_volume import (
     group_backward_bytes,
     trade_bytes,
 )
-from engine.attention.planning.cost_model import HEAD_SCHEDULES, Speeds
+from engine.attention.planning.cost_model import ULYSSES_SCHEDULES, HardwareModel
 from tests.ranks import run_on_ranks
 from tests.slow import combinations
 
@@ -60,7 +60,7 @@ class WritesInputs(ReferenceKernel):
 
 def choices(schedules: tuple[str, ...], layout: str) -> Iterator[dict[str, Any]]:
     for schedule, exchange, route in itertools.product(schedules, ("relay", "direct"), ROUTES):
-        if schedule not in HEAD_SCHEDULES or layout != "striped":
+        if schedule not in ULYSSES_SCHEDULES or layout != "striped":
             yield {"schedule": schedule, "exchange": exchange, "backward": route}
 
 
@@ -116,24 +116,24 @@ def differing(
     count, found = 0, {}
     for (heads, kv_heads), mask, choice in itertools.product(HEADS, MASKS, choices(schedules, layout)):
         dtype, wire = chance.choice(widths)
-        replayed, parts = chance.choice((False, True)), chance.choice((1, 2))
+        recompute, parts = chance.choice((False, True)), chance.choice((1, 2))
         q, k, v = (torch.ones(2, TOKENS, n, 3, dtype=dtype, requires_grad=True) for n in (heads, kv_heads, kv_heads))
         with mock.patch("engine.attention.op.choose_kernel", return_value=kernel):
-            plan = plan_attention(q, k, mask=mask, cp=cp, gradient_wire=wire, head_parts=parts, **choice)
+            plan = plan_attention(q, k, mask=mask, cp=cp, grad_comm_dtype=wire, num_head_chunks=parts, **choice)
         cp.traffic.reset()
         with Posted(cp) as forward:
-            out = run_attention(plan, q, k, v, replayed=replayed)
-        computed = plan.sent_bytes(kept=not replayed)
+            out = run_attention(plan, q, k, v, recompute=recompute)
+        computed = plan.sent_bytes(kept=not recompute)
         with Posted(cp) as backward:
             out.sum().backward()
         posted, counted = PassBytes(forward.sent, backward.sent), cp.traffic.sent_bytes
         count += 1
         if computed != posted or computed.total != counted:
-            found[f"{heads}:{kv_heads} {mask} {dtype} {wire} {replayed} {parts} {choice}"] = computed, posted, counted
+            found[f"{heads}:{kv_heads} {mask} {dtype} {wire} {recompute} {parts} {choice}"] = computed, posted, counted
     return count, found
 
 
-ALL_SCHEDULES = ("ring", "double_ring", "head_exchange", "heads_inside", "heads_across")
+ALL_SCHEDULES = ("ring", "double_ring", "ulysses", "usp", "usp_transposed")
 
 
 @combinations(
@@ -155,8 +155,10 @@ def test_the_bytes_computed_are_the_bytes_posted(
 @pytest.mark.parametrize("kept", [True, False])
 def test_by_copy_engine_heads_take_the_bytes_of_their_copies(kept) -> None:
     ranks, parts, batch, tokens, heads, kv_heads, head_dim = 2, 2, 2, 5, 12, 4, 3
-    pieces = pieces_in_order(tuple(layout_named("contiguous").segments(ranks * tokens, ranks, rank) for rank in (0, 1)))
-    route = HeadRoute(0, ranks, pieces, parts)
+    token_runs = token_runs_in_order(
+        tuple(layout_named("contiguous").segments(ranks * tokens, ranks, rank) for rank in (0, 1))
+    )
+    route = CopyPlanner(0, ranks, token_runs, parts)
 
     def tensor(count: int, n: int, *dims: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(batch, count, n, *dims, dtype=dtype)
@@ -213,8 +215,8 @@ def choice(
 ) -> str:
     """Route of four ranks on a ring made for their nodes."""
     circle = Circle(ring=Ring(cp_size=4, node_size=node_size), node_size=node_size, exchange=exchange)
-    speeds = Speeds(across_gib=across_gib)
-    return cheaper_backward(mask, layout_named(layout), circle, SEQ_LEN, shards(4, heads, kv_heads), speeds)
+    hardware = HardwareModel(across_gib=across_gib)
+    return cheaper_backward(mask, layout_named(layout), circle, SEQ_LEN, shards(4, heads, kv_heads), hardware)
 
 
 @pytest.mark.parametrize("exchange", ["relay", "direct"])
@@ -247,7 +249,7 @@ def test_the_slower_the_link_between_nodes_the_more_its_bytes_decide() -> None:
 def test_a_rank_alone_has_nothing_to_send_and_takes_the_query_route() -> None:
     circle = Circle(ring=Ring(cp_size=1, node_size=1), node_size=1, exchange="direct")
     known = (Causal(), layout_named("zigzag"), circle, SEQ_LEN, shards(1, 8, 1))
-    assert cheaper_backward(*known, Speeds()) == "query"
+    assert cheaper_backward(*known, HardwareModel()) == "query"
     assert group_backward_bytes(*known, True) == Sent()
 
 
@@ -256,8 +258,8 @@ def test_a_relay_of_whole_shards_sends_what_the_formulas_say(wire, saving) -> No
     circle = Circle(ring=Ring(cp_size=4, node_size=4), node_size=4, exchange="relay")
     given, gradient = shards(4, 32, 32, wire), 2 if wire == "input" else 4
     query, key_value = (
-        group_backward_bytes(Causal(), layout_named("zigzag"), circle, SEQ_LEN, given, queries_travel).total
-        for queries_travel in (True, False)
+        group_backward_bytes(Causal(), layout_named("zigzag"), circle, SEQ_LEN, given, sends_queries).total
+        for sends_queries in (True, False)
     )
     hops = 4 * 3 * SEQ_LEN // 4
     assert query == hops * 32 * (128 * (4 + gradient) + 8)
@@ -270,7 +272,7 @@ def chosen_routes() -> list[str]:
     routes = []
     for heads, kv_heads, mask in ((4, 4, Causal()), (8, 1, Causal()), (4, 4, BlockSparse(LocalGlobal(0, 1), 2))):
         q, k = torch.zeros(1, 16, heads, 16), torch.zeros(1, 16, kv_heads, 16)
-        routes.append(plan_attention(q, k, mask=mask, cp=cp, exchange="direct").chosen()["backward"])
+        routes.append(plan_attention(q, k, mask=mask, cp=cp, exchange="direct").resolved()["backward"])
     return routes
 
 

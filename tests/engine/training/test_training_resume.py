@@ -55,7 +55,7 @@ def one_rank(folder: Path, two_ranks: list[dict]) -> dict[str, dict]:
     (folder / "other.txt").write_text("other words, " * 2500)
     starts["other data"] = (changed, config(data=str(folder / "other.txt")))
     build_store([PYTHON_DOCS], folder / "store", ByteTokenizer(), VALIDATION)
-    starts["a store of the text"] = (copy(folder, "stored", steps=[4]), config(data=str(folder / "store")))
+    starts["a store of the text"] = (copy(folder, "saved", steps=[4]), config(data=str(folder / "store")))
     build_store([PYTHON_DOCS], folder / "tenth", ByteTokenizer(), 0.1)
     starts["a store with more held out"] = (changed, config(data=str(folder / "tenth")))
     build_store([PYTHON_DOCS], folder / "unparted", ByteTokenizer())

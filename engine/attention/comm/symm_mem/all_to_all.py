@@ -17,43 +17,43 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.attention.accumulate.tensor_spec import Like
-from engine.attention.comm.all_to_all import Arrived, HeadTrip, Piece
+from engine.attention.accumulate.tensor_spec import TensorSpec
+from engine.attention.comm.all_to_all import AllToAllPass, HeadChunk, TokenRun
 from engine.attention.comm.p2p import Traffic
-from engine.attention.comm.symm_mem.all_to_all_copies import HeadRoute, from_slot, in_rows
-from engine.attention.comm.symm_mem.channel import Mailbox, Message, message_bytes
+from engine.attention.comm.symm_mem.all_to_all_copies import CopyPlanner, from_slot, in_rows
+from engine.attention.comm.symm_mem.channel import Message, SymmMemChannel, message_bytes
 from engine.streams import own_stream
 
 SLOTS = 2  # one part is used while the next arrives
 
 
-class HeadCopies:
-    """A `HeadTrade` for the ranks of one node."""
+class CopyEngineAllToAll:
+    """A `AllToAll` for the ranks of one node."""
 
     name = "copy_engine"
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
-        self.out, self.back = Mailbox(group, traffic, SLOTS), Mailbox(group, traffic, SLOTS)
+        self.out, self.back = SymmMemChannel(group, traffic, SLOTS), SymmMemChannel(group, traffic, SLOTS)
         self.rank, self.size = self.out.rank, self.out.size
         self.beside = own_stream()  # copies results out of slots, beside the kernels
         self.keeping = own_stream()  # copies what backward wants again, beside the results
         self.lanes = (own_stream(), own_stream())
-        self._routes: dict[tuple[tuple[Piece, ...], int], HeadRoute] = {}
+        self._routes: dict[tuple[tuple[TokenRun, ...], int], CopyPlanner] = {}
 
-    def trip(self, pieces: tuple[Piece, ...], parts: int, *, alternate: bool) -> HeadTrip:
-        route = self._routes.get((pieces, parts))
+    def trip(self, token_runs: tuple[TokenRun, ...], parts: int, *, alternate: bool) -> AllToAllPass:
+        route = self._routes.get((token_runs, parts))
         if route is None:
-            route = self._routes[pieces, parts] = HeadRoute(self.rank, self.size, pieces, parts)
+            route = self._routes[token_runs, parts] = CopyPlanner(self.rank, self.size, token_runs, parts)
         return _Copies(self, route, torch.cuda.current_stream(), self.lanes if alternate and parts > 1 else ())
 
 
 class _Copies:
-    """The trip of `HeadCopies`."""
+    """The trip of `CopyEngineAllToAll`."""
 
     def __init__(
         self,
-        trade: HeadCopies,
-        route: HeadRoute,
+        trade: CopyEngineAllToAll,
+        route: CopyPlanner,
         current: torch.cuda.Stream,
         lanes: tuple[torch.cuda.Stream, ...],
     ) -> None:
@@ -66,7 +66,7 @@ class _Copies:
     def lane(self, part: int) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._lanes[part % len(self._lanes)]) if self._lanes else nullcontext()
 
-    def send(self, tensors: tuple[Tensor, ...], part: int) -> Callable[[], Arrived]:
+    def send(self, tensors: tuple[Tensor, ...], part: int) -> Callable[[], HeadChunk]:
         trade, box = self._trade, self._trade.out
         if part == 0:
             self._inputs = tuple(in_rows(tensor) for tensor in tensors)
@@ -76,27 +76,27 @@ class _Copies:
             ready = self._current.record_event()
             for stream in self._lanes:
                 stream.wait_event(ready)
-        box.reserve(message_bytes(copies.likes))
+        box.reserve(message_bytes(copies.tensor_specs))
         message = box.open()
         box.follow()
         box.send_all(message, copies.plan, self._inputs, copies.away_bytes)
 
-        def arrived() -> Arrived:
+        def arrived() -> HeadChunk:
             box.await_all(message)
-            return _InSlot(box, message, copies.likes, trade.keeping)
+            return _InSlot(box, message, copies.tensor_specs, trade.keeping)
 
         return arrived
 
-    def give_back(self, results: tuple[Tensor, ...], part: int) -> None:
+    def send_back(self, results: tuple[Tensor, ...], part: int) -> None:
         trade, box = self._trade, self._trade.back
         results = tuple(in_rows(tensor) for tensor in results)
         copies = self._route.homeward(results)
-        box.reserve(message_bytes(copies.likes))
+        box.reserve(message_bytes(copies.tensor_specs))
         if not self._whole:
             with torch.cuda.stream(self._current):  # who gets the results
                 self._whole = tuple(
                     result.new_empty(*like.shape[:2], trade.size, self._route.parts, *like.shape[3:])
-                    for result, like in zip(results, copies.likes, strict=True)
+                    for result, like in zip(results, copies.tensor_specs, strict=True)
                 )
                 trade.beside.wait_event(self._current.record_event())
         message = box.open()
@@ -108,7 +108,7 @@ class _Copies:
         self._leaving[lane] = (box.sent(), results)
         with torch.cuda.stream(trade.beside):
             box.await_all(message)
-            unpack = self._route.homecoming(copies.likes, part)
+            unpack = self._route.homecoming(copies.tensor_specs, part)
             slot = message.window.slot(trade.rank, message.number)
             unpack.launch(trade.beside.cuda_stream, [slot], [whole.data_ptr() for whole in self._whole])
             box.release(message)
@@ -123,11 +123,13 @@ class _Copies:
 
 
 class _InSlot:
-    """An `Arrived` in a receive slot."""
+    """An `HeadChunk` in a receive slot."""
 
-    def __init__(self, box: Mailbox, message: Message, likes: tuple[Like, ...], keeping: torch.cuda.Stream) -> None:
-        self._tensors = message.window.tensors(message.number, likes)
-        self._box, self._message, self._likes, self._keeping = box, message, likes, keeping
+    def __init__(
+        self, box: SymmMemChannel, message: Message, tensor_specs: tuple[TensorSpec, ...], keeping: torch.cuda.Stream
+    ) -> None:
+        self._tensors = message.window.tensors(message.number, tensor_specs)
+        self._box, self._message, self._likes, self._keeping = box, message, tensor_specs, keeping
         self._kept: list[torch.cuda.Event] = []
 
     @property

@@ -14,8 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from engine.attention.accumulate.tensor_spec import Like
-from engine.attention.comm.all_to_all import Piece
+from engine.attention.accumulate.tensor_spec import TensorSpec
+from engine.attention.comm.all_to_all import TokenRun
 from engine.attention.comm.symm_mem.channel import offsets
 from engine.attention.cuda_driver import Block, Copies
 
@@ -27,7 +27,7 @@ class Planned:
     """The copies of one message."""
 
     plan: Copies
-    likes: tuple[Like, ...]  # of what arrives in every rank's slot
+    tensor_specs: tuple[TensorSpec, ...]  # of what arrives in every rank's slot
     away_bytes: int  # that leave this GPU
 
 
@@ -44,14 +44,14 @@ def _sources(tensors: tuple[Tensor, ...]) -> tuple[_Source, ...]:
     return tuple(_Source(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors)
 
 
-class HeadRoute:
-    """The ways of one rank in a group of `size`, whose members hold `pieces` and whose heads come in `parts` parts."""
+class CopyPlanner:
+    """The ways of one rank in a group of `size`, whose members hold `token_runs` and whose heads come in `parts` parts."""
 
-    def __init__(self, rank: int, size: int, pieces: tuple[Piece, ...], parts: int) -> None:
+    def __init__(self, rank: int, size: int, token_runs: tuple[TokenRun, ...], parts: int) -> None:
         self.rank, self.size, self.parts = rank, size, parts
         self._runs: list[list[tuple[int, int, int]]] = [[] for _ in range(size)]
         start = 0
-        for piece in pieces:  # by member: (offset among its tokens, among the group's, count)
+        for piece in token_runs:  # by member: (offset among its tokens, among the group's, count)
             self._runs[piece.member].append((piece.offset, start, piece.count))
             start += piece.count
         self._planned: dict[object, Planned] = {}
@@ -61,50 +61,52 @@ class HeadRoute:
         sources = _sources(tensors_BLND)
         key = (part, sources)
         if key not in self._planned:
-            likes = tuple(self._arriving(source) for source in sources)
+            tensor_specs = tuple(self._arriving(source) for source in sources)
             entries = [
                 entry
                 for to in self._from_the_next()
-                for entry in self._outward(sources, likes, to, to * self.parts + part)
+                for entry in self._outward(sources, tensor_specs, to, to * self.parts + part)
             ]
-            self._planned[key] = self._plan(entries, likes)
+            self._planned[key] = self._plan(entries, tensor_specs)
         return self._planned[key]
 
     def homeward(self, tensors_BTHD: tuple[Tensor, ...]) -> Planned:
         """What this rank computed of every rank's tokens, each beside the other ranks' heads of the token."""
         sources = _sources(tensors_BTHD)
         if sources not in self._planned:
-            likes = tuple(self._returning(source) for source in sources)
-            entries = [entry for to in self._from_the_next() for entry in self._homeward(sources, likes, to)]
-            self._planned[sources] = self._plan(entries, likes)
+            tensor_specs = tuple(self._returning(source) for source in sources)
+            entries = [entry for to in self._from_the_next() for entry in self._homeward(sources, tensor_specs, to)]
+            self._planned[sources] = self._plan(entries, tensor_specs)
         return self._planned[sources]
 
-    def homecoming(self, likes: tuple[Like, ...], part: int) -> Copies:
+    def homecoming(self, tensor_specs: tuple[TensorSpec, ...], part: int) -> Copies:
         """From the slot of a part that came home to the results of all parts, [B, L, group, parts, H, ...]."""
-        return from_slot(likes, self.parts, part)
+        return from_slot(tensor_specs, self.parts, part)
 
-    def _plan(self, entries: list[Entry], likes: tuple[Like, ...]) -> Planned:
+    def _plan(self, entries: list[Entry], tensor_specs: tuple[TensorSpec, ...]) -> Planned:
         away = sum(block.nbytes for block, _tensor, to in entries if to != self.rank)
-        return Planned(Copies(entries), likes, away)
+        return Planned(Copies(entries), tensor_specs, away)
 
-    def _arriving(self, source: _Source) -> Like:
+    def _arriving(self, source: _Source) -> TensorSpec:
         batch, tokens, heads, *rest = source.shape
-        return Like((batch, tokens * self.size, heads // (self.size * self.parts), *rest), source.dtype)
+        return TensorSpec((batch, tokens * self.size, heads // (self.size * self.parts), *rest), source.dtype)
 
-    def _returning(self, source: _Source) -> Like:
+    def _returning(self, source: _Source) -> TensorSpec:
         batch, tokens, heads, *rest = source.shape
-        return Like((batch, tokens // self.size, self.size, heads, *rest), source.dtype)
+        return TensorSpec((batch, tokens // self.size, self.size, heads, *rest), source.dtype)
 
-    def _outward(self, sources: tuple[_Source, ...], likes: tuple[Like, ...], to: int, share: int) -> Iterator[Entry]:
-        for index, (source, like, place) in enumerate(zip(sources, likes, offsets(likes), strict=True)):
+    def _outward(
+        self, sources: tuple[_Source, ...], tensor_specs: tuple[TensorSpec, ...], to: int, share: int
+    ) -> Iterator[Entry]:
+        for index, (source, like, place) in enumerate(zip(sources, tensor_specs, offsets(tensor_specs), strict=True)):
             width = row_bytes(like, 2)
             target = (place, like.nbytes // like.shape[0], width)
             for block in _blocks(source, share * width, target, width, self._runs[self.rank]):
                 yield block, index, to
 
-    def _homeward(self, sources: tuple[_Source, ...], likes: tuple[Like, ...], to: int) -> Iterator[Entry]:
+    def _homeward(self, sources: tuple[_Source, ...], tensor_specs: tuple[TensorSpec, ...], to: int) -> Iterator[Entry]:
         runs = [(start, offset, count) for offset, start, count in self._runs[to]]
-        for index, (source, like, place) in enumerate(zip(sources, likes, offsets(likes), strict=True)):
+        for index, (source, like, place) in enumerate(zip(sources, tensor_specs, offsets(tensor_specs), strict=True)):
             width = row_bytes(like, 3)
             target = (place + self.rank * width, like.nbytes // like.shape[0], width * self.size)
             for block in _blocks(source, 0, target, width, runs):
@@ -116,11 +118,11 @@ class HeadRoute:
 
 
 @lru_cache(maxsize=256)
-def from_slot(likes: tuple[Like, ...], parts: int = 1, part: int = 0) -> Copies:
+def from_slot(tensor_specs: tuple[TensorSpec, ...], parts: int = 1, part: int = 0) -> Copies:
     """From a slot (the only tensor) to tensors of their own (the places), which hold `parts` rows of heads for each one
     that arrives."""
     entries = []
-    for index, (like, place) in enumerate(zip(likes, offsets(likes), strict=True)):
+    for index, (like, place) in enumerate(zip(tensor_specs, offsets(tensor_specs), strict=True)):
         width = row_bytes(like, 3 if parts > 1 else 2)
         entries.append((Block(place, part * width, width, like.nbytes // width, width, parts * width), 0, index))
     return Copies(entries)
@@ -138,7 +140,7 @@ def in_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.shape[1] == 1 or tensor.stride(1) >= expected else tensor.contiguous()
 
 
-def row_bytes(like: Like, first: int) -> int:
+def row_bytes(like: TensorSpec, first: int) -> int:
     """Bytes of the dimensions from `first` on."""
     return math.prod(like.shape[first:]) * like.dtype.itemsize
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention import cuda_driver
-from engine.attention.accumulate.tensor_spec import Like
+from engine.attention.accumulate.tensor_spec import TensorSpec
 from engine.attention.comm.p2p import Traffic
 from engine.attention.cuda_driver import Copies, Counters
 from engine.streams import own_stream
@@ -34,12 +34,12 @@ ALIGNMENT = 256  # bytes; every tensor of a message starts on such a boundary
 
 
 @lru_cache(maxsize=1)
-def copy_engine_missing(device: torch.device) -> str | None:
+def copy_engine_unsupported_reason(device: torch.device) -> str | None:
     """Why this process cannot take part in transfers by copy engine on `device`, or None; `engine.attention.peers` asks
     whether the GPUs of several can."""
     if device.type != "cuda":
         return f"exchange copy_engine needs CUDA GPUs, found {device.type}; choose exchange auto or direct"
-    missing = cuda_driver.driver_missing()
+    missing = cuda_driver.driver_unsupported_reason()
     if missing:
         return f"exchange copy_engine needs the CUDA driver's stream memory operations ({missing}); choose direct"
     return None
@@ -57,18 +57,18 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def offsets(likes: Sequence[Like]) -> list[int]:
+def offsets(tensor_specs: Sequence[TensorSpec]) -> list[int]:
     """Where in its slot each tensor of a message starts: one behind the other."""
-    ends = itertools.accumulate(aligned(like.nbytes) for like in likes)
-    return [end - aligned(like.nbytes) for end, like in zip(ends, likes, strict=True)]
+    ends = itertools.accumulate(aligned(like.nbytes) for like in tensor_specs)
+    return [end - aligned(like.nbytes) for end, like in zip(ends, tensor_specs, strict=True)]
 
 
-def message_bytes(likes: Sequence[Like]) -> int:
+def message_bytes(tensor_specs: Sequence[TensorSpec]) -> int:
     """Size of the slot that a message of such tensors needs."""
-    return sum(aligned(like.nbytes) for like in likes)
+    return sum(aligned(like.nbytes) for like in tensor_specs)
 
 
-class Window:
+class SymmBuffer:
     """Slots of every rank of the group, mapped into this process, and the counters that guard them."""
 
     def __init__(self, group: dist.ProcessGroup, slots: int, slot_bytes: int) -> None:
@@ -97,7 +97,7 @@ class Window:
         self.releases = Counters([self._released(rank, by) for by in everyone])
         self.release_of = [Counters([self._released(rank, by)]) for by in everyone]
         self.released_everywhere = Counters([self._released(at, rank) for at in everyone])
-        self._views: dict[tuple[int, tuple[Like, ...]], tuple[Tensor, ...]] = {}
+        self._views: dict[tuple[int, tuple[TensorSpec, ...]], tuple[Tensor, ...]] = {}
         self.meet()  # no one writes into a window whose counters are not yet zero
 
     def meet(self) -> None:
@@ -118,14 +118,14 @@ class Window:
         """Address, at rank `at`, of the count of messages that `by` has released."""
         return self._bases[at] + 4 * (self._size + by)
 
-    def tensors(self, message: int, likes: tuple[Like, ...]) -> tuple[Tensor, ...]:
+    def tensors(self, message: int, tensor_specs: tuple[TensorSpec, ...]) -> tuple[Tensor, ...]:
         """The tensors of `message` where they arrive, in this rank's own slot."""
-        key = (message % self.slots, likes)
+        key = (message % self.slots, tensor_specs)
         if key not in self._views:
             slot = self._memory[self._counters + message % self.slots * self.slot_bytes :]
             self._views[key] = tuple(
                 slot[start : start + like.nbytes].view(like.dtype).view(like.shape)
-                for start, like in zip(offsets(likes), likes, strict=True)
+                for start, like in zip(offsets(tensor_specs), tensor_specs, strict=True)
             )
         return self._views[key]
 
@@ -134,11 +134,11 @@ class Window:
 class Message:
     """A message as all ranks number it, in the window it was opened in."""
 
-    window: Window
+    window: SymmBuffer
     number: int
 
 
-class Mailbox:
+class SymmMemChannel:
     """Messages among the ranks of one node, each landing in a slot of the receiver. The window grows to the largest.
 
     At most `slots` - 1 messages may be held unreleased while the next one is waited for.
@@ -148,7 +148,7 @@ class Mailbox:
         self._group, self._traffic, self._slots = group, traffic, slots
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._messages = 0
-        self._window: Window | None = None
+        self._window: SymmBuffer | None = None
         self._copies = own_stream(priority=-1)
 
     def reserve(self, slot_bytes: int) -> None:
@@ -159,7 +159,7 @@ class Mailbox:
             self._window.meet()  # nobody may still read from or write into the old one
             self._traffic.window_bytes -= self._window.nbytes
         self._window, self._messages = None, 0
-        self._window = Window(self._group, self._slots, slot_bytes)
+        self._window = SymmBuffer(self._group, self._slots, slot_bytes)
         self._traffic.window_bytes += self._window.nbytes
 
     def open(self) -> Message:

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.attention.accumulate.tensor_spec import Like
+from engine.attention.accumulate.tensor_spec import TensorSpec
 from engine.attention.comm.p2p import Traffic, Transfer
-from engine.attention.comm.symm_mem.channel import Mailbox, Message, message_bytes
+from engine.attention.comm.symm_mem.channel import Message, SymmMemChannel, message_bytes
 
 
 class CopyEngine:
@@ -18,13 +18,13 @@ class CopyEngine:
     """
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, slots: int) -> None:
-        self._box = Mailbox(group, traffic, slots)
+        self._box = SymmMemChannel(group, traffic, slots)
 
-    def reserve(self, largest: tuple[Like, ...]) -> None:
+    def reserve(self, largest: tuple[TensorSpec, ...]) -> None:
         """Make room for messages as large as `largest`. Collective with equal arguments; free when there is room."""
         self._box.reserve(message_bytes(largest))
 
-    def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[Like, ...], source: int) -> Transfer:
+    def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[TensorSpec, ...], source: int) -> Transfer:
         message, pushed = self._box.open(), None
         sent = tuple(tensor.contiguous() for tensor in sent)
         if sent:
@@ -39,11 +39,11 @@ class _Push:
 
     def __init__(
         self,
-        box: Mailbox,
+        box: SymmMemChannel,
         message: Message,
         sent: tuple[Tensor, ...],
         pushed: torch.cuda.Event | None,
-        expected: tuple[Like, ...],
+        expected: tuple[TensorSpec, ...],
         source: int,
     ) -> None:
         self._box, self._message = box, message
