@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.attention.geometry.layout import LAYOUTS, Layout, SplitZigzag, split_unsupported_reason, tail_cut
-from engine.attention.masks import Mask, TooManyTiles, imbalance, kept_share, meeting, parse_mask
+from engine.attention.masks import Mask, TooManyTiles, imbalance, kept_share, parse_mask, rank_pair_tiles
 from engine.attention.masks.first_rows import FirstRows
 from engine.attention.planning.cost_model import ULYSSES_SCHEDULES
 from engine.method import EngineCommand
@@ -98,7 +98,7 @@ def best_layout(
 def _is_whole(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> bool:
     """The layout leaves the mask in token_runs large enough to run, judged by the first shard against itself."""
     try:
-        meeting(mask, layout, seq_len, cp_size, 0, 0)
+        rank_pair_tiles(mask, layout, seq_len, cp_size, 0, 0)
     except TooManyTiles:
         return False
     return True

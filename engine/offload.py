@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.cuda.streams import own_stream
 from engine.host_memory import host_buffer
-from engine.streams import own_stream
 
 Tensors = tuple[Tensor, ...]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.attention.algorithms.saved import SavedOutput, save_suffix
+from engine.attention.algorithms.saved import AttentionPlan, SavedOutput, save_suffix
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import tail_cut
 from engine.attention.masks import kept_share, parse_mask
-from engine.attention.op import AttentionPlan, plan_attention, run_attention
+from engine.attention.op import run_attention
+from engine.attention.resolve import plan_attention
 from engine.settings import TrialSettings
 
 
@@ -70,7 +71,7 @@ class BoundAttention:
     def computed_sent_bytes(self) -> int | None:
         """What this rank sends in one forward and backward by the plan's arithmetic; None before the first call."""
         plan = self._last_plan()
-        return None if plan is None else plan.sent_bytes(kept=not self._replayed).total
+        return None if plan is None else plan.sent_bytes(gathered=not self._replayed).total
 
     def _last_plan(self) -> AttentionPlan | None:
         return next(reversed(self._plans.values()), None)  # warm-up may have had shorter sequences

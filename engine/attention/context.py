@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.attention.call_order import CallOrder, timeout_of
 from engine.attention.comm.all_to_all import AllToAll, GroupAllToAll
-from engine.attention.comm.exchange import HELD_GRADIENTS, Direct, Pattern, Relay
+from engine.attention.comm.call_order import CallOrder, timeout_of
+from engine.attention.comm.exchange import HELD_GRADIENTS, AllPairsP2P, P2PRing, RingComms
 from engine.attention.comm.link_speed import Link, across_gib_per_second
 from engine.attention.comm.nodes import host_name, shared_node_size
 from engine.attention.comm.p2p import Nowhere, PointToPoint, Traffic, Transport
 from engine.attention.comm.symm_mem.all_to_all import CopyEngineAllToAll
 from engine.attention.comm.symm_mem.channel import copy_engine_unsupported_reason
 from engine.attention.comm.symm_mem.copy_engine import CopyEngine
+from engine.attention.comm.symm_mem.peers import agreed_unsupported_reason, report
 from engine.attention.geometry.layout import (
     Gathered,
     Layout,
@@ -28,23 +28,9 @@ from engine.attention.geometry.layout import (
     split_unsupported_reason,
 )
 from engine.attention.geometry.ring import Ring
-from engine.attention.peers import agreed_unsupported_reason, report
 from engine.attention.planning.cost_model import HardwareModel
 
 _LINK_MESSAGE_BYTES = 64 << 20  # large enough for a link's full speed, small beside a shard
-
-
-@dataclass(frozen=True, slots=True)
-class Routes:
-    """Ways between the ranks for one ring: inside a lap, and between laps to the same slot of other nodes.
-
-    Shards and gradients have a communicator each: sharing one would put the returning gradients behind the shards that
-    travel out, and a group that spans nodes never reaches NVLink speed inside one.
-    """
-
-    inside: Pattern
-    across: Transport | None = None
-    gradients_across: Transport | None = None
 
 
 class ContextParallel:
@@ -59,7 +45,7 @@ class ContextParallel:
 
     Creating one is collective over `group`, and so is the first attention call with a new schedule or exchange. An
     exception in the middle of a collective call leaves the ranks in disagreement: from then on every call raises
-    `engine.attention.call_order.BrokenContext` on this rank, and the others' calls end with the group's timeout.
+    `engine.attention.comm.call_order.BrokenContext` on this rank, and the others' calls end with the group's timeout.
     """
 
     def __init__(
@@ -94,10 +80,10 @@ class ContextParallel:
             raise ValueError(f"rank {dist.get_rank()} is not in the group it was given; pass a group of its own")
         if node_size is not None and (node_size < 1 or self.size % node_size):
             raise ValueError(f"node_size {node_size} does not divide cp_size {self.size}; give ranks per node that do")
-        self._routes: dict[tuple[Ring, str], Routes] = {}
+        self._ring_comms: dict[tuple[Ring, str], RingComms] = {}
         self._link_gib: float | None = None
-        self._copies: dict[torch.device, str | None] = {}  # by device, why nothing can be copied
-        self._trades: dict[tuple[str, str], tuple[AllToAll, tuple[int, ...], ContextParallel]] = {}
+        self._copies: dict[torch.device, str | None] = {}  # by device, why ranks cannot copy to each other
+        self._all_to_alls: dict[tuple[str, str], tuple[AllToAll, tuple[int, ...], ContextParallel]] = {}
         self.node_size = node_size or self._find_node_size()
 
     def _find_node_size(self) -> int:
@@ -109,7 +95,7 @@ class ContextParallel:
         return shared_node_size(hosts)
 
     def ring(self, schedule: str) -> Ring:
-        """The order of meetings: one circle of all ranks (`ring`), or circles inside nodes joined by one across them.
+        """The order of a ring: one ring of all ranks (`ring`), or rings inside nodes joined by one between them.
 
         Raises ValueError when the schedule is unknown.
         """
@@ -131,13 +117,13 @@ class ContextParallel:
         return self._copies[device]
 
     def choose_exchange(self, exchange: str, ring: Ring, device: torch.device) -> str:
-        """What `exchange: auto` becomes: the fastest way the links inside a lap of `ring` allow.
+        """What `exchange: auto` becomes: the fastest pattern that the links inside `ring` allow.
 
         Raises ValueError when the named one cannot run here.
         """
         spans_nodes = ring.node_size > self.node_size
         missing = self._copies_unsupported_reason(device) or (
-            f"exchange copy_engine copies inside a node and this ring laps {ring.node_size} ranks over nodes of "
+            f"exchange copy_engine copies inside a node and this ring has {ring.node_size} ranks over nodes of "
             f"{self.node_size}; choose schedule double_ring or exchange relay"
             if spans_nodes
             else None
@@ -153,10 +139,10 @@ class ContextParallel:
     def all_to_all(
         self, schedule: str, exchange: str, device: torch.device
     ) -> tuple[AllToAll, tuple[int, ...], ContextParallel]:
-        """For a schedule that trades heads: the exchange, the CP ranks in it, and who shares the sequence after it.
+        """For a Ulysses schedule: the all-to-all, the CP ranks in it, and the ranks that share the sequence after it.
 
-        Heads are traded by copy engine where that is asked for, or left open, and all who trade share a node; else by
-        all-to-all. Collective at first use, then kept. Raises ValueError when the copy engine is asked for and nothing
+        By copy engine where that is asked for, or left open, and all ranks of the all-to-all share a node; else by the
+        process group. Collective at first use, then kept. Raises ValueError when the copy engine is asked for and nothing
         could be copied.
         """
         inside = schedule == "usp" or self.node_size == self.size
@@ -170,30 +156,30 @@ class ContextParallel:
                 raise ValueError(unsupported_reason)
         copied = inside and exchange in ("auto", "copy_engine") and missing is None
         key = (schedule, "copy_engine" if copied else "all_to_all")
-        if key not in self._trades:
+        if key not in self._all_to_alls:
             with self.collective():
-                self._trades[key] = self._make_trade(*key)
-        return self._trades[key]
+                self._all_to_alls[key] = self._make_all_to_all(*key)
+        return self._all_to_alls[key]
 
-    def _make_trade(self, schedule: str, how: str) -> tuple[AllToAll, tuple[int, ...], ContextParallel]:
-        node, slot = divmod(self.rank, self.node_size)
+    def _make_all_to_all(self, schedule: str, how: str) -> tuple[AllToAll, tuple[int, ...], ContextParallel]:
+        node, local_rank = divmod(self.rank, self.node_size)
         nodes = [tuple(range(first, first + self.node_size)) for first in range(0, self.size, self.node_size)]
         columns = [tuple(range(first, self.size, self.node_size)) for first in range(self.node_size)]
         everyone = [tuple(range(self.size))]
         groups, mine, others = {
             "ulysses": (everyone, 0, (self.rank,)),
-            "usp": (nodes, node, columns[slot]),
-            "usp_transposed": (columns, slot, nodes[node]),
+            "usp": (nodes, node, columns[local_rank]),
+            "usp_transposed": (columns, local_rank, nodes[node]),
         }[schedule]
         group = self._subgroup(groups[mine], "heads")
-        trade: AllToAll = GroupAllToAll(group, self.traffic)
+        all_to_all: AllToAll = GroupAllToAll(group, self.traffic)
         if group is not None and how == "copy_engine":
-            trade = CopyEngineAllToAll(group, self.traffic)
+            all_to_all = CopyEngineAllToAll(group, self.traffic)
         inner = ContextParallel.__new__(ContextParallel)
         inside = len(others) if schedule == "usp_transposed" else 1
         layout = Gathered(self.layout, tuple(groups))
         inner._set_up(self._subgroup(others, "after_heads"), inside, layout, self.traffic, self._order)
-        return trade, groups[mine], inner
+        return all_to_all, groups[mine], inner
 
     def link(self, device: torch.device, *, fixed: bool = False) -> Link | None:
         """The speed at which each rank sends to the next node while all do; None on one node.
@@ -236,25 +222,27 @@ class ContextParallel:
             group_desc=f"attention_{purpose}",
         )
 
-    def routes(self, ring: Ring, exchange: str) -> Routes:
-        """The ways between ranks for `ring`, made at first use (collective) and kept: communicators are dear."""
+    def ring_comms(self, ring: Ring, exchange: str) -> RingComms:
+        """The communication of `ring`, made at first use (collective) and kept: communicators are expensive."""
         key = (ring, exchange)
-        if key not in self._routes:
+        if key not in self._ring_comms:
             with self.collective():
-                self._routes[key] = self._make_routes(ring, exchange)
-        return self._routes[key]
+                self._ring_comms[key] = self._make_ring_comms(ring, exchange)
+        return self._ring_comms[key]
 
-    def _make_routes(self, ring: Ring, exchange: str) -> Routes:
-        node, slot = divmod(self.rank, ring.node_size)
+    def _make_ring_comms(self, ring: Ring, exchange: str) -> RingComms:
+        node, local_rank = divmod(self.rank, ring.node_size)
         inner_ring = range(node * ring.node_size, (node + 1) * ring.node_size)
-        pattern = Relay if exchange == "relay" else Direct
-        shards: Transport = self._transport(inner_ring, "shards", exchange)
+        pattern = P2PRing if exchange == "relay" else AllPairsP2P
+        chunks = self._transport(inner_ring, "chunks", exchange)
         gradients = self._transport(inner_ring, "gradients", exchange)
-        inside = pattern(slot=slot, size=ring.node_size, shards=shards, gradients=gradients)
+        intra_node = pattern(local_rank=local_rank, size=ring.node_size, chunks=chunks, gradients=gradients)
         if ring.nodes == 1:
-            return Routes(inside)
-        column = range(slot, self.size, ring.node_size)
-        return Routes(inside, self._transport(column, "across"), self._transport(column, "gradients_across"))
+            return RingComms(intra_node)
+        column = range(local_rank, self.size, ring.node_size)
+        return RingComms(
+            intra_node, self._transport(column, "inter_node"), self._transport(column, "inter_node_gradients")
+        )
 
     def _transport(self, cp_ranks: range, purpose: str, exchange: str = "direct") -> Transport:
         """Transfers among some CP ranks, on a communicator of their own."""
@@ -262,7 +250,7 @@ class ContextParallel:
         if group is None:
             return Nowhere()
         if exchange == "copy_engine":
-            slots = {"shards": 2, "gradients": HELD_GRADIENTS + 1}[purpose]
+            slots = {"chunks": 2, "gradients": HELD_GRADIENTS + 1}[purpose]
             return CopyEngine(group, self.traffic, slots)
         return PointToPoint(group, self.traffic)
 

@@ -1,8 +1,8 @@
-"""BurstAttention: attention over a sequence that lives on many ranks. The autograd function is written once.
+"""BurstAttention: attention over a sequence that is sharded over many ranks. The autograd function is written once.
 
-`plan_attention` resolves every choice into a plan; a plan knows how to compute (out, lse) and the gradients from this
-rank's shards. There are two: a pass around a ring (`engine.attention.algorithms.ring`), and an exchange of heads for tokens
-around such a pass (`engine.attention.algorithms.ulysses`).
+`engine.attention.resolve` turns settings into a plan; a plan computes (out, LSE) and the gradients from this rank's
+shards, as ring attention (`engine.attention.algorithms.ring`) or as Ulysses around it
+(`engine.attention.algorithms.ulysses`).
 
 Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K KV heads, D head dim.
 """
@@ -14,32 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.accumulate.output import row_dot
-from engine.attention.algorithms.ring import RingPlan
-from engine.attention.algorithms.saved import SavedOutput
-from engine.attention.algorithms.ulysses import UlyssesPlan
-from engine.attention.comm.all_to_all import token_runs_in_order
+from engine.attention.accumulate.accumulators import row_dot
+from engine.attention.algorithms.saved import AttentionPlan, Saved, SavedOutput
 from engine.attention.context import ContextParallel
-from engine.attention.geometry.ring import RingTraffic
 from engine.attention.inputs import check_inputs, check_mask, check_scale, laid_out
-from engine.attention.kernels import Problem, choose_kernel
-from engine.attention.kernels.stand_in import AnyDelta
-from engine.attention.masks import Causal, Mask, band_kinds
-from engine.attention.planning.comm_plan import traffic_left
-from engine.attention.planning.comm_volume import GRAD_COMM_DTYPES, Shards, narrowed
-from engine.attention.planning.cost_model import (
-    BACKWARD_SIDES,
-    ULYSSES_SCHEDULES,
-    HardwareModel,
-    Workload,
-    choose_num_head_chunks,
-    choose_schedule,
-    schedule_unsupported_reason,
-)
+from engine.attention.masks import Causal, Mask
+from engine.attention.resolve import plan_attention
 from engine.autocast import outside_autocast
 from engine.second_derivative import refuse_second_derivative
-
-AttentionPlan = RingPlan | UlyssesPlan
 
 
 class _BurstAttention(torch.autograd.Function):
@@ -53,181 +35,62 @@ class _BurstAttention(torch.autograd.Function):
         k_BLKD: Tensor,
         v_BLKD: Tensor,
         plan: AttentionPlan,
-        saved: SavedOutput | None,
+        saved_output: SavedOutput | None,
         recompute: bool,
     ) -> tuple[Tensor, Tensor]:
-        kept: tuple[Tensor, ...] = (q_BLND, k_BLKD, v_BLKD)
-        ctx.plan, ctx.as_given = plan, recompute or saved is not None
-        ctx.set_materialize_grads(False)  # a gradient of zeros for an LSE that nobody used would be summed for nothing
-        if ctx.as_given:
-            out_BLND, lse_BNL = _forward(plan, q_BLND, k_BLKD, v_BLKD, saved)
-        else:
-            with plan.cp.collective():
-                out_BLND, lse_BNL, kept = plan.forward_keeping(q_BLND, k_BLKD, v_BLKD)
-        ctx.save_for_backward(out_BLND, lse_BNL, *kept)
+        ctx.set_materialize_grads(False)  # zeros for an unused LSE's gradient would be summed for nothing
+        out_BLND, lse_BNL, saved = _forward(plan, q_BLND, k_BLKD, v_BLKD, saved_output, save=not recompute)
+        ctx.plan, ctx.gathered = plan, saved.gathered
+        ctx.save_for_backward(out_BLND, lse_BNL, *saved.tensors)
         # Autograd wants fresh outputs, not its own inputs back; a view costs nothing.
-        return (out_BLND.view_as(out_BLND), lse_BNL.view_as(lse_BNL)) if saved is not None else (out_BLND, lse_BNL)
+        if saved_output is not None:
+            return out_BLND.view_as(out_BLND), lse_BNL.view_as(lse_BNL)
+        return out_BLND, lse_BNL
 
     @staticmethod
     @outside_autocast
     def backward(ctx: Any, dout_BLND: Tensor | None, dlse_BNL: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("attention")  # what backward_side is out of autograd's sight
-        out_BLND, lse_BNL, *kept = ctx.saved_tensors
-        plan: AttentionPlan = ctx.plan
+        refuse_second_derivative("attention")  # autograd does not see what the ranks exchange
+        out_BLND, lse_BNL, *tensors = ctx.saved_tensors
         dout_BLND = torch.zeros_like(out_BLND) if dout_BLND is None else laid_out(dout_BLND.contiguous())
         # d lse / d score is the probability itself, so a gradient of LSE enters exactly where delta leaves.
         delta_BNL = row_dot(dout_BLND, out_BLND)
-        del out_BLND  # of a layer computed again nobody else holds it, and the gradients are about to want the room
+        del out_BLND  # of a layer computed again this is the last reference, and the gradients need the memory
         if dlse_BNL is not None:
-            _check_takes_lse_gradient(plan)
+            ctx.plan.check_takes_lse_gradient()
             delta_BNL -= dlse_BNL
-        with plan.cp.collective():
-            if ctx.as_given:
-                q_BLND, k_BLKD, v_BLKD = kept
-                gradients = plan.backward(q_BLND, k_BLKD, v_BLKD, dout_BLND, lse_BNL, delta_BNL)
-            else:
-                gradients = plan.backward_kept(tuple(kept), dout_BLND, lse_BNL, delta_BNL)
+        with ctx.plan.cp.collective():
+            gradients = ctx.plan.backward(Saved(tuple(tensors), ctx.gathered), dout_BLND, lse_BNL, delta_BNL)
         return *gradients, None, None, None
 
 
-def _check_takes_lse_gradient(plan: AttentionPlan) -> None:
-    """Raise ValueError when the plan is for an LSE that is not differentiated and its kernel would get this wrong."""
-    kernel = (plan.inner if isinstance(plan, UlyssesPlan) else plan).kernel
-    if not kernel.takes_delta:
-        raise ValueError(
-            f"the LSE has a gradient and this plan for kernel {kernel.name} was made for one without; plan it with "
-            "lse_gradient=True"
-        )
-
-
 def _forward(
-    plan: AttentionPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, saved: SavedOutput | None
-) -> tuple[Tensor, Tensor]:
-    """(out_BLND, lse_BNL), computed for the rows that are not saved."""
-    if saved is None:
-        with plan.cp.collective():
-            return plan.forward(q_BLND, k_BLKD, v_BLKD)
-    if saved.cut == 0:
-        return saved.tensors
-    with plan.cp.collective():
-        out_BHND, lse_BNH = plan.before(saved.cut).forward(q_BLND, k_BLKD, v_BLKD)
-    rows = out_BHND.shape[1] + saved.out_BLND.shape[1]
-    if rows != q_BLND.shape[1]:
-        raise ValueError(
-            f"saved holds {saved.out_BLND.shape[1]} rows from position {saved.cut} on and {out_BHND.shape[1]} lie "
-            f"before it, but q has {q_BLND.shape[1]}; pass what save_suffix returned for these shards"
-        )
-    return torch.cat((out_BHND, saved.out_BLND), dim=1), torch.cat((lse_BNH, saved.lse_BNL), dim=2)
-
-
-def plan_attention(
+    plan: AttentionPlan,
     q_BLND: Tensor,
     k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    saved_output: SavedOutput | None,
     *,
-    mask: Mask,
-    cp: ContextParallel,
-    scale: float | None = None,
-    kernel: str = "auto",
-    schedule: str = "auto",
-    backward: str = "auto",
-    exchange: str = "auto",
-    deterministic: bool = False,
-    grad_comm_dtype: str = "fp32",
-    num_head_chunks: int | None = None,
-    recompute: bool = False,
-    lse_gradient: bool = True,
-) -> AttentionPlan:
-    """Resolve every `auto` for shards of this shape, dtype and device. Raises ValueError when nothing fits.
-
-    Without `lse_gradient` backward need not look for a gradient of the LSE: some kernels wait for the answer. The other
-    arguments are those of `burst_attention`.
-    """
-    batch, tokens, heads, head_dim = q_BLND.shape
-    kv_heads, seq_len = k_BLKD.shape[2], tokens * cp.size
-    cp.segments(seq_len)  # refuses lengths the layout cannot split
-    if backward not in ("auto", *BACKWARD_SIDES):
-        raise ValueError(f"backward {backward!r} is unknown; choose auto, query or key_value")
-    if grad_comm_dtype not in GRAD_COMM_DTYPES:
-        raise ValueError(f"grad_comm_dtype {grad_comm_dtype!r} is unknown; choose one of {', '.join(GRAD_COMM_DTYPES)}")
-    narrow = narrowed(grad_comm_dtype)[cp.node_size < cp.size]  # at the slowest links
-    estimated = schedule == "auto" and q_BLND.is_cuda and backward == exchange == "auto"
-    share = Workload(
-        cp_size=cp.size,
-        node_size=cp.node_size,
-        heads=heads,
-        kv_heads=kv_heads,
-        query_bytes=q_BLND.numel() * q_BLND.itemsize,
-        gradient_factor=1.0 if narrow else max(4, q_BLND.itemsize) / q_BLND.itemsize,
-        forward_flops=4.0 * batch * heads * head_dim * mask.area(seq_len) / cp.size,
-        rows=batch * tokens,
-        left=traffic_left(mask, cp.layout, cp.size, cp.node_size, seq_len) if estimated else RingTraffic(),
-        recompute=recompute,
-    )
-    # Asking for the link may mean measuring it: only where the model has something to decide, and never where a run
-    # must repeat bit for bit: another measurement could lead to another schedule, which sums in another order.
-    open_parts = q_BLND.is_cuda and schedule in ULYSSES_SCHEDULES and num_head_chunks is None
-    link = cp.link(q_BLND.device, fixed=deterministic) if estimated or open_parts else None
-    hardware = HardwareModel() if link is None else HardwareModel(across_gib=link.gib)
-    estimate = None
-    if schedule == "auto":
-        # The hardware behind the estimate are a GPU's; elsewhere, and where a ring's own switches are set, it is a ring.
-        if estimated:
-            estimate = choose_schedule(share, cp.layout.name, hardware)
-        schedule = estimate.best if estimate else "ring" if cp.node_size == cp.size else "double_ring"
-    unsupported_reason = schedule_unsupported_reason(schedule, share, cp.layout.name)
-    if unsupported_reason:
-        raise ValueError(unsupported_reason)
-
-    inner, traded, parts = cp, 1, 1
-    if schedule in ULYSSES_SCHEDULES:
-        trade, members, inner = cp.all_to_all(schedule, exchange, q_BLND.device)
-        traded = len(members)
-        # The hardware that make parts worth their launches are a GPU's too.
-        chosen_parts = choose_num_head_chunks(schedule, share, hardware) if q_BLND.is_cuda else 1
-        parts = chosen_parts if num_head_chunks is None else num_head_chunks
-        if parts < 1 or kv_heads // traded % parts:
-            raise ValueError(
-                f"num_head_chunks {parts} does not divide the {kv_heads // traded} KV heads of a rank under schedule "
-                f"{schedule}; give a number that does"
-            )
-        ring = inner.ring("double_ring" if inner.node_size < inner.size else "ring")
-    else:
-        ring = cp.ring(schedule)
-    problem = Problem(
-        device=q_BLND.device,
-        dtype=q_BLND.dtype,
-        heads=heads // traded // parts,
-        kv_heads=kv_heads // traded // parts,
-        head_dim=head_dim,
-        bands=band_kinds(mask, inner.layout, seq_len, inner.size),
-        deterministic=deterministic,
-    )
-    attend = choose_kernel(kernel, problem)
-    if lse_gradient and not attend.takes_delta:
-        attend = AnyDelta(attend)
-    around = RingPlan(
-        cp=inner,
-        mask=mask,
-        ring=ring,
-        exchange=inner.choose_exchange(exchange, ring, q_BLND.device),
-        kernel=attend,
-        backward_side="query" if backward == "auto" else backward,
-        seq_len=seq_len,
-        shards=Shards.of(problem, attend, batch, seq_len // inner.size, grad_comm_dtype),
-        scale=head_dim**-0.5 if scale is None else scale,
-        deterministic=deterministic,
-        grad_comm_dtype=grad_comm_dtype,
-        estimate=estimate,
-        link=link,
-    )
-    if backward == "auto":
-        around = around.by_cheaper_route(hardware)
-    if schedule not in ULYSSES_SCHEDULES:
-        return around
-    token_runs = token_runs_in_order(tuple(cp.layout.segments(seq_len, cp.size, rank) for rank in members))
-    return UlyssesPlan(
-        cp=cp, members=members, schedule=schedule, heads=trade, token_runs=token_runs, inner=around, parts=parts
-    )
+    save: bool,
+) -> tuple[Tensor, Tensor, Saved]:
+    """(out_BLND, lse_BNL, saved), with attention computed only for the rows that are not in `saved_output`."""
+    if saved_output is None:
+        with plan.cp.collective():
+            return plan.forward(q_BLND, k_BLKD, v_BLKD, save=save)
+    shards = Saved((q_BLND, k_BLKD, v_BLKD))
+    if saved_output.cut == 0:
+        return *saved_output.tensors, shards
+    with plan.cp.collective():
+        out_BHND, lse_BNH, _ = plan.before(saved_output.cut).forward(q_BLND, k_BLKD, v_BLKD, save=False)
+    rows = out_BHND.shape[1] + saved_output.out_BLND.shape[1]
+    if rows != q_BLND.shape[1]:
+        raise ValueError(
+            f"saved holds {saved_output.out_BLND.shape[1]} rows from position {saved_output.cut} on and "
+            f"{out_BHND.shape[1]} lie before it, but q has {q_BLND.shape[1]}; pass what save_suffix returned for these "
+            "shards"
+        )
+    out_BLND = torch.cat((out_BHND, saved_output.out_BLND), dim=1)
+    return out_BLND, torch.cat((lse_BNH, saved_output.lse_BNL), dim=2), shards
 
 
 def burst_attention(
@@ -286,7 +149,7 @@ def burst_attention(
         ValueError: tensors that do not fit each other, a scale that is not above 0, a length the layout cannot split,
             or a choice this machine cannot run.
         PeerLost: another rank's tensors did not come within the timeout of `cp`'s process group.
-        BrokenContext: an earlier call on `cp` failed halfway (`engine.attention.call_order` has both).
+        BrokenContext: an earlier call on `cp` failed halfway (`engine.attention.comm.call_order` has both).
     """
     mask = Causal() if mask is None else mask
     check_inputs(q_BLND, k_BLKD, v_BLKD)
@@ -327,5 +190,5 @@ def run_attention(
         out_BLND, lse_BNL = _BurstAttention.apply(q_BLND, k_BLKD, v_BLKD, plan, saved, recompute)
     else:
         with torch.no_grad():
-            out_BLND, lse_BNL = outside_autocast(_forward)(plan, q_BLND, k_BLKD, v_BLKD, saved)
+            out_BLND, lse_BNL, _ = outside_autocast(_forward)(plan, q_BLND, k_BLKD, v_BLKD, saved, save=False)
     return (out_BLND, lse_BNL) if return_lse else out_BLND

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.elementwise.choose import kernels_for
+from engine.triton_kernels import kernels_for
+
+KERNELS = "engine.elementwise.kernels_triton"
 
 
 def rotate(x_BLND: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -27,7 +29,7 @@ def rotate_into(out_TND: Tensor, x_TND: Tensor, rotary: tuple[Tensor, Tensor], *
 
     T tokens of one sequence; `rotary` holds their angles.
     """
-    kernels = kernels_for(x_TND)
+    kernels = kernels_for(x_TND, KERNELS)
     cos_TD, sin_TD = rotary
     if kernels is not None:
         kernels.rotate(x_TND[None], cos_TD, sin_TD, inverse, out_TND[None])
@@ -43,7 +45,7 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x_BLND: Tensor, cos_LD: Tensor, sin_LD: Tensor, inverse: bool) -> Tensor:
         ctx.save_for_backward(cos_LD, sin_LD)
         ctx.inverse = inverse
-        kernels = kernels_for(x_BLND)
+        kernels = kernels_for(x_BLND, KERNELS)
         if kernels is not None:
             return kernels.rotate(x_BLND, cos_LD, sin_LD, inverse)
         return _rotated(x_BLND, cos_LD, -sin_LD if inverse else sin_LD, torch.empty_like(x_BLND))

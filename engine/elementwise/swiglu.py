@@ -16,12 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.elementwise.choose import kernels_for
+from engine.triton_kernels import kernels_for
+
+KERNELS = "engine.elementwise.kernels_triton"
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) x up. Where a kernel computes it, backward keeps `gate` and `up` alone."""
-    if kernels_for(gate) is None:
+    if kernels_for(gate, KERNELS) is None:
         return F.silu(gate) * up
     return _SwiGLU.apply(gate, up)
 
@@ -32,7 +34,7 @@ def swiglu_again(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     For a backward that has formed `gate` and `up` again itself: the results take the memory of the arguments, which
     hold nothing of use afterwards.
     """
-    kernels = kernels_for(gate)
+    kernels = kernels_for(gate, KERNELS)
     if kernels is not None:
         return kernels.swiglu_again(dhidden, gate, up)
     silu = F.silu(gate)
@@ -47,7 +49,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return kernels_for(gate).swiglu(gate, up)
+        return kernels_for(gate, KERNELS).swiglu(gate, up)
 
     @staticmethod
     def backward(ctx: Any, dhidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,4 +57,4 @@ class _SwiGLU(torch.autograd.Function):
         if torch.is_grad_enabled():  # this backward will be differentiated itself, which takes torch's operations
             s = torch.sigmoid(gate)
             return dhidden * up * s * (1 + gate * (1 - s)), dhidden * gate * s
-        return kernels_for(gate).swiglu_gradients(dhidden, gate, up)
+        return kernels_for(gate, KERNELS).swiglu_gradients(dhidden, gate, up)

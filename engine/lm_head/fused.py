@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.elementwise.choose import KERNEL_DTYPES
 from engine.lm_head.plain import wide
 from engine.lm_head.softmax import Softmax
 from engine.lm_head.tiles import Tile, choose_tile, runs_with_labels
 from engine.runs import runs
 from engine.second_derivative import refuse_second_derivative
+from engine.triton_kernels import KERNEL_DTYPES
 from engine.weight_gradient import add_product
 
 

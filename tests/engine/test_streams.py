@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.between_trials import clear
-from engine.streams import Handles, own_stream
+from engine.cuda.streams import Handles, own_stream
 
 POOL = 32  # streams that torch has of each priority
 

@@ -1,6 +1,6 @@
 """Row-wise passes of attention as Triton kernels, one pass over memory each.
 
-Their torch twins in `engine.attention.accumulate.output`, `engine.attention.accumulate.gradients` and `engine.attention.kernels.stand_in` are
+Their torch twins in `engine.attention.accumulate.accumulators`, `engine.attention.accumulate.accumulators` and `engine.attention.kernels.stand_in` are
 their oracles. Tensors are [B, tokens, heads, D] with unit stride in D; rows are tokens.
 """
 
@@ -144,7 +144,7 @@ def _grid(tensor_BLND: Tensor) -> tuple[tuple[int, int, int], dict[str, int]]:
 
 
 def merge_parts(parts: list[tuple[Tensor, Tensor]], out_BLND: Tensor, lse_BNL: Tensor) -> None:
-    """`engine.attention.accumulate.output.merge_parts` for CUDA tensors with fp32 LSEs and at most four parts."""
+    """`engine.attention.accumulate.accumulators.merge_parts` for CUDA tensors with fp32 LSEs and at most four parts."""
     assert 1 <= len(parts) <= AT_ONCE
     assert out_BLND.stride(-1) == 1
     filled = [*parts, *[parts[0]] * (AT_ONCE - len(parts))]
@@ -157,7 +157,7 @@ def merge_parts(parts: list[tuple[Tensor, Tensor]], out_BLND: Tensor, lse_BNL: T
 
 
 def add_parts(parts: list[Tensor], into: Tensor) -> None:
-    """`engine.attention.accumulate.gradients.add_parts` for CUDA tensors and at most four parts."""
+    """`engine.attention.accumulate.accumulators.add_parts` for CUDA tensors and at most four parts."""
     assert 1 <= len(parts) <= AT_ONCE
     assert into.stride(-1) == 1
     filled = [*parts, *[parts[0]] * (AT_ONCE - len(parts))]
@@ -169,7 +169,7 @@ def add_parts(parts: list[Tensor], into: Tensor) -> None:
 
 
 def row_dot(dout_BLND: Tensor, out_BLND: Tensor) -> Tensor:
-    """`engine.attention.accumulate.output.row_dot` for CUDA tensors."""
+    """`engine.attention.accumulate.accumulators.row_dot` for CUDA tensors."""
     batch, tokens, heads, head_dim = out_BLND.shape
     delta_BNL = torch.empty(batch, heads, tokens, dtype=torch.float32, device=out_BLND.device)
     grid, blocks = _grid(out_BLND)

@@ -1,135 +1,88 @@
-"""One pass around a ring, forward and backward: what BurstAttention and RingAttention do once every choice is made.
+"""Ring attention, forward and backward: BurstAttention and RingAttention once every choice is made.
 
-Forward, keys and values travel the ring and every rank folds what it sees into its own queries' output. Backward,
-either side can travel:
+Forward, the chunks of K and V move around the ring, and every rank merges attention over each of them into the output
+of its own queries. Backward, either side can be sent (setting `backward`):
 
-- `query` (BurstAttention, arXiv:2403.09347): Q, dO, delta and LSE travel, dQ follows them, dK and dV accumulate at
-  home. O stays at home: delta = rowsum(dO * O) says all the backward needs of it.
-- `key_value` (RingAttention, arXiv:2310.01889): K and V travel, dK and dV follow them, dQ accumulates at home.
+- `query` (BurstAttention, arXiv:2403.09347, algorithm 2): Q, dO, delta and LSE are sent and dQ is returned to its
+  owner; dK and dV accumulate where K and V are. O is never sent: delta = rowsum(dO * O) holds all that backward needs
+  of it.
+- `key_value` (RingAttention, arXiv:2310.01889): K and V are sent, dK and dV are returned, dQ accumulates locally.
 
-Across nodes a double ring (arXiv:2403.09347, section 3.3) moves shards: a transfer to the next node starts with a lap
-inside the node and has all of it to finish. Gradients are summed inside the node that computed them and cross once.
+A double ring (arXiv:2403.09347, section 3.3) starts the transfer of a chunk to the next node together with an inner
+ring, which leaves the transfer that whole ring to finish. Gradients are summed inside the node that computed them and
+cross between nodes once.
 
-This file only composes ring order, layout, mask, kernel and exchange; each is a value of its own.
+This file composes ring order, layout, mask, kernel and exchange pattern; each is a value of its own.
 Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K KV heads, D head dim.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torch import Tensor
 
-from engine.attention.accumulate.gradients import GradAccumulator
-from engine.attention.accumulate.output import OutputAccumulator, accumulation_dtype
-from engine.attention.accumulate.tensor_spec import tensor_specs
-from engine.attention.comm.exchange import ChunkSpec, InterNodeGradReduce, RemoteChunk
+from engine.attention.accumulate.accumulators import GradAccumulator, OutputAccumulator, accumulation_dtype
+from engine.attention.algorithms.saved import Saved
+from engine.attention.comm.exchange import ChunkSpec, InterNodeGradReduce, RemoteChunk, RingComms
 from engine.attention.comm.link_speed import Link
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.ring import Ring
 from engine.attention.kernels import BackwardInputs, Kernel
 from engine.attention.masks import Mask, imbalance, recompute_share
 from engine.attention.masks.first_rows import FirstRows
-from engine.attention.planning.comm_plan import CommPlan, comm_plan, reach
-from engine.attention.planning.comm_volume import Circle, PassBytes, Shards, cheaper_backward, narrowed
+from engine.attention.planning.comm_plan import CommPlan, RingStep, comm_plan, reach
+from engine.attention.planning.comm_volume import CallBytes, RingVolume, Shards, cheaper_backward, narrowed
 from engine.attention.planning.cost_model import Estimate, HardwareModel
 
 KEY_SIDE_DIMS = (1, 1)  # token dimension of K_BLKD, V_BLKD
 QUERY_SIDE_DIMS = (1, 1, 2, 2)  # of Q_BLND, dO_BLND, LSE_BNL, delta_BNL
 
 
-@dataclass(frozen=True, slots=True)
-class RingStep:
-    """One stop of the ring: whose shard is here, as much of it as is needed, at which step of which lap."""
-
-    owner: int
-    outer_step: int
-    step: int
-    visit: RemoteChunk
-
-
 @dataclass(frozen=True, kw_only=True)
 class RingPlan:
-    """Everything about one pass around a ring but its tensors."""
+    """Everything about ring attention but its tensors: an `engine.attention.algorithms.saved.AttentionPlan`."""
 
     cp: ContextParallel
     mask: Mask
     ring: Ring
     exchange: str  # relay, direct or copy_engine
+    comms: RingComms
     kernel: Kernel
-    backward_side: str  # side that backward_side in backward: query or key_value
+    backward_side: str  # the side sent in backward: query or key_value
     seq_len: int
     shards: Shards  # of this rank
     scale: float
     deterministic: bool
-    grad_comm_dtype: str  # what sums of gradients cross links in: fp32, or the inputs' dtype: `input_across`, `input`
-    estimate: Estimate | None = None  # what led to the schedule, when a cost model chose it
+    grad_comm_dtype: str  # dtype in which sums of gradients cross links: fp32, or the inputs': `input_across`, `input`
+    estimate: Estimate | None = None  # the cost model's figures behind the schedule, when it chose
     link: Link | None = None  # between nodes, when a choice rests on its speed
     cut: int | None = None  # global position that the computed rows lie before; None: all rows are computed
 
-    def comm_plan(self, sends_queries: bool) -> CommPlan:
-        """What this rank does when the query side backward_side, or the key side."""
-        return comm_plan(self.mask, self.cp.layout, self.ring, self.seq_len, self.cp.rank, sends_queries)
+    def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
+        """(out_BLND, lse_BNL, saved): this rank's queries over the whole sequence."""
+        return *_ring_forward(self, q_BLND, k_BLKD, v_BLKD), Saved((q_BLND, k_BLKD, v_BLKD))
 
-    @property
-    def circle(self) -> Circle:
-        """The ring as bytes travel it."""
-        return Circle(ring=self.ring, node_size=self.cp.node_size, exchange=self.exchange)
+    def backward(
+        self, saved: Saved, dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
+        q_BLND, k_BLKD, v_BLKD = saved.tensors
+        return _ring_backward(self, q_BLND, k_BLKD, v_BLKD, dout_BLND, lse_BNL, delta_BNL)
 
-    def sent_bytes(self, *, kept: bool = True) -> PassBytes:
-        """What this rank sends in a whole forward and its backward. A ring keeps its shards either way."""
-        assert self.cut is None, "the forward of some rows has no backward"
-        rank, circle, shards = self.cp.rank, self.circle, self.shards
-        sends_queries = self.backward_side == "query"
-        forward, backward = self.comm_plan(sends_queries=False), self.comm_plan(sends_queries)
-        return PassBytes(
-            circle.outward(forward, rank, shards.tokens, 2 * shards.key),
-            circle.backward(backward, rank, shards, sends_queries),
-        )
-
-    def by_cheaper_route(self, hardware: HardwareModel) -> RingPlan:
-        """This plan with the route in backward whose bytes take less time: the same one on every rank."""
-        route = cheaper_backward(self.mask, self.cp.layout, self.circle, self.seq_len, self.shards, hardware)
-        return replace(self, backward_side=route)
-
-    def circulate(
-        self, shard: tuple[Tensor, ...], token_dims: tuple[int, ...], sends_queries: bool
-    ) -> Iterator[RingStep]:
-        """Meet every rank's shard, own first; what comes next backward_side while this one is used."""
-        ring, cp, work = self.ring, self.cp, self.comm_plan(sends_queries)
-        routes = cp.routes(ring, self.exchange)
-        node, slot = divmod(cp.rank, ring.node_size)
-        held, cargo = RemoteChunk(shard), ChunkSpec(tensor_specs(shard), token_dims)
-        for outer_step in range(ring.nodes):
-            crossing, coming = None, (0, 0)
-            if outer_step + 1 < ring.nodes:
-                assert routes.across is not None
-                to, source = (node + 1) % ring.nodes, (node - 1) % ring.nodes
-                next_held = work.inner_rings[outer_step + 1].held
-                assert next_held is not None
-                coming = next_held[slot]
-                leaving = held.cut(work.leaving[outer_step], token_dims)
-                crossing = routes.across.start(leaving, to, cargo.like(coming), source)
-            # No name here holds a visit: its memory is free before the next transfer but one wants some.
-            meet = partial(self._meeting, outer_step)
-            yield from map(meet, routes.inside.inner_ring(held, cargo, work.inner_rings[outer_step]), itertools.count())
-            if crossing is not None:
-                held = RemoteChunk(crossing.wait(), coming[0])
-
-    def _meeting(self, outer_step: int, visit: RemoteChunk, step: int) -> RingStep:
-        return RingStep(self.ring.owner(self.cp.rank, outer_step * self.ring.node_size + step), outer_step, step, visit)
-
-    def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
-        """(out_BLND, lse_BNL) of this rank's queries over the whole sequence."""
-        return _ring_forward(self, q_BLND, k_BLKD, v_BLKD)
+    def check_takes_lse_gradient(self) -> None:
+        """Raise ValueError where the plan was made for an LSE without gradient and its kernel would ignore one."""
+        if not self.kernel.takes_delta:
+            raise ValueError(
+                f"the LSE has a gradient and this plan for kernel {self.kernel.name} was made for one without; plan it "
+                "with lse_gradient=True"
+            )
 
     def before(self, cut: int) -> RingPlan:
         """The forward of the queries before global position `cut` alone: this rank's first rows.
 
-        Only keys that they see travel. Its tensors may be those of the whole shard or no more than it needs of them.
+        Only keys that they see are sent. Its tensors may be those of the whole shard or no more than it needs of them.
         """
         return replace(self, mask=FirstRows(self.mask, cut), cut=cut)
 
@@ -137,33 +90,33 @@ class RingPlan:
         """Work of the busiest rank in the forward of `before(cut)`, over a rank's mean work in its own."""
         return recompute_share(self.mask, self.cp.layout, self.seq_len, self.cp.size, cut)
 
-    def backward(
-        self,
-        q_BLND: Tensor,
-        k_BLKD: Tensor,
-        v_BLKD: Tensor,
-        dout_BLND: Tensor,
-        lse_BNL: Tensor,
-        delta_BNL: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
-        return _ring_backward(self, q_BLND, k_BLKD, v_BLKD, dout_BLND, lse_BNL, delta_BNL)
+    def comm_plan(self, sends_queries: bool) -> CommPlan:
+        """What this rank does when the query side is sent, or the key side."""
+        return comm_plan(self.mask, self.cp.layout, self.ring, self.seq_len, self.cp.rank, sends_queries)
 
-    def forward_keeping(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """`forward`, and what `backward_kept` wants."""
-        return *self.forward(q_BLND, k_BLKD, v_BLKD), (q_BLND, k_BLKD, v_BLKD)
+    @property
+    def volume(self) -> RingVolume:
+        """Counts the bytes that this ring sends."""
+        return RingVolume(ring=self.ring, node_size=self.cp.node_size, exchange=self.exchange)
 
-    def backward_kept(
-        self, kept: tuple[Tensor, ...], dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`backward` of what `forward_keeping` kept."""
-        q_BLND, k_BLKD, v_BLKD = kept
-        return self.backward(q_BLND, k_BLKD, v_BLKD, dout_BLND, lse_BNL, delta_BNL)
+    def sent_bytes(self, *, gathered: bool = True) -> CallBytes:
+        """What this rank sends in a whole forward and its backward; `gathered` makes no difference to a ring."""
+        assert self.cut is None, "the forward of some rows has no backward"
+        rank, volume, shards = self.cp.rank, self.volume, self.shards
+        sends_queries = self.backward_side == "query"
+        forward, backward = self.comm_plan(sends_queries=False), self.comm_plan(sends_queries)
+        return CallBytes(
+            volume.chunks(forward, rank, shards.tokens, 2 * shards.key),
+            volume.backward(backward, rank, shards, sends_queries),
+        )
+
+    def with_cheaper_backward(self, hardware: HardwareModel) -> RingPlan:
+        """This plan with the backward side whose bytes take less time: the same one on every rank."""
+        side = cheaper_backward(self.mask, self.cp.layout, self.volume, self.seq_len, self.shards, hardware)
+        return replace(self, backward_side=side)
 
     def resolved(self) -> dict[str, str]:
-        """What was decided, for the record."""
+        """What each `auto` became, for the record."""
         estimated = {"estimate": str(self.estimate)} if self.estimate else {}
         if self.link is not None:
             estimated["link"] = str(self.link)
@@ -180,19 +133,19 @@ class RingPlan:
 
 def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
     if plan.cut is not None:
-        # What is handed on around a circle is handed on whole: keys that nobody needs are left out before.
+        # A p2p ring forwards whole chunks: keys that no rank needs are dropped before.
         needed = reach(plan.mask, plan.cp.layout, plan.cp.size, plan.seq_len)
         q_BLND = q_BLND[:, : plan.cp.rows_before(plan.cut, plan.seq_len)]
         k_BLKD, v_BLKD = k_BLKD[:, :needed], v_BLKD[:, :needed]
-    running, work = OutputAccumulator(q_BLND), plan.comm_plan(sends_queries=False)
-    for stop in plan.circulate((k_BLKD, v_BLKD), KEY_SIDE_DIMS, sends_queries=False):
-        for tile in work.tiles[stop.owner]:
-            keys = tile.shifted(0, -stop.visit.start).k
-            k_hop, v_hop = (tensor[:, keys] for tensor in stop.visit.tensors)
-            running.fold(tile.q, *plan.kernel.forward(q_BLND[:, tile.q], k_hop, v_hop, tile.band, plan.scale))
-            del k_hop, v_hop
-        del stop
-    return running.result()
+    output = OutputAccumulator(q_BLND)
+    for step, chunk in _ring_steps(plan, RemoteChunk((k_BLKD, v_BLKD), KEY_SIDE_DIMS), plan.comm_plan(False)):
+        for queries, keys, band in step.tiles:
+            k_BMKD, v_BMKD = chunk.tokens(keys)
+            part_BLND, part_lse_BNL = plan.kernel.forward(q_BLND[:, queries], k_BMKD, v_BMKD, band, plan.scale)
+            output.update(queries, part_BLND, part_lse_BNL)
+            del k_BMKD, v_BMKD
+        del chunk  # its memory is free before the next but one is received
+    return output.result()
 
 
 def _ring_backward(
@@ -206,33 +159,59 @@ def _ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
     sends_queries = plan.backward_side == "query"
-    query_side, key_side = (q_BLND, dout_BLND, lse_BNL, delta_BNL), (k_BLKD, v_BLKD)
+    work, comms, comm_dtype = plan.comm_plan(sends_queries), plan.comms, plan.grad_comm_dtype
     part_dtype = q_BLND.dtype if plan.kernel.writes_input_dtype else accumulation_dtype(q_BLND.dtype)
-    wire, wire_across = (q_BLND.dtype if narrow else None for narrow in narrowed(plan.grad_comm_dtype))
-    routes, work = plan.cp.routes(plan.ring, plan.exchange), plan.comm_plan(sends_queries)
-    at_home = tuple(GradAccumulator(t, part_dtype) for t in (key_side if sends_queries else (q_BLND,)))
-    home = InterNodeGradReduce(plan.ring, plan.cp.rank, routes.gradients_across, wire_across, work)
+    intra_dtype, inter_dtype = (q_BLND.dtype if narrow else None for narrow in narrowed(comm_dtype))
 
-    travelling, dims = (query_side, QUERY_SIDE_DIMS) if sends_queries else (key_side, KEY_SIDE_DIMS)
-    for stop in plan.circulate(travelling, dims, sends_queries):
-        visiting = tuple(GradAccumulator(t, part_dtype) for t in ((q_BLND,) if sends_queries else key_side))
-        dq, (dk, dv) = (visiting[0], at_home) if sends_queries else (at_home[0], visiting)
-        for tile in work.tiles[stop.owner]:
-            met = (*stop.visit.tensors, *key_side) if sends_queries else (*query_side, *stop.visit.tensors)
-            local = tile.shifted(*((-stop.visit.start, 0) if sends_queries else (0, -stop.visit.start)))
-            dq_part, dk_part, dv_part = plan.kernel.backward(
-                BackwardInputs(*met).tokens(local.q, local.k), tile.band, plan.scale, plan.deterministic
-            )
-            dq.add(tile.q, dq_part)
-            dk.add(tile.k, dk_part)
-            dv.add(tile.k, dv_part)
-            del met, dq_part, dk_part, dv_part
-        if stop.step == 0:
-            inside = routes.inside.homecoming(wire, work.inner_rings[stop.outer_step])
-        inside.add(stop.step, visiting)
-        if stop.step + 1 == plan.ring.node_size:
-            home.add(stop.outer_step, inside.finish())
-        del stop
-    sums = (*home.finish(), *at_home) if sends_queries else (*at_home, *home.finish())
+    query_side = RemoteChunk((q_BLND, dout_BLND, lse_BNL, delta_BNL), QUERY_SIDE_DIMS)
+    key_side = RemoteChunk((k_BLKD, v_BLKD), KEY_SIDE_DIMS)
+    local_grads = tuple(GradAccumulator(t, part_dtype) for t in (key_side.tensors if sends_queries else (q_BLND,)))
+    reduce = InterNodeGradReduce(plan.ring, plan.cp.rank, comms.inter_node_gradients, inter_dtype, work)
+
+    for step, chunk in _ring_steps(plan, query_side if sends_queries else key_side, work):
+        queries, keys = (chunk, key_side) if sends_queries else (query_side, chunk)
+        chunk_grads = tuple(GradAccumulator(t, part_dtype) for t in ((q_BLND,) if sends_queries else key_side.tensors))
+        dq, dk, dv = (*chunk_grads, *local_grads) if sends_queries else (*local_grads, *chunk_grads)
+        for q_tokens, k_tokens, band in step.tiles:
+            inputs = BackwardInputs(*queries.tokens(q_tokens), *keys.tokens(k_tokens))
+            dq_part, dk_part, dv_part = plan.kernel.backward(inputs, band, plan.scale, plan.deterministic)
+            dq.add(q_tokens, dq_part)
+            dk.add(k_tokens, dk_part)
+            dv.add(k_tokens, dv_part)
+            del inputs, dq_part, dk_part, dv_part
+        if step.inner_step == 0:
+            grad_return = comms.intra_node.grad_return(intra_dtype, work.inner_rings[step.outer_step])
+        grad_return.add(step.inner_step, chunk_grads)
+        if step.inner_step + 1 == plan.ring.node_size:
+            reduce.add(step.outer_step, grad_return.finish())
+        del chunk, queries, keys
+
+    own_grads = reduce.finish()
+    sums = (*own_grads, *local_grads) if sends_queries else (*local_grads, *own_grads)
     dq_BLND, dk_BLKD, dv_BLKD = (gradient.final(q_BLND.dtype) for gradient in sums)
     return dq_BLND, dk_BLKD, dv_BLKD
+
+
+def _ring_steps(plan: RingPlan, own: RemoteChunk, work: CommPlan) -> Iterator[tuple[RingStep, RemoteChunk]]:
+    """Every rank's chunk, this rank's own first; the next one is received while a step uses the current one."""
+    nodes, spec, comms = plan.ring.nodes, ChunkSpec.of(own), plan.comms
+    node = plan.cp.rank // plan.ring.node_size
+    steps, held = iter(work.steps), own
+    for outer_step, ranges in enumerate(work.inner_rings):
+        transfer = None
+        if outer_step + 1 < nodes:
+            assert comms.inter_node is not None
+            next_held = work.inner_rings[outer_step + 1].held
+            assert next_held is not None
+            coming = next_held[plan.cp.rank % plan.ring.node_size]
+            leaving = held.cut(work.leaving[outer_step])
+            to, source = (node + 1) % nodes, (node - 1) % nodes
+            transfer = comms.inter_node.start(leaving, to, spec.of_tokens(coming), source)
+        # No name here holds a chunk: the caller alone decides when its memory is free.
+        yield from map(_with_step, comms.intra_node.inner_ring(held, spec, ranges), steps)
+        if transfer is not None:
+            held = RemoteChunk(transfer.wait(), own.token_dims, coming[0])
+
+
+def _with_step(chunk: RemoteChunk, step: RingStep) -> tuple[RingStep, RemoteChunk]:
+    return step, chunk

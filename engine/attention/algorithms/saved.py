@@ -1,17 +1,77 @@
-"""Attention's result kept for backward, whole or of the sequence's tail alone.
+"""What one call of attention leaves to another: to its backward, and to a forward under activation checkpointing.
 
 Sequence-level selective checkpointing (BurstEngine, arXiv:2509.19836): with causal attention a query's work grows with
-its position, so keeping the tail's outputs saves the most recomputation for the memory they take.
+its position, so saving the outputs of the sequence's last tokens avoids the most recomputation for the memory they take.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import tail_cut
+from engine.attention.planning.comm_volume import CallBytes
+
+
+class Saved(NamedTuple):
+    """What backward needs of a forward besides out and LSE."""
+
+    tensors: tuple[Tensor, ...]  # this rank's shards of Q, K and V, unless `gathered`
+    gathered: bool = False  # Q, K, V and LSE of this rank's heads over the whole group's tokens, chunk after chunk
+
+
+class AttentionPlan(Protocol):
+    """One algorithm with every choice made: how (out, LSE) and the gradients come from this rank's shards."""
+
+    @property
+    def cp(self) -> ContextParallel:
+        """The ranks that share the sequence."""
+        ...
+
+    def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
+        """(out_BLND, lse_BNL, saved) of this rank's queries over the whole sequence.
+
+        `save`: what was received is saved where that spares backward from sending it again; else `saved` holds the
+        given shards, which the caller has anyway.
+        """
+        ...
+
+    def backward(
+        self, saved: Saved, dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
+        ...
+
+    def check_takes_lse_gradient(self) -> None:
+        """Raise ValueError where the plan was made for an LSE without gradient and its kernel would ignore one."""
+        ...
+
+    def before(self, cut: int) -> FirstRowsPlan:
+        """The forward of the queries before global position `cut` alone: this rank's first rows."""
+        ...
+
+    def recompute_share(self, cut: int) -> float:
+        """Work of the busiest rank in the forward of `before(cut)`, over a rank's mean work in its own."""
+        ...
+
+    def sent_bytes(self, *, gathered: bool = True) -> CallBytes:
+        """What this rank sends in a whole forward and its backward; `gathered`: forward ran with `save`."""
+        ...
+
+    def resolved(self) -> dict[str, str]:
+        """What each `auto` became, for the record."""
+        ...
+
+
+class FirstRowsPlan(Protocol):
+    """The forward of this rank's first rows."""
+
+    def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
+        """(out_BLND, lse_BNL, saved) of those rows; the tensors are those of the whole shard."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

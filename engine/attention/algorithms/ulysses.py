@@ -1,144 +1,181 @@
-"""A pass of some heads over more tokens, between two exchanges of heads for tokens.
+"""Ulysses attention: an all-to-all gives each rank some heads of more tokens, and another one returns the results.
 
-With all ranks in the exchange each attends alone over the whole sequence (DeepSpeed-Ulysses, arXiv:2309.14509); with
-some, a ring goes on among the others (USP, arXiv:2405.07719; LoongTrain, arXiv:2406.18485). O is not kept twice:
-backward exchanges delta = rowsum(dO * O) in its place.
+With all ranks in the all-to-all each attends alone over the whole sequence (DeepSpeed-Ulysses, arXiv:2309.14509,
+schedule `ulysses`); with some, a ring runs among the others (USP, arXiv:2405.07719; LoongTrain, arXiv:2406.18485,
+schedules `usp` and `usp_transposed`). O is not saved a second time: backward exchanges delta = rowsum(dO * O) instead.
 
-A rank's heads may come in parts: while one part is computed the next is on its way here and the last on its way back,
-so that only the first arrival and the last return are left uncovered. UPipe (arXiv:2602.21196) goes through heads in
-stages to save memory; here it is to hide a slow link.
+A rank's heads may come in chunks: while one head chunk is computed the next is received and the last one's results are
+sent back, so that only the first receive and the last return are not overlapped. UPipe (arXiv:2602.21196) goes through
+heads in stages to save memory; here it hides a slow link.
+
+Shape letters as in `engine.attention.op`, with T for the group's tokens and H for this rank's heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.algorithms.ring import RingPlan
-from engine.attention.algorithms.ulysses_rows import UlyssesRows
-from engine.attention.comm.all_to_all import AllToAll, HeadChunk, TokenRun
+from engine.attention.algorithms.saved import Saved
+from engine.attention.comm.all_to_all import AllToAll, HeadChunk, TokenRun, token_runs_in_order
 from engine.attention.context import ContextParallel
-from engine.attention.planning.comm_volume import PassBytes, trade_bytes
+from engine.attention.geometry.layout import Segment, rows_before, split_at
+from engine.attention.planning.comm_plan import reach
+from engine.attention.planning.comm_volume import CallBytes, all_to_all_bytes
+
+SAVED_PER_CHUNK = 4  # Q, K, V and LSE
 
 
 @dataclass(frozen=True, kw_only=True)
 class UlyssesPlan:
-    """A pass of some heads over more tokens, between two exchanges."""
+    """Attention of some heads over more tokens between two all-to-alls: an
+    `engine.attention.algorithms.saved.AttentionPlan`."""
 
-    cp: ContextParallel  # before the exchange
-    members: tuple[int, ...]  # CP ranks in it
+    cp: ContextParallel  # all ranks, as they are before the all-to-all
+    members: tuple[int, ...]  # CP ranks in the all-to-all
     schedule: str
-    heads: AllToAll
+    all_to_all: AllToAll
     token_runs: tuple[TokenRun, ...]
-    inner: RingPlan  # over one part of the heads
-    parts: int = 1  # that a rank's heads come in
+    inner: RingPlan  # over one head chunk
+    num_head_chunks: int = 1
 
-    def sent_bytes(self, *, kept: bool = True) -> PassBytes:
-        """What this rank sends in a whole forward and its backward; `kept`: by `forward_keeping`, `backward_kept`."""
-        packed, inner = self.heads.name != "copy_engine", self.inner
-        traded = trade_bytes(self.members, self.cp.rank, self.cp.node_size, inner.shards, kept=kept, packed=packed)
-        around = inner.sent_bytes()
-        return PassBytes(
-            (traded.forward + around.forward).times(self.parts), (traded.backward + around.backward).times(self.parts)
-        )
+    def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
+        """(out_BLND, lse_BNL, saved): this rank's queries over the whole sequence. With `save`, Q, K and V are saved as
+        they were received, so that backward receives only dO and delta."""
+        gathered: list[Tensor] = []
 
-    def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> tuple[Tensor, Tensor]:
-        """(out_BLND, lse_BNL) of this rank's queries over the whole sequence."""
-        return self._forward(q_BLND, k_BLKD, v_BLKD, None)
-
-    def forward_keeping(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """`forward`, and what `backward_kept` wants: Q, K and V as they arrived, so that they are not sent twice."""
-        kept: list[Tensor] = []
-        out_BLND, lse_BNL = self._forward(q_BLND, k_BLKD, v_BLKD, kept)
-        return out_BLND, lse_BNL, tuple(kept)
-
-    def _forward(
-        self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, kept: list[Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
-        """(out_BLND, lse_BNL); what backward wants of each part goes into `kept`, unless None."""
-
-        def attend(part: int, here: HeadChunk) -> tuple[Tensor, ...]:
-            if kept is not None:
-                kept.extend(here.keep())
-            out_BTHD, lse_BHT = self.inner.forward(*here.tensors)
-            if kept is not None:
-                kept.append(lse_BHT)
+        def attend(index: int, chunk: HeadChunk) -> tuple[Tensor, ...]:
+            if save:
+                gathered.extend(chunk.save())
+            out_BTHD, lse_BHT, _ = self.inner.forward(*chunk.tensors, save=False)
+            if save:
+                gathered.append(lse_BHT)
             return out_BTHD, lse_BHT.transpose(1, 2).contiguous()
 
         out_BLND, lse_BLN = self._exchanged((q_BLND, k_BLKD, v_BLKD), attend)
-        return out_BLND.contiguous(), lse_BLN.transpose(1, 2).contiguous()
+        saved = Saved(tuple(gathered), gathered=True) if save else Saved((q_BLND, k_BLKD, v_BLKD))
+        return out_BLND.contiguous(), lse_BLN.transpose(1, 2).contiguous(), saved
 
-    def before(self, cut: int) -> UlyssesRows:
+    def backward(
+        self, saved: Saved, dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype: complete sums, which the all-to-all
+        returns without adding to them."""
+
+        def from_gathered(index: int, chunk: HeadChunk) -> tuple[Tensor, ...]:
+            dout, delta_BTH = chunk.tensors
+            *qkv, lse_BHT = saved.tensors[SAVED_PER_CHUNK * index : SAVED_PER_CHUNK * (index + 1)]
+            return self.inner.backward(Saved(tuple(qkv)), dout, lse_BHT, delta_BTH.transpose(1, 2).contiguous())
+
+        def from_shards(index: int, chunk: HeadChunk) -> tuple[Tensor, ...]:
+            *qkv, dout, rows_BTH2 = chunk.tensors
+            lse_BHT, delta_BHT = (row.transpose(1, 2).contiguous() for row in rows_BTH2.unbind(-1))
+            return self.inner.backward(Saved(tuple(qkv)), dout, lse_BHT, delta_BHT)
+
+        if saved.gathered:
+            dq, dk, dv = self._exchanged((dout_BLND, delta_BNL.transpose(1, 2)), from_gathered)
+        else:
+            rows_BLN2 = torch.stack((lse_BNL, delta_BNL), dim=-1).transpose(1, 2)
+            dq, dk, dv = self._exchanged((*saved.tensors, dout_BLND, rows_BLN2), from_shards)
+        return dq, dk, dv
+
+    def _exchanged(self, tensors: tuple[Tensor, ...], compute: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """`compute(index, chunk)` of each head chunk over the group's tokens; its results, all heads together again,
+        for this rank's tokens."""
+        exchange = self.all_to_all.begin(self.token_runs, self.num_head_chunks, alternate=self.inner.cp.size > 1)
+        receive = exchange.send(tensors, 0)
+        for index in range(self.num_head_chunks):
+            with exchange.stream(index):
+                chunk = receive()
+                if index + 1 < self.num_head_chunks:  # sent before the device gets this chunk's work
+                    receive = exchange.send(tensors, index + 1)
+                results = compute(index, chunk)
+                chunk.release()
+                del chunk
+                exchange.send_back(results, index)
+                del results
+        return exchange.results()
+
+    def check_takes_lse_gradient(self) -> None:
+        """Raise ValueError where the plan was made for an LSE without gradient and its kernel would ignore one."""
+        self.inner.check_takes_lse_gradient()
+
+    def before(self, cut: int) -> UlyssesFirstRows:
         """The forward of the queries before global position `cut` alone: this rank's first rows."""
-        return UlyssesRows(plan=self, cut=cut)
+        return UlyssesFirstRows(plan=self, cut=cut)
 
     def recompute_share(self, cut: int) -> float:
         """Work of the busiest rank in the forward of `before(cut)`, over a rank's mean work in its own."""
         return self.inner.recompute_share(cut)
 
-    def backward(
-        self,
-        q_BLND: Tensor,
-        k_BLKD: Tensor,
-        v_BLKD: Tensor,
-        dout_BLND: Tensor,
-        lse_BNL: Tensor,
-        delta_BNL: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
-
-        def differentiate(part: int, here: HeadChunk) -> tuple[Tensor, ...]:
-            q, k, v, dout, rows_BTH2 = here.tensors
-            lse_BHT, delta_BHT = (row.transpose(1, 2).contiguous() for row in rows_BTH2.unbind(-1))
-            # Complete sums: they cross in the inputs' dtype, nothing is added to them on the other side.
-            return self.inner.backward(q, k, v, dout, lse_BHT, delta_BHT)
-
-        rows_BLN2 = torch.stack((lse_BNL, delta_BNL), dim=-1).transpose(1, 2)
-        dq, dk, dv = self._exchanged((q_BLND, k_BLKD, v_BLKD, dout_BLND, rows_BLN2), differentiate)
-        return dq, dk, dv
-
-    def backward_kept(
-        self, kept: tuple[Tensor, ...], dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`backward` of what `forward_keeping` kept: four tensors cross in place of seven."""
-
-        def differentiate(part: int, here: HeadChunk) -> tuple[Tensor, ...]:
-            dout, delta_BTH = here.tensors
-            q, k, v, lse_BHT = kept[4 * part : 4 * part + 4]
-            return self.inner.backward(q, k, v, dout, lse_BHT, delta_BTH.transpose(1, 2).contiguous())
-
-        dq, dk, dv = self._exchanged((dout_BLND, delta_BNL.transpose(1, 2)), differentiate)
-        return dq, dk, dv
-
-    def _exchanged(self, tensors: tuple[Tensor, ...], compute: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What `compute(part, arrived)` makes of the whole sequence's tensors of each part of this rank's heads, all
-        heads of its own tokens together again."""
-        trip = self.heads.trip(self.token_runs, self.parts, alternate=self.inner.cp.size > 1)
-        coming = trip.send(tensors, 0)
-        for part in range(self.parts):
-            with trip.lane(part):
-                here = coming()
-                if part + 1 < self.parts:  # on its way before the device is given this part's work
-                    coming = trip.send(tensors, part + 1)
-                results = compute(part, here)
-                here.done()
-                del here
-                trip.send_back(results, part)
-                del results
-        return trip.results()
+    def sent_bytes(self, *, gathered: bool = True) -> CallBytes:
+        """What this rank sends in a whole forward and its backward; `gathered`: forward ran with `save`."""
+        packed, inner = self.all_to_all.name != "copy_engine", self.inner
+        exchanged = all_to_all_bytes(
+            self.members, self.cp.rank, self.cp.node_size, inner.shards, gathered=gathered, packed=packed
+        )
+        ring, chunks = inner.sent_bytes(), self.num_head_chunks
+        return CallBytes(
+            (exchanged.forward + ring.forward).times(chunks), (exchanged.backward + ring.backward).times(chunks)
+        )
 
     def resolved(self) -> dict[str, str]:
-        """What was decided, for the record."""
-        inner = self.inner.resolved()
+        """What each `auto` became, for the record."""
+        inner, name = self.inner.resolved(), self.all_to_all.name
         alone = inner["exchange"] == "none"
         return inner | {
             "schedule": self.schedule,
-            "backward": self.heads.name if alone else inner["backward"],
-            "exchange": self.heads.name if alone else f"{self.heads.name} + {inner['exchange']}",
-            "num_head_chunks": str(self.parts),
+            "backward": name if alone else inner["backward"],
+            "exchange": name if alone else f"{name} + {inner['exchange']}",
+            "num_head_chunks": str(self.num_head_chunks),
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class UlyssesFirstRows:
+    """The forward of a `UlyssesPlan` for the queries before a position: what selective checkpointing computes again.
+
+    Where every rank holds equally many of them, and they see no later keys, only those tokens are exchanged. Elsewhere
+    all are, since an all-to-all moves equally many of every rank, and only attention computes less.
+    """
+
+    plan: UlyssesPlan
+    cut: int  # global position
+
+    def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
+        """(out_BLND, lse_BNL, saved) of this rank's first rows; the tensors are those of its whole shard."""
+        plan, first = self.plan, self.plan.inner.before(self.cut)
+        rows = plan.cp.rows_before(self.cut, first.seq_len)
+        if self._needs_no_other_tokens(first):
+            runs = token_runs_in_order(tuple(split_at(self._segments(rank), self.cut)[0] for rank in plan.members))
+            shards = (tensor[:, :rows] for tensor in (q_BLND, k_BLKD, v_BLKD))
+            return replace(plan, token_runs=runs, inner=first).forward(*shards, save=save)
+        inner = _ZeroPaddedRing(**{field.name: getattr(first, field.name) for field in fields(first)})
+        out_BLND, lse_BNL, saved = replace(plan, inner=inner).forward(q_BLND, k_BLKD, v_BLKD, save=save)
+        return out_BLND[:, :rows], lse_BNL[:, :, :rows], saved
+
+    def _segments(self, cp_rank: int) -> tuple[Segment, ...]:
+        return self.plan.cp.layout.segments(self.plan.inner.seq_len, self.plan.cp.size, cp_rank)
+
+    def _needs_no_other_tokens(self, first: RingPlan) -> bool:
+        """All CP ranks hold equally many of the tokens, and those tokens see no others."""
+        counts = {rows_before(self._segments(rank), self.cut) for rank in range(self.plan.cp.size)}
+        inner = first.cp
+        return len(counts) == 1 and reach(first.mask, inner.layout, inner.size, first.seq_len) <= inner.rows_before(
+            self.cut, first.seq_len
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ZeroPaddedRing(RingPlan):
+    """The forward of some rows, followed by zeros for the others."""
+
+    def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
+        out_BLND, lse_BNL, saved = super().forward(q_BLND, k_BLKD, v_BLKD, save=save)
+        others = q_BLND.shape[1] - out_BLND.shape[1]
+        return F.pad(out_BLND, (0, 0, 0, 0, 0, others)), F.pad(lse_BNL, (0, others)), saved

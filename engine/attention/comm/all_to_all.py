@@ -1,7 +1,8 @@
-"""Trading tokens for heads among some ranks, and back. Source: DeepSpeed-Ulysses (arXiv:2309.14509).
+"""The all-to-all of Ulysses: tokens are exchanged for heads among some ranks, and results return.
 
-Here by the process group's all-to-all; `engine.attention.comm.symm_mem.all_to_all` does it inside a node by copy engine.
-Shape letters as in `engine.attention.op`, with T for the group's tokens and H for this rank's share of the heads.
+Source: DeepSpeed-Ulysses (arXiv:2309.14509). Here by the process group's all-to-all (NCCL or gloo);
+`engine.attention.comm.symm_mem.all_to_all` does it inside a node by copy engine. Shape letters as in
+`engine.attention.op`, with T for the group's tokens and H for this rank's heads.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.attention.accumulate.bundle import bundle, sections
-from engine.attention.accumulate.tensor_spec import TensorSpec, tensor_specs
-from engine.attention.call_order import peers_needed
+from engine.attention.accumulate.accumulators import TensorSpec, tensor_specs
+from engine.attention.comm.call_order import peers_needed
 from engine.attention.comm.p2p import Traffic
 from engine.attention.geometry.layout import Segment
 
@@ -40,73 +40,73 @@ def token_runs_in_order(shards: tuple[tuple[Segment, ...], ...]) -> tuple[TokenR
             assert segment.step == 1, "striped shards are refused before"
             runs.append((segment.start, TokenRun(member, offset, segment.count)))
             offset += segment.count
-    return tuple(piece for _start, piece in sorted(runs, key=lambda run: run[0]))
+    return tuple(token_run for _start, token_run in sorted(runs, key=lambda run: run[0]))
 
 
 class HeadChunk(Protocol):
-    """The whole sequence's tensors of one part of this rank's heads."""
+    """The whole group's tokens of one chunk of this rank's heads, as received."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Each [B, T, H, ...], usable until `done`."""
+        """Each [B, T, H, ...], usable until `release`."""
         ...
 
-    def keep(self) -> tuple[Tensor, ...]:
-        """The same values to hold on to for longer. Called before the work on `tensors` is launched."""
+    def save(self) -> tuple[Tensor, ...]:
+        """The same values in memory that outlives `release`. Called before the work on `tensors` is launched."""
         ...
 
-    def done(self) -> None:
+    def release(self) -> None:
         """The last use of `tensors` has been launched."""
         ...
 
 
 class AllToAllPass(Protocol):
-    """The exchanges around one pass: heads go out to their ranks part after part, and results come back."""
+    """The exchanges of one forward or backward: head chunks are sent one after another, and results are sent back."""
 
-    def lane(self, part: int) -> AbstractContextManager[object]:
-        """The stream on which a part is sent for, computed and given back, as the current stream."""
+    def stream(self, index: int) -> AbstractContextManager[object]:
+        """Makes the stream that receives, computes and sends back head chunk `index` the current one."""
         ...
 
-    def send(self, tensors: tuple[Tensor, ...], part: int) -> Callable[[], HeadChunk]:
-        """Some tokens of all heads -> the group's tokens, in order, of a part of this rank's heads. Returns at once;
-        calling what it returns, once, makes the current stream wait."""
+    def send(self, tensors: tuple[Tensor, ...], index: int) -> Callable[[], HeadChunk]:
+        """Send this rank's tokens of every rank's head chunk `index`. Returns at once; calling what it returns, once,
+        makes the current stream wait and gives the chunk that this rank received."""
         ...
 
-    def send_back(self, results: tuple[Tensor, ...], part: int) -> None:
-        """The group's tokens of a part of this rank's heads, [B, T, H, ...], go to the ranks whose tokens they are."""
+    def send_back(self, results: tuple[Tensor, ...], index: int) -> None:
+        """Send results of a head chunk, [B, T, H, ...] over the group's tokens, to the ranks that own the tokens."""
         ...
 
     def results(self) -> tuple[Tensor, ...]:
-        """What all members gave back of this rank's tokens, all heads in order: [B, L, N, ...]."""
+        """All members' results of this rank's tokens, all heads in order: [B, L, N, ...]."""
         ...
 
 
 class AllToAll(Protocol):
-    """How some ranks trade tokens for heads. `name` goes into records as the exchange."""
+    """How some ranks exchange tokens for heads. `name` goes into records as the exchange."""
 
     name: str
     size: int  # ranks in it
 
-    def trip(self, token_runs: tuple[TokenRun, ...], parts: int, *, alternate: bool) -> AllToAllPass:
-        """The exchanges of one pass whose heads come in `parts` parts. With `alternate`, parts may take two streams in
-        turn: for passes that wait for transfers of their own, so that the next part's begin meanwhile."""
+    def begin(self, token_runs: tuple[TokenRun, ...], num_head_chunks: int, *, alternate: bool) -> AllToAllPass:
+        """Begin one pass. With `alternate`, head chunks may use two streams in turn: for passes that wait for transfers
+        of their own, so that the next chunk's begin meanwhile."""
         ...
 
 
 class GroupAllToAll:
-    """A `AllToAll` by all-to-all, one message per part and direction; a group of one keeps everything."""
+    """An `AllToAll` of the process group, one message per head chunk and direction; a group of one sends nothing."""
 
     def __init__(self, group: dist.ProcessGroup | None, traffic: Traffic) -> None:
         self.group, self._traffic = group, traffic
         self.size = 1 if group is None else dist.get_world_size(group)
         self.name = "none" if self.size == 1 else "all_to_all"
 
-    def trip(self, token_runs: tuple[TokenRun, ...], parts: int, *, alternate: bool) -> AllToAllPass:
-        return _Messages(self, token_runs, parts)
+    def begin(self, token_runs: tuple[TokenRun, ...], num_head_chunks: int, *, alternate: bool) -> AllToAllPass:
+        return _GroupPass(self, token_runs, num_head_chunks)
 
-    def swap(self, rows: Tensor) -> Callable[[], Tensor]:
-        """Row r of a bundle goes to member r; calling what is returned makes the current stream wait for the bundle of
-        what the members sent here."""
+    def exchange(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Send row r of a message to member r. Calling what is returned makes the current stream wait for the rows that
+        the members sent here."""
         received = torch.empty_like(rows)
         self._traffic.add(rows[1:])  # one row stays here
         group = self.group
@@ -115,95 +115,115 @@ class GroupAllToAll:
         with peers_needed(group, peers):
             work = dist.all_to_all_single(received, rows, group=group, async_op=True)
 
-        def arrived() -> Tensor:
+        def receive() -> Tensor:
             with peers_needed(group, peers):
                 work.wait()
             return received
 
-        return arrived
+        return receive
 
 
 @dataclass(frozen=True, slots=True)
-class _InMemory:
-    """An `HeadChunk` in memory of the allocator: nothing has to be given back."""
+class _AllocatedChunk:
+    """A `HeadChunk` in memory of the allocator, which needs no release."""
 
     tensors: tuple[Tensor, ...]
 
-    def keep(self) -> tuple[Tensor, ...]:
+    def save(self) -> tuple[Tensor, ...]:
         return self.tensors
 
-    def done(self) -> None:
-        """The allocator knows."""
+    def release(self) -> None:
+        """The allocator frees the tensors with their last reference."""
 
 
-class _Messages:
-    """The trip of a `GroupAllToAll`: the tensors of a part travel as one bundle.
+class _GroupPass:
+    """The pass of a `GroupAllToAll`: the tensors of a head chunk are packed into one message.
 
-    Each message takes multiprocessors, and waits for them while an attention kernel has them all.
+    Each message needs multiprocessors, and waits for them while an attention kernel occupies all.
     """
 
-    def __init__(self, exchange: GroupAllToAll, token_runs: tuple[TokenRun, ...], parts: int) -> None:
-        self._exchange, self._pieces, self._parts = exchange, token_runs, parts
-        self._returning: list[Callable[[], tuple[Tensor, ...]]] = []  # parts on their way back, oldest first
-        self._home = 0  # parts that are there
-        self._whole: tuple[Tensor, ...] = ()  # [B, L, group, parts, H, ...]
+    def __init__(self, all_to_all: GroupAllToAll, token_runs: tuple[TokenRun, ...], num_head_chunks: int) -> None:
+        self._all_to_all, self._token_runs, self._num_head_chunks = all_to_all, token_runs, num_head_chunks
+        self._returning: list[Callable[[], tuple[Tensor, ...]]] = []  # results on their way back, oldest first
+        self._returned = 0  # head chunks whose results are here
+        self._whole: tuple[Tensor, ...] = ()  # [B, L, group, head chunks, H, ...]
 
-    def lane(self, part: int) -> AbstractContextManager[object]:
+    def stream(self, index: int) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def send(self, tensors: tuple[Tensor, ...], part: int) -> Callable[[], HeadChunk]:
-        size, parts = self._exchange.size, self._parts
+    def send(self, tensors: tuple[Tensor, ...], index: int) -> Callable[[], HeadChunk]:
+        size, chunks = self._all_to_all.size, self._num_head_chunks
         if size == 1:
-            return lambda: _InMemory(tuple(tensor.chunk(parts, dim=2)[part] for tensor in tensors))
-        split = tuple(tensor.unflatten(2, (size, parts, -1)).select(3, part).movedim(2, 0) for tensor in tensors)
-        shapes = tensor_specs(tuple(by_rank[0] for by_rank in split))
-        rows = bundle(shapes, size, tensors[0].device)
-        for section, by_rank in zip(sections(rows, shapes), split, strict=True):
+            return lambda: _AllocatedChunk(tuple(tensor.chunk(chunks, dim=2)[index] for tensor in tensors))
+        split = tuple(tensor.unflatten(2, (size, chunks, -1)).select(3, index).movedim(2, 0) for tensor in tensors)
+        specs = tensor_specs(tuple(by_rank[0] for by_rank in split))
+        rows = _message(specs, size, tensors[0].device)
+        for section, by_rank in zip(_sections(rows, specs), split, strict=True):
             section.copy_(by_rank)
-        coming = [self._exchange.swap(rows)]
-        # An arrival holds what it received: it is let go when the tensors have been put in order.
-        return lambda: _InMemory(tuple(self._in_order(section) for section in sections(coming.pop()(), shapes)))
+        # The list holds the received message only until its tokens have been put in order.
+        receive = [self._all_to_all.exchange(rows)]
+        return lambda: _AllocatedChunk(tuple(self._in_order(section) for section in _sections(receive.pop()(), specs)))
 
     def _in_order(self, by_rank: Tensor) -> Tensor:
         """[group, B, L, H, ...] -> the group's tokens in order, [B, T, H, ...]."""
-        token_runs = self._pieces
-        return torch.cat([by_rank[p.member, :, p.offset : p.offset + p.count] for p in token_runs], dim=1)
+        return torch.cat([by_rank[r.member, :, r.offset : r.offset + r.count] for r in self._token_runs], dim=1)
 
-    def send_back(self, results: tuple[Tensor, ...], part: int) -> None:
+    def send_back(self, results: tuple[Tensor, ...], index: int) -> None:
         self._returning.append(self._send_back(results))
-        # This part's own message came behind that of the part before the last: waiting for it costs nothing now, and
-        # its memory is free for the parts to come.
+        # The message of the chunk before the last was sent before the one of this chunk: it has arrived, waiting for it
+        # now costs nothing, and its memory is free for later chunks.
         if len(self._returning) > 2:
-            self._bring_home()
+            self._receive_results()
 
     def _send_back(self, results: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
         """The group's tokens of some heads -> some tokens of every member's, each [B, L, group, H, ...]."""
-        size = self._exchange.size
+        size = self._all_to_all.size
         if size == 1:
             return lambda: tuple(result.unsqueeze(2) for result in results)
-        shapes = tuple(
-            TensorSpec((result.shape[0], result.shape[1] // size, *result.shape[2:]), result.dtype)
-            for result in results
-        )
-        rows = bundle(shapes, size, results[0].device)
-        for section, result in zip(sections(rows, shapes), results, strict=True):
+        specs = tuple(TensorSpec((t.shape[0], t.shape[1] // size, *t.shape[2:]), t.dtype) for t in results)
+        rows = _message(specs, size, results[0].device)
+        for section, result in zip(_sections(rows, specs), results, strict=True):
             start = 0
-            for p in self._pieces:
-                section[p.member, :, p.offset : p.offset + p.count] = result[:, start : start + p.count]
-                start += p.count
-        arrival = self._exchange.swap(rows)
-        return lambda: tuple(section.movedim(0, 2) for section in sections(arrival(), shapes))
+            for run in self._token_runs:
+                section[run.member, :, run.offset : run.offset + run.count] = result[:, start : start + run.count]
+                start += run.count
+        receive = self._all_to_all.exchange(rows)
+        return lambda: tuple(section.movedim(0, 2) for section in _sections(receive(), specs))
 
-    def _bring_home(self) -> None:
-        """Put what comes back of the oldest part on its way beside the other parts' heads."""
-        arrived = self._returning.pop(0)()
+    def _receive_results(self) -> None:
+        """Place the results of the oldest head chunk under way beside those of the other chunks."""
+        received = self._returning.pop(0)()
         if not self._whole:
-            self._whole = tuple(heads.new_empty(*heads.shape[:3], self._parts, *heads.shape[3:]) for heads in arrived)
-        for whole, heads in zip(self._whole, arrived, strict=True):
-            whole[:, :, :, self._home] = heads
-        self._home += 1
+            shape = (self._num_head_chunks,)
+            self._whole = tuple(heads.new_empty(*heads.shape[:3], *shape, *heads.shape[3:]) for heads in received)
+        for whole, heads in zip(self._whole, received, strict=True):
+            whole[:, :, :, self._returned] = heads
+        self._returned += 1
 
     def results(self) -> tuple[Tensor, ...]:
         while self._returning:
-            self._bring_home()
+            self._receive_results()
         return tuple(whole.flatten(2, 4) for whole in self._whole)
+
+
+def _message(specs: tuple[TensorSpec, ...], ranks: int, device: torch.device) -> Tensor:
+    """Memory for tensors of `specs` from or to each rank: uint8 [ranks, bytes], values undefined.
+
+    A row is as long as its tensors, rounded up to what the widest dtype needs to be aligned in the next row.
+    """
+    widest = max(spec.dtype.itemsize for spec in specs)
+    row_bytes = -(-sum(spec.nbytes for spec in specs) // widest) * widest
+    return torch.empty(ranks, row_bytes, dtype=torch.uint8, device=device)
+
+
+def _sections(rows: Tensor, specs: tuple[TensorSpec, ...]) -> tuple[Tensor, ...]:
+    """The tensors of a message, in the order of `specs`: views of it, each [ranks, *shape].
+
+    The widest dtype comes first: behind it all others are aligned without a gap.
+    """
+    views, start = {}, 0
+    for index in sorted(range(len(specs)), key=lambda index: -specs[index].dtype.itemsize):
+        spec = specs[index]
+        views[index] = rows[:, start : start + spec.nbytes].view(spec.dtype).unflatten(1, spec.shape)
+        start += spec.nbytes
+    return tuple(views[index] for index in range(len(specs)))

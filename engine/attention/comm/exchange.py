@@ -1,10 +1,14 @@
-"""How shards and their gradients travel among the ranks of a node or around a flat ring.
+"""Exchange patterns: how chunks of the sequence and their gradients move among the ranks of an inner ring.
 
-Two patterns share one interface. In the *relay* every rank talks to its two neighbours only: shards are handed on, and
-gradients follow them, summed on the way (RingAttention, arXiv:2310.01889). In the *direct* pattern the owner sends each
-rank its shard itself, and each rank sends the gradient straight home. The order of meetings is the same; direct needs
-links between all ranks (NVLink has them), sends only the tokens the receiver's mask can see, and lets a gradient that
-a kernel wrote in bf16 cross as it is, because nothing is added to it on the way.
+Two patterns share one interface. In the *p2p ring* (setting `relay`) every rank sends to its right neighbour and
+receives from its left: chunks are forwarded step by step, and each chunk's gradient follows one step behind, with every
+rank's part added on the way (RingAttention, arXiv:2310.01889). In *all-pairs p2p* (settings `direct`, `copy_engine`)
+the owner sends its chunk to each rank itself, and each rank returns its part of the gradient to the owner. The order of
+the steps is the same. All-pairs p2p needs links between all ranks (NVLink has them), sends only the tokens that the
+receiver's mask can see, and can send a gradient as the kernel wrote it in bf16, because no rank adds to it on the way.
+
+A rank's place in an inner ring is its local rank. Between nodes, a double ring's chunks move by plain transfers
+(`engine.attention.algorithms.ring`) and their gradients return by `InterNodeGradReduce`.
 """
 
 from __future__ import annotations
@@ -17,140 +21,132 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.attention.accumulate.gradients import GradAccumulator
-from engine.attention.accumulate.tensor_spec import TensorSpec, tensor_specs
+from engine.attention.accumulate.accumulators import GradAccumulator, TensorSpec, tensor_specs
 from engine.attention.comm.p2p import Transfer, Transport
 from engine.attention.geometry.ring import Ring
 from engine.attention.planning.comm_plan import ChunkRanges, CommPlan, TokenRange
 
-# Gradients that may wait in a transport's receive slots, to be summed together, while the next is waited for.
+# Received gradients that may wait in a transport's receive slots, to be summed together, while the next is awaited.
 HELD_GRADIENTS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteChunk:
-    """A shard, or the part of it that is needed here: `tensors` hold local tokens [start, ...) of their owner.
+    """A rank's shard, or the part of it that is needed here: local tokens [start, ...) of its owner.
 
     Where no token is needed there are no tensors.
     """
 
     tensors: tuple[Tensor, ...]
+    token_dims: tuple[int, ...]  # of each tensor
     start: int = 0
 
-    def cut(self, tokens: TokenRange, token_dims: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Some of the tokens; nothing where there are none."""
-        start, stop = tokens
-        if start == stop:
-            return ()
-        pairs = zip(self.tensors, token_dims, strict=True)
-        return tuple(tensor.narrow(dim, start - self.start, stop - start) for tensor, dim in pairs)
+    def tokens(self, tokens: slice) -> tuple[Tensor, ...]:
+        """Local tokens `tokens` of the owner, as views."""
+        start, count = tokens.start - self.start, tokens.stop - tokens.start
+        pairs = zip(self.tensors, self.token_dims, strict=True)
+        return tuple(tensor.narrow(dim, start, count) for tensor, dim in pairs)
+
+    def cut(self, tokens: TokenRange) -> tuple[Tensor, ...]:
+        """As `tokens`; nothing where there are none."""
+        return self.tokens(slice(*tokens)) if tokens[0] < tokens[1] else ()
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpec:
-    """What backward_side: tensors like those of a whole shard, with the token dimension of each."""
+    """Shapes and dtypes of a whole shard's tensors, with the token dimension of each."""
 
     whole: tuple[TensorSpec, ...]
     token_dims: tuple[int, ...]
 
-    def like(self, tokens: TokenRange) -> tuple[TensorSpec, ...]:
-        """Such tensors of some tokens; nothing where there are none."""
+    @classmethod
+    def of(cls, shard: RemoteChunk) -> ChunkSpec:
+        return cls(tensor_specs(shard.tensors), shard.token_dims)
+
+    def of_tokens(self, tokens: TokenRange) -> tuple[TensorSpec, ...]:
+        """The same of some tokens; nothing where there are none."""
         count = tokens[1] - tokens[0]
         if count == 0:
             return ()
         pairs = zip(self.whole, self.token_dims, strict=True)
-        return tuple(TensorSpec((*like.shape[:dim], count, *like.shape[dim + 1 :]), like.dtype) for like, dim in pairs)
-
-
-def _after(calls: int, action: Callable[[], None]) -> Callable[[], None]:
-    """A function whose `calls`-th call runs `action`."""
-    left = itertools.count(calls - 1, -1)
-
-    def call() -> None:
-        if next(left) == 0:
-            action()
-
-    return call
+        return tuple(TensorSpec((*t.shape[:dim], count, *t.shape[dim + 1 :]), t.dtype) for t, dim in pairs)
 
 
 class GradReturn(Protocol):
-    """Gradients of travelling shards on their way to the slot that owns the shard."""
+    """Returns the gradients of remote chunks to the local ranks that own the chunks."""
 
-    def add(self, step: int, parts: tuple[GradAccumulator, ...]) -> None:
-        """Hand in the gradient parts computed at `step` of the lap: for the shard of slot i - step."""
+    def add(self, step: int, grads: tuple[GradAccumulator, ...]) -> None:
+        """Hand in the gradients that this rank computed at `step`: of the chunk of local rank i - step."""
         ...
 
     def finish(self) -> tuple[GradAccumulator, ...]:
-        """Gradients of this slot's shard, summed over the lap."""
+        """Gradients of this rank's chunk, summed over the inner ring."""
         ...
 
 
-class Pattern(Protocol):
-    """How shards and gradients travel among the slots of one lap."""
+class ExchangePattern(Protocol):
+    """How chunks and gradients move among the local ranks of one inner ring."""
 
-    def inner_ring(self, held: RemoteChunk, cargo: ChunkSpec, needs: ChunkRanges) -> Iterator[RemoteChunk]:
-        """Visits of the shards of slots i, i - 1, ..., the one that is held here first; the next backward_side while this one
-        is used."""
+    def inner_ring(self, held: RemoteChunk, spec: ChunkSpec, ranges: ChunkRanges) -> Iterator[RemoteChunk]:
+        """Chunks of local ranks i, i - 1, ..., `held` first; the next is received while this one is used."""
         ...
 
-    def homecoming(self, wire: torch.dtype | None, needs: ChunkRanges) -> GradReturn:
-        """A fresh way home. Sums cross in dtype `wire`, or as they are when None."""
+    def grad_return(self, comm_dtype: torch.dtype | None, ranges: ChunkRanges) -> GradReturn:
+        """A return of this inner ring's gradients. Sums are sent in `comm_dtype`, or as they are when None."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Relay:
-    """Neighbours hand whole shards on around the circle of `size` slots; gradients follow one hop behind.
+class P2PRing:
+    """Neighbours forward whole chunks around the `size` local ranks; gradients follow one step behind.
 
-    A rank keeps its own part of its own shard's gradient at home and adds the traveller when it arrives, so each
-    gradient crosses size - 1 links.
+    A rank keeps its own part of its own chunk's gradient and adds the received sum at the end, so each gradient crosses
+    size - 1 links.
     """
 
-    slot: int
+    local_rank: int
     size: int
-    shards: Transport
+    chunks: Transport
     gradients: Transport
 
     @property
     def peers(self) -> tuple[int, int]:
-        """(slot to send to, slot to receive from)."""
-        return (self.slot + 1) % self.size, (self.slot - 1) % self.size
+        """(local rank to send to, local rank to receive from)."""
+        return (self.local_rank + 1) % self.size, (self.local_rank - 1) % self.size
 
-    def inner_ring(self, held: RemoteChunk, cargo: ChunkSpec, needs: ChunkRanges) -> Iterator[RemoteChunk]:
+    def inner_ring(self, held: RemoteChunk, spec: ChunkSpec, ranges: ChunkRanges) -> Iterator[RemoteChunk]:
         to, source = self.peers
-        for step in range(self.size):
-            if step + 1 == self.size:
-                yield held
-                return
-            coming = needs.held[(self.slot - step - 1) % self.size] if needs.held else None
-            expected = cargo.whole if coming is None else cargo.like(coming)
-            transfer = self.shards.start(held.tensors, to, expected, source)
+        for step in range(1, self.size):
+            coming = ranges.held[(self.local_rank - step) % self.size] if ranges.held else None
+            expected = spec.whole if coming is None else spec.of_tokens(coming)
+            transfer = self.chunks.start(held.tensors, to, expected, source)
             yield held
-            held = RemoteChunk(transfer.wait(), coming[0] if coming else 0)
+            held = RemoteChunk(transfer.wait(), spec.token_dims, coming[0] if coming else 0)
+        yield held
 
-    def homecoming(self, wire: torch.dtype | None, needs: ChunkRanges) -> GradReturn:
-        return _RelayGradReturn(self, wire)
+    def grad_return(self, comm_dtype: torch.dtype | None, ranges: ChunkRanges) -> GradReturn:
+        return _RingGradReturn(self, comm_dtype)
 
 
-class _RelayGradReturn:
-    """Sums follow the shards: received from behind, added to, sent on."""
+class _RingGradReturn:
+    """Sums follow the chunks: received from the left, added to, sent to the right."""
 
-    def __init__(self, relay: Relay, wire: torch.dtype | None) -> None:
-        self._relay, self._wire = relay, wire
+    def __init__(self, ring: P2PRing, comm_dtype: torch.dtype | None) -> None:
+        self._ring, self._comm_dtype = ring, comm_dtype
         self._own: tuple[GradAccumulator, ...] = ()
         self._transfer: Transfer | None = None
 
-    def add(self, step: int, parts: tuple[GradAccumulator, ...]) -> None:
+    def add(self, step: int, grads: tuple[GradAccumulator, ...]) -> None:
         if step == 0:
-            self._own = parts
+            self._own = grads
             return
-        sums = tuple(part.total() for part in parts)
+        sums = tuple(grad.total() for grad in grads)
         if self._transfer is not None:
             for total, received in zip(sums, self._transfer.wait(), strict=True):
                 total += received
-        to, source = self._relay.peers
-        outgoing = sums if self._wire is None else tuple(total.to(self._wire) for total in sums)
-        self._transfer = self._relay.gradients.start(outgoing, to, tensor_specs(outgoing), source)
+        to, source = self._ring.peers
+        outgoing = sums if self._comm_dtype is None else tuple(total.to(self._comm_dtype) for total in sums)
+        self._transfer = self._ring.gradients.start(outgoing, to, tensor_specs(outgoing), source)
 
     def finish(self) -> tuple[GradAccumulator, ...]:
         if self._transfer is not None:
@@ -160,21 +156,21 @@ class _RelayGradReturn:
 
 
 @dataclass(frozen=True, slots=True)
-class Direct:
-    """Owners send to every slot themselves, each only the tokens it needs; gradients go straight home."""
+class AllPairsP2P:
+    """Owners send to every local rank themselves, each only the tokens it needs; gradients return directly."""
 
-    slot: int
+    local_rank: int
     size: int
-    shards: Transport
+    chunks: Transport
     gradients: Transport
 
-    def inner_ring(self, held: RemoteChunk, cargo: ChunkSpec, needs: ChunkRanges) -> Iterator[RemoteChunk]:
+    def inner_ring(self, held: RemoteChunk, spec: ChunkSpec, ranges: ChunkRanges) -> Iterator[RemoteChunk]:
         def start(step: int) -> Transfer:
-            to, source = (self.slot + step) % self.size, (self.slot - step) % self.size
-            sent = held.cut(needs.visit(self.slot, to), cargo.token_dims)
-            return self.shards.start(sent, to, cargo.like(needs.visit(source, self.slot)), source)
+            to, source = (self.local_rank + step) % self.size, (self.local_rank - step) % self.size
+            expected = spec.of_tokens(ranges.of(source, self.local_rank))
+            return self.chunks.start(held.cut(ranges.of(self.local_rank, to)), to, expected, source)
 
-        self.shards.reserve(cargo.like((0, needs.longest)))
+        self.chunks.reserve(spec.of_tokens((0, ranges.longest)))
         pending = start(1) if self.size > 1 else None
         yield held
         for step in range(1, self.size):
@@ -182,112 +178,99 @@ class Direct:
             current = pending
             received = current.wait()
             pending = start(step + 1) if step + 1 < self.size else None
-            yield RemoteChunk(received, needs.visit((self.slot - step) % self.size, self.slot)[0])
+            owner = (self.local_rank - step) % self.size
+            yield RemoteChunk(received, spec.token_dims, ranges.of(owner, self.local_rank)[0])
             current.release()
 
-    def homecoming(self, wire: torch.dtype | None, needs: ChunkRanges) -> GradReturn:
-        return _DirectGradReturn(self, wire, needs)
-
-
-def _leaving(
-    gradients: tuple[GradAccumulator, ...], tokens: TokenRange, wire: torch.dtype | None, unreduced: bool
-) -> tuple[Tensor, ...]:
-    """Gradients of some tokens as they cross a link; nothing where there are no tokens."""
-    start, stop = tokens
-    return tuple(gradient.over(slice(start, stop), wire, unreduced) for gradient in gradients if stop > start)
-
-
-def _arriving(
-    gradients: tuple[GradAccumulator, ...], tokens: TokenRange, wire: torch.dtype | None, unreduced: bool
-) -> tuple[TensorSpec, ...]:
-    """What a peer's `_leaving` with the same arguments sends."""
-    start, stop = tokens
-    return tuple(gradient.like(slice(start, stop), wire, unreduced) for gradient in gradients if stop > start)
+    def grad_return(self, comm_dtype: torch.dtype | None, ranges: ChunkRanges) -> GradReturn:
+        return _DirectGradReturn(self, comm_dtype, ranges)
 
 
 class _DirectGradReturn:
-    """Each part goes to its owner, which adds it to its own."""
+    """Each part is sent to the chunk's owner, which adds it to its own."""
 
-    def __init__(self, direct: Direct, wire: torch.dtype | None, needs: ChunkRanges) -> None:
-        self._direct, self._wire, self._needs = direct, wire, needs
+    def __init__(self, pattern: AllPairsP2P, comm_dtype: torch.dtype | None, ranges: ChunkRanges) -> None:
+        self._pattern, self._comm_dtype, self._ranges = pattern, comm_dtype, ranges
         self._own: tuple[GradAccumulator, ...] = ()
         self._pending: tuple[Transfer, slice] | None = None
         self._held = 0  # received gradients that wait in their slots to be summed
 
-    def add(self, step: int, parts: tuple[GradAccumulator, ...]) -> None:
-        direct, needs = self._direct, self._needs
+    def add(self, step: int, grads: tuple[GradAccumulator, ...]) -> None:
+        pattern, ranges, comm_dtype = self._pattern, self._ranges, self._comm_dtype
         if step == 0:
-            self._own = parts
-            longest = slice(0, needs.longest)
-            unreduced = needs.all_unreduced
-            direct.gradients.reserve(tuple(part.like(longest, self._wire, unreduced) for part in parts))
+            self._own = grads
+            longest = slice(0, ranges.longest)
+            pattern.gradients.reserve(tuple(grad.spec(longest, comm_dtype, ranges.all_unreduced) for grad in grads))
             return
-        owner, host = (direct.slot - step) % direct.size, (direct.slot + step) % direct.size
-        tokens = needs.visit(direct.slot, host)
-        outgoing = _leaving(parts, needs.visit(owner, direct.slot), self._wire, needs.unreduced[owner, direct.slot])
-        expected = _arriving(self._own, tokens, self._wire, needs.unreduced[direct.slot, host])
+        here = pattern.local_rank
+        owner, worker = (here - step) % pattern.size, (here + step) % pattern.size
+        tokens = ranges.of(here, worker)
+        outgoing = _sent_grads(grads, ranges.of(owner, here), comm_dtype, ranges.unreduced[owner, here])
+        expected = _expected_grads(self._own, tokens, comm_dtype, ranges.unreduced[here, worker])
         if self._held == HELD_GRADIENTS:
-            # The message that takes a slot is started after the slot was given back, on every rank: what a stream waits
-            # for then never lies behind the wait itself, also where the device runs several streams as one.
-            self._let_go()
-        transfer = direct.gradients.start(outgoing, owner, expected, host)
-        self._collect()
+            # The message that needs a slot is started after the slot's release, on every rank: what a stream waits for
+            # then never lies behind the wait itself, also where the device runs several streams as one.
+            self._sum_held()
+        transfer = pattern.gradients.start(outgoing, owner, expected, worker)
+        self._receive()
         self._pending = (transfer, slice(*tokens))
 
-    def _collect(self) -> None:
+    def _receive(self) -> None:
+        """Wait for the transfer that is under way and add what it brings to this rank's own gradient."""
         if self._pending is None:
             return
         transfer, tokens = self._pending
         self._pending = None
         received = transfer.wait()
         if not received:
-            self._let_go()  # messages are released in their order
+            self._sum_held()  # messages are released in their order
             transfer.release()
             return
-        release = _after(len(received), transfer.release)
+        release = _at_call(len(received), transfer.release)
         for own, gradient in zip(self._own, received, strict=True):
             own.add(tokens, gradient, release)
         self._held += 1
 
-    def _let_go(self) -> None:
-        """Sum what waits in receive slots, which releases them."""
+    def _sum_held(self) -> None:
+        """Sum the gradients that wait in receive slots, which releases the slots."""
         for own in self._own:
             own.total()
         self._held = 0
 
     def finish(self) -> tuple[GradAccumulator, ...]:
-        self._collect()
+        self._receive()
         return self._own
 
 
 class InterNodeGradReduce:
-    """Gradients summed inside each node, on their way to the owners' node: each crosses between nodes once."""
+    """Returns gradients that a node has summed to the owner's node: each crosses between nodes once."""
 
     def __init__(
-        self, ring: Ring, cp_rank: int, across: Transport | None, wire: torch.dtype | None, comm_plan: CommPlan
+        self, ring: Ring, cp_rank: int, transport: Transport | None, comm_dtype: torch.dtype | None, plan: CommPlan
     ) -> None:
         self._ring, self._node = ring, cp_rank // ring.node_size
-        self._across, self._wire, self._itinerary = across, wire, comm_plan
+        self._transport, self._comm_dtype, self._plan = transport, comm_dtype, plan
         self._own: tuple[GradAccumulator, ...] = ()
         self._pending: tuple[Transfer, slice] | None = None
 
     def add(self, outer_step: int, sums: tuple[GradAccumulator, ...]) -> None:
-        """Hand in this node's sums for the shard of node - cycle, same slot."""
+        """Hand in this node's sums for the chunk of node - outer_step, same local rank."""
         if outer_step == 0:
             self._own = sums
             if self._ring.nodes > 1:
                 for own in sums:
-                    own.total()  # what waits in receive slots is released before the next lap needs them
+                    own.total()  # releases the receive slots before the next inner ring needs them
             return
-        assert self._across is not None
-        nodes, work = self._ring.nodes, self._itinerary
+        assert self._transport is not None
+        nodes, plan, comm_dtype = self._ring.nodes, self._plan, self._comm_dtype
         to, source = (self._node - outer_step) % nodes, (self._node + outer_step) % nodes
-        outgoing = _leaving(sums, work.given[outer_step], self._wire, work.given_unreduced[outer_step])
-        expected = _arriving(self._own, work.returned[outer_step], self._wire, work.returned_unreduced[outer_step])
-        self._collect()
-        self._pending = (self._across.start(outgoing, to, expected, source), slice(*work.returned[outer_step]))
+        outgoing = _sent_grads(sums, plan.given[outer_step], comm_dtype, plan.given_unreduced[outer_step])
+        tokens, unreduced = plan.returned[outer_step], plan.returned_unreduced[outer_step]
+        expected = _expected_grads(self._own, tokens, comm_dtype, unreduced)
+        self._receive()
+        self._pending = (self._transport.start(outgoing, to, expected, source), slice(*tokens))
 
-    def _collect(self) -> None:
+    def _receive(self) -> None:
         if self._pending is None:
             return
         transfer, tokens = self._pending
@@ -299,5 +282,45 @@ class InterNodeGradReduce:
 
     def finish(self) -> tuple[GradAccumulator, ...]:
         """Gradients of this rank's own shard, from all nodes."""
-        self._collect()
+        self._receive()
         return self._own
+
+
+@dataclass(frozen=True, slots=True)
+class RingComms:
+    """The communication of one ring: inside a node, and between the same local ranks of different nodes.
+
+    Chunks and gradients have a communicator each: on a shared one the returning gradients would queue behind the chunks,
+    and a group that spans nodes never reaches NVLink speed inside one.
+    """
+
+    intra_node: ExchangePattern
+    inter_node: Transport | None = None
+    inter_node_gradients: Transport | None = None
+
+
+def _sent_grads(
+    grads: tuple[GradAccumulator, ...], tokens: TokenRange, comm_dtype: torch.dtype | None, unreduced: bool
+) -> tuple[Tensor, ...]:
+    """Gradients of some tokens as they cross a link; nothing where there are no tokens."""
+    start, stop = tokens
+    return tuple(grad.over(slice(start, stop), comm_dtype, unreduced) for grad in grads if stop > start)
+
+
+def _expected_grads(
+    grads: tuple[GradAccumulator, ...], tokens: TokenRange, comm_dtype: torch.dtype | None, unreduced: bool
+) -> tuple[TensorSpec, ...]:
+    """What a peer's `_sent_grads` returns with the same arguments."""
+    start, stop = tokens
+    return tuple(grad.spec(slice(start, stop), comm_dtype, unreduced) for grad in grads if stop > start)
+
+
+def _at_call(number: int, action: Callable[[], None]) -> Callable[[], None]:
+    """A function whose `number`-th call runs `action`."""
+    left = itertools.count(number - 1, -1)
+
+    def call() -> None:
+        if next(left) == 0:
+            action()
+
+    return call

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.attention.accumulate.tensor_spec import tensor_specs
+from engine.attention.accumulate.accumulators import tensor_specs
 from engine.attention.comm.p2p import PointToPoint, Traffic
 
 REPEATS = 3

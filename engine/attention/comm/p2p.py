@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.attention.accumulate.tensor_spec import TensorSpec
-from engine.attention.call_order import peers_needed
+from engine.attention.accumulate.accumulators import TensorSpec
+from engine.attention.comm.call_order import peers_needed
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
-"""The order in which shards visit ranks. Pure integer code.
+"""The order in which ranks receive chunks. Pure integer code.
 
-Flat ring: shards move one rank on at every hop. Double ring (BurstAttention, arXiv:2403.09347, section 3.3; LoongTrain,
-arXiv:2406.18485): in cycle c, step t, slot i of node n holds the shard of node n - c, slot i - t; the transfer between
-nodes starts with its cycle and has all of it to finish, while the steps inside the node fill the cycle.
+Flat ring: chunks move one rank on at every step. Double ring (BurstAttention, arXiv:2403.09347, section 3.3; LoongTrain,
+arXiv:2406.18485): in outer step c and inner step t, local rank i of node n holds the chunk of node n - c, local rank
+i - t; a transfer between nodes starts with its outer step and may last as long as the inner steps of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """Order in which every rank meets every shard. node_size == cp_size is the flat ring, smaller the double ring."""
+    """Order in which every rank processes every chunk. node_size == cp_size is the flat ring, smaller the double ring."""
 
     cp_size: int
     node_size: int  # CP ranks per node; divides cp_size
@@ -27,17 +27,17 @@ class Ring:
     def nodes(self) -> int:
         return self.cp_size // self.node_size
 
-    def owner(self, cp_rank: int, hop: int) -> int:
-        """CP rank whose shard is on `cp_rank` at `hop`, 0 <= hop < cp_size."""
-        node, slot = divmod(cp_rank, self.node_size)
-        outer_step, step = divmod(hop, self.node_size)
-        return (node - outer_step) % self.nodes * self.node_size + (slot - step) % self.node_size
+    def owner(self, cp_rank: int, step: int) -> int:
+        """CP rank whose chunk `cp_rank` processes at `step`, 0 <= step < cp_size."""
+        node, local_rank = divmod(cp_rank, self.node_size)
+        outer_step, inner_step = divmod(step, self.node_size)
+        return (node - outer_step) % self.nodes * self.node_size + (local_rank - inner_step) % self.node_size
 
 
 @dataclass(frozen=True, slots=True)
 class RingTraffic:
-    """How much of a ring a mask leaves: 1 where every rank works on every shard and needs all of it."""
+    """How much of a ring a mask leaves: 1 where every rank computes on every chunk and needs all of it."""
 
-    stops: float = 1.0  # with work, over all stops
-    near: float = 1.0  # tokens a rank receives from ranks of its node, over those of their shards
+    steps: float = 1.0  # with work, over all steps
+    near: float = 1.0  # tokens a rank receives from ranks of its node, over those of their chunks
     far: float = 1.0  # the same from other nodes

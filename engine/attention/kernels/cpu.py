@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.attention.accumulate.output import accumulation_dtype
+from engine.attention.accumulate.accumulators import accumulation_dtype
 from engine.attention.geometry.tiles import Band, Tile, row_blocks
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
 from engine.attention.kernels.heads import repeat_heads, sum_heads

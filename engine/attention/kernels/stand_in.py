@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.accumulate.output import rowwise_twins
+from engine.attention.accumulate.accumulators import ROWWISE_KERNELS
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Gradients, Kernel, Problem
+from engine.triton_kernels import kernels_for
 
 # Largest entry of an O', far above any output's and in the range of fp16: |delta| beyond it times |dO| goes alone.
 _MOST = 2.0**15
@@ -28,9 +29,9 @@ def output_stand_in(dout_BLND: Tensor, delta_BNL: Tensor) -> Tensor:
     Rows are scaled by their largest entry first: gradients of a mean over millions of tokens are so small that their
     squares would underflow in fp32.
     """
-    fused = rowwise_twins(dout_BLND)
-    if fused is not None:
-        rebuilt_BLND: Tensor = fused.output_stand_in(dout_BLND, delta_BNL)
+    kernels = kernels_for(dout_BLND, ROWWISE_KERNELS)
+    if kernels is not None:
+        rebuilt_BLND: Tensor = kernels.output_stand_in(dout_BLND, delta_BNL)
         return rebuilt_BLND
     dout = dout_BLND if dout_BLND.itemsize >= 4 else dout_BLND.float()
     largest = dout.abs().amax(dim=-1, keepdim=True)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from engine.attention.masks.balance import band_kinds, imbalance, kept_share, meeting, rank_areas, recompute_share
+from engine.attention.masks.balance import (
+    band_kinds,
+    imbalance,
+    kept_share,
+    rank_areas,
+    rank_pair_tiles,
+    recompute_share,
+)
 from engine.attention.masks.bands import Causal, Full
 from engine.attention.masks.block_sparse import BlockSparse
 from engine.attention.masks.blocks import TooManyTiles
@@ -27,8 +34,8 @@ __all__ = [
     "band_kinds",
     "imbalance",
     "kept_share",
-    "meeting",
     "parse_mask",
     "rank_areas",
+    "rank_pair_tiles",
     "recompute_share",
 ]

@@ -1,4 +1,4 @@
-"""What a mask makes of a layout: the tiles of two ranks' meeting, and how evenly the work falls on the ranks."""
+"""What a mask makes of a layout: the tiles of two ranks' rank_pair_tiles, and how evenly the work falls on the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from engine.attention.masks.mask import Mask
 
 
 @lru_cache(maxsize=1024)
-def meeting(mask: Mask, layout: Layout, seq_len: int, cp_size: int, q_rank: int, k_rank: int) -> tuple[Tile, ...]:
+def rank_pair_tiles(
+    mask: Mask, layout: Layout, seq_len: int, cp_size: int, q_rank: int, k_rank: int
+) -> tuple[Tile, ...]:
     """Tiles of the queries of `q_rank` against the keys of `k_rank`. Raises ValueError with the mask's refusal."""
     unsupported_reason = mask.unsupported_reason(seq_len)
     if unsupported_reason:
@@ -26,7 +28,7 @@ def band_kinds(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> frozen
         tile.band.kind
         for q_rank in range(cp_size)
         for k_rank in range(cp_size)
-        for tile in meeting(mask, layout, seq_len, cp_size, q_rank, k_rank)
+        for tile in rank_pair_tiles(mask, layout, seq_len, cp_size, q_rank, k_rank)
     )
 
 

@@ -1,7 +1,7 @@
-"""How many bytes a rank will send, before there are tensors: forward, and backward by either route. Integer code.
+"""How many bytes a rank will send, before there are tensors: forward, and backward with either side. Integer code.
 
-Follows what `ring_pass`, `exchange` and `ulysses` post, from the same itineraries; what `Traffic` then counts is
-equal to the byte. The choice of what backward_side in backward rests on these counts.
+Communication volume, counted from the same communication plans that `engine.attention.algorithms` runs: `Traffic`
+counts the same number while it runs, to the byte. The choice of the backward side rests on these counts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class PassBytes:
+class CallBytes:
     """What a rank sends in one call."""
 
     forward: Sent = field(default_factory=Sent)
@@ -59,15 +59,15 @@ class PassBytes:
 class Widths:
     """Bytes per element of a gradient that crosses a link."""
 
-    written: int  # as the kernel wrote it
+    unreduced: int  # as the kernel wrote it
     summed: int
 
     def of(self, unreduced: bool) -> int:
-        return self.written if unreduced else self.summed
+        return self.unreduced if unreduced else self.summed
 
 
 def narrowed(grad_comm_dtype: str) -> tuple[bool, bool]:
-    """Whether gradients cross links in the inputs' dtype inside a lap, and between nodes."""
+    """Whether gradients cross links in the inputs' dtype inside a node, and between nodes."""
     return grad_comm_dtype == "input", grad_comm_dtype != "fp32"
 
 
@@ -81,15 +81,15 @@ class Shards:
     kv_heads: int
     head_dim: int
     input_bytes: int  # per element of Q, K, V and dO
-    inside: Widths  # of gradients inside a lap
-    across: Widths  # and between nodes
+    intra_node: Widths  # of gradients inside a node
+    inter_node: Widths  # and between nodes
 
     @classmethod
     def of(cls, problem: Problem, kernel: Kernel, batch: int, tokens: int, grad_comm_dtype: str) -> Shards:
         """Those that `kernel` works on; gradients cross links as `grad_comm_dtype` says."""
         item = problem.dtype.itemsize
         plain = Widths(item if kernel.writes_input_dtype else max(4, item), max(4, item))
-        inside, across = (Widths(item, item) if narrow else plain for narrow in narrowed(grad_comm_dtype))
+        intra_node, inter_node = (Widths(item, item) if narrow else plain for narrow in narrowed(grad_comm_dtype))
         return cls(
             batch=batch,
             tokens=tokens,
@@ -97,8 +97,8 @@ class Shards:
             kv_heads=problem.kv_heads,
             head_dim=problem.head_dim,
             input_bytes=item,
-            inside=inside,
-            across=across,
+            intra_node=intra_node,
+            inter_node=inter_node,
         )
 
     @property
@@ -120,29 +120,29 @@ class Shards:
     def row_bytes(self) -> int:
         return max(4, self.input_bytes)
 
-    def travelling(self, sends_queries: bool) -> int:
-        """Of what backward_side in backward: Q, dO, LSE and delta, or K and V."""
+    def sent_side(self, sends_queries: bool) -> int:
+        """Of the side that is sent in backward: Q, dO, LSE and delta, or K and V."""
         return 2 * self.query + 2 * self.row if sends_queries else 2 * self.key
 
     def gradient(self, sends_queries: bool, element_bytes: int) -> int:
-        """Of what comes home: dQ, or dK and dV."""
+        """Of the gradients that are returned: dQ, or dK and dV."""
         return (self.query if sends_queries else 2 * self.key) // self.input_bytes * element_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Circle:
-    """Ranks around a ring, and how shards travel inside a lap of it."""
+class RingVolume:
+    """Counts the bytes of a ring: its order, and the exchange pattern inside a node."""
 
     ring: Ring
-    node_size: int  # consecutive ranks that share a node: on a flat ring maybe fewer than a lap
+    node_size: int  # consecutive ranks that share a node: on a flat ring perhaps fewer than its ranks
     exchange: str  # relay, direct or copy_engine
 
-    def outward(self, work: CommPlan, cp_rank: int, tokens: int, token_bytes: int) -> Sent:
-        """What `cp_rank` sends of travelling shards, its own and those it hands on. As `RingPlan.circulate`."""
+    def chunks(self, work: CommPlan, cp_rank: int, tokens: int, token_bytes: int) -> Sent:
+        """What `cp_rank` sends of chunks, its own and those it forwards."""
         return self._counted(cp_rank, ((to, count * token_bytes) for to, count in self._posted(work, cp_rank, tokens)))
 
-    def homeward(self, work: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool) -> Sent:
-        """What `cp_rank` sends of gradients of visiting shards. As `Relay`, `Direct` and `InterNodeGradReduce` do."""
+    def gradients(self, work: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool) -> Sent:
+        """What `cp_rank` sends of the gradients of chunks that other ranks own."""
         return self._counted(
             cp_rank,
             (
@@ -152,38 +152,39 @@ class Circle:
         )
 
     def backward(self, work: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool) -> Sent:
-        """What `cp_rank` sends in backward by one route, out and home; `work` is of that route."""
-        out = self.outward(work, cp_rank, shards.tokens, shards.travelling(sends_queries))
-        return out + self.homeward(work, cp_rank, shards, sends_queries)
+        """What `cp_rank` sends in backward with one side, chunks and gradients; `work` is the plan of that side."""
+        out = self.chunks(work, cp_rank, shards.tokens, shards.sent_side(sends_queries))
+        return out + self.gradients(work, cp_rank, shards, sends_queries)
 
     def _posted(self, work: CommPlan, cp_rank: int, tokens: int) -> Iterator[tuple[int, int]]:
         """(rank sent to, tokens of a shard) of each message."""
-        ring, (node, slot) = self.ring, divmod(cp_rank, self.ring.node_size)
-        for outer_step, needs in enumerate(work.inner_rings):
+        ring, (node, local_rank) = self.ring, divmod(cp_rank, self.ring.node_size)
+        for outer_step, ranges in enumerate(work.inner_rings):
             if outer_step + 1 < ring.nodes:
-                yield (node + 1) % ring.nodes * ring.node_size + slot, length(work.leaving[outer_step])
+                yield (node + 1) % ring.nodes * ring.node_size + local_rank, length(work.leaving[outer_step])
             for step in range(1, ring.node_size):
                 if self.exchange == "relay":
-                    to, count = slot + 1, _held(needs, (slot - step + 1) % ring.node_size, tokens)
+                    to, count = local_rank + 1, _held(ranges, (local_rank - step + 1) % ring.node_size, tokens)
                 else:
-                    to = slot + step
-                    count = length(needs.visit(slot, to % ring.node_size))
+                    to = local_rank + step
+                    count = length(ranges.of(local_rank, to % ring.node_size))
                 yield node * ring.node_size + to % ring.node_size, count
 
     def _returned(self, work: CommPlan, cp_rank: int, shards: Shards) -> Iterator[tuple[int, int, int]]:
         """(rank sent to, tokens of its gradient, bytes per element) of each message."""
-        ring, (node, slot) = self.ring, divmod(cp_rank, self.ring.node_size)
-        for outer_step, needs in enumerate(work.inner_rings):
+        ring, (node, local_rank) = self.ring, divmod(cp_rank, self.ring.node_size)
+        for outer_step, ranges in enumerate(work.inner_rings):
             for step in range(1, ring.node_size):
                 if self.exchange == "relay":
-                    yield node * ring.node_size + (slot + 1) % ring.node_size, shards.tokens, shards.inside.summed
+                    to = node * ring.node_size + (local_rank + 1) % ring.node_size
+                    yield to, shards.tokens, shards.intra_node.summed
                 else:
-                    owner = (slot - step) % ring.node_size
-                    width = shards.inside.of(needs.unreduced[owner, slot])
-                    yield node * ring.node_size + owner, length(needs.visit(owner, slot)), width
+                    owner = (local_rank - step) % ring.node_size
+                    width = shards.intra_node.of(ranges.unreduced[owner, local_rank])
+                    yield node * ring.node_size + owner, length(ranges.of(owner, local_rank)), width
             if outer_step:
-                home = (node - outer_step) % ring.nodes * ring.node_size + slot
-                yield home, length(work.given[outer_step]), shards.across.of(work.given_unreduced[outer_step])
+                owner = (node - outer_step) % ring.nodes * ring.node_size + local_rank
+                yield owner, length(work.given[outer_step]), shards.inter_node.of(work.given_unreduced[outer_step])
 
     def _counted(self, cp_rank: int, messages: Iterator[tuple[int, int]]) -> Sent:
         near = far = 0
@@ -195,15 +196,15 @@ class Circle:
         return Sent(near, far)
 
 
-def trade_bytes(
-    members: tuple[int, ...], cp_rank: int, node_size: int, part: Shards, *, kept: bool, packed: bool
-) -> PassBytes:
+def all_to_all_bytes(
+    members: tuple[int, ...], cp_rank: int, node_size: int, part: Shards, *, gathered: bool, packed: bool
+) -> CallBytes:
     """What `cp_rank` sends around the pass of one part of its heads: `part` is what that pass sees of them.
 
     Args:
         members: CP ranks that trade with each other, `cp_rank` among them.
-        kept: what arrived in forward is there in backward; else Q, K, V and LSE are sent again.
-        packed: what goes to a rank is one bundle, as long as its widest dtype needs it to be.
+        gathered: what arrived in forward is there in backward; else Q, K, V and LSE are sent again.
+        packed: what goes to a rank is one bundle, as long as its widest dtype ranges it to be.
     """
     tokens = part.tokens // len(members)
     query, key, row = (tokens * token_bytes for token_bytes in (part.query, part.key, part.row))
@@ -213,42 +214,42 @@ def trade_bytes(
 
     inputs, gradients = query + 2 * key, message(query + 2 * key, part.input_bytes)
     forward = message(inputs, part.input_bytes) + message(query + row, part.row_bytes)
-    backward = message(query + row if kept else inputs + query + 2 * row, part.row_bytes) + gradients
+    backward = message(query + row if gathered else inputs + query + 2 * row, part.row_bytes) + gradients
     near = sum(rank // node_size == cp_rank // node_size for rank in members) - 1
     far = len(members) - 1 - near
-    return PassBytes(Sent(near * forward, far * forward), Sent(near * backward, far * backward))
+    return CallBytes(Sent(near * forward, far * forward), Sent(near * backward, far * backward))
 
 
 @lru_cache(maxsize=256)
 def group_backward_bytes(
-    mask: Mask, layout: Layout, circle: Circle, seq_len: int, shards: Shards, sends_queries: bool
+    mask: Mask, layout: Layout, volume: RingVolume, seq_len: int, shards: Shards, sends_queries: bool
 ) -> Sent:
     """Backward bytes of all ranks of a small group, of the first, middle and last of a large one, added up.
 
     The same on every rank. Added up, because what one rank sends another receives: with contiguous causal shards the
-    first rank sends most by one route and the last by the other, and neither is done before the other.
+    first rank sends most with one side and the last with the other, and neither finishes before the other.
     """
-    size = circle.ring.cp_size
+    size = volume.ring.cp_size
     total = Sent()
     for rank in range(size) if size <= ALL_RANKS else (0, size // 2, size - 1):
-        # A flat ring has one lap, whose needs are all ranks': one comm_plan says them.
-        known = 0 if circle.ring.nodes == 1 else rank
-        work = comm_plan(mask, layout, circle.ring, seq_len, known, sends_queries)
-        total += circle.backward(work, rank, shards, sends_queries)
+        # A flat ring has one inner ring, whose ranges are those of all ranks: one plan holds them.
+        known = 0 if volume.ring.nodes == 1 else rank
+        work = comm_plan(mask, layout, volume.ring, seq_len, known, sends_queries)
+        total += volume.backward(work, rank, shards, sends_queries)
     return total
 
 
 def cheaper_backward(
-    mask: Mask, layout: Layout, circle: Circle, seq_len: int, shards: Shards, hardware: HardwareModel
+    mask: Mask, layout: Layout, volume: RingVolume, seq_len: int, shards: Shards, hardware: HardwareModel
 ) -> str:
-    """The backward route whose bytes take the links less time; `query` on a tie, as of a rank alone."""
+    """The backward side whose bytes take the links less time; `query` on a tie, as of a rank alone."""
     seconds = {
-        route: group_backward_bytes(mask, layout, circle, seq_len, shards, route == "query").seconds(hardware)
-        for route in BACKWARD_SIDES
+        side: group_backward_bytes(mask, layout, volume, seq_len, shards, side == "query").seconds(hardware)
+        for side in BACKWARD_SIDES
     }
-    return min(BACKWARD_SIDES, key=lambda route: seconds[route])
+    return min(BACKWARD_SIDES, key=lambda side: seconds[side])
 
 
-def _held(needs: ChunkRanges, slot: int, tokens: int) -> int:
-    """Tokens of its shard that a slot of this lap starts with."""
-    return tokens if needs.held is None else length(needs.held[slot])
+def _held(ranges: ChunkRanges, local_rank: int, tokens: int) -> int:
+    """Tokens of its shard that a local_rank of this lap starts with."""
+    return tokens if ranges.held is None else length(ranges.held[local_rank])

@@ -146,7 +146,7 @@ def estimate(schedule: str, share: Workload, hardware: HardwareModel, parts: int
         travel = min(2 * query, 2 * key)
         returning = gradient_factor * (query if 2 * query + query <= 4 * key else 2 * key)
         left = share.left
-        hops, near, far = max(1.0, hops * left.stops), left.near * (hops - inner_rings) / inside, left.far * far
+        hops, near, far = max(1.0, hops * left.steps), left.near * (hops - inner_rings) / inside, left.far * far
         compute = 1 + hardware.hop_share * (hops - 1)
         passes = max(forward * compute, shard_forward * max(near, far))
         # In parts, all but the last part's gradients return while another part is computed.

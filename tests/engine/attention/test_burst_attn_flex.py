@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from engine.attention.accumulate.output import row_dot
+from engine.attention.accumulate.accumulators import row_dot
 from engine.attention.geometry.tiles import CAUSAL, FULL, Band
 from engine.attention.kernels import BackwardInputs, Problem, flex, kernel_named
 from engine.attention.kernels.reference import visible_pairs

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.attention.accumulate.output import row_dot
+from engine.attention.accumulate.accumulators import row_dot
 from engine.attention.geometry.tiles import CAUSAL
 from engine.attention.kernels import BackwardInputs, fa4, kernel_named
 

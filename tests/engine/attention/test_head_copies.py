@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from engine.attention.comm.all_to_all import token_runs_in_order
-from engine.attention.comm.symm_mem.all_to_all_copies import CopyPlanner, from_slot, in_rows
+from engine.attention.comm.symm_mem.all_to_all_copies import CopyPlanner, in_rows, unpack_slot
 from engine.attention.comm.symm_mem.channel import message_bytes, offsets
-from engine.attention.cuda_driver import Copies
 from engine.attention.geometry.layout import layout_named
+from engine.cuda.driver import Copies
 
 BATCH, HEADS, HEAD_DIM = 2, 8, 3
 SIZE = 4
@@ -44,7 +44,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch) -> Driver:
     found = Driver()
-    monkeypatch.setattr("engine.attention.cuda_driver._driver", lambda: found)
+    monkeypatch.setattr("engine.cuda.driver._driver", lambda: found)
     return found
 
 
@@ -52,10 +52,10 @@ def launch(plan: Copies, tensors, slots) -> None:
     plan.launch(0, [tensor.data_ptr() for tensor in tensors], [slot.data_ptr() for slot in slots])
 
 
-def tensors_of(slot: torch.Tensor, tensor_specs) -> list[torch.Tensor]:
+def tensors_of(slot: torch.Tensor, specs) -> list[torch.Tensor]:
     return [
         slot[start : start + like.nbytes].view(like.dtype).view(like.shape)
-        for start, like in zip(offsets(tensor_specs), tensor_specs, strict=True)
+        for start, like in zip(offsets(specs), specs, strict=True)
     ]
 
 
@@ -72,14 +72,14 @@ def sent(planned, tensors_of_ranks) -> tuple[list[torch.Tensor], tuple]:
     slots: list[torch.Tensor] = []
     for rank, tensors in enumerate(tensors_of_ranks):
         message = planned(rank, tensors)
-        slots = slots or [torch.zeros(message_bytes(message.tensor_specs), dtype=torch.uint8) for _ in range(SIZE)]
+        slots = slots or [torch.zeros(message_bytes(message.specs), dtype=torch.uint8) for _ in range(SIZE)]
         launch(message.plan, tensors, slots)
         assert message.away_bytes == message.plan.nbytes * (SIZE - 1) // SIZE
-    return slots, message.tensor_specs
+    return slots, message.specs
 
 
 def whole_tensors(seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """TensorSpec dout and delta: rows of a head dim in float64, and single fp32 numbers whose heads do not lie together."""
+    """Like dout and delta: rows of a head dim in float64, and single fp32 numbers whose heads do not lie together."""
     wide = torch.randn(BATCH, seq_len, HEADS, HEAD_DIM, dtype=torch.float64)
     return wide, torch.randn(BATCH, HEADS, seq_len).transpose(1, 2)
 
@@ -92,10 +92,10 @@ def test_heads_arrive_with_the_groups_tokens_in_order(driver, layout, parts) -> 
     share = HEADS // (SIZE * parts)
     for part in range(parts):
         shards = [tuple(in_rows(tensor[:, held]) for tensor in whole) for held in positions]
-        slots, tensor_specs = sent(lambda rank, tensors, part=part: found[rank].outward(tensors, part), shards)
+        slots, specs = sent(lambda rank, tensors, part=part: found[rank].send(tensors, part), shards)
         for to, slot in enumerate(slots):
             heads = slice((to * parts + part) * share, (to * parts + part + 1) * share)
-            for arrived, tensor in zip(tensors_of(slot, tensor_specs), whole, strict=True):
+            for arrived, tensor in zip(tensors_of(slot, specs), whole, strict=True):
                 assert torch.equal(arrived, tensor[:, :, heads])
 
 
@@ -112,9 +112,9 @@ def test_results_come_home_with_all_heads_in_order(driver, layout, parts) -> Non
     for part in range(parts):
         heads = [slice((rank * parts + part) * share, (rank * parts + part + 1) * share) for rank in range(SIZE)]
         results = [tuple(tensor[:, :, some].contiguous() for tensor in whole) for some in heads]
-        slots, tensor_specs = sent(lambda rank, tensors: found[rank].homeward(tensors), results)
+        slots, specs = sent(lambda rank, tensors: found[rank].send_back(tensors), results)
         for rank, route in enumerate(found):
-            launch(route.homecoming(tensor_specs, part), [slots[rank]], home[rank])
+            launch(route.homecoming(specs, part), [slots[rank]], home[rank])
     for results, held in zip(home, positions, strict=True):
         for result, tensor in zip(results, whole, strict=True):
             assert torch.equal(result.flatten(2, 4), tensor[:, held])
@@ -123,11 +123,11 @@ def test_results_come_home_with_all_heads_in_order(driver, layout, parts) -> Non
 def test_a_slot_is_copied_out_whole(driver) -> None:
     found, positions = routes("zigzag", 1, 32)
     shards = tuple(in_rows(tensor[:, positions[0]]) for tensor in whole_tensors(32))
-    tensor_specs = found[0].outward(shards, 0).tensor_specs
-    slot = torch.randint(0, 255, (message_bytes(tensor_specs),), dtype=torch.uint8)
-    copies = [torch.zeros(like.shape, dtype=like.dtype) for like in tensor_specs]
-    launch(from_slot(tensor_specs), [slot], copies)
-    for copy, arrived in zip(copies, tensors_of(slot, tensor_specs), strict=True):
+    specs = found[0].send(shards, 0).specs
+    slot = torch.randint(0, 255, (message_bytes(specs),), dtype=torch.uint8)
+    copies = [torch.zeros(like.shape, dtype=like.dtype) for like in specs]
+    launch(unpack_slot(specs), [slot], copies)
+    for copy, arrived in zip(copies, tensors_of(slot, specs), strict=True):
         assert torch.equal(copy.view(torch.uint8), arrived.view(torch.uint8))
 
 
@@ -142,11 +142,11 @@ def test_rows_that_lie_apart_are_read_where_they_are_and_scattered_heads_are_gat
 def test_two_runs_of_a_zigzag_rank_cross_in_one_copy_and_a_plan_is_made_once(driver) -> None:
     found, positions = routes("zigzag", 1, 32)
     shard = torch.randn(1, len(positions[1]), HEADS, HEAD_DIM)
-    planned = found[1].outward((shard,), 0)
+    planned = found[1].send((shard,), 0)
     launch(
         planned.plan,
         [shard],
-        [torch.zeros(message_bytes(planned.tensor_specs), dtype=torch.uint8) for _ in range(SIZE)],
+        [torch.zeros(message_bytes(planned.specs), dtype=torch.uint8) for _ in range(SIZE)],
     )
     assert driver.copies == SIZE
-    assert found[1].outward((shard + 1,), 0) is planned
+    assert found[1].send((shard + 1,), 0) is planned

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from engine import ContextParallel, burst_attention
-from engine.attention.accumulate.bundle import bundle, sections
-from engine.attention.accumulate.tensor_spec import TensorSpec
+from engine.attention.accumulate.accumulators import TensorSpec
 from engine.attention.algorithms.ulysses import UlyssesPlan
-from engine.attention.comm.all_to_all import GroupAllToAll, TokenRun, token_runs_in_order
+from engine.attention.comm.all_to_all import GroupAllToAll, TokenRun, _message, _sections, token_runs_in_order
 from engine.attention.comm.p2p import Traffic
 from engine.attention.masks import Causal, SlidingWindow
 from engine.attention.planning.cost_model import HardwareModel, choose_num_head_chunks, estimate
@@ -193,20 +192,20 @@ ODD = ((1, torch.bfloat16), (3, torch.float32), (1, torch.uint8), (1, torch.floa
 def odd_tensors() -> tuple[bool, int]:
     """Tokens of heads of odd sizes go to their ranks in two parts and come back: (unchanged, bytes sent)."""
     cp = ContextParallel(layout="contiguous")
-    trade, members, _inner = cp.all_to_all("ulysses", "auto", torch.device("cpu"))
+    all_to_all, members, _inner = cp.all_to_all("ulysses", "auto", torch.device("cpu"))
     token_runs = token_runs_in_order(tuple(cp.layout.segments(3 * cp.size, cp.size, rank) for rank in members))
     tokens = torch.arange(3)[None, :, None, None] + 10 * cp.rank
     tensors = tuple((tokens + 40 * torch.arange(4)[:, None]).expand(1, 3, 4, n).to(dtype) for n, dtype in ODD)
-    trip = trade.trip(token_runs, 2, alternate=False)
+    exchange = all_to_all.begin(token_runs, 2, alternate=False)
     same = True
     for part in range(2):
-        arrived = trip.send(tensors, part)().tensors
+        arrived = exchange.send(tensors, part)().tensors
         everyone = torch.cat([torch.arange(3) + 10 * rank for rank in range(cp.size)])[None, :, None, None]
         expected = everyone + 40 * (2 * cp.rank + part)
         for tensor, (width, dtype) in zip(arrived, ODD, strict=True):
             same &= torch.equal(tensor, expected.expand(1, 6, 1, width).to(dtype))
-        trip.send_back(arrived, part)
-    same &= all(map(torch.equal, trip.results(), tensors))
+        exchange.send_back(arrived, part)
+    same &= all(map(torch.equal, exchange.results(), tensors))
     return same, cp.traffic.sent_bytes
 
 
@@ -219,10 +218,10 @@ def test_tensors_of_any_dtypes_share_a_message() -> None:
         assert sent_bytes == 4 * row_bytes
 
 
-def test_every_section_of_a_bundle_is_aligned_and_none_overlap() -> None:
+def test_every_section_of_a_message_is_aligned_and_none_overlap() -> None:
     tensor_specs = tuple(TensorSpec((3, width), dtype) for width, dtype in ODD)
-    rows = bundle(tensor_specs, 2, torch.device("cpu"))
-    views = sections(rows, tensor_specs)
+    rows = _message(tensor_specs, 2, torch.device("cpu"))
+    views = _sections(rows, tensor_specs)
     for index, view in enumerate(views):
         assert (view.dtype, view.shape) == (tensor_specs[index].dtype, (2, *tensor_specs[index].shape))
         assert all(row.data_ptr() % view.itemsize == 0 for row in view)

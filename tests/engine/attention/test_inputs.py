@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from engine import ContextParallel, burst_attention
 from engine.attention.masks import Causal
-from engine.attention.op import plan_attention
+from engine.attention.resolve import plan_attention
 from tests.ranks import run_on_ranks
 
 Q = torch.zeros(1, 8, 4, 16)

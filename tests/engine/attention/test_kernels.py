@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.attention.accumulate.gradients import GradAccumulator
-from engine.attention.accumulate.output import OutputAccumulator, merge_parts, row_dot
+from engine.attention.accumulate.accumulators import GradAccumulator, OutputAccumulator, merge_parts, row_dot
 from engine.attention.geometry.tiles import CAUSAL, FULL, Band
 from engine.attention.kernels import (
     KERNELS,

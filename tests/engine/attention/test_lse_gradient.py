@@ -11,8 +11,9 @@ from torch import Tensor
 from engine import ContextParallel, burst_attention
 from engine.attention.kernels import KERNELS, Problem, kernel_named, unsupported_reason
 from engine.attention.masks import Causal, Documents, Full, Mask, SlidingWindow
-from engine.attention.op import plan_attention, run_attention
+from engine.attention.op import run_attention
 from engine.attention.reference import dense_attention
+from engine.attention.resolve import plan_attention
 from tests.ranks import run_on_ranks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

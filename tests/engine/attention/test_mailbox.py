@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from engine.attention.accumulate.tensor_spec import TensorSpec
+from engine.attention.accumulate.accumulators import TensorSpec
 from engine.attention.comm.symm_mem.channel import SymmBuffer, message_bytes
 
 

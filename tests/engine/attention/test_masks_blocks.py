@@ -21,9 +21,9 @@ from engine.attention.masks import (
     SlidingWindow,
     Strided,
     band_kinds,
-    meeting,
     parse_mask,
     rank_areas,
+    rank_pair_tiles,
 )
 from engine.attention.masks.blocks import MAX_TILES, rectangles
 from tests.positions import shard_positions
@@ -98,7 +98,7 @@ def test_block_tiles_cover_exactly_the_visible_pairs_once(mask, layout) -> None:
         shards = [shard_positions(layout, SEQ_LEN, cp_size, rank) for rank in range(cp_size)]
         for q_rank, k_rank in product(range(cp_size), repeat=2):
             expected = [[int(sees(mask, q, k)) for k in shards[k_rank]] for q in shards[q_rank]]
-            tiles = meeting(mask, layout, SEQ_LEN, cp_size, q_rank, k_rank)
+            tiles = rank_pair_tiles(mask, layout, SEQ_LEN, cp_size, q_rank, k_rank)
             assert painted(tiles, len(shards[q_rank]), len(shards[k_rank])) == expected
             assert sum(tile.area() for tile in tiles) == sum(map(sum, expected))
 
@@ -107,7 +107,11 @@ def test_block_tiles_cover_exactly_the_visible_pairs_once(mask, layout) -> None:
 def test_the_area_of_each_rank_is_that_of_its_tiles(mask) -> None:
     for layout, cp_size in product(LAYOUTS.values(), CP_SIZES):
         areas = [
-            sum(t.area() for k_rank in range(cp_size) for t in meeting(mask, layout, SEQ_LEN, cp_size, q_rank, k_rank))
+            sum(
+                t.area()
+                for k_rank in range(cp_size)
+                for t in rank_pair_tiles(mask, layout, SEQ_LEN, cp_size, q_rank, k_rank)
+            )
             for q_rank in range(cp_size)
         ]
         assert rank_areas(mask, layout, SEQ_LEN, cp_size) == areas
@@ -133,7 +137,7 @@ def test_any_grid_is_covered_exactly_under_any_layout(grid, causal) -> None:
     for layout in LAYOUTS.values():
         for q_rank, k_rank in product(range(3), repeat=2):
             queries, keys = (shard_positions(layout, 12, 3, rank) for rank in (q_rank, k_rank))
-            counts = painted(meeting(mask, layout, 12, 3, q_rank, k_rank), len(queries), len(keys))
+            counts = painted(rank_pair_tiles(mask, layout, 12, 3, q_rank, k_rank), len(queries), len(keys))
             assert counts == [[int(grid[q // 2][k // 2] and not (causal and k > q)) for k in keys] for q in queries]
 
 
@@ -152,7 +156,7 @@ def test_what_lies_in_the_future_does_not_break_rectangles() -> None:
     lower = [[column <= row for column in range(8)] for row in range(8)]
     square = [[True] * 8] * 8
     for layout, (q_rank, k_rank) in product(LAYOUTS.values(), product(range(4), repeat=2)):
-        tiles = [meeting(m, layout, 32, 4, q_rank, k_rank) for m in (
+        tiles = [rank_pair_tiles(m, layout, 32, 4, q_rank, k_rank) for m in (
             Causal(), BlockSparse(square, 4, True), BlockSparse(lower, 4, True), Documents((32,)))]  # fmt: skip
         assert all(len(found) <= len(tiles[0]) for found in tiles)
 
@@ -161,7 +165,7 @@ def test_each_document_is_one_causal_tile_wherever_it_lies_whole() -> None:
     documents = Documents((64, 128, 64))
     assert [tile.rows for tile in documents.tiles(whole(256), whole(256))] == [64, 128, 64]
     for layout in LAYOUTS.values():
-        own = meeting(documents, layout, 256, 2, 0, 0)
+        own = rank_pair_tiles(documents, layout, 256, 2, 0, 0)
         assert {tile.band.kind for tile in own} == {"causal"}
 
 
@@ -173,7 +177,7 @@ def test_columns_are_swept_where_that_takes_fewer_rectangles() -> None:
 def test_hops_between_shards_without_common_documents_have_no_work() -> None:
     documents = Documents((16, 16, 16, 16))
     for q_rank, k_rank in product(range(4), repeat=2):
-        assert bool(meeting(documents, LAYOUTS["contiguous"], 64, 4, q_rank, k_rank)) == (q_rank == k_rank)
+        assert bool(rank_pair_tiles(documents, LAYOUTS["contiguous"], 64, 4, q_rank, k_rank)) == (q_rank == k_rank)
 
 
 @pytest.mark.parametrize("hi", range(0, 9))
@@ -266,7 +270,7 @@ def test_a_local_pattern_of_negative_counts_is_refused(counts) -> None:
 )
 def test_a_mask_of_another_length_is_refused(mask, words) -> None:
     assert words in (mask.unsupported_reason(256) or "")
-    for ask in (lambda: mask.area(256), lambda: meeting(mask, LAYOUTS["zigzag"], 256, 2, 0, 1)):
+    for ask in (lambda: mask.area(256), lambda: rank_pair_tiles(mask, LAYOUTS["zigzag"], 256, 2, 0, 1)):
         with pytest.raises(ValueError, match=words):
             ask()
 
@@ -274,6 +278,6 @@ def test_a_mask_of_another_length_is_refused(mask, words) -> None:
 def test_more_tiles_than_can_be_launched_are_refused() -> None:
     chequered = [[(row + column) % 2 == 0 for column in range(96)] for row in range(96)]
     mask = BlockSparse(chequered, 4)
-    assert len(meeting(mask, LAYOUTS["contiguous"], 384, 4, 0, 0)) == 24 * 24 // 2
+    assert len(rank_pair_tiles(mask, LAYOUTS["contiguous"], 384, 4, 0, 0)) == 24 * 24 // 2
     with pytest.raises(ValueError, match=f"{96 * 96 // 2} rectangles between two shards and {MAX_TILES}"):
-        meeting(mask, LAYOUTS["striped"], 384, 4, 0, 0)
+        rank_pair_tiles(mask, LAYOUTS["striped"], 384, 4, 0, 0)

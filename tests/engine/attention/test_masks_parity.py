@@ -18,8 +18,8 @@ from engine.attention.masks import (
     LocalGlobal,
     SlidingWindow,
     Strided,
-    meeting,
     parse_mask,
+    rank_pair_tiles,
 )
 from engine.attention.masks.first_rows import FirstRows
 from engine.attention.reference import visibility
@@ -160,6 +160,8 @@ def lonely_errors() -> list[float]:
 
 
 def test_ranks_without_any_work_take_part() -> None:
-    work = [(q, k) for q in range(4) for k in range(4) if meeting(LONELY, LAYOUTS["contiguous"], SEQ_LEN, 4, q, k)]
+    work = [
+        (q, k) for q in range(4) for k in range(4) if rank_pair_tiles(LONELY, LAYOUTS["contiguous"], SEQ_LEN, 4, q, k)
+    ]
     assert work == [(2, 0)]
     assert max(max(errors) for errors in run_on_ranks(4, lonely_errors)) < 1e-10

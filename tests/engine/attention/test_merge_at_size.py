@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.attention.accumulate.gradients import add_parts
-from engine.attention.accumulate.output import merge_parts, row_dot
+from engine.attention.accumulate.accumulators import add_parts, merge_parts, row_dot
 
 
 @pytest.mark.gpu

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from engine import ContextParallel, burst_attention
-from engine.attention.algorithms.ring import KEY_SIDE_DIMS
+from engine.attention.algorithms.ring import KEY_SIDE_DIMS, ring_steps
 from engine.attention.algorithms.saved import save_suffix
 from engine.attention.masks import Causal, Full, SlidingWindow
-from engine.attention.op import plan_attention
 from engine.attention.reference import dense_attention
+from engine.attention.resolve import plan_attention
 from tests.ranks import run_on_ranks
 
 HEAD_DIM = 128
@@ -192,11 +192,11 @@ def live_buffers(exchange: str) -> int:
     q = torch.zeros(1, 8, 2, 8)
     plan = plan_attention(q, q, mask=Full(), cp=cp, exchange=exchange)
     seen, most = weakref.WeakSet(), 0
-    for stop in plan.circulate((q, q), KEY_SIDE_DIMS, sends_queries=False):
-        if stop.step:
-            seen.update(tensor.untyped_storage() for tensor in stop.visit.tensors)
+    for step, chunk in ring_steps(plan, RemoteChunk((q, q), KEY_SIDE_DIMS), plan.comm_plan(sends_queries=False)):
+        if step.inner_step:
+            seen.update(tensor.untyped_storage() for tensor in chunk.tensors)
         most = max(most, len(seen))
-        del stop
+        del chunk
     return most
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from engine.attention.comm.symm_mem.channel import copy_engine_unsupported_reason
-from engine.attention.peers import Report, agreed_unsupported_reason, copies_unsupported_reason, report
+from engine.attention.comm.symm_mem.peers import Report, agreed_unsupported_reason, copies_unsupported_reason, report
 from tests.ranks import run_on_ranks
 
 UUIDS = ("a", "b", "c", "d")

@@ -10,9 +10,8 @@ import itertools
 import pytest
 import torch
 
-from engine.attention.accumulate.gradients import GradAccumulator
-from engine.attention.accumulate.tensor_spec import TensorSpec
-from engine.attention.comm.exchange import HELD_GRADIENTS, Direct
+from engine.attention.accumulate.accumulators import GradAccumulator, TensorSpec
+from engine.attention.comm.exchange import HELD_GRADIENTS, AllPairsP2P
 from engine.attention.planning.comm_plan import ChunkRanges
 
 
@@ -48,18 +47,19 @@ class RecordingTransport:
 def test_slots_are_released_in_order_and_never_more_are_held_than_there_are(silent: set[int]) -> None:
     size = 8
     ranges = {pair: (0, 4) for pair in itertools.product(range(size), repeat=2)}
-    ranges |= {(0, host): (0, 0) for host in silent}  # these hosts send slot 0 no gradient
-    needs = ChunkRanges(ranges, dict.fromkeys(ranges, True), longest=4, all_unreduced=True)
+    ranges |= {(0, worker): (0, 0) for worker in silent}  # these send local rank 0 no gradient
+    chunk_ranges = ChunkRanges(ranges, dict.fromkeys(ranges, True), longest=4, all_unreduced=True)
     gradients = RecordingTransport()
-    home = Direct(slot=0, size=size, shards=RecordingTransport(), gradients=gradients).homecoming(None, needs)
+    pattern = AllPairsP2P(local_rank=0, size=size, chunks=RecordingTransport(), gradients=gradients)
+    grad_return = pattern.grad_return(None, chunk_ranges)
     like = torch.zeros(1, 4, 2, 8)
     for step in range(size):
         part = GradAccumulator(like, torch.float32)
         part.add(slice(0, 4), torch.ones_like(like))
-        home.add(step, (part,))
-    (total,) = home.finish()
+        grad_return.add(step, (part,))
+    (total,) = grad_return.finish()
     assert torch.equal(total.final(torch.float32), torch.full_like(like, size - len(silent)))
     assert gradients.released == list(range(size - 1))
     assert max(gradients.unreleased_at_wait) <= HELD_GRADIENTS
-    # Else a stream could wait for a slot that is given back by work behind it in the queue of the device.
+    # Else a stream could wait for a slot that is released by work behind it in the queue of the device.
     assert max(gradients.unreleased_at_start) <= HELD_GRADIENTS

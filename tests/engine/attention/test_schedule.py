@@ -11,7 +11,6 @@ from engine import ContextParallel, burst_attention
 from engine.attention.geometry.layout import layout_named
 from engine.attention.geometry.ring import Ring, RingTraffic
 from engine.attention.masks import Causal, Full, SlidingWindow
-from engine.attention.op import plan_attention
 from engine.attention.planning.comm_plan import ring_traffic
 from engine.attention.planning.cost_model import (
     HardwareModel,
@@ -21,6 +20,7 @@ from engine.attention.planning.cost_model import (
     estimate,
     schedule_unsupported_reason,
 )
+from engine.attention.resolve import plan_attention
 
 
 def share(tokens: int, *, cp_size: int = 4, node_size: int = 4, heads: int = 32, kv_heads: int = 32) -> Workload:
@@ -98,7 +98,7 @@ def test_what_stays_inside_a_node_is_slow_in_an_exchange_that_spans_nodes() -> N
 def test_a_short_window_leaves_a_ring_little_to_send_and_an_exchange_of_heads_everything() -> None:
     tokens, window = 64 << 10, 4095
     left = ring_traffic(SlidingWindow(window), layout_named("contiguous"), Ring(cp_size=4, node_size=4), tokens)
-    assert left.stops == 2 / 4
+    assert left.steps == 2 / 4
     assert left.near == pytest.approx(window / (3 * tokens / 4))
     work = 4.0 * 32 * 128 * (window + 1) * tokens / 4
     windowed = replace(share(tokens), forward_flops=work, left=left)

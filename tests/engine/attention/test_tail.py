@@ -27,8 +27,8 @@ from engine.attention.masks import (
     Strided,
     imbalance,
     kept_share,
-    meeting,
     rank_areas,
+    rank_pair_tiles,
     recompute_share,
 )
 from engine.attention.masks.first_rows import FirstRows
@@ -70,7 +70,7 @@ def test_without_a_head_or_without_a_tail_split_zigzag_is_zigzag(tail: float) ->
 
 
 def test_split_zigzag_needs_few_kernel_calls() -> None:
-    calls = [len(meeting(Causal(), SplitZigzag(0.3), 640, 4, q, k)) for q, k in product(range(4), repeat=2)]
+    calls = [len(rank_pair_tiles(Causal(), SplitZigzag(0.3), 640, 4, q, k)) for q, k in product(range(4), repeat=2)]
     assert max(calls) == 2
 
 
@@ -136,7 +136,7 @@ def test_the_first_rows_see_what_they_saw_and_the_others_nothing(layout, mask) -
             for k_rank in range(cp_size):
                 keys = shard_positions(layout, 48, cp_size, k_rank)
                 counts = torch.zeros(len(queries), len(keys), dtype=torch.int64)
-                for tile in meeting(first, layout, 48, cp_size, q_rank, k_rank):
+                for tile in rank_pair_tiles(first, layout, 48, cp_size, q_rank, k_rank):
                     distance = torch.arange(tile.columns)[None] - torch.arange(tile.rows)[:, None]
                     inside = torch.ones_like(distance, dtype=torch.bool)
                     if tile.band.lo is not None:
@@ -154,7 +154,7 @@ def test_the_first_rows_see_what_they_saw_and_the_others_nothing(layout, mask) -
 
 def test_a_causal_shard_against_itself_stays_one_kernel_call() -> None:
     for layout in (SplitZigzag(0.25), LAYOUTS["zigzag"], LAYOUTS["striped"]):
-        assert len(meeting(FirstRows(Causal(), 48), layout, 64, 4, 1, 1)) == 1
+        assert len(rank_pair_tiles(FirstRows(Causal(), 48), layout, 64, 4, 1, 1)) == 1
 
 
 @pytest.mark.parametrize("tail", [0.25, 0.5, 0.75])

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.attention.comm.exchange import Relay
+from engine.attention.comm.exchange import P2PRing
 from engine.attention.comm.p2p import Nowhere
 from engine.attention.geometry.layout import LAYOUTS, Gathered, layout_named, split_unsupported_reason
 from engine.attention.geometry.ring import Ring
 from engine.attention.geometry.tiles import band_area, row_blocks, trim
-from engine.attention.masks import Causal, Full, SlidingWindow, imbalance, meeting, parse_mask, rank_areas
+from engine.attention.masks import Causal, Full, SlidingWindow, imbalance, parse_mask, rank_areas, rank_pair_tiles
 from tests.positions import shard_positions
 
 WINDOWS = [
@@ -51,7 +51,7 @@ def test_tiles_cover_exactly_the_visible_pairs_once(layout, mask) -> None:
             queries = shard_positions(layout, seq_len, cp_size, q_rank)
             keys = shard_positions(layout, seq_len, cp_size, k_rank)
             counts = [[0] * len(keys) for _ in queries]
-            for tile in meeting(mask, layout, seq_len, cp_size, q_rank, k_rank):
+            for tile in rank_pair_tiles(mask, layout, seq_len, cp_size, q_rank, k_rank):
                 seen = 0
                 for i, j in product(range(tile.rows), range(tile.columns)):
                     if (tile.band.lo is None or j - i >= tile.band.lo) and (
@@ -113,11 +113,11 @@ def test_the_area_of_a_mask_is_exact_and_shared_out_completely(mask) -> None:
 
 def test_a_long_causal_window_keeps_a_shard_against_itself_one_square_call_and_few_besides() -> None:
     mask, layout = SlidingWindow(4095, global_tokens=64), layout_named("contiguous")
-    tiles = [meeting(mask, layout, 1 << 16, 4, 3, k_rank) for k_rank in range(4)]
+    tiles = [rank_pair_tiles(mask, layout, 1 << 16, 4, 3, k_rank) for k_rank in range(4)]
     # The last of four shards: the global tokens, nothing, the window's reach into the neighbour, its own band.
     assert [len(found) for found in tiles] == [1, 0, 1, 1]
     assert tiles[0][0].columns == 64
-    assert [tile.band.kind for tile in meeting(mask, layout, 1 << 16, 4, 0, 0)] == ["full", "causal", "band"]
+    assert [tile.band.kind for tile in rank_pair_tiles(mask, layout, 1 << 16, 4, 0, 0)] == ["full", "causal", "band"]
 
 
 @pytest.mark.parametrize("cp_size", [2, 4, 8])
@@ -131,7 +131,7 @@ def test_zigzag_gives_each_rank_equal_causal_work_and_contiguous_does_not(cp_siz
 
 def test_zigzag_meetings_are_single_kernel_calls() -> None:
     for q_rank, k_rank in product(range(4), repeat=2):
-        assert len(meeting(Causal(), LAYOUTS["zigzag"], 64, 4, q_rank, k_rank)) == 1
+        assert len(rank_pair_tiles(Causal(), LAYOUTS["zigzag"], 64, 4, q_rank, k_rank)) == 1
 
 
 RINGS = [Ring(cp_size=p, node_size=n) for p in range(1, 9) for n in range(1, p + 1) if p % n == 0]
@@ -147,9 +147,9 @@ def test_every_rank_meets_every_shard_once(ring) -> None:
 @pytest.mark.parametrize("ring", RINGS, ids=str)
 def test_every_shard_comes_from_the_peer_that_held_it(ring) -> None:
     for rank, hop in product(range(ring.cp_size), range(1, ring.cp_size)):
-        node, slot = divmod(rank, ring.node_size)
+        node, local_rank = divmod(rank, ring.node_size)
         if hop % ring.node_size:  # handed on inside the node
-            relay = Relay(slot=slot, size=ring.node_size, shards=Nowhere(), gradients=Nowhere())
+            relay = P2PRing(local_rank=local_rank, size=ring.node_size, chunks=Nowhere(), gradients=Nowhere())
             source, earlier = node * ring.node_size + relay.peers[1], hop - 1
         else:  # crossed from the node before, where the lap before it began with it
             source, earlier = (rank - ring.node_size) % ring.cp_size, hop - ring.node_size
@@ -182,9 +182,9 @@ def test_a_slow_link_carries_all_shards_of_a_flat_ring_and_one_per_other_node_of
 
 @pytest.mark.parametrize("size", range(1, 9))
 def test_a_peer_that_is_sent_to_receives_from_the_sender(size) -> None:
-    for slot in range(size):
-        to = Relay(slot=slot, size=size, shards=Nowhere(), gradients=Nowhere()).peers[0]
-        assert Relay(slot=to, size=size, shards=Nowhere(), gradients=Nowhere()).peers[1] == slot
+    for local_rank in range(size):
+        to = P2PRing(local_rank=local_rank, size=size, chunks=Nowhere(), gradients=Nowhere()).peers[0]
+        assert P2PRing(local_rank=to, size=size, chunks=Nowhere(), gradients=Nowhere()).peers[1] == local_rank
 
 
 @pytest.mark.parametrize("base", [LAYOUTS["contiguous"], LAYOUTS["zigzag"]], ids=str)

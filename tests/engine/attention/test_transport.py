@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from engine import ContextParallel
-from engine.attention.accumulate.tensor_spec import TensorSpec
-from engine.attention.algorithms.ring import KEY_SIDE_DIMS
+from engine.attention.accumulate.accumulators import TensorSpec
+from engine.attention.algorithms.ring import KEY_SIDE_DIMS, ring_steps
 from engine.attention.comm import p2p as transport
 from engine.attention.comm.p2p import PointToPoint, Traffic
 from engine.attention.masks import Full
-from engine.attention.op import plan_attention
+from engine.attention.resolve import plan_attention
 from tests.ranks import run_on_ranks
 
 NOTHING: tuple[TensorSpec, ...] = ()
@@ -71,11 +71,11 @@ def test_a_group_with_nccl_receives_on_the_gpu_also_beside_gloo(monkeypatch, bac
 
 
 def order_of_events() -> list[str]:
-    """Meetings as cycle.step, and when transfers between nodes start and are waited for; three nodes of two."""
+    """Ring steps as outer step and inner step, and when transfers between nodes start and are waited for; three nodes of two."""
     cp = ContextParallel(node_size=2)
     k = torch.zeros(1, 8, 2, 8)
     plan = plan_attention(k, k, mask=Full(), cp=cp, schedule="double_ring")
-    across, events = cp.routes(plan.ring, plan.exchange).across, []
+    across, events = plan.comms.inter_node, []
     start = across.start
 
     def started(*message):
@@ -84,11 +84,11 @@ def order_of_events() -> list[str]:
         return SimpleNamespace(wait=lambda: events.append("waits") or transfer.wait())
 
     across.start = started
-    for stop in plan.circulate((k, k), KEY_SIDE_DIMS, sends_queries=False):
-        events.append(f"{stop.outer_step}.{stop.step}")
+    for step, _chunk in ring_steps(plan, RemoteChunk((k, k), KEY_SIDE_DIMS), plan.comm_plan(sends_queries=False)):
+        events.append(f"{step.outer_step}.{step.inner_step}")
     return events
 
 
-def test_a_transfer_between_nodes_has_a_whole_lap_to_finish() -> None:
+def test_a_transfer_between_nodes_has_a_whole_inner_ring_to_finish() -> None:
     expected = ["starts", "0.0", "0.1", "waits", "starts", "1.0", "1.1", "waits", "2.0", "2.1"]
     assert run_on_ranks(6, order_of_events) == 6 * [expected]

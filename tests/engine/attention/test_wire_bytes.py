@@ -19,10 +19,10 @@ from engine.attention.geometry.layout import layout_named
 from engine.attention.geometry.ring import Ring
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.masks import BlockSparse, Causal, Documents, Full, LocalGlobal, Mask, SlidingWindow
-from engine.attention.op import plan_attention, run_attention
+from engine.attention.op import run_attention
 from engine.attention.planning.comm_volume import (
-    Circle,
-    PassBytes,
+    CallBytes,
+    RingVolume,
     Sent,
     Shards,
     Widths,
@@ -31,6 +31,7 @@ from engine.attention.planning.comm_volume import (
     trade_bytes,
 )
 from engine.attention.planning.cost_model import ULYSSES_SCHEDULES, HardwareModel
+from engine.attention.resolve import plan_attention
 from tests.ranks import run_on_ranks
 from tests.slow import combinations
 
@@ -126,7 +127,7 @@ def differing(
         computed = plan.sent_bytes(kept=not recompute)
         with Posted(cp) as backward:
             out.sum().backward()
-        posted, counted = PassBytes(forward.sent, backward.sent), cp.traffic.sent_bytes
+        posted, counted = CallBytes(forward.sent, backward.sent), cp.traffic.sent_bytes
         count += 1
         if computed != posted or computed.total != counted:
             found[f"{heads}:{kv_heads} {mask} {dtype} {wire} {recompute} {parts} {choice}"] = computed, posted, counted
@@ -169,8 +170,8 @@ def test_by_copy_engine_heads_take_the_bytes_of_their_copies(kept) -> None:
     part_q, part_k = tensor(here, heads // share, head_dim), tensor(here, kv_heads // share, head_dim)
     part_lse = tensor(here, heads // share, dtype=torch.float32)
     back = (q, delta) if kept else (q, k, k, q, rows)
-    forward = route.outward((q, k, k), 0).away_bytes + route.homeward((part_q, part_lse)).away_bytes
-    backward = route.outward(back, 0).away_bytes + route.homeward((part_q, part_k, part_k)).away_bytes
+    forward = route.send((q, k, k), 0).away_bytes + route.send_back((part_q, part_lse)).away_bytes
+    backward = route.send(back, 0).away_bytes + route.send_back((part_q, part_k, part_k)).away_bytes
 
     part = Shards(
         batch=batch,
@@ -182,7 +183,7 @@ def test_by_copy_engine_heads_take_the_bytes_of_their_copies(kept) -> None:
         inside=Widths(written=2, summed=4),
         across=Widths(written=2, summed=4),
     )
-    assert trade_bytes((0, 1), 0, 2, part, kept=kept, packed=False) == PassBytes(Sent(forward), Sent(backward))
+    assert trade_bytes((0, 1), 0, 2, part, kept=kept, packed=False) == CallBytes(Sent(forward), Sent(backward))
 
 
 SEQ_LEN = 1 << 14
@@ -214,7 +215,7 @@ def choice(
     across_gib: float = 3,
 ) -> str:
     """Route of four ranks on a ring made for their nodes."""
-    circle = Circle(ring=Ring(cp_size=4, node_size=node_size), node_size=node_size, exchange=exchange)
+    circle = RingVolume(ring=Ring(cp_size=4, node_size=node_size), node_size=node_size, exchange=exchange)
     hardware = HardwareModel(across_gib=across_gib)
     return cheaper_backward(mask, layout_named(layout), circle, SEQ_LEN, shards(4, heads, kv_heads), hardware)
 
@@ -247,7 +248,7 @@ def test_the_slower_the_link_between_nodes_the_more_its_bytes_decide() -> None:
 
 
 def test_a_rank_alone_has_nothing_to_send_and_takes_the_query_route() -> None:
-    circle = Circle(ring=Ring(cp_size=1, node_size=1), node_size=1, exchange="direct")
+    circle = RingVolume(ring=Ring(cp_size=1, node_size=1), node_size=1, exchange="direct")
     known = (Causal(), layout_named("zigzag"), circle, SEQ_LEN, shards(1, 8, 1))
     assert cheaper_backward(*known, HardwareModel()) == "query"
     assert group_backward_bytes(*known, True) == Sent()
@@ -255,7 +256,7 @@ def test_a_rank_alone_has_nothing_to_send_and_takes_the_query_route() -> None:
 
 @pytest.mark.parametrize(("wire", "saving"), [("input", 0.24), ("fp32", 0.33)])
 def test_a_relay_of_whole_shards_sends_what_the_formulas_say(wire, saving) -> None:
-    circle = Circle(ring=Ring(cp_size=4, node_size=4), node_size=4, exchange="relay")
+    circle = RingVolume(ring=Ring(cp_size=4, node_size=4), node_size=4, exchange="relay")
     given, gradient = shards(4, 32, 32, wire), 2 if wire == "input" else 4
     query, key_value = (
         group_backward_bytes(Causal(), layout_named("zigzag"), circle, SEQ_LEN, given, sends_queries).total

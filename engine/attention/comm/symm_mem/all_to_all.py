@@ -1,11 +1,11 @@
-"""Trading tokens for heads inside a node by the GPU's copy engines: nothing is packed, nothing takes a multiprocessor.
+"""The all-to-all of Ulysses inside a node by the GPU's copy engines: no packing, and no multiprocessor is occupied.
 
-A copy engine cuts rows of some heads out of [tokens, heads, dim] and lays them down elsewhere as fast as it moves one
-long run (346 GiB/s between two H200, rows of 512 bytes), so shards cross from where they lie to where the kernel reads
-them. While one part of the heads is computed the next arrives and the last one's results go home. What arrived is
-copied out of its receive slot only where backward wants it again.
+A copy engine reads rows of some heads out of [tokens, heads, dim] and writes them elsewhere as fast as it moves one
+long run (346 GiB/s between two H200, rows of 512 bytes), so shards are copied from where they are to where the kernel
+reads them. While one head chunk is computed the next is received and the last one's results are sent back. A received
+chunk is copied out of its receive slot only where backward needs it again.
 
-Idea of the exchange: DeepSpeed-Ulysses (arXiv:2309.14509). Slots and counters: `engine.attention.comm.symm_mem.channel`.
+The exchange is that of DeepSpeed-Ulysses (arXiv:2309.14509). Slots and counters: `engine.attention.comm.symm_mem.channel`.
 """
 
 from __future__ import annotations
@@ -17,132 +17,148 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.attention.accumulate.tensor_spec import TensorSpec
+from engine.attention.accumulate.accumulators import TensorSpec
 from engine.attention.comm.all_to_all import AllToAllPass, HeadChunk, TokenRun
 from engine.attention.comm.p2p import Traffic
-from engine.attention.comm.symm_mem.all_to_all_copies import CopyPlanner, from_slot, in_rows
+from engine.attention.comm.symm_mem.all_to_all_copies import CopyPlanner, in_rows, unpack_slot
 from engine.attention.comm.symm_mem.channel import Message, SymmMemChannel, message_bytes
-from engine.streams import own_stream
+from engine.cuda.streams import own_stream
 
-SLOTS = 2  # one part is used while the next arrives
+SLOTS = 2  # one index is used while the next arrives
 
 
 class CopyEngineAllToAll:
-    """A `AllToAll` for the ranks of one node."""
+    """An `AllToAll` for the ranks of one node."""
 
     name = "copy_engine"
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
-        self.out, self.back = SymmMemChannel(group, traffic, SLOTS), SymmMemChannel(group, traffic, SLOTS)
-        self.rank, self.size = self.out.rank, self.out.size
-        self.beside = own_stream()  # copies results out of slots, beside the kernels
-        self.keeping = own_stream()  # copies what backward wants again, beside the results
-        self.lanes = (own_stream(), own_stream())
-        self._routes: dict[tuple[tuple[TokenRun, ...], int], CopyPlanner] = {}
+        self.outbound, self.inbound = SymmMemChannel(group, traffic, SLOTS), SymmMemChannel(group, traffic, SLOTS)
+        self.rank, self.size = self.outbound.rank, self.outbound.size
+        self.unpack_stream = own_stream()  # copies results out of receive slots, beside the kernels
+        self.save_stream = own_stream()  # copies what backward needs again, beside the results
+        self.chunk_streams = (own_stream(), own_stream())
+        self._planners: dict[tuple[tuple[TokenRun, ...], int], CopyPlanner] = {}
 
-    def trip(self, token_runs: tuple[TokenRun, ...], parts: int, *, alternate: bool) -> AllToAllPass:
-        route = self._routes.get((token_runs, parts))
-        if route is None:
-            route = self._routes[token_runs, parts] = CopyPlanner(self.rank, self.size, token_runs, parts)
-        return _Copies(self, route, torch.cuda.current_stream(), self.lanes if alternate and parts > 1 else ())
+    def begin(self, token_runs: tuple[TokenRun, ...], num_head_chunks: int, *, alternate: bool) -> AllToAllPass:
+        planner = self._planners.get((token_runs, num_head_chunks))
+        if planner is None:
+            planner = self._planners[token_runs, num_head_chunks] = CopyPlanner(
+                self.rank, self.size, token_runs, num_head_chunks
+            )
+        return _CopyEnginePass(
+            self, planner, torch.cuda.current_stream(), self.chunk_streams if alternate and num_head_chunks > 1 else ()
+        )
 
 
-class _Copies:
-    """The trip of `CopyEngineAllToAll`."""
+class _CopyEnginePass:
+    """The pass of a `CopyEngineAllToAll`."""
 
     def __init__(
         self,
-        trade: CopyEngineAllToAll,
-        route: CopyPlanner,
+        all_to_all: CopyEngineAllToAll,
+        planner: CopyPlanner,
         current: torch.cuda.Stream,
-        lanes: tuple[torch.cuda.Stream, ...],
+        chunk_streams: tuple[torch.cuda.Stream, ...],
     ) -> None:
-        """`lanes`: the streams that parts take in turn; none for the one that is current."""
-        self._trade, self._route, self._current, self._lanes = trade, route, current, lanes
+        """`chunk_streams`: the streams that head chunks use in turn; empty for the current one."""
+        self._all_to_all, self._planner, self._current, self._chunk_streams = (
+            all_to_all,
+            planner,
+            current,
+            chunk_streams,
+        )
         self._inputs: tuple[Tensor, ...] = ()
         self._whole: tuple[Tensor, ...] = ()
-        self._leaving: dict[int, tuple[torch.cuda.Event, tuple[Tensor, ...]]] = {}  # by lane
+        self._leaving: dict[int, tuple[torch.cuda.Event, tuple[Tensor, ...]]] = {}  # by index of the chunk stream
 
-    def lane(self, part: int) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._lanes[part % len(self._lanes)]) if self._lanes else nullcontext()
+    def stream(self, index: int) -> AbstractContextManager[object]:
+        return (
+            torch.cuda.stream(self._chunk_streams[index % len(self._chunk_streams)])
+            if self._chunk_streams
+            else nullcontext()
+        )
 
-    def send(self, tensors: tuple[Tensor, ...], part: int) -> Callable[[], HeadChunk]:
-        trade, box = self._trade, self._trade.out
-        if part == 0:
+    def send(self, tensors: tuple[Tensor, ...], index: int) -> Callable[[], HeadChunk]:
+        all_to_all, channel = self._all_to_all, self._all_to_all.outbound
+        if index == 0:
             self._inputs = tuple(in_rows(tensor) for tensor in tensors)
-        copies = self._route.outward(self._inputs, part)
-        if part == 0 and self._lanes:
-            # What a lane's allocator takes again was last used before this, by the stream that is current.
+        copies = self._planner.send(self._inputs, index)
+        if index == 0 and self._chunk_streams:
+            # Memory that these streams' allocator pools reuse was last used before this, by the current stream.
             ready = self._current.record_event()
-            for stream in self._lanes:
+            for stream in self._chunk_streams:
                 stream.wait_event(ready)
-        box.reserve(message_bytes(copies.tensor_specs))
-        message = box.open()
-        box.follow()
-        box.send_all(message, copies.plan, self._inputs, copies.away_bytes)
+        channel.reserve(message_bytes(copies.specs))
+        message = channel.open()
+        channel.follow()
+        channel.send_all(message, copies.plan, self._inputs, copies.away_bytes)
 
-        def arrived() -> HeadChunk:
-            box.await_all(message)
-            return _InSlot(box, message, copies.tensor_specs, trade.keeping)
+        def receive() -> HeadChunk:
+            channel.await_all(message)
+            return _SlotChunk(channel, message, copies.specs, all_to_all.save_stream)
 
-        return arrived
+        return receive
 
-    def send_back(self, results: tuple[Tensor, ...], part: int) -> None:
-        trade, box = self._trade, self._trade.back
+    def send_back(self, results: tuple[Tensor, ...], index: int) -> None:
+        all_to_all, channel = self._all_to_all, self._all_to_all.inbound
         results = tuple(in_rows(tensor) for tensor in results)
-        copies = self._route.homeward(results)
-        box.reserve(message_bytes(copies.tensor_specs))
+        copies = self._planner.send_back(results)
+        channel.reserve(message_bytes(copies.specs))
         if not self._whole:
-            with torch.cuda.stream(self._current):  # who gets the results
+            with torch.cuda.stream(self._current):  # the stream that receives the results
                 self._whole = tuple(
-                    result.new_empty(*like.shape[:2], trade.size, self._route.parts, *like.shape[3:])
-                    for result, like in zip(results, copies.tensor_specs, strict=True)
+                    result.new_empty(*spec.shape[:2], all_to_all.size, self._planner.num_head_chunks, *spec.shape[3:])
+                    for result, spec in zip(results, copies.specs, strict=True)
                 )
-                trade.beside.wait_event(self._current.record_event())
-        message = box.open()
-        box.follow()
-        box.send_all(message, copies.plan, results, copies.away_bytes)
-        lane = part % max(1, len(self._lanes))
-        if lane in self._leaving:  # gone long ago: what was computed on this lane before
-            torch.cuda.current_stream().wait_event(self._leaving.pop(lane)[0])
-        self._leaving[lane] = (box.sent(), results)
-        with torch.cuda.stream(trade.beside):
-            box.await_all(message)
-            unpack = self._route.homecoming(copies.tensor_specs, part)
-            slot = message.window.slot(trade.rank, message.number)
-            unpack.launch(trade.beside.cuda_stream, [slot], [whole.data_ptr() for whole in self._whole])
-            box.release(message)
+                all_to_all.unpack_stream.wait_event(self._current.record_event())
+        message = channel.open()
+        channel.follow()
+        channel.send_all(message, copies.plan, results, copies.away_bytes)
+        turn = index % max(1, len(self._chunk_streams))
+        if turn in self._leaving:  # sent long ago: the results of the chunk that used this stream before
+            torch.cuda.current_stream().wait_event(self._leaving.pop(turn)[0])
+        self._leaving[turn] = (channel.sent(), results)
+        with torch.cuda.stream(all_to_all.unpack_stream):
+            channel.await_all(message)
+            unpack = self._planner.from_slot(copies.specs, index)
+            slot = message.buffer.slot(all_to_all.rank, message.number)
+            unpack.launch(all_to_all.unpack_stream.cuda_stream, [slot], [whole.data_ptr() for whole in self._whole])
+            channel.release(message)
 
     def results(self) -> tuple[Tensor, ...]:
-        # The allocator may give what was sent, and what was copied, to the current stream after this.
-        ends = [stream.record_event() for stream in (self._trade.beside, self._trade.keeping, *self._lanes)]
-        for event in (*ends, self._trade.out.sent(), self._trade.back.sent()):
+        # After this the allocator may reuse, on the current stream, memory that was sent or copied.
+        ends = [
+            stream.record_event()
+            for stream in (self._all_to_all.unpack_stream, self._all_to_all.save_stream, *self._chunk_streams)
+        ]
+        for event in (*ends, self._all_to_all.outbound.sent(), self._all_to_all.inbound.sent()):
             self._current.wait_event(event)
         self._inputs, self._leaving = (), {}
         return tuple(whole.flatten(2, 4) for whole in self._whole)
 
 
-class _InSlot:
-    """An `HeadChunk` in a receive slot."""
+class _SlotChunk:
+    """A `HeadChunk` in a receive slot."""
 
     def __init__(
-        self, box: SymmMemChannel, message: Message, tensor_specs: tuple[TensorSpec, ...], keeping: torch.cuda.Stream
+        self, channel: SymmMemChannel, message: Message, specs: tuple[TensorSpec, ...], save_stream: torch.cuda.Stream
     ) -> None:
-        self._tensors = message.window.tensors(message.number, tensor_specs)
-        self._box, self._message, self._likes, self._keeping = box, message, tensor_specs, keeping
-        self._kept: list[torch.cuda.Event] = []
+        self._tensors = message.buffer.tensors(message.number, specs)
+        self._channel, self._message, self._specs, self._save_stream = channel, message, specs, save_stream
+        self._copied: list[torch.cuda.Event] = []
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self._tensors
 
-    def keep(self) -> tuple[Tensor, ...]:
+    def save(self) -> tuple[Tensor, ...]:
         copies = tuple(torch.empty_like(tensor) for tensor in self._tensors)
-        self._keeping.wait_event(torch.cuda.current_stream().record_event())
-        slot = self._message.window.slot(self._box.rank, self._message.number)
-        from_slot(self._likes).launch(self._keeping.cuda_stream, [slot], [copy.data_ptr() for copy in copies])
-        self._kept.append(self._keeping.record_event())
+        self._save_stream.wait_event(torch.cuda.current_stream().record_event())
+        slot = self._message.buffer.slot(self._channel.rank, self._message.number)
+        unpack_slot(self._specs).launch(self._save_stream.cuda_stream, [slot], [copy.data_ptr() for copy in copies])
+        self._copied.append(self._save_stream.record_event())
         return copies
 
-    def done(self) -> None:
-        self._box.release(self._message, *self._kept)
+    def release(self) -> None:
+        self._channel.release(self._message, *self._copied)

@@ -14,12 +14,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from engine.attention.accumulate.tensor_spec import TensorSpec
+from engine.attention.accumulate.accumulators import TensorSpec
 from engine.attention.comm.all_to_all import TokenRun
 from engine.attention.comm.symm_mem.channel import offsets
-from engine.attention.cuda_driver import Block, Copies
+from engine.cuda.driver import Block, Copies
 
-Entry = tuple[Block, int, int]  # of `engine.attention.cuda_driver.Copies`
+Entry = tuple[Block, int, int]  # of `engine.cuda.driver.Copies`
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Planned:
     """The copies of one message."""
 
     plan: Copies
-    tensor_specs: tuple[TensorSpec, ...]  # of what arrives in every rank's slot
+    specs: tuple[TensorSpec, ...]  # of what arrives in every rank's slot
     away_bytes: int  # that leave this GPU
 
 
@@ -45,10 +45,10 @@ def _sources(tensors: tuple[Tensor, ...]) -> tuple[_Source, ...]:
 
 
 class CopyPlanner:
-    """The ways of one rank in a group of `size`, whose members hold `token_runs` and whose heads come in `parts` parts."""
+    """The ways of one rank in a group of `size`, whose members hold `token_runs` and whose heads come in `num_head_chunks` num_head_chunks."""
 
-    def __init__(self, rank: int, size: int, token_runs: tuple[TokenRun, ...], parts: int) -> None:
-        self.rank, self.size, self.parts = rank, size, parts
+    def __init__(self, rank: int, size: int, token_runs: tuple[TokenRun, ...], num_head_chunks: int) -> None:
+        self.rank, self.size, self.num_head_chunks = rank, size, num_head_chunks
         self._runs: list[list[tuple[int, int, int]]] = [[] for _ in range(size)]
         start = 0
         for piece in token_runs:  # by member: (offset among its tokens, among the group's, count)
@@ -56,59 +56,59 @@ class CopyPlanner:
             start += piece.count
         self._planned: dict[object, Planned] = {}
 
-    def outward(self, tensors_BLND: tuple[Tensor, ...], part: int) -> Planned:
-        """This rank's tokens of a part of every rank's heads, each where it belongs among the group's tokens."""
+    def send(self, tensors_BLND: tuple[Tensor, ...], index: int) -> Planned:
+        """This rank's tokens of a index of every rank's heads, each where it belongs among the group's tokens."""
         sources = _sources(tensors_BLND)
-        key = (part, sources)
+        key = (index, sources)
         if key not in self._planned:
-            tensor_specs = tuple(self._arriving(source) for source in sources)
+            specs = tuple(self._arriving(source) for source in sources)
             entries = [
                 entry
                 for to in self._from_the_next()
-                for entry in self._outward(sources, tensor_specs, to, to * self.parts + part)
+                for entry in self._send(sources, specs, to, to * self.num_head_chunks + index)
             ]
-            self._planned[key] = self._plan(entries, tensor_specs)
+            self._planned[key] = self._plan(entries, specs)
         return self._planned[key]
 
-    def homeward(self, tensors_BTHD: tuple[Tensor, ...]) -> Planned:
+    def send_back(self, tensors_BTHD: tuple[Tensor, ...]) -> Planned:
         """What this rank computed of every rank's tokens, each beside the other ranks' heads of the token."""
         sources = _sources(tensors_BTHD)
         if sources not in self._planned:
-            tensor_specs = tuple(self._returning(source) for source in sources)
-            entries = [entry for to in self._from_the_next() for entry in self._homeward(sources, tensor_specs, to)]
-            self._planned[sources] = self._plan(entries, tensor_specs)
+            specs = tuple(self._returning(source) for source in sources)
+            entries = [entry for to in self._from_the_next() for entry in self._send_back(sources, specs, to)]
+            self._planned[sources] = self._plan(entries, specs)
         return self._planned[sources]
 
-    def homecoming(self, tensor_specs: tuple[TensorSpec, ...], part: int) -> Copies:
-        """From the slot of a part that came home to the results of all parts, [B, L, group, parts, H, ...]."""
-        return from_slot(tensor_specs, self.parts, part)
+    def from_slot(self, specs: tuple[TensorSpec, ...], index: int) -> Copies:
+        """From the slot of a index that came home to the results of all num_head_chunks, [B, L, group, num_head_chunks, H, ...]."""
+        return unpack_slot(specs, self.num_head_chunks, index)
 
-    def _plan(self, entries: list[Entry], tensor_specs: tuple[TensorSpec, ...]) -> Planned:
+    def _plan(self, entries: list[Entry], specs: tuple[TensorSpec, ...]) -> Planned:
         away = sum(block.nbytes for block, _tensor, to in entries if to != self.rank)
-        return Planned(Copies(entries), tensor_specs, away)
+        return Planned(Copies(entries), specs, away)
 
     def _arriving(self, source: _Source) -> TensorSpec:
         batch, tokens, heads, *rest = source.shape
-        return TensorSpec((batch, tokens * self.size, heads // (self.size * self.parts), *rest), source.dtype)
+        return TensorSpec((batch, tokens * self.size, heads // (self.size * self.num_head_chunks), *rest), source.dtype)
 
     def _returning(self, source: _Source) -> TensorSpec:
         batch, tokens, heads, *rest = source.shape
         return TensorSpec((batch, tokens // self.size, self.size, heads, *rest), source.dtype)
 
-    def _outward(
-        self, sources: tuple[_Source, ...], tensor_specs: tuple[TensorSpec, ...], to: int, share: int
+    def _send(
+        self, sources: tuple[_Source, ...], specs: tuple[TensorSpec, ...], to: int, share: int
     ) -> Iterator[Entry]:
-        for index, (source, like, place) in enumerate(zip(sources, tensor_specs, offsets(tensor_specs), strict=True)):
-            width = row_bytes(like, 2)
-            target = (place, like.nbytes // like.shape[0], width)
+        for index, (source, spec, place) in enumerate(zip(sources, specs, offsets(specs), strict=True)):
+            width = row_bytes(spec, 2)
+            target = (place, spec.nbytes // spec.shape[0], width)
             for block in _blocks(source, share * width, target, width, self._runs[self.rank]):
                 yield block, index, to
 
-    def _homeward(self, sources: tuple[_Source, ...], tensor_specs: tuple[TensorSpec, ...], to: int) -> Iterator[Entry]:
+    def _send_back(self, sources: tuple[_Source, ...], specs: tuple[TensorSpec, ...], to: int) -> Iterator[Entry]:
         runs = [(start, offset, count) for offset, start, count in self._runs[to]]
-        for index, (source, like, place) in enumerate(zip(sources, tensor_specs, offsets(tensor_specs), strict=True)):
-            width = row_bytes(like, 3)
-            target = (place + self.rank * width, like.nbytes // like.shape[0], width * self.size)
+        for index, (source, spec, place) in enumerate(zip(sources, specs, offsets(specs), strict=True)):
+            width = row_bytes(spec, 3)
+            target = (place + self.rank * width, spec.nbytes // spec.shape[0], width * self.size)
             for block in _blocks(source, 0, target, width, runs):
                 yield block, index, to
 
@@ -118,13 +118,15 @@ class CopyPlanner:
 
 
 @lru_cache(maxsize=256)
-def from_slot(tensor_specs: tuple[TensorSpec, ...], parts: int = 1, part: int = 0) -> Copies:
-    """From a slot (the only tensor) to tensors of their own (the places), which hold `parts` rows of heads for each one
+def unpack_slot(specs: tuple[TensorSpec, ...], num_head_chunks: int = 1, index: int = 0) -> Copies:
+    """From a slot (the only tensor) to tensors of their own (the places), which hold `num_head_chunks` rows of heads for each one
     that arrives."""
     entries = []
-    for index, (like, place) in enumerate(zip(tensor_specs, offsets(tensor_specs), strict=True)):
-        width = row_bytes(like, 3 if parts > 1 else 2)
-        entries.append((Block(place, part * width, width, like.nbytes // width, width, parts * width), 0, index))
+    for index, (spec, place) in enumerate(zip(specs, offsets(specs), strict=True)):
+        width = row_bytes(spec, 3 if num_head_chunks > 1 else 2)
+        entries.append(
+            (Block(place, index * width, width, spec.nbytes // width, width, num_head_chunks * width), 0, index)
+        )
     return Copies(entries)
 
 
@@ -140,9 +142,9 @@ def in_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.shape[1] == 1 or tensor.stride(1) >= expected else tensor.contiguous()
 
 
-def row_bytes(like: TensorSpec, first: int) -> int:
+def row_bytes(spec: TensorSpec, first: int) -> int:
     """Bytes of the dimensions from `first` on."""
-    return math.prod(like.shape[first:]) * like.dtype.itemsize
+    return math.prod(spec.shape[first:]) * spec.dtype.itemsize
 
 
 def _blocks(

@@ -1,7 +1,7 @@
 """Receive slots that ranks of a node write into each other's memory by copy engine, and the counters that guard them.
 
 NCCL's send and receive run as kernels: they take multiprocessors from the attention kernel beside them and wait for it
-when it has taken all. Copies between GPUs that can address each other's memory need none. Each rank owns a window of
+when it has taken all. Copies between GPUs that can address each other's memory need none. Each rank owns a buffer of
 slots that its peers write into; arrival and release are counters in the same memory, written and awaited by the streams
 themselves, so no kernel spins and the host never blocks.
 
@@ -24,18 +24,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.attention import cuda_driver
-from engine.attention.accumulate.tensor_spec import TensorSpec
+from engine.attention.accumulate.accumulators import TensorSpec
 from engine.attention.comm.p2p import Traffic
-from engine.attention.cuda_driver import Copies, Counters
-from engine.streams import own_stream
+from engine.cuda import driver as cuda_driver
+from engine.cuda.driver import Copies, Counters
+from engine.cuda.streams import own_stream
 
 ALIGNMENT = 256  # bytes; every tensor of a message starts on such a boundary
 
 
 @lru_cache(maxsize=1)
 def copy_engine_unsupported_reason(device: torch.device) -> str | None:
-    """Why this process cannot take part in transfers by copy engine on `device`, or None; `engine.attention.peers` asks
+    """Why this process cannot take part in transfers by copy engine on `device`, or None; `engine.attention.comm.symm_mem.peers` asks
     whether the GPUs of several can."""
     if device.type != "cuda":
         return f"exchange copy_engine needs CUDA GPUs, found {device.type}; choose exchange auto or direct"
@@ -57,15 +57,15 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def offsets(tensor_specs: Sequence[TensorSpec]) -> list[int]:
+def offsets(specs: Sequence[TensorSpec]) -> list[int]:
     """Where in its slot each tensor of a message starts: one behind the other."""
-    ends = itertools.accumulate(aligned(like.nbytes) for like in tensor_specs)
-    return [end - aligned(like.nbytes) for end, like in zip(ends, tensor_specs, strict=True)]
+    ends = itertools.accumulate(aligned(spec.nbytes) for spec in specs)
+    return [end - aligned(spec.nbytes) for end, spec in zip(ends, specs, strict=True)]
 
 
-def message_bytes(tensor_specs: Sequence[TensorSpec]) -> int:
+def message_bytes(specs: Sequence[TensorSpec]) -> int:
     """Size of the slot that a message of such tensors needs."""
-    return sum(aligned(like.nbytes) for like in tensor_specs)
+    return sum(aligned(spec.nbytes) for spec in specs)
 
 
 class SymmBuffer:
@@ -98,7 +98,7 @@ class SymmBuffer:
         self.release_of = [Counters([self._released(rank, by)]) for by in everyone]
         self.released_everywhere = Counters([self._released(at, rank) for at in everyone])
         self._views: dict[tuple[int, tuple[TensorSpec, ...]], tuple[Tensor, ...]] = {}
-        self.meet()  # no one writes into a window whose counters are not yet zero
+        self.meet()  # no one writes into a buffer whose counters are not yet zero
 
     def meet(self) -> None:
         """Wait until all ranks have got here and all that they launched before is done."""
@@ -118,28 +118,28 @@ class SymmBuffer:
         """Address, at rank `at`, of the count of messages that `by` has released."""
         return self._bases[at] + 4 * (self._size + by)
 
-    def tensors(self, message: int, tensor_specs: tuple[TensorSpec, ...]) -> tuple[Tensor, ...]:
+    def tensors(self, message: int, specs: tuple[TensorSpec, ...]) -> tuple[Tensor, ...]:
         """The tensors of `message` where they arrive, in this rank's own slot."""
-        key = (message % self.slots, tensor_specs)
+        key = (message % self.slots, specs)
         if key not in self._views:
             slot = self._memory[self._counters + message % self.slots * self.slot_bytes :]
             self._views[key] = tuple(
-                slot[start : start + like.nbytes].view(like.dtype).view(like.shape)
-                for start, like in zip(offsets(tensor_specs), tensor_specs, strict=True)
+                slot[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)
+                for start, spec in zip(offsets(specs), specs, strict=True)
             )
         return self._views[key]
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message as all ranks number it, in the window it was opened in."""
+    """A message as all ranks number it, in the buffer it was opened in."""
 
-    window: SymmBuffer
+    buffer: SymmBuffer
     number: int
 
 
 class SymmMemChannel:
-    """Messages among the ranks of one node, each landing in a slot of the receiver. The window grows to the largest.
+    """Messages among the ranks of one node, each landing in a slot of the receiver. The buffer grows to the largest.
 
     At most `slots` - 1 messages may be held unreleased while the next one is waited for.
     """
@@ -148,24 +148,24 @@ class SymmMemChannel:
         self._group, self._traffic, self._slots = group, traffic, slots
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._messages = 0
-        self._window: SymmBuffer | None = None
+        self._buffer: SymmBuffer | None = None
         self._copies = own_stream(priority=-1)
 
     def reserve(self, slot_bytes: int) -> None:
         """Make room for messages of `slot_bytes`. Collective with equal arguments; free when there is room."""
-        if self._window is not None and self._window.slot_bytes >= slot_bytes:
+        if self._buffer is not None and self._buffer.slot_bytes >= slot_bytes:
             return
-        if self._window is not None:
-            self._window.meet()  # nobody may still read from or write into the old one
-            self._traffic.window_bytes -= self._window.nbytes
-        self._window, self._messages = None, 0
-        self._window = SymmBuffer(self._group, self._slots, slot_bytes)
-        self._traffic.window_bytes += self._window.nbytes
+        if self._buffer is not None:
+            self._buffer.meet()  # nobody may still read from or write into the old one
+            self._traffic.window_bytes -= self._buffer.nbytes
+        self._buffer, self._messages = None, 0
+        self._buffer = SymmBuffer(self._group, self._slots, slot_bytes)
+        self._traffic.window_bytes += self._buffer.nbytes
 
     def open(self) -> Message:
         """The next message, in the numbering that all ranks share."""
-        assert self._window is not None, "reserve comes first"
-        message = Message(self._window, self._messages)
+        assert self._buffer is not None, "reserve comes first"
+        message = Message(self._buffer, self._messages)
         self._messages += 1
         return message
 
@@ -175,27 +175,27 @@ class SymmMemChannel:
 
     def send(self, message: Message, to: int, tensors: Sequence[Tensor]) -> None:
         """Enqueue this rank's part of `message` to another rank: whole tensors, one behind the other."""
-        window, number, stream = message.window, message.number, self._copies.cuda_stream
-        if number >= window.slots:
-            window.release_of[to].wait(stream, number - window.slots + 1)
-        place = window.slot(to, number)
+        buffer, number, stream = message.buffer, message.number, self._copies.cuda_stream
+        if number >= buffer.slots:
+            buffer.release_of[to].wait(stream, number - buffer.slots + 1)
+        place = buffer.slot(to, number)
         for tensor in tensors:
             nbytes = tensor.numel() * tensor.itemsize
             cuda_driver.copy(stream, place, tensor.data_ptr(), nbytes)
             place += aligned(nbytes)
         self._traffic.add(*tensors)
-        window.arrived_at[to].set(stream, number + 1)
+        buffer.arrived_at[to].set(stream, number + 1)
 
     def send_all(self, message: Message, copies: Copies, tensors: Sequence[Tensor], away_bytes: int) -> None:
         """Enqueue this rank's part of `message` to every rank, itself included. The places of `copies` are the ranks'
         slots; `away_bytes` of them leave this GPU."""
-        window, number, stream = message.window, message.number, self._copies.cuda_stream
-        if number >= window.slots:
-            window.releases.wait(stream, number - window.slots + 1)
-        places = [window.slot(rank, number) for rank in range(self.size)]
+        buffer, number, stream = message.buffer, message.number, self._copies.cuda_stream
+        if number >= buffer.slots:
+            buffer.releases.wait(stream, number - buffer.slots + 1)
+        places = [buffer.slot(rank, number) for rank in range(self.size)]
         copies.launch(stream, [tensor.data_ptr() for tensor in tensors], places)
         self._traffic.sent_bytes += away_bytes
-        window.arrived_everywhere.set(stream, number + 1)
+        buffer.arrived_everywhere.set(stream, number + 1)
 
     def sent(self) -> torch.cuda.Event:
         """Event after which everything sent so far may be overwritten."""
@@ -204,15 +204,15 @@ class SymmMemChannel:
     def await_part(self, message: Message, source: int) -> None:
         """Make the current stream wait for the part of `message` that rank `source` sends."""
         stream = torch.cuda.current_stream().cuda_stream
-        message.window.arrival_of[source].wait(stream, message.number + 1)
+        message.buffer.arrival_of[source].wait(stream, message.number + 1)
 
     def await_all(self, message: Message) -> None:
         """Make the current stream wait for every rank's part of `message`."""
-        message.window.arrivals.wait(torch.cuda.current_stream().cuda_stream, message.number + 1)
+        message.buffer.arrivals.wait(torch.cuda.current_stream().cuda_stream, message.number + 1)
 
     def release(self, message: Message, *also: torch.cuda.Event) -> None:
         """Let the slot of `message` be written again once the current stream gets here and events `also` are over."""
         stream = _release_stream()
         for event in (torch.cuda.current_stream().record_event(), *also):
             stream.wait_event(event)
-        message.window.released_everywhere.set(stream.cuda_stream, message.number + 1)
+        message.buffer.released_everywhere.set(stream.cuda_stream, message.number + 1)

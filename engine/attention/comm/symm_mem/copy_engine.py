@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.attention.accumulate.tensor_spec import TensorSpec
+from engine.attention.accumulate.accumulators import TensorSpec
 from engine.attention.comm.p2p import Traffic, Transfer
 from engine.attention.comm.symm_mem.channel import Message, SymmMemChannel, message_bytes
 
@@ -18,20 +18,20 @@ class CopyEngine:
     """
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, slots: int) -> None:
-        self._box = SymmMemChannel(group, traffic, slots)
+        self._channel = SymmMemChannel(group, traffic, slots)
 
     def reserve(self, largest: tuple[TensorSpec, ...]) -> None:
         """Make room for messages as large as `largest`. Collective with equal arguments; free when there is room."""
-        self._box.reserve(message_bytes(largest))
+        self._channel.reserve(message_bytes(largest))
 
     def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[TensorSpec, ...], source: int) -> Transfer:
-        message, pushed = self._box.open(), None
+        message, pushed = self._channel.open(), None
         sent = tuple(tensor.contiguous() for tensor in sent)
         if sent:
-            self._box.follow()
-            self._box.send(message, to, sent)
-            pushed = self._box.sent()
-        return _Push(self._box, message, sent, pushed, expected, source)
+            self._channel.follow()
+            self._channel.send(message, to, sent)
+            pushed = self._channel.sent()
+        return _Push(self._channel, message, sent, pushed, expected, source)
 
 
 class _Push:
@@ -39,14 +39,14 @@ class _Push:
 
     def __init__(
         self,
-        box: SymmMemChannel,
+        channel: SymmMemChannel,
         message: Message,
         sent: tuple[Tensor, ...],
         pushed: torch.cuda.Event | None,
         expected: tuple[TensorSpec, ...],
         source: int,
     ) -> None:
-        self._box, self._message = box, message
+        self._channel, self._message = channel, message
         self._sent, self._pushed = sent, pushed
         self._expected, self._source = expected, source
 
@@ -57,8 +57,8 @@ class _Push:
             self._sent = ()
         if not self._expected:
             return ()
-        self._box.await_part(self._message, self._source)
-        return self._message.window.tensors(self._message.number, self._expected)
+        self._channel.await_part(self._message, self._source)
+        return self._message.buffer.tensors(self._message.number, self._expected)
 
     def release(self) -> None:
-        self._box.release(self._message)
+        self._channel.release(self._message)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine.attention import cuda_driver
+from engine.cuda import driver as cuda_driver
 
 T = TypeVar("T")
 

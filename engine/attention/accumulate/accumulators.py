@@ -1,0 +1,259 @@
+"""Accumulators of attention: partial outputs merged, partial gradients summed, in fp32 (float64 for float64 inputs).
+
+Partial outputs over disjoint keys combine exactly (online softmax, arXiv:1805.02867): with lse = log sum exp(lse_i),
+out = sum exp(lse_i - lse) out_i. Formed from the largest lse down, nothing overflows. Both accumulators hold the parts
+that kernels wrote and combine as many as memory allows in one pass. On a GPU that pass is a Triton kernel
+(`engine.attention.accumulate.rowwise_triton`); the functions here are its reference implementation and run on a CPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.triton_kernels import kernels_for
+
+ROWWISE_KERNELS = "engine.attention.accumulate.rowwise_triton"
+
+# Parts of outputs and of gradients wait to be summed together: one pass over four bf16 parts reads and writes 10 bytes
+# an element, four passes over a running fp32 sum 42. They wait within the memory of four bf16 parts; the running sum
+# takes that of two.
+WAITING_PARTS = 4
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64 inputs, fp32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of a tensor that will be received."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def tensor_specs(tensors: tuple[Tensor, ...]) -> tuple[TensorSpec, ...]:
+    """What a peer that holds tensors of the same shapes will send."""
+    return tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+
+
+def covered_spans(length: int, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Cut rows [0, length) where a range starts or stops: (start, stop, indices of the ranges that cover it)."""
+    cuts = sorted({0, length, *(cut for bounds in ranges for cut in bounds)})
+    return [
+        (start, stop, tuple(i for i, (first, last) in enumerate(ranges) if first <= start and stop <= last))
+        for start, stop in itertools.pairwise(cuts)
+    ]
+
+
+def merge_parts(parts: list[tuple[Tensor, Tensor]], out_BLND: Tensor, lse_BNL: Tensor) -> None:
+    """Write attention over the keys of all `parts` (out_BLND, lse_BNL) into `out_BLND`, `lse_BNL`.
+
+    A part's row that has met no key has lse = -inf and out = 0; so has the result where there are no parts. The result
+    may share memory with a part of its own shape. Raises ValueError when a part covers a different number of rows.
+    """
+    for part_BLND, part_lse_BNL in parts:
+        if part_BLND.shape != out_BLND.shape or part_lse_BNL.shape != lse_BNL.shape:
+            raise ValueError(
+                f"part of shape {tuple(part_BLND.shape)} does not fit rows of {tuple(out_BLND.shape)}; pass equal rows"
+            )
+    if not parts:
+        out_BLND.zero_()
+        lse_BNL.fill_(-torch.inf)
+        return
+    kernels = kernels_for(out_BLND, ROWWISE_KERNELS)
+    if kernels is not None:
+        kernels.merge_parts(parts, out_BLND, lse_BNL)
+        return
+    lses = torch.stack([lse.to(lse_BNL.dtype) for _, lse in parts])
+    merged_BNL = lses.logsumexp(dim=0)
+    blind_BNL = merged_BNL == -torch.inf
+    weights = (lses - merged_BNL.masked_fill(blind_BNL, 0)).exp()
+    out = sum(
+        weight_BNL.transpose(1, 2).unsqueeze(-1) * part_BLND
+        for weight_BNL, (part_BLND, _) in zip(weights, parts, strict=True)
+    )
+    out_BLND.copy_(out)
+    lse_BNL.copy_(merged_BNL)
+
+
+def row_dot(dout_BLND: Tensor, out_BLND: Tensor) -> Tensor:
+    """delta_BNL = rowsum(dO * O), fp32 (float64 for float64 inputs)."""
+    kernels = kernels_for(out_BLND, ROWWISE_KERNELS)
+    if kernels is not None:
+        delta_BNL: Tensor = kernels.row_dot(dout_BLND, out_BLND)
+        return delta_BNL
+    wide = accumulation_dtype(out_BLND.dtype)
+    return (dout_BLND.to(wide) * out_BLND.to(wide)).sum(dim=-1).transpose(1, 2).contiguous()
+
+
+def add_parts(parts: list[Tensor], into: Tensor) -> None:
+    """into = the sum of `parts` [B, tokens, heads, D], formed in the accumulation dtype; zeros when there are none."""
+    kernels = kernels_for(into, ROWWISE_KERNELS)
+    if kernels is not None and parts:
+        kernels.add_parts(parts, into)
+        return
+    total = torch.zeros(into.shape, dtype=accumulation_dtype(into.dtype), device=into.device)
+    for part in parts:
+        total += part
+    into.copy_(total)
+
+
+@dataclass(frozen=True, slots=True)
+class _OutputPart:
+    rows: slice
+    out_BLND: Tensor
+    lse_BNL: Tensor
+
+
+class OutputAccumulator:
+    """The (out, LSE) pair of a rank's queries, merged from partial results as late and as many at a time as memory
+    allows."""
+
+    def __init__(self, q_BLND: Tensor) -> None:
+        self._like_BLND = q_BLND
+        self._parts: list[_OutputPart] = []
+        self._running: tuple[Tensor, Tensor] | None = None
+
+    def update(self, rows: slice, part_BLND: Tensor, part_lse_BNL: Tensor) -> None:
+        """Add attention of local query tokens `rows` over some keys."""
+        room = WAITING_PARTS - (0 if self._running is None else 2)
+        if len(self._parts) == room:
+            self._running = self._merged(accumulation_dtype(self._like_BLND.dtype))
+        self._parts.append(_OutputPart(rows, part_BLND, part_lse_BNL))
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """(out_BLND in the inputs' dtype, lse_BNL). Rows that met no key: out 0, lse -inf. The last call."""
+        like = self._like_BLND
+        if self._running is None and len(self._parts) == 1 and self._parts[0].rows == slice(0, like.shape[1]):
+            # One kernel call computed every row: its result is returned without another pass over memory.
+            part = self._parts[0]
+            return part.out_BLND.to(like.dtype).contiguous(), part.lse_BNL.contiguous()
+        return self._merged(like.dtype)
+
+    def _merged(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Running result and waiting parts in one pass, out in `dtype`; in place when that is the running one's."""
+        like, running = self._like_BLND, self._running
+        if running is None:
+            out_BLND = torch.empty(like.shape, dtype=dtype, device=like.device)
+            lse_shape = (like.shape[0], like.shape[2], like.shape[1])
+            lse_BNL = torch.empty(lse_shape, dtype=accumulation_dtype(like.dtype), device=like.device)
+        else:
+            out_BLND = running[0] if running[0].dtype == dtype else torch.empty_like(running[0], dtype=dtype)
+            lse_BNL = running[1]
+        ranges = [(part.rows.start, part.rows.stop) for part in self._parts]
+        for start, stop, covering in covered_spans(like.shape[1], ranges):
+            rows = slice(start, stop)
+            sources = [
+                (
+                    self._parts[i].out_BLND[:, start - ranges[i][0] : stop - ranges[i][0]],
+                    self._parts[i].lse_BNL[:, :, start - ranges[i][0] : stop - ranges[i][0]],
+                )
+                for i in covering
+            ]
+            if running is not None:
+                if running[0] is out_BLND and not sources:
+                    continue
+                sources.insert(0, (running[0][:, rows], running[1][:, :, rows]))
+            merge_parts(sources, out_BLND[:, rows], lse_BNL[:, :, rows])
+        self._parts = []
+        return out_BLND, lse_BNL
+
+
+@dataclass(frozen=True, slots=True)
+class _GradPart:
+    tokens: slice
+    gradient: Tensor
+    release: Callable[[], None] | None  # called once the part has been read: its memory is a receive slot
+
+
+class GradAccumulator:
+    """Sum of partial gradients of a shard [B, tokens, heads, D], each of one kernel call over some of its tokens.
+
+    Sums are formed in fp32 (float64 for float64 inputs), as late and as many at a time as memory allows. Parts that
+    share no token are kept as the kernel wrote them: nothing was added, so they can cross a link in bf16 without
+    rounding anything twice.
+
+    Args:
+        like: the shard that the gradient belongs to.
+        part_dtype: dtype in which a single kernel result crosses a link, the same on every rank.
+    """
+
+    def __init__(self, like: Tensor, part_dtype: torch.dtype) -> None:
+        self._like, self._part_dtype = like, part_dtype
+        self._parts: list[_GradPart] = []
+        self._sum: Tensor | None = None
+
+    def add(self, tokens: slice, gradient: Tensor, release: Callable[[], None] | None = None) -> None:
+        """Add the gradient of local tokens `tokens`. Its memory stays in use until `release` is called."""
+        room = WAITING_PARTS - (0 if self._sum is None else 2)
+        if len(self._parts) == room:
+            self.total()
+        self._parts.append(_GradPart(tokens, gradient, release))
+
+    def total(self) -> Tensor:
+        """The sum so far, in the accumulation dtype: zeros where no part touched the shard. Owned by this object."""
+        if self._parts or self._sum is None:
+            self._sum = self._summed(accumulation_dtype(self._like.dtype))
+        return self._sum
+
+    def final(self, dtype: torch.dtype) -> Tensor:
+        """The gradient of the whole shard in `dtype`. The last call on this object."""
+        whole = slice(0, self._like.shape[1])
+        if self._is_one_part(whole):
+            return self.over(whole, dtype, unreduced=True)
+        return self._summed(dtype)
+
+    def over(self, tokens: slice, comm_dtype: torch.dtype | None, unreduced: bool) -> Tensor:
+        """The gradient of `tokens` as it crosses a link, in `comm_dtype` if set. The last call on this object.
+
+        `unreduced`: as kernels wrote it, possible where the parts share no token; else a sum in the accumulation dtype.
+        """
+        if not unreduced:
+            return self.total()[:, tokens].to(comm_dtype or accumulation_dtype(self._like.dtype))
+        if self._is_one_part(tokens):
+            return self._parts[0].gradient.to(comm_dtype or self._part_dtype)
+        return self._summed(comm_dtype or self._part_dtype)[:, tokens]
+
+    def spec(self, tokens: slice, comm_dtype: torch.dtype | None, unreduced: bool) -> TensorSpec:
+        """Shape and dtype of what a peer's `over` returns with the same arguments."""
+        batch, _, heads, head_dim = self._like.shape
+        dtype = comm_dtype or (self._part_dtype if unreduced else accumulation_dtype(self._like.dtype))
+        return TensorSpec((batch, tokens.stop - tokens.start, heads, head_dim), dtype)
+
+    def _is_one_part(self, tokens: slice) -> bool:
+        """One part covers just these tokens, in memory of its own: a part in a receive slot has to be copied."""
+        if self._sum is not None or len(self._parts) != 1:
+            return False
+        return self._parts[0].tokens == tokens and self._parts[0].release is None
+
+    def _summed(self, dtype: torch.dtype) -> Tensor:
+        """Running sum and waiting parts in one pass, in `dtype`; in place when that is the running sum's."""
+        like, running = self._like, self._sum
+        in_place = running is not None and running.dtype == dtype
+        summed = running if running is not None and in_place else like.new_empty(like.shape, dtype=dtype)
+        ranges = [(part.tokens.start, part.tokens.stop) for part in self._parts]
+        for start, stop, covering in covered_spans(like.shape[1], ranges):
+            sources = [self._parts[i].gradient[:, start - ranges[i][0] : stop - ranges[i][0]] for i in covering]
+            if running is not None:
+                if in_place and not sources:
+                    continue
+                sources.insert(0, running[:, start:stop])
+            add_parts(sources, into=summed[:, start:stop])
+        for part in self._parts:
+            if part.release is not None:
+                part.release()
+        self._parts = []
+        return summed

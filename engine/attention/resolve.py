@@ -1,0 +1,147 @@
+"""From settings to a plan: every `auto` is resolved here, once for a shape, dtype and device.
+
+The result is an `engine.attention.algorithms.saved.AttentionPlan`: ring attention, or Ulysses around it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.attention.algorithms.ring import RingPlan
+from engine.attention.algorithms.saved import AttentionPlan
+from engine.attention.algorithms.ulysses import UlyssesPlan
+from engine.attention.comm.all_to_all import token_runs_in_order
+from engine.attention.context import ContextParallel
+from engine.attention.geometry.ring import RingTraffic
+from engine.attention.kernels import Problem, choose_kernel
+from engine.attention.kernels.stand_in import AnyDelta
+from engine.attention.masks import Mask, band_kinds
+from engine.attention.planning.comm_plan import traffic_left
+from engine.attention.planning.comm_volume import GRAD_COMM_DTYPES, Shards, narrowed
+from engine.attention.planning.cost_model import (
+    BACKWARD_SIDES,
+    ULYSSES_SCHEDULES,
+    HardwareModel,
+    Workload,
+    choose_num_head_chunks,
+    choose_schedule,
+    schedule_unsupported_reason,
+)
+
+
+def plan_attention(
+    q_BLND: Tensor,
+    k_BLKD: Tensor,
+    *,
+    mask: Mask,
+    cp: ContextParallel,
+    scale: float | None = None,
+    kernel: str = "auto",
+    schedule: str = "auto",
+    backward: str = "auto",
+    exchange: str = "auto",
+    deterministic: bool = False,
+    grad_comm_dtype: str = "fp32",
+    num_head_chunks: int | None = None,
+    recompute: bool = False,
+    lse_gradient: bool = True,
+) -> AttentionPlan:
+    """Resolve every `auto` for shards of this shape, dtype and device. Raises ValueError when nothing fits.
+
+    Without `lse_gradient` backward need not look for a gradient of the LSE: some kernels wait for the answer. The other
+    arguments are those of `burst_attention`.
+    """
+    batch, tokens, heads, head_dim = q_BLND.shape
+    kv_heads, seq_len = k_BLKD.shape[2], tokens * cp.size
+    cp.segments(seq_len)  # refuses lengths the layout cannot split
+    if backward not in ("auto", *BACKWARD_SIDES):
+        raise ValueError(f"backward {backward!r} is unknown; choose auto, query or key_value")
+    if grad_comm_dtype not in GRAD_COMM_DTYPES:
+        raise ValueError(f"grad_comm_dtype {grad_comm_dtype!r} is unknown; choose one of {', '.join(GRAD_COMM_DTYPES)}")
+    narrow = narrowed(grad_comm_dtype)[cp.node_size < cp.size]  # at the slowest links
+    estimated = schedule == "auto" and q_BLND.is_cuda and backward == exchange == "auto"
+    workload = Workload(
+        cp_size=cp.size,
+        node_size=cp.node_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        query_bytes=q_BLND.numel() * q_BLND.itemsize,
+        gradient_factor=1.0 if narrow else max(4, q_BLND.itemsize) / q_BLND.itemsize,
+        forward_flops=4.0 * batch * heads * head_dim * mask.area(seq_len) / cp.size,
+        rows=batch * tokens,
+        left=traffic_left(mask, cp.layout, cp.size, cp.node_size, seq_len) if estimated else RingTraffic(),
+        recompute=recompute,
+    )
+    # Asking for the link may mean measuring it: only where the model has something to decide, and never where a run
+    # must repeat bit for bit: another measurement could lead to another schedule, which sums in another order.
+    open_chunks = q_BLND.is_cuda and schedule in ULYSSES_SCHEDULES and num_head_chunks is None
+    link = cp.link(q_BLND.device, fixed=deterministic) if estimated or open_chunks else None
+    hardware = HardwareModel() if link is None else HardwareModel(across_gib=link.gib)
+    estimate = None
+    if schedule == "auto":
+        # The estimate's speeds are a GPU's; elsewhere, and where a ring's own switches are set, the schedule is a ring.
+        if estimated:
+            estimate = choose_schedule(workload, cp.layout.name, hardware)
+        schedule = estimate.best if estimate else "ring" if cp.node_size == cp.size else "double_ring"
+    unsupported_reason = schedule_unsupported_reason(schedule, workload, cp.layout.name)
+    if unsupported_reason:
+        raise ValueError(unsupported_reason)
+
+    inner, shared_by, chunks = cp, 1, 1
+    if schedule in ULYSSES_SCHEDULES:
+        all_to_all, members, inner = cp.all_to_all(schedule, exchange, q_BLND.device)
+        shared_by = len(members)
+        # The speeds that make chunks worth their launches are a GPU's too.
+        resolved_chunks = choose_num_head_chunks(schedule, workload, hardware) if q_BLND.is_cuda else 1
+        chunks = resolved_chunks if num_head_chunks is None else num_head_chunks
+        if chunks < 1 or kv_heads // shared_by % chunks:
+            raise ValueError(
+                f"num_head_chunks {chunks} does not divide the {kv_heads // shared_by} KV heads of a rank under "
+                f"schedule {schedule}; give a number that does"
+            )
+        ring = inner.ring("double_ring" if inner.node_size < inner.size else "ring")
+    else:
+        ring = cp.ring(schedule)
+    problem = Problem(
+        device=q_BLND.device,
+        dtype=q_BLND.dtype,
+        heads=heads // shared_by // chunks,
+        kv_heads=kv_heads // shared_by // chunks,
+        head_dim=head_dim,
+        bands=band_kinds(mask, inner.layout, seq_len, inner.size),
+        deterministic=deterministic,
+    )
+    attend = choose_kernel(kernel, problem)
+    if lse_gradient and not attend.takes_delta:
+        attend = AnyDelta(attend)
+    resolved_exchange = inner.choose_exchange(exchange, ring, q_BLND.device)
+    ring_plan = RingPlan(
+        cp=inner,
+        mask=mask,
+        ring=ring,
+        exchange=resolved_exchange,
+        comms=inner.ring_comms(ring, resolved_exchange),
+        kernel=attend,
+        backward_side="query" if backward == "auto" else backward,
+        seq_len=seq_len,
+        shards=Shards.of(problem, attend, batch, seq_len // inner.size, grad_comm_dtype),
+        scale=head_dim**-0.5 if scale is None else scale,
+        deterministic=deterministic,
+        grad_comm_dtype=grad_comm_dtype,
+        estimate=estimate,
+        link=link,
+    )
+    if backward == "auto":
+        ring_plan = ring_plan.with_cheaper_backward(hardware)
+    if schedule not in ULYSSES_SCHEDULES:
+        return ring_plan
+    token_runs = token_runs_in_order(tuple(cp.layout.segments(seq_len, cp.size, rank) for rank in members))
+    return UlyssesPlan(
+        cp=cp,
+        members=members,
+        schedule=schedule,
+        all_to_all=all_to_all,
+        token_runs=token_runs,
+        inner=ring_plan,
+        num_head_chunks=chunks,
+    )

@@ -1,0 +1,1 @@
+"""CUDA beneath torch: the driver calls and streams of our own."""
