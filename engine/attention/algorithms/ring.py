@@ -138,7 +138,7 @@ def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor
         q_BLND = q_BLND[:, : plan.cp.rows_before(plan.cut, plan.seq_len)]
         k_BLKD, v_BLKD = k_BLKD[:, :needed], v_BLKD[:, :needed]
     output = OutputAccumulator(q_BLND)
-    for step, chunk in _ring_steps(plan, RemoteChunk((k_BLKD, v_BLKD), KEY_SIDE_DIMS), plan.comm_plan(False)):
+    for step, chunk in ring_steps(plan, RemoteChunk((k_BLKD, v_BLKD), KEY_SIDE_DIMS), plan.comm_plan(False)):
         for queries, keys, band in step.tiles:
             k_BMKD, v_BMKD = chunk.tokens(keys)
             part_BLND, part_lse_BNL = plan.kernel.forward(q_BLND[:, queries], k_BMKD, v_BMKD, band, plan.scale)
@@ -168,7 +168,7 @@ def _ring_backward(
     local_grads = tuple(GradAccumulator(t, part_dtype) for t in (key_side.tensors if sends_queries else (q_BLND,)))
     reduce = InterNodeGradReduce(plan.ring, plan.cp.rank, comms.inter_node_gradients, inter_dtype, work)
 
-    for step, chunk in _ring_steps(plan, query_side if sends_queries else key_side, work):
+    for step, chunk in ring_steps(plan, query_side if sends_queries else key_side, work):
         queries, keys = (chunk, key_side) if sends_queries else (query_side, chunk)
         chunk_grads = tuple(GradAccumulator(t, part_dtype) for t in ((q_BLND,) if sends_queries else key_side.tensors))
         dq, dk, dv = (*chunk_grads, *local_grads) if sends_queries else (*local_grads, *chunk_grads)
@@ -192,7 +192,7 @@ def _ring_backward(
     return dq_BLND, dk_BLKD, dv_BLKD
 
 
-def _ring_steps(plan: RingPlan, own: RemoteChunk, work: CommPlan) -> Iterator[tuple[RingStep, RemoteChunk]]:
+def ring_steps(plan: RingPlan, own: RemoteChunk, work: CommPlan) -> Iterator[tuple[RingStep, RemoteChunk]]:
     """Every rank's chunk, this rank's own first; the next one is received while a step uses the current one."""
     nodes, spec, comms = plan.ring.nodes, ChunkSpec.of(own), plan.comms
     node = plan.cp.rank // plan.ring.node_size

@@ -8,9 +8,9 @@ from engine.attention.kernels import fa4
 
 
 @pytest.mark.parametrize(
-    ("files", "missing"), [([], True), (["flash_attn/__init__.py"], True), (["flash_attn/cute/__init__.py"], False)]
+    ("files", "is_missing"), [([], True), (["flash_attn/__init__.py"], True), (["flash_attn/cute/__init__.py"], False)]
 )
-def test_version_4_is_found_by_its_own_folder(tmp_path, monkeypatch, files, unsupported_reason) -> None:
+def test_version_4_is_found_by_its_own_folder(tmp_path, monkeypatch, files, is_missing) -> None:
     for name in files:
         path = tmp_path / name
         path.parent.mkdir(parents=True)
@@ -18,5 +18,5 @@ def test_version_4_is_found_by_its_own_folder(tmp_path, monkeypatch, files, unsu
     monkeypatch.setattr(fa4, "gpu_missing", lambda kernel, capability: None)
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     sentence = fa4.KERNEL.unsupported_reason()
-    assert (sentence is not None) == unsupported_reason
+    assert (sentence is not None) == is_missing
     assert sentence is None or "FlashAttention-4, which is not installed" in sentence

@@ -114,7 +114,7 @@ def test_results_come_home_with_all_heads_in_order(driver, layout, parts) -> Non
         results = [tuple(tensor[:, :, some].contiguous() for tensor in whole) for some in heads]
         slots, specs = sent(lambda rank, tensors: found[rank].send_back(tensors), results)
         for rank, route in enumerate(found):
-            launch(route.homecoming(specs, part), [slots[rank]], home[rank])
+            launch(route.from_slot(specs, part), [slots[rank]], home[rank])
     for results, held in zip(home, positions, strict=True):
         for result, tensor in zip(results, whole, strict=True):
             assert torch.equal(result.flatten(2, 4), tensor[:, held])

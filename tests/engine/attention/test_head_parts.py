@@ -149,7 +149,13 @@ def test_receive_buffers_are_gone_when_the_work_on_them_begins() -> None:
     alone = SimpleNamespace(cp=ContextParallel.single())
     token_runs = (TokenRun(0, 0, 4), TokenRun(1, 0, 4))
     plan = UlyssesPlan(
-        cp=alone.cp, members=(0, 1), schedule="ulysses", heads=heads, token_runs=token_runs, inner=alone, parts=4
+        cp=alone.cp,
+        members=(0, 1),
+        schedule="ulysses",
+        all_to_all=heads,
+        token_runs=token_runs,
+        inner=alone,
+        num_head_chunks=4,
     )
 
     def compute(part, arrived):

@@ -181,9 +181,9 @@ def test_merging_many_parts_in_any_grouping_gives_attention_over_all_keys(count)
     running = OutputAccumulator(q)
     for part in range(count):
         keys, rows = slice(8 * part, 8 * part + 8), slice(0 if part % 3 else 16, 32)
-        running.fold(rows, *REFERENCE.forward(q[:, rows], k[:, keys], v[:, keys], FULL, 0.125))
+        running.update(rows, *REFERENCE.forward(q[:, rows], k[:, keys], v[:, keys], FULL, 0.125))
         if rows.start:
-            running.fold(slice(0, 16), *REFERENCE.forward(q[:, :16], k[:, keys], v[:, keys], FULL, 0.125))
+            running.update(slice(0, 16), *REFERENCE.forward(q[:, :16], k[:, keys], v[:, keys], FULL, 0.125))
     out, lse = running.result()
     whole, whole_lse = REFERENCE.forward(q, k, v, FULL, 0.125)
     torch.testing.assert_close(out, whole, rtol=1e-5, atol=1e-6)
@@ -214,11 +214,11 @@ def test_a_single_part_crosses_a_link_as_the_kernel_wrote_it_and_a_sum_crosses_w
     gradient = GradAccumulator(like, torch.bfloat16)
     gradient.add(rows, part)
     assert gradient.over(rows, None, unreduced=True) is part
-    assert gradient.like(rows, None, unreduced=True).dtype == torch.bfloat16
+    assert gradient.spec(rows, None, unreduced=True).dtype == torch.bfloat16
     gradient.add(rows, part)
     assert (
         gradient.over(rows, None, unreduced=False).dtype
-        == gradient.like(rows, None, unreduced=False).dtype
+        == gradient.spec(rows, None, unreduced=False).dtype
         == torch.float32
     )
     assert torch.equal(gradient.over(rows, None, unreduced=False), part.float() * 2)

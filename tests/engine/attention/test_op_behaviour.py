@@ -10,6 +10,7 @@ import torch
 from engine import ContextParallel, burst_attention
 from engine.attention.algorithms.ring import KEY_SIDE_DIMS, ring_steps
 from engine.attention.algorithms.saved import save_suffix
+from engine.attention.comm.exchange import RemoteChunk
 from engine.attention.masks import Causal, Full, SlidingWindow
 from engine.attention.reference import dense_attention
 from engine.attention.resolve import plan_attention

@@ -13,6 +13,7 @@ from engine import ContextParallel
 from engine.attention.accumulate.accumulators import TensorSpec
 from engine.attention.algorithms.ring import KEY_SIDE_DIMS, ring_steps
 from engine.attention.comm import p2p as transport
+from engine.attention.comm.exchange import RemoteChunk
 from engine.attention.comm.p2p import PointToPoint, Traffic
 from engine.attention.masks import Full
 from engine.attention.resolve import plan_attention

@@ -26,9 +26,9 @@ from engine.attention.planning.comm_volume import (
     Sent,
     Shards,
     Widths,
+    all_to_all_bytes,
     cheaper_backward,
     group_backward_bytes,
-    trade_bytes,
 )
 from engine.attention.planning.cost_model import ULYSSES_SCHEDULES, HardwareModel
 from engine.attention.resolve import plan_attention
@@ -119,12 +119,12 @@ def differing(
         dtype, wire = chance.choice(widths)
         recompute, parts = chance.choice((False, True)), chance.choice((1, 2))
         q, k, v = (torch.ones(2, TOKENS, n, 3, dtype=dtype, requires_grad=True) for n in (heads, kv_heads, kv_heads))
-        with mock.patch("engine.attention.op.choose_kernel", return_value=kernel):
+        with mock.patch("engine.attention.resolve.choose_kernel", return_value=kernel):
             plan = plan_attention(q, k, mask=mask, cp=cp, grad_comm_dtype=wire, num_head_chunks=parts, **choice)
         cp.traffic.reset()
         with Posted(cp) as forward:
             out = run_attention(plan, q, k, v, recompute=recompute)
-        computed = plan.sent_bytes(kept=not recompute)
+        computed = plan.sent_bytes(gathered=not recompute)
         with Posted(cp) as backward:
             out.sum().backward()
         posted, counted = CallBytes(forward.sent, backward.sent), cp.traffic.sent_bytes
@@ -180,10 +180,10 @@ def test_by_copy_engine_heads_take_the_bytes_of_their_copies(kept) -> None:
         kv_heads=kv_heads // share,
         head_dim=head_dim,
         input_bytes=2,
-        inside=Widths(written=2, summed=4),
-        across=Widths(written=2, summed=4),
+        inside=Widths(unreduced=2, summed=4),
+        across=Widths(unreduced=2, summed=4),
     )
-    assert trade_bytes((0, 1), 0, 2, part, kept=kept, packed=False) == CallBytes(Sent(forward), Sent(backward))
+    assert all_to_all_bytes((0, 1), 0, 2, part, gathered=kept, packed=False) == CallBytes(Sent(forward), Sent(backward))
 
 
 SEQ_LEN = 1 << 14
@@ -199,8 +199,8 @@ def shards(cp_size: int, heads: int, kv_heads: int, wire: str = "fp32") -> Shard
         kv_heads=kv_heads,
         head_dim=128,
         input_bytes=2,
-        inside=Widths(written=2, summed=2 if wire == "input" else 4),
-        across=Widths(written=2, summed=2 if wire == "input" else 4),
+        inside=Widths(unreduced=2, summed=2 if wire == "input" else 4),
+        across=Widths(unreduced=2, summed=2 if wire == "input" else 4),
     )
 
 

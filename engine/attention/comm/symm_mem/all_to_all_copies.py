@@ -1,7 +1,7 @@
-"""Where each token's heads go in an exchange of heads for tokens: as copies of rows, planned once for a shape.
+"""The copies of an all-to-all: where each token's heads are written, as copies of rows, planned once for a shape.
 
-Shape letters as in `engine.attention.comm.all_to_all`. A message holds its tensors one behind the other in the receiver's
-slot: on the way out [B, T, H, ...], on the way home [B, L, group, H, ...].
+Shape letters as in `engine.attention.comm.all_to_all`. A message holds its tensors one behind the other in the
+receiver's slot: [B, T, H, ...] when sent, [B, L, group, H, ...] when sent back.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def _sources(tensors: tuple[Tensor, ...]) -> tuple[_Source, ...]:
 
 
 class CopyPlanner:
-    """The ways of one rank in a group of `size`, whose members hold `token_runs` and whose heads come in `num_head_chunks` num_head_chunks."""
+    """Plans the copies of one rank in a group of `size`, whose members hold `token_runs`; a rank's heads come in
+    `num_head_chunks` chunks."""
 
     def __init__(self, rank: int, size: int, token_runs: tuple[TokenRun, ...], num_head_chunks: int) -> None:
         self.rank, self.size, self.num_head_chunks = rank, size, num_head_chunks
@@ -57,7 +58,7 @@ class CopyPlanner:
         self._planned: dict[object, Planned] = {}
 
     def send(self, tensors_BLND: tuple[Tensor, ...], index: int) -> Planned:
-        """This rank's tokens of a index of every rank's heads, each where it belongs among the group's tokens."""
+        """This rank's tokens of every rank's head chunk `index`, each to its place among the group's tokens."""
         sources = _sources(tensors_BLND)
         key = (index, sources)
         if key not in self._planned:
@@ -71,7 +72,7 @@ class CopyPlanner:
         return self._planned[key]
 
     def send_back(self, tensors_BTHD: tuple[Tensor, ...]) -> Planned:
-        """What this rank computed of every rank's tokens, each beside the other ranks' heads of the token."""
+        """This rank's results for every rank's tokens, each to its place beside the other ranks' heads."""
         sources = _sources(tensors_BTHD)
         if sources not in self._planned:
             specs = tuple(self._returning(source) for source in sources)
@@ -80,7 +81,7 @@ class CopyPlanner:
         return self._planned[sources]
 
     def from_slot(self, specs: tuple[TensorSpec, ...], index: int) -> Copies:
-        """From the slot of a index that came home to the results of all num_head_chunks, [B, L, group, num_head_chunks, H, ...]."""
+        """From the receive slot of head chunk `index` to the results of all, [B, L, group, head chunks, H, ...]."""
         return unpack_slot(specs, self.num_head_chunks, index)
 
     def _plan(self, entries: list[Entry], specs: tuple[TensorSpec, ...]) -> Planned:
@@ -118,14 +119,14 @@ class CopyPlanner:
 
 
 @lru_cache(maxsize=256)
-def unpack_slot(specs: tuple[TensorSpec, ...], num_head_chunks: int = 1, index: int = 0) -> Copies:
-    """From a slot (the only tensor) to tensors of their own (the places), which hold `num_head_chunks` rows of heads for each one
-    that arrives."""
+def unpack_slot(specs: tuple[TensorSpec, ...], num_head_chunks: int = 1, chunk: int = 0) -> Copies:
+    """From a slot (the only tensor) to allocated tensors (the places), which hold `num_head_chunks` rows of heads for each
+    one received; this chunk's is number `chunk`."""
     entries = []
     for index, (spec, place) in enumerate(zip(specs, offsets(specs), strict=True)):
         width = row_bytes(spec, 3 if num_head_chunks > 1 else 2)
         entries.append(
-            (Block(place, index * width, width, spec.nbytes // width, width, num_head_chunks * width), 0, index)
+            (Block(place, chunk * width, width, spec.nbytes // width, width, num_head_chunks * width), 0, index)
         )
     return Copies(entries)
 
