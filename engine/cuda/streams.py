@@ -7,15 +7,13 @@ One that is no longer referred to is given to the next who asks, so that all tri
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from engine.cuda import driver as cuda_driver
-
-T = TypeVar("T")
 
 
 class Handles:
@@ -25,12 +23,29 @@ class Handles:
         self._create = create
         self._free: list[int] = []
 
-    def lend(self, wrap: Callable[[int], T]) -> T:
-        """What `wrap` makes of a handle that nothing else has. The handle is free again when that object is gone."""
-        handle = self._free.pop() if self._free else self._create()
-        holder = wrap(handle)
-        weakref.finalize(holder, self._free.append, handle).atexit = False
-        return holder
+    def take(self) -> int:
+        """A handle that no other caller has until `give` frees it."""
+        return self._free.pop() if self._free else self._create()
+
+    def give(self, handle: int) -> None:
+        """Free a handle: a later `take` returns it again."""
+        self._free.append(handle)
+
+
+class _OwnStream(torch.cuda.ExternalStream):
+    """A stream of `handles`, which frees its handle when it is garbage.
+
+    By its finalizer, because weak references to torch's streams are not called back (seen with torch 2.11).
+    """
+
+    def __new__(cls, handles: Handles, device: torch.device) -> _OwnStream:
+        handle = handles.take()
+        stream: _OwnStream = super().__new__(cls, handle, device=device)
+        stream._free = functools.partial(handles.give, handle)
+        return stream
+
+    def __del__(self) -> None:
+        self._free()
 
 
 _handles: dict[tuple[torch.device, int], Handles] = {}  # by device and priority
@@ -48,7 +63,7 @@ def own_stream(device: torch.device | None = None, priority: int = 0) -> Any:
         return torch.cuda.Stream(device, priority=priority)
     if (device, priority) not in _handles:
         _handles[device, priority] = Handles(lambda: _created(device, priority))
-    return _handles[device, priority].lend(lambda handle: torch.cuda.ExternalStream(handle, device=device))
+    return _OwnStream(_handles[device, priority], device)
 
 
 def _created(device: torch.device, priority: int) -> int:

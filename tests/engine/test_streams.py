@@ -13,25 +13,19 @@ from engine.cuda.streams import Handles, own_stream
 POOL = 32  # streams that torch has of each priority
 
 
-class Holder:
-    """Stands for a stream."""
-
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-
-
-def test_two_holders_never_have_one_handle_and_trials_have_the_same_ones() -> None:
+def test_two_callers_never_have_one_handle_and_trials_have_the_same_ones() -> None:
     made = itertools.count()
     handles = Handles(lambda: next(made))
-    first = [handles.lend(Holder) for _ in range(5)]
+    first = [handles.take() for _ in range(5)]
     for _trial in range(3 * POOL):
-        trial = [handles.lend(Holder) for _ in range(4)]
-        assert len({holder.handle for holder in (*first, *trial)}) == 9
-        del trial
+        trial = [handles.take() for _ in range(4)]
+        assert len({*first, *trial}) == 9
+        for handle in trial:
+            handles.give(handle)
     assert next(made) == 9
-    given_back = first.pop().handle
-    again = [handles.lend(Holder).handle for _ in range(4)]
-    assert given_back in again
+    freed = first.pop()
+    handles.give(freed)
+    assert freed in [handles.take() for _ in range(4)]
 
 
 @pytest.mark.gpu

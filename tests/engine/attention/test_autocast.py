@@ -13,7 +13,7 @@ from engine.attention.kernels import KERNELS, Problem, kernel_named, unsupported
 from engine.attention.masks import Causal, Full, Mask, SlidingWindow
 from tests.ranks import run_on_ranks
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cpu")  # a test marked gpu sets another
 AROUND = ("forward", "backward", "both")
 MASKS = (Full(), Causal(), SlidingWindow(5))
 
@@ -69,7 +69,8 @@ def test_autocast_changes_nothing_of_what_travels(layout) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: runs its kernels")
 @pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_autocast_changes_nothing_above_rounding_on_a_gpu(dtype, kernel) -> None:
+def test_autocast_changes_nothing_above_rounding_on_a_gpu(monkeypatch, dtype, kernel) -> None:
+    monkeypatch.setitem(globals(), "DEVICE", torch.device("cuda"))
     problem = Problem(device=DEVICE, dtype=dtype, heads=4, kv_heads=2, head_dim=16)
     reason = unsupported_reason(kernel_named(kernel), problem)
     if reason:
