@@ -59,7 +59,7 @@ def choose_layout(mask: Mask, seq_len: int, cp_size: int) -> str:
     """The layout that shares the mask's work out most evenly; of those as good as the best, the simplest.
 
     Contiguous comes first: masks that look nearby then meet the fewest other ranks, and every meeting has the fewest
-    tiles. Zigzag has two runs of tokens per rank; striped meets everyone global_tokens. A layout that would cut the mask
+    tiles. Zigzag has two runs of tokens per rank; every rank of striped meets every other. A layout that would cut the mask
     into too many tiles is passed over. Only layouts that can split the length are considered; when none can, all are,
     and the length is refused for the one that would have been best.
 

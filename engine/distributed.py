@@ -63,7 +63,7 @@ def local_device() -> torch.device:
 
 
 def limit_threads() -> None:
-    """Workload this host's cores between its ranks, because every rank's torch would otherwise take all of them.
+    """Share this host's cores between its ranks, because every rank's torch would otherwise take all of them.
 
     Does nothing where OMP_NUM_THREADS is set: torch then takes that many.
     """

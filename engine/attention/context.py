@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.comm.all_to_all import AllToAll, GroupAllToAll
-from engine.attention.comm.call_order import CallOrder, timeout_of
 from engine.attention.comm.exchange import HELD_GRADIENTS, AllPairsP2P, P2PRing, RingComms
 from engine.attention.comm.link_speed import Link, across_gib_per_second
 from engine.attention.comm.nodes import host_name, shared_node_size
-from engine.attention.comm.p2p import Nowhere, PointToPoint, Traffic, Transport
+from engine.attention.comm.p2p import CallOrder, NoPeers, PointToPoint, Traffic, Transport, timeout_of
 from engine.attention.comm.symm_mem.all_to_all import CopyEngineAllToAll
 from engine.attention.comm.symm_mem.channel import copy_engine_unsupported_reason
 from engine.attention.comm.symm_mem.copy_engine import CopyEngine
@@ -45,7 +44,7 @@ class ContextParallel:
 
     Creating one is collective over `group`, and so is the first attention call with a new schedule or exchange. An
     exception in the middle of a collective call leaves the ranks in disagreement: from then on every call raises
-    `engine.attention.comm.call_order.BrokenContext` on this rank, and the others' calls end with the group's timeout.
+    `engine.attention.comm.p2p.BrokenContext` on this rank, and the others' calls end with the group's timeout.
     """
 
     def __init__(
@@ -75,6 +74,8 @@ class ContextParallel:
         self._order = order or CallOrder()
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
+        # Around steps that all ranks take together: raises BrokenContext when such steps have failed before.
+        self.collective: Callable[[], AbstractContextManager[None]] = self._order.kept if self.size > 1 else nullcontext
         self.rank = 0 if group is None else dist.get_rank(group)
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} is not in the group it was given; pass a group of its own")
@@ -87,7 +88,7 @@ class ContextParallel:
         self.node_size = node_size or self._find_node_size()
 
     def _find_node_size(self) -> int:
-        """Consecutive ranks that share a host, equally many global_tokens."""
+        """Consecutive ranks that share a host, the same number on every host."""
         if self.size == 1:
             return 1
         hosts: list[str] = [""] * self.size
@@ -206,10 +207,6 @@ class ContextParallel:
         with self.collective():
             return across_gib_per_second(self.group, self.node_size, message)
 
-    def collective(self) -> AbstractContextManager[None]:
-        """Around steps that all ranks take together. Raises BrokenContext when such steps have failed before."""
-        return self._order.kept() if self.size > 1 else nullcontext()
-
     def _subgroup(self, cp_ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
         """A communicator of some CP ranks of their own, None for a rank alone."""
         if len(cp_ranks) == 1 or self.group is None:
@@ -248,7 +245,7 @@ class ContextParallel:
         """Transfers among some CP ranks, on a communicator of their own."""
         group = self._subgroup(cp_ranks, purpose)
         if group is None:
-            return Nowhere()
+            return NoPeers()
         if exchange == "copy_engine":
             slots = {"chunks": 2, "gradients": HELD_GRADIENTS + 1}[purpose]
             return CopyEngine(group, self.traffic, slots)

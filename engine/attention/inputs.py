@@ -1,16 +1,13 @@
 """What attention asks of its arguments before any rank waits for another: each refusal is a ValueError.
 
-Strides are not refused: tensors that a kernel could not read as they lie are copied (`laid_out`).
+Strides are not refused: `engine.attention.op.laid_out` copies tensors that a kernel could not read.
 """
 
 from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
-
-ALIGNMENT_BYTES = 16  # of the widest load of a GPU kernel
 
 
 def check_inputs(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> None:
@@ -55,22 +52,3 @@ def check_mask(mask: object) -> None:
         raise ValueError(
             f"mask is {mask!r}; pass an object of engine.attention.masks such as Causal(), or parse_mask of a setting"
         )
-
-
-def laid_out(tensor_BLND: Tensor) -> Tensor:
-    """The tensor as every kernel and transfer can read it: itself, or a contiguous copy. Differentiable.
-
-    A head's values of one token lie side by side, from an address that wide loads take, and no two tokens or heads
-    share them. Other strides are free, so the parts of one projection for q, k and v, or tensors with heads before
-    tokens, are not copied. Kernels do not look themselves: that of the CPU reads past such strides and gives garbage,
-    those of GPUs give it, refuse, or end the process with a misaligned address.
-    """
-    sizes, strides, item = tensor_BLND.shape[:-1], tensor_BLND.stride(), tensor_BLND.itemsize
-    taken = [stride for size, stride in zip(sizes, strides, strict=False) if size > 1]
-    side_by_side = tensor_BLND.shape[-1] == 1 or strides[-1] == 1
-    # Rows of an odd number of bytes are aligned by no copy; no kernel that asks for alignment takes them.
-    alignable = tensor_BLND.shape[-1] * item % ALIGNMENT_BYTES == 0
-    starts = (tensor_BLND.storage_offset(), *taken) if alignable else ()
-    if side_by_side and 0 not in taken and all(start * item % ALIGNMENT_BYTES == 0 for start in starts):
-        return tensor_BLND
-    return tensor_BLND.clone(memory_format=torch.contiguous_format)

@@ -17,11 +17,13 @@ from torch import Tensor
 from engine.attention.accumulate.accumulators import row_dot
 from engine.attention.algorithms.saved import AttentionPlan, Saved, SavedOutput
 from engine.attention.context import ContextParallel
-from engine.attention.inputs import check_inputs, check_mask, check_scale, laid_out
+from engine.attention.inputs import check_inputs, check_mask, check_scale
 from engine.attention.masks import Causal, Mask
 from engine.attention.resolve import plan_attention
 from engine.autocast import outside_autocast
 from engine.second_derivative import refuse_second_derivative
+
+ALIGNMENT_BYTES = 16  # of the widest load of a GPU kernel
 
 
 class _BurstAttention(torch.autograd.Function):
@@ -115,7 +117,7 @@ def burst_attention(
     """Attention of this rank's queries over the whole sequence. Collective over `cp`.
 
     Its inputs' dtype alone says what is computed in what: autocast around the call or its backward changes nothing.
-    Tensors of strides that kernels do not read are copied (`engine.attention.inputs.laid_out`).
+    Tensors of strides that kernels do not read are copied (`engine.attention.op.laid_out`).
 
     Args:
         q_BLND: this rank's queries, [batch, local tokens, query heads, head_dim], positions as `cp.layout` deals them.
@@ -149,7 +151,7 @@ def burst_attention(
         ValueError: tensors that do not fit each other, a scale that is not above 0, a length the layout cannot split,
             or a choice this machine cannot run.
         PeerLost: another rank's tensors did not come within the timeout of `cp`'s process group.
-        BrokenContext: an earlier call on `cp` failed halfway (`engine.attention.comm.call_order` has both).
+        BrokenContext: an earlier call on `cp` failed halfway (`engine.attention.comm.p2p` has both).
     """
     mask = Causal() if mask is None else mask
     check_inputs(q_BLND, k_BLKD, v_BLKD)
@@ -192,3 +194,22 @@ def run_attention(
         with torch.no_grad():
             out_BLND, lse_BNL, _ = outside_autocast(_forward)(plan, q_BLND, k_BLKD, v_BLKD, saved, save=False)
     return (out_BLND, lse_BNL) if return_lse else out_BLND
+
+
+def laid_out(tensor_BLND: Tensor) -> Tensor:
+    """The tensor as every kernel and transfer can read it: itself, or a contiguous copy. Differentiable.
+
+    A head's values of one token lie side by side, from an address that wide loads take, and no two tokens or heads
+    share them. Other strides are free, so the parts of one projection for q, k and v, or tensors with heads before
+    tokens, are not copied. Kernels do not look themselves: that of the CPU reads past such strides and gives garbage,
+    those of GPUs give it, refuse, or end the process with a misaligned address.
+    """
+    sizes, strides, item = tensor_BLND.shape[:-1], tensor_BLND.stride(), tensor_BLND.itemsize
+    taken = [stride for size, stride in zip(sizes, strides, strict=False) if size > 1]
+    side_by_side = tensor_BLND.shape[-1] == 1 or strides[-1] == 1
+    # Rows of an odd number of bytes are aligned by no copy; no kernel that asks for alignment takes them.
+    alignable = tensor_BLND.shape[-1] * item % ALIGNMENT_BYTES == 0
+    starts = (tensor_BLND.storage_offset(), *taken) if alignable else ()
+    if side_by_side and 0 not in taken and all(start * item % ALIGNMENT_BYTES == 0 for start in starts):
+        return tensor_BLND
+    return tensor_BLND.clone(memory_format=torch.contiguous_format)

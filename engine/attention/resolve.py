@@ -127,7 +127,7 @@ def plan_attention(
         shards=Shards.of(problem, attend, batch, seq_len // inner.size, grad_comm_dtype),
         scale=head_dim**-0.5 if scale is None else scale,
         deterministic=deterministic,
-        grad_comm_dtype=grad_comm_dtype,
+        narrow_grads=narrowed(grad_comm_dtype),
         estimate=estimate,
         link=link,
     )

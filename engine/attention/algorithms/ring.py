@@ -33,7 +33,7 @@ from engine.attention.kernels import BackwardInputs, Kernel
 from engine.attention.masks import Mask, imbalance, recompute_share
 from engine.attention.masks.first_rows import FirstRows
 from engine.attention.planning.comm_plan import CommPlan, RingStep, comm_plan, reach
-from engine.attention.planning.comm_volume import CallBytes, RingVolume, Shards, cheaper_backward, narrowed
+from engine.attention.planning.comm_volume import CallBytes, RingVolume, Shards, cheaper_backward
 from engine.attention.planning.cost_model import Estimate, HardwareModel
 
 KEY_SIDE_DIMS = (1, 1)  # token dimension of K_BLKD, V_BLKD
@@ -55,7 +55,8 @@ class RingPlan:
     shards: Shards  # of this rank
     scale: float
     deterministic: bool
-    grad_comm_dtype: str  # dtype in which sums of gradients cross links: fp32, or the inputs': `input_across`, `input`
+    # Gradients cross links inside a node, and between nodes, in the inputs' dtype; else sums are sent in fp32 or wider.
+    narrow_grads: tuple[bool, bool]
     estimate: Estimate | None = None  # the cost model's figures behind the schedule, when it chose
     link: Link | None = None  # between nodes, when a choice rests on its speed
     cut: int | None = None  # global position that the computed rows lie before; None: all rows are computed
@@ -159,14 +160,15 @@ def _ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
     sends_queries = plan.backward_side == "query"
-    work, comms, comm_dtype = plan.comm_plan(sends_queries), plan.comms, plan.grad_comm_dtype
+    work, comms = plan.comm_plan(sends_queries), plan.comms
     part_dtype = q_BLND.dtype if plan.kernel.writes_input_dtype else accumulation_dtype(q_BLND.dtype)
-    intra_dtype, inter_dtype = (q_BLND.dtype if narrow else None for narrow in narrowed(comm_dtype))
+    intra_dtype, inter_dtype = (q_BLND.dtype if narrow else None for narrow in plan.narrow_grads)
 
     query_side = RemoteChunk((q_BLND, dout_BLND, lse_BNL, delta_BNL), QUERY_SIDE_DIMS)
     key_side = RemoteChunk((k_BLKD, v_BLKD), KEY_SIDE_DIMS)
     local_grads = tuple(GradAccumulator(t, part_dtype) for t in (key_side.tensors if sends_queries else (q_BLND,)))
-    reduce = InterNodeGradReduce(plan.ring, plan.cp.rank, comms.inter_node_gradients, inter_dtype, work)
+    node = plan.cp.rank // plan.ring.node_size
+    reduce = InterNodeGradReduce(node, comms.inter_node_gradients, inter_dtype, work)
 
     for step, chunk in ring_steps(plan, query_side if sends_queries else key_side, work):
         queries, keys = (chunk, key_side) if sends_queries else (query_side, chunk)
@@ -194,7 +196,7 @@ def _ring_backward(
 
 def ring_steps(plan: RingPlan, own: RemoteChunk, work: CommPlan) -> Iterator[tuple[RingStep, RemoteChunk]]:
     """Every rank's chunk, this rank's own first; the next one is received while a step uses the current one."""
-    nodes, spec, comms = plan.ring.nodes, ChunkSpec.of(own), plan.comms
+    nodes, spec, comms = len(work.inner_rings), ChunkSpec.of(own), plan.comms
     node = plan.cp.rank // plan.ring.node_size
     steps, held = iter(work.steps), own
     for outer_step, ranges in enumerate(work.inner_rings):

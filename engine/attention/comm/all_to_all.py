@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import TensorSpec, tensor_specs
-from engine.attention.comm.call_order import peers_needed
-from engine.attention.comm.p2p import Traffic
+from engine.attention.comm.p2p import Traffic, peers_needed
 from engine.attention.geometry.layout import Segment
 
 

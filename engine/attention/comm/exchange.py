@@ -23,7 +23,6 @@ from torch import Tensor
 
 from engine.attention.accumulate.accumulators import GradAccumulator, TensorSpec, tensor_specs
 from engine.attention.comm.p2p import Transfer, Transport
-from engine.attention.geometry.ring import Ring
 from engine.attention.planning.comm_plan import ChunkRanges, CommPlan, TokenRange
 
 # Received gradients that may wait in a transport's receive slots, to be summed together, while the next is awaited.
@@ -167,8 +166,8 @@ class AllPairsP2P:
     def inner_ring(self, held: RemoteChunk, spec: ChunkSpec, ranges: ChunkRanges) -> Iterator[RemoteChunk]:
         def start(step: int) -> Transfer:
             to, source = (self.local_rank + step) % self.size, (self.local_rank - step) % self.size
-            expected = spec.of_tokens(ranges.of(source, self.local_rank))
-            return self.chunks.start(held.cut(ranges.of(self.local_rank, to)), to, expected, source)
+            expected = spec.of_tokens(ranges.used[source, self.local_rank])
+            return self.chunks.start(held.cut(ranges.used[self.local_rank, to]), to, expected, source)
 
         self.chunks.reserve(spec.of_tokens((0, ranges.longest)))
         pending = start(1) if self.size > 1 else None
@@ -179,7 +178,7 @@ class AllPairsP2P:
             received = current.wait()
             pending = start(step + 1) if step + 1 < self.size else None
             owner = (self.local_rank - step) % self.size
-            yield RemoteChunk(received, spec.token_dims, ranges.of(owner, self.local_rank)[0])
+            yield RemoteChunk(received, spec.token_dims, ranges.used[owner, self.local_rank][0])
             current.release()
 
     def grad_return(self, comm_dtype: torch.dtype | None, ranges: ChunkRanges) -> GradReturn:
@@ -204,8 +203,8 @@ class _DirectGradReturn:
             return
         here = pattern.local_rank
         owner, worker = (here - step) % pattern.size, (here + step) % pattern.size
-        tokens = ranges.of(here, worker)
-        outgoing = _sent_grads(grads, ranges.of(owner, here), comm_dtype, ranges.unreduced[owner, here])
+        tokens = ranges.used[here, worker]
+        outgoing = _sent_grads(grads, ranges.used[owner, here], comm_dtype, ranges.unreduced[owner, here])
         expected = _expected_grads(self._own, tokens, comm_dtype, ranges.unreduced[here, worker])
         if self._held == HELD_GRADIENTS:
             # The message that needs a slot is started after the slot's release, on every rank: what a stream waits for
@@ -245,10 +244,9 @@ class _DirectGradReturn:
 class InterNodeGradReduce:
     """Returns gradients that a node has summed to the owner's node: each crosses between nodes once."""
 
-    def __init__(
-        self, ring: Ring, cp_rank: int, transport: Transport | None, comm_dtype: torch.dtype | None, plan: CommPlan
-    ) -> None:
-        self._ring, self._node = ring, cp_rank // ring.node_size
+    def __init__(self, node: int, transport: Transport | None, comm_dtype: torch.dtype | None, plan: CommPlan) -> None:
+        """`node`: this rank's, which owns the chunks that it holds in outer step 0."""
+        self._node, self._nodes = node, len(plan.inner_rings)
         self._transport, self._comm_dtype, self._plan = transport, comm_dtype, plan
         self._own: tuple[GradAccumulator, ...] = ()
         self._pending: tuple[Transfer, slice] | None = None
@@ -257,12 +255,12 @@ class InterNodeGradReduce:
         """Hand in this node's sums for the chunk of node - outer_step, same local rank."""
         if outer_step == 0:
             self._own = sums
-            if self._ring.nodes > 1:
+            if self._nodes > 1:
                 for own in sums:
                     own.total()  # releases the receive slots before the next inner ring needs them
             return
         assert self._transport is not None
-        nodes, plan, comm_dtype = self._ring.nodes, self._plan, self._comm_dtype
+        nodes, plan, comm_dtype = self._nodes, self._plan, self._comm_dtype
         to, source = (self._node - outer_step) % nodes, (self._node + outer_step) % nodes
         outgoing = _sent_grads(sums, plan.given[outer_step], comm_dtype, plan.given_unreduced[outer_step])
         tokens, unreduced = plan.returned[outer_step], plan.returned_unreduced[outer_step]

@@ -1,11 +1,14 @@
-"""Getting tensors from one rank of a group to another, and counting the bytes.
+"""Point-to-point transfers between ranks: their bytes are counted, and their failures are sentences.
 
 Nothing here blocks the host: on a GPU, `wait` makes the current stream wait for the transfer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -13,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import TensorSpec
-from engine.attention.comm.call_order import peers_needed
+
+_QUOTED_CHARACTERS = 160  # of another error's first line
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What attention's transfers cost this rank: bytes it hands to the network (not what it keeps for itself), and
-    memory."""
+    """The cost of attention's transfers to this rank: bytes sent to other ranks, and memory to receive into."""
 
     sent_bytes: int = 0
     window_bytes: int = 0  # memory held to receive into, outside the allocator's own count
@@ -41,12 +44,12 @@ class Transfer(Protocol):
         ...
 
     def release(self) -> None:
-        """The received tensors' last use has been launched: their memory may be received into again."""
+        """The last use of the received tensors has been launched: later messages may be received into their memory."""
         ...
 
 
 class Transport(Protocol):
-    """How tensors get from one rank of a group to another."""
+    """Moves tensors from one rank of a group to another."""
 
     def reserve(self, largest: tuple[TensorSpec, ...]) -> None:
         """No later message is larger than `largest`. Collective, with equal arguments on every rank of the group."""
@@ -89,7 +92,7 @@ class PointToPoint:
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
         self._traffic = traffic
-        self._met = False
+        self._connected = False
 
     def reserve(self, largest: tuple[TensorSpec, ...]) -> None:
         """Nothing to do: every message gets memory of its own."""
@@ -98,13 +101,13 @@ class PointToPoint:
         sent = tuple(tensor.contiguous() for tensor in sent)
         self._traffic.add(*sent)
         device = gpu_of(self._group)
-        if device is not None and not self._met:
-            # NCCL forms a group's communicator in its first call, for which all its ranks must come. A mask may leave
-            # some of them nothing to send or receive in the first message, so they meet before it.
+        if device is not None and not self._connected:
+            # NCCL forms a group's communicator in its first call, in which all its ranks must take part. A mask may leave
+            # some of them nothing to send or receive in the first message, so one collective call comes before it.
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
-        self._met = True
+        self._connected = True
         here = device or torch.device("cpu")
-        received = tuple(torch.empty(like.shape, dtype=like.dtype, device=here) for like in expected)
+        received = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=here) for spec in expected)
         operations = [dist.P2POp(dist.isend, tensor, self._ranks[to], self._group) for tensor in sent]
         operations += [dist.P2POp(dist.irecv, tensor, self._ranks[source], self._group) for tensor in received]
         peers = " and ".join(f"rank {self._ranks[peer]}" for peer in sorted({to, source}))
@@ -113,8 +116,8 @@ class PointToPoint:
         return _SendReceive(received, sent, self._group, peers, works)
 
 
-class Nowhere:
-    """The transport of a rank that is alone: there is no one to send to."""
+class NoPeers:
+    """The transport of a rank without peers: every message is empty."""
 
     def reserve(self, largest: tuple[TensorSpec, ...]) -> None:
         """Nothing will be sent."""
@@ -130,3 +133,67 @@ def gpu_of(group: dist.ProcessGroup) -> torch.device | None:
     if "nccl" not in dist.get_backend_config(group):
         return None
     return torch.device("cuda", torch.cuda.current_device())
+
+
+class BrokenContext(RuntimeError):
+    """An earlier call among these ranks failed halfway: a further one would wait for ever, or mix up messages."""
+
+
+class PeerLost(RuntimeError):
+    """Tensors of another rank did not come, or could not be sent to it."""
+
+
+class CallOrder:
+    """Shared by the collective calls of one context: after one of them fails, later ones are refused.
+
+    Messages between ranks carry no names: the n-th one sent is the n-th one received, and slots and counters are
+    numbered alike. A rank that leaves a call halfway has sent fewer than its peers wait for, and its next call would
+    receive what is left of the failed one. The peers' wait ends with their group's timeout.
+    """
+
+    def __init__(self) -> None:
+        self._failure: str | None = None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Around collective steps. An exception among them, of whatever kind, is the last thing that happens: later
+        steps raise BrokenContext."""
+        if self._failure is not None:
+            raise BrokenContext(
+                f"an earlier attention call failed on this rank between two messages ({self._failure}), so the ranks "
+                "no longer agree on what comes next; end all ranks and start them again, or make a new process group "
+                "and a new ContextParallel on all of them"
+            )
+        try:
+            yield
+        except BaseException as error:
+            if self._failure is None:
+                self._failure = _quoted(error)
+            raise
+
+
+@contextmanager
+def peers_needed(group: dist.ProcessGroup, peers: str) -> Iterator[None]:
+    """Around sending, receiving and waiting: an error of the process group says that `peers` are missing, and why."""
+    try:
+        yield
+    except RuntimeError as error:
+        seconds = timeout_of(group).total_seconds()
+        raise PeerLost(
+            f"rank {dist.get_rank()} exchanged tensors with {peers} and they did not come (timeout {seconds:g} s; "
+            f"{_quoted(error)}); another rank failed or ended: find the first error of all ranks, then start them again"
+        ) from error
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a rank of `group` waits for another."""
+    device = torch.device("cuda" if "nccl" in dist.get_backend_config(group) else "cpu")
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
+
+
+def _quoted(error: BaseException) -> str:
+    """An error's kind and first line, as part of a sentence."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    words = f"{type(error).__name__}: {lines[0]}"
+    return words if len(words) <= _QUOTED_CHARACTERS else words[: _QUOTED_CHARACTERS - 3] + "..."

@@ -20,15 +20,11 @@ TokenRange = tuple[int, int]  # of a shard's local tokens; (0, 0) for none
 class ChunkRanges:
     """Which tokens of the chunks are needed where, between the local ranks of one inner ring."""
 
-    ranges: dict[tuple[int, int], TokenRange]  # (owner, worker) -> the owner's local tokens
+    used: dict[tuple[int, int], TokenRange]  # (owner, worker) -> the owner's local tokens that the worker's tiles touch
     unreduced: dict[tuple[int, int], bool]  # the worker's gradient is as kernels wrote it: no token of it is a sum
     longest: int  # most tokens any local rank sends to another
     all_unreduced: bool  # no gradient between local ranks is a sum
     held: tuple[TokenRange, ...] | None = None  # by local rank, the part of its chunk at the start; None: all of it
-
-    def of(self, owner: int, worker: int) -> TokenRange:
-        """Range of the owner's local tokens that the worker's tiles touch: (0, 0) when they touch none."""
-        return self.ranges[owner, worker]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +155,7 @@ def _rank_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int, rank: in
     work = comm_plan(mask, layout, ring, seq_len, rank, sends_queries=False)
     local_rank, tokens = rank % ring.node_size, seq_len // ring.cp_size
     others = [owner for owner in range(ring.node_size) if owner != local_rank]
-    near = sum(length(ranges.of(owner, local_rank)) for ranges in work.inner_rings for owner in others)
+    near = sum(length(ranges.used[owner, local_rank]) for ranges in work.inner_rings for owner in others)
     far = sum(length(ranges.held[local_rank]) for ranges in work.inner_rings if ranges.held)
     steps = sum(bool(step.tiles) for step in work.steps)
     return (

@@ -167,7 +167,7 @@ class RingVolume:
                     to, count = local_rank + 1, _held(ranges, (local_rank - step + 1) % ring.node_size, tokens)
                 else:
                     to = local_rank + step
-                    count = length(ranges.of(local_rank, to % ring.node_size))
+                    count = length(ranges.used[local_rank, to % ring.node_size])
                 yield node * ring.node_size + to % ring.node_size, count
 
     def _returned(self, work: CommPlan, cp_rank: int, shards: Shards) -> Iterator[tuple[int, int, int]]:
@@ -181,7 +181,7 @@ class RingVolume:
                 else:
                     owner = (local_rank - step) % ring.node_size
                     width = shards.intra_node.of(ranges.unreduced[owner, local_rank])
-                    yield node * ring.node_size + owner, length(ranges.of(owner, local_rank)), width
+                    yield node * ring.node_size + owner, length(ranges.used[owner, local_rank]), width
             if outer_step:
                 owner = (node - outer_step) % ring.nodes * ring.node_size + local_rank
                 yield owner, length(work.given[outer_step]), shards.inter_node.of(work.given_unreduced[outer_step])

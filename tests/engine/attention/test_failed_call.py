@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from engine import ContextParallel, burst_attention
 from engine.attention.algorithms.ulysses import UlyssesPlan
-from engine.attention.comm.call_order import BrokenContext, CallOrder, PeerLost, timeout_of
+from engine.attention.comm.p2p import BrokenContext, CallOrder, PeerLost, timeout_of
 from engine.attention.kernels import Kernel
 from engine.attention.masks import Full
 from engine.attention.op import AttentionPlan, plan_attention, run_attention

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engine import ContextParallel, burst_attention
-from engine.attention.inputs import ALIGNMENT_BYTES, laid_out
 from engine.attention.kernels import KERNELS, Problem, kernel_named, unsupported_reason
 from engine.attention.masks import Causal, Full, Mask, SlidingWindow
+from engine.attention.op import ALIGNMENT_BYTES, laid_out
 from tests.ranks import run_on_ranks
 
 DEVICE = torch.device("cpu")  # a test marked gpu sets another

@@ -1,0 +1,74 @@
+"""How much of the engine one forward and backward of a ring runs: what a reader has to follow, counted from a trace."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.attention.context import ContextParallel
+from engine.attention.masks import Causal
+from engine.attention.op import run_attention
+from engine.attention.resolve import plan_attention
+from tests.ranks import run_on_ranks
+
+ROOT = Path(__file__).parents[3]
+ATTENTION = ROOT / "engine" / "attention"
+# A kernel computes one tile; the reader of a ring takes it for granted.
+KERNELS = (ATTENTION / "kernels", ATTENTION / "geometry" / "tiles.py")
+# Off the path: autocast off, no second derivatives, Triton or torch.
+GUARDS = {"engine/autocast.py", "engine/second_derivative.py", "engine/triton_kernels.py"}
+MOST_FILES, MOST_LINES = 5, 700
+
+
+def functions_run(backward: str, exchange: str) -> set[tuple[str, int]]:
+    """(file, first line) of every function of the engine that one planned forward and backward calls on this rank."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 32, 4, 16, generator=generator).requires_grad_() for _ in range(3))
+    choices = {"schedule": "ring", "backward": backward, "exchange": exchange, "kernel": "reference"}
+    plan = plan_attention(q, k, mask=Causal(), cp=ContextParallel(), **choices)
+    run_attention(plan, q, k, v).sum().backward()  # opens connections, fills caches
+    seen = set()
+
+    def note(frame, event, argument) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(ROOT / "engine"):
+            seen.add((path.relative_to(ROOT).as_posix(), frame.f_code.co_firstlineno))
+
+    sys.setprofile(note)
+    try:
+        run_attention(plan, q, k, v).sum().backward()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def whole_functions(path: str, called: set[int]) -> set[int]:
+    """Lines of the functions that start at `called`, whole and with their docstrings; a nested one is in its outer."""
+    lines = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            if first in called:
+                lines |= set(range(first, node.end_lineno + 1))
+    return lines
+
+
+@pytest.mark.parametrize("exchange", ["relay", "direct"])
+@pytest.mark.parametrize("backward", ["query", "key_value"])
+def test_one_forward_and_backward_of_a_ring_is_read_in_few_files(backward, exchange) -> None:
+    seen = set.union(*run_on_ranks(2, functions_run, backward, exchange))
+    by_file: dict[str, set[int]] = {}
+    for path, line in seen:
+        if not any((ROOT / path).is_relative_to(kernel) for kernel in KERNELS):
+            by_file.setdefault(path, set()).add(line)
+    assert by_file.keys() & GUARDS == {path for path in by_file if not (ROOT / path).is_relative_to(ATTENTION)}
+    followed = {path: called for path, called in by_file.items() if path not in GUARDS}
+    lengths = {path: len(whole_functions(path, called)) for path, called in followed.items()}
+    assert all(lengths.values())  # the trace and the sources agree on where functions start
+    assert "engine/attention/algorithms/ring.py" in lengths
+    assert len(lengths) <= MOST_FILES, lengths
+    assert sum(lengths.values()) <= MOST_LINES, lengths
