@@ -14,7 +14,7 @@ from engine.settings import TrialSettings
 
 
 class BoundAttention:
-    """An `engine.method.AttentionFn`. The choices are made at the first call and kept for the shapes of that call."""
+    """An `engine.method.AttentionFn`. It makes its choices at the first call with new shapes and keeps the plan."""
 
     def __init__(
         self,
@@ -28,12 +28,12 @@ class BoundAttention:
     ) -> None:
         self._cp, self._settings = cp, settings
         self._schedule, self._backward, self._exchange = schedule, backward, exchange
-        self._head_parts = num_head_chunks
+        self._num_head_chunks = num_head_chunks
         self._mask = parse_mask(settings.mask)
         checkpoint = settings.checkpoint
-        # A group that holds has a layer's own recomputation replay what the group's has computed, whatever the tail.
+        # With `replay: hold` a layer's recomputation reuses the outputs that the group's has computed, whatever the tail.
         held = checkpoint.every > 1 and checkpoint.replay == "hold"
-        self._replayed = settings.task == "train" and (held or checkpoint.every * checkpoint.tail > 0)
+        self._recompute = settings.task == "train" and (held or checkpoint.every * checkpoint.tail > 0)
         self._plans: dict[object, AttentionPlan] = {}
 
     def __call__(
@@ -52,12 +52,12 @@ class BoundAttention:
                 exchange=self._exchange,
                 deterministic=self._settings.deterministic,
                 grad_comm_dtype=self._settings.grad_comm_dtype,
-                num_head_chunks=self._head_parts,
-                recompute=self._replayed,
-                lse_gradient=False,  # an LSE is kept for a replay here, nothing is learnt from it
+                num_head_chunks=self._num_head_chunks,
+                recompute=self._recompute,
+                lse_gradient=False,  # the LSE is only saved for a recomputation
             )
         out_BLND, lse_BNL = run_attention(
-            self._plans[key], q_BLND, k_BLKD, v_BLKD, saved=saved, recompute=self._replayed, return_lse=True
+            self._plans[key], q_BLND, k_BLKD, v_BLKD, saved=saved, recompute=self._recompute, return_lse=True
         )
         return out_BLND, lse_BNL
 
@@ -69,15 +69,16 @@ class BoundAttention:
         return {} if plan is None else plan.resolved() | self._tail_shares(plan)
 
     def computed_sent_bytes(self) -> int | None:
-        """What this rank sends in one forward and backward by the plan's arithmetic; None before the first call."""
+        """Bytes that this rank sends in one forward and backward, computed from the plan; None before the first call."""
         plan = self._last_plan()
-        return None if plan is None else plan.sent_bytes(gathered=not self._replayed).total
+        return None if plan is None else plan.sent_bytes(gathered=not self._recompute).total
 
     def _last_plan(self) -> AttentionPlan | None:
-        return next(reversed(self._plans.values()), None)  # warm-up may have had shorter sequences
+        return next(reversed(self._plans.values()), None)  # warm-up may use shorter sequences
 
     def _tail_shares(self, plan: AttentionPlan) -> dict[str, str]:
-        """What checkpointing leaves the fullest and the busiest rank, as fractions of a rank's outputs and forward."""
+        """Outputs that checkpointing saves on the fullest rank and forward work that it repeats on the busiest, as fractions
+        of one rank's."""
         checkpoint, seq_len = self._settings.checkpoint, self._settings.seq_len
         if self._settings.task != "train" or checkpoint.every == 0:
             return {}

@@ -1,4 +1,4 @@
-"""Context parallelism as one value: which ranks share a sequence, which positions each holds, how they talk."""
+"""Context parallelism as one value: the ranks that share a sequence, the positions of each, their communication."""
 
 from __future__ import annotations
 
@@ -109,32 +109,32 @@ class ContextParallel:
 
         On GPUs collective at first use, then kept.
         """
-        missing = copy_engine_unsupported_reason(device)
+        reason = copy_engine_unsupported_reason(device)
         if device.type != "cuda" or self.group is None or self.size == 1:
-            return missing
+            return reason
         if device not in self._copies:
             with self.collective():
-                self._copies[device] = agreed_unsupported_reason(self.group, report(device, missing), self.node_size)
+                self._copies[device] = agreed_unsupported_reason(self.group, report(device, reason), self.node_size)
         return self._copies[device]
 
     def choose_exchange(self, exchange: str, ring: Ring, device: torch.device) -> str:
-        """What `exchange: auto` becomes: the fastest pattern that the links inside `ring` allow.
+        """The exchange that `exchange` resolves to: for `auto` the fastest that the links inside `ring` allow.
 
         Raises ValueError when the named one cannot run here.
         """
         spans_nodes = ring.node_size > self.node_size
-        missing = self._copies_unsupported_reason(device) or (
+        reason = self._copies_unsupported_reason(device) or (
             f"exchange copy_engine copies inside a node and this ring has {ring.node_size} ranks over nodes of "
             f"{self.node_size}; choose schedule double_ring or exchange relay"
             if spans_nodes
             else None
         )
         if exchange == "auto":
-            return "relay" if spans_nodes else "direct" if missing else "copy_engine"
+            return "relay" if spans_nodes else "direct" if reason else "copy_engine"
         if exchange not in ("relay", "direct", "copy_engine"):
             raise ValueError(f"exchange {exchange!r} is unknown; choose auto, relay, direct or copy_engine")
-        if exchange == "copy_engine" and missing and self.size > 1:
-            raise ValueError(missing)
+        if exchange == "copy_engine" and reason and self.size > 1:
+            raise ValueError(reason)
         return exchange
 
     def all_to_all(
@@ -143,19 +143,19 @@ class ContextParallel:
         """For a Ulysses schedule: the all-to-all, the CP ranks in it, and the ranks that share the sequence after it.
 
         By copy engine where that is asked for, or left open, and all ranks of the all-to-all share a node; else by the
-        process group. Collective at first use, then kept. Raises ValueError when the copy engine is asked for and nothing
-        could be copied.
+        process group. Collective at first use, then kept. Raises ValueError when the copy engine is asked for and cannot
+        run.
         """
         inside = schedule == "usp" or self.node_size == self.size
-        missing = self._copies_unsupported_reason(device)
+        no_copies = self._copies_unsupported_reason(device)
         if exchange == "copy_engine" and self.size > 1:
-            nowhere = (
+            spans_nodes = (
                 f"exchange copy_engine copies inside a node and nodes are of {self.node_size}; choose exchange auto"
             )
-            unsupported_reason = missing if inside or schedule != "ulysses" else nowhere
-            if unsupported_reason:
-                raise ValueError(unsupported_reason)
-        copied = inside and exchange in ("auto", "copy_engine") and missing is None
+            reason = no_copies if inside or schedule != "ulysses" else spans_nodes
+            if reason:
+                raise ValueError(reason)
+        copied = inside and exchange in ("auto", "copy_engine") and no_copies is None
         key = (schedule, "copy_engine" if copied else "all_to_all")
         if key not in self._all_to_alls:
             with self.collective():
@@ -166,9 +166,9 @@ class ContextParallel:
         node, local_rank = divmod(self.rank, self.node_size)
         nodes = [tuple(range(first, first + self.node_size)) for first in range(0, self.size, self.node_size)]
         columns = [tuple(range(first, self.size, self.node_size)) for first in range(self.node_size)]
-        everyone = [tuple(range(self.size))]
+        all_ranks = [tuple(range(self.size))]
         groups, mine, others = {
-            "ulysses": (everyone, 0, (self.rank,)),
+            "ulysses": (all_ranks, 0, (self.rank,)),
             "usp": (nodes, node, columns[local_rank]),
             "usp_transposed": (columns, local_rank, nodes[node]),
         }[schedule]
@@ -208,7 +208,7 @@ class ContextParallel:
             return across_gib_per_second(self.group, self.node_size, message)
 
     def _subgroup(self, cp_ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
-        """A communicator of some CP ranks of their own, None for a rank alone."""
+        """A communicator of some CP ranks; None for a single rank."""
         if len(cp_ranks) == 1 or self.group is None:
             return None
         world = dist.get_process_group_ranks(self.group)
@@ -242,7 +242,7 @@ class ContextParallel:
         )
 
     def _transport(self, cp_ranks: range, purpose: str, exchange: str = "direct") -> Transport:
-        """Transfers among some CP ranks, on a communicator of their own."""
+        """Transfers among some CP ranks, on a communicator that nothing else uses."""
         group = self._subgroup(cp_ranks, purpose)
         if group is None:
             return NoPeers()
@@ -259,7 +259,7 @@ class ContextParallel:
         return self.layout.segments(seq_len, self.size, self.rank)
 
     def rows_before(self, cut: int, seq_len: int) -> int:
-        """How many of this rank's tokens, the first ones, lie before global position `cut`."""
+        """Number of this rank's tokens before global position `cut`: its first ones."""
         return rows_before(self.layout.segments(seq_len, self.size, self.rank), cut)
 
     def positions(self, seq_len: int, device: torch.device | None = None) -> Tensor:

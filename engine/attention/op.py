@@ -116,30 +116,31 @@ def burst_attention(
 ) -> Any:
     """Attention of this rank's queries over the whole sequence. Collective over `cp`.
 
-    Its inputs' dtype alone says what is computed in what: autocast around the call or its backward changes nothing.
-    Tensors of strides that kernels do not read are copied (`engine.attention.op.laid_out`).
+    The inputs' dtype alone decides the precision: autocast around the call or its backward changes nothing. Tensors
+    with strides that kernels cannot read are copied (`laid_out`).
 
     Args:
-        q_BLND: this rank's queries, [batch, local tokens, query heads, head_dim], positions as `cp.layout` deals them.
+        q_BLND: this rank's queries, [batch, local tokens, query heads, head_dim], at the positions that `cp.layout` gives it.
         k_BLKD, v_BLKD: this rank's keys and values; the number of KV heads divides the number of query heads.
-        mask: who sees whom in global positions; causal when None.
+        mask: visible (query, key) pairs, in global positions; causal when None.
         cp: the ranks that share the sequence; a group of one when None.
         scale: factor of the scores; head_dim ** -0.5 when None.
         kernel: auto, reference, cpu, fa2, cudnn, fa4 or flex.
         schedule: ring, double_ring, ulysses, usp, usp_transposed (see `engine.attention.planning.cost_model`), or
             auto: on GPUs the one a cost model finds cheapest, elsewhere a ring.
-        exchange: how they travel inside a lap: relay, direct, copy_engine, or auto for the fastest the links allow.
-        backward: side that backward_side in backward: query, key_value, or auto for the one whose bytes take less time.
+        exchange: how chunks move inside a node: relay (p2p ring), direct (all-pairs p2p), copy_engine, or auto for the
+            fastest that the links allow.
+        backward: the side that is sent in backward: query, key_value, or auto for the one whose bytes take less time.
         deterministic: repeat bit for bit, from run to run: no choice rests on a measurement; refused by kernels that
             cannot.
-        grad_comm_dtype: fp32: sums of gradients cross links in fp32 and a single kernel result as the kernel wrote it;
-            input_across: a node's sum crosses a double ring between nodes, once, in the inputs' dtype; input: all do.
-        num_head_chunks: where heads are traded, how many parts they come in, one travelling while another is computed; the
-            cost model's choice when None.
-        saved: what `engine.attention.algorithms.saved.save_suffix` kept of an earlier call with the same inputs: the forward is
-            computed again for the other rows alone.
-        recompute: under activation checkpointing, a call that will be repeated with `saved`. Both then leave the same
-            tensors to backward; otherwise heads that were traded for tokens are kept as they arrived.
+        grad_comm_dtype: dtype in which sums of gradients are sent. fp32: all of them, and a single kernel result in the
+            dtype that the kernel wrote; input_across: between nodes in the inputs' dtype, once; input: everywhere so.
+        num_head_chunks: under a Ulysses schedule, the number of chunks of a rank's heads: one is sent while another is
+            computed. The cost model's choice when None.
+        saved: result of `engine.attention.algorithms.saved.save_suffix` on an earlier call with the same inputs: only
+            the other rows are computed again.
+        recompute: under activation checkpointing, a call that will be repeated with `saved`. Both then save the same
+            tensors for backward; otherwise Ulysses saves Q, K and V as they were received.
         return_lse: also return lse_BNL, the natural-log sum-exp of scaled scores; it is differentiable. The same on
             every rank, as all choices are. With kernels cpu, cudnn and fa2, backward takes twice the time for tiles in
             which some row's gradient comes by LSE alone, or nearly so.
@@ -186,7 +187,7 @@ def run_attention(
     recompute: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """`burst_attention` with its choices already made. Where no gradient will be asked for, nothing is kept for one."""
+    """`burst_attention` with a plan that was made before. Without a gradient to compute, no tensor is saved."""
     q_BLND, k_BLKD, v_BLKD = (laid_out(tensor) for tensor in (q_BLND, k_BLKD, v_BLKD))
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q_BLND, k_BLKD, v_BLKD)):
         out_BLND, lse_BNL = _BurstAttention.apply(q_BLND, k_BLKD, v_BLKD, plan, saved, recompute)

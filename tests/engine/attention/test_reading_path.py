@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ KERNELS = (ATTENTION / "kernels", ATTENTION / "geometry" / "tiles.py")
 # Off the path: autocast off, no second derivatives, Triton or torch.
 GUARDS = {"engine/autocast.py", "engine/second_derivative.py", "engine/triton_kernels.py"}
 MOST_FILES, MOST_LINES = 5, 700
+LOCAL_NAMES = {"key_side", "query_side", "local_grads", "chunk_grads"}
 
 
 def functions_run(backward: str, exchange: str) -> set[tuple[str, int]]:
@@ -72,3 +74,14 @@ def test_one_forward_and_backward_of_a_ring_is_read_in_few_files(backward, excha
     assert "engine/attention/algorithms/ring.py" in lengths
     assert len(lengths) <= MOST_FILES, lengths
     assert sum(lengths.values()) <= MOST_LINES, lengths
+
+
+def test_the_reading_guide_names_what_is_there_and_says_its_length() -> None:
+    guide = (ROOT / "docs" / "reading-guide.md").read_text(encoding="utf-8")
+    sources = {path: path.read_text(encoding="utf-8") for path in ATTENTION.rglob("*.py")}
+    defined = set(re.findall(r"(?:def|class) (\w+)", "\n".join(sources.values())))
+    named = set(re.findall(r"`([A-Z_]\w*|\w+_\w+)(?:\.(\w+))?`", guide)) - {("grad_comm_dtype", ""), ("key_value", "")}
+    parts = {part for pair in named for part in pair if part}
+    assert parts - defined - LOCAL_NAMES == set()
+    files = re.findall(r"`((?:\w+/)*\w+\.py|comm/symm_mem/)`", guide.replace("`engine/attention`", ""))
+    assert [file for file in files if not (ATTENTION / file).exists() and not (ROOT / file).exists()] == []
