@@ -31,7 +31,7 @@ class BoundAttention:
         self._num_head_chunks = num_head_chunks
         self._mask = parse_mask(settings.mask)
         checkpoint = settings.checkpoint
-        # With `replay: hold` a layer's recomputation reuses the outputs that the group's has computed, whatever the tail.
+        # With `replay: hold` a layer's recomputation reuses the outputs of the group's, whatever the tail.
         held = checkpoint.every > 1 and checkpoint.replay == "hold"
         self._recompute = settings.task == "train" and (held or checkpoint.every * checkpoint.tail > 0)
         self._plans: dict[object, AttentionPlan] = {}
@@ -69,7 +69,7 @@ class BoundAttention:
         return {} if plan is None else plan.resolved() | self._tail_shares(plan)
 
     def computed_sent_bytes(self) -> int | None:
-        """Bytes that this rank sends in one forward and backward, computed from the plan; None before the first call."""
+        """Bytes this rank sends in one forward and backward, computed from the plan; None before the first call."""
         plan = self._last_plan()
         return None if plan is None else plan.sent_bytes(gathered=not self._recompute).total
 
@@ -77,8 +77,8 @@ class BoundAttention:
         return next(reversed(self._plans.values()), None)  # warm-up may use shorter sequences
 
     def _tail_shares(self, plan: AttentionPlan) -> dict[str, str]:
-        """Outputs that checkpointing saves on the fullest rank and forward work that it repeats on the busiest, as fractions
-        of one rank's."""
+        """Outputs that checkpointing saves on the fullest rank, and forward work that it repeats on the busiest, as
+        fractions of one rank's."""
         checkpoint, seq_len = self._settings.checkpoint, self._settings.seq_len
         if self._settings.task != "train" or checkpoint.every == 0:
             return {}

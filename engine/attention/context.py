@@ -142,9 +142,8 @@ class ContextParallel:
     ) -> tuple[AllToAll, tuple[int, ...], ContextParallel]:
         """For a Ulysses schedule: the all-to-all, the CP ranks in it, and the ranks that share the sequence after it.
 
-        By copy engine where that is asked for, or left open, and all ranks of the all-to-all share a node; else by the
-        process group. Collective at first use, then kept. Raises ValueError when the copy engine is asked for and cannot
-        run.
+        By copy engine where `exchange` allows it and all ranks of the all-to-all share a node; else by the process
+        group. Collective at first use, then kept. Raises ValueError when exchange copy_engine cannot run.
         """
         inside = schedule == "usp" or self.node_size == self.size
         no_copies = self._copies_unsupported_reason(device)

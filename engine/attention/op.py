@@ -120,7 +120,7 @@ def burst_attention(
     with strides that kernels cannot read are copied (`laid_out`).
 
     Args:
-        q_BLND: this rank's queries, [batch, local tokens, query heads, head_dim], at the positions that `cp.layout` gives it.
+        q_BLND: this rank's queries, [batch, local tokens, query heads, head_dim], positions as `cp.layout` says.
         k_BLKD, v_BLKD: this rank's keys and values; the number of KV heads divides the number of query heads.
         mask: visible (query, key) pairs, in global positions; causal when None.
         cp: the ranks that share the sequence; a group of one when None.
