@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.measurement import Measurement, write_json
+from engine.measurement import Measurement, current_measurement, write_json
+from engine.old_names import current_settings
 from engine.plain_json import from_json, read_json, to_json
 from engine.settings import TrialSettings
 from harness.base.errors import UsageError
 
 SCHEMA = 1
 RECORD_FILE = "record.json"
+_RENAMED = {"settings": current_settings, "measurement": current_measurement}  # parts that may hold old names
 
 Status = Literal["ok", "oom", "host_oom", "timeout", "hang", "failed", "node_lost", "refused", "interrupted"]
 # Outcomes that say something about the method; the others say that something went wrong.
@@ -70,6 +72,8 @@ def _record_of(data: Any) -> Record:
     """A record out of its JSON. Raises ValueError for what figures cannot be derived from."""
     if isinstance(data, dict) and data.get("schema") != SCHEMA:
         raise ValueError(f"its schema is {str(data.get('schema'))[:20]}")
+    if isinstance(data, dict):
+        data = data | {key: rename(data[key]) for key, rename in _RENAMED.items() if isinstance(data.get(key), dict)}
     record: Record = from_json(Record, data)
     measured = record.measurement
     if record.status == "ok" and (measured is None or not measured.step_seconds):

@@ -19,7 +19,7 @@ from engine.settings import Steps, Task
 from harness.base.errors import UsageError, nearest, one_of
 from harness.spec.models import model_name
 from harness.spec.schema import build, check_keys, convert
-from harness.spec.setting import SETTINGS, overriding, read_setting
+from harness.spec.setting import SETTINGS, overriding, read_setting, with_current_names
 
 # Decided by sections of their own rather than under sweep or fixed; `model` may be swept as well.
 SECTION_OF = {"task": "task", "seed": "seeds", "model": "model", "steps": "steps"} | {
@@ -69,7 +69,8 @@ def load_experiment(path: str | Path, scale: str | None = None, overrides: Seque
     was expected and what to do.
     """
     path = Path(path)
-    entries = dict(read_yaml(path, "experiment file").mapping("the experiment"))
+    document = with_current_names(read_yaml(path, "experiment file"))
+    entries = dict(document.mapping("the experiment"))
     scales = entries.pop("scales", Node({}, str(path))).mapping("scales")
     base = _layer(Node(entries, str(path)), "the experiment")
     layers = {name: _stack(base, _layer(node, f"scale {name}")) for name, node in scales.items()}

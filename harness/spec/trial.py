@@ -6,6 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 
+from engine.old_names import first_settings
 from engine.settings import TrialSettings, to_json
 
 # Settings that came after runs had been published, and what every run was until then: so these can still be resumed.
@@ -29,11 +30,11 @@ class Trial:
     def id(self) -> str:
         """Readable and unique: task, method, length, CP size, and a digest of all settings (the key of `--resume`).
 
-        The model's note is left out: rewording it makes no other trial. So is a later setting at the value that stands
-        for what there was before it.
+        Settings and values go by the names they had first. The model's note is left out: rewording it makes no other
+        trial. So is a later setting at the value that stands for what there was before it.
         """
         settings = self.settings
-        values = to_json(settings)
+        values = first_settings(to_json(settings))
         del values["model"]["note"]
         for key, before in _LATER.items():
             *owner, name = key.split(".")

@@ -18,7 +18,7 @@ from engine.settings import Checkpoint, TrialSettings
 from engine.training.config import TrainingConfig
 from harness.base.errors import UsageError
 from harness.spec.schema import build, check_keys, convert
-from harness.spec.setting import SETTINGS, overriding, read_setting
+from harness.spec.setting import SETTINGS, overriding, read_setting, with_current_names
 
 # Settings that make no sense here: a run has one task, and times every step.
 _LEFT_OUT = ("task", "steps")
@@ -48,7 +48,7 @@ def load_training(path: Path, overrides: Sequence[str] = ()) -> TrainingFile:
 
     Raises UsageError: one sentence with file and line, what was found, what was expected and what to do.
     """
-    node = read_yaml(path, "training configuration")
+    node = with_current_names(read_yaml(path, "training configuration"))
     for text in overrides:
         node = merge(node, overriding(text, "learning_rate=0.001")[1])
     entries = node.mapping("the training configuration")
