@@ -21,6 +21,7 @@ from engine.attention.inputs import check_inputs, check_mask, check_scale
 from engine.attention.masks import Causal, Mask
 from engine.attention.resolve import plan_attention
 from engine.autocast import outside_autocast
+from engine.old_names import renamed_keywords
 from engine.second_derivative import refuse_second_derivative
 
 ALIGNMENT_BYTES = 16  # of the widest load of a GPU kernel
@@ -95,6 +96,7 @@ def _forward(
     return out_BLND, torch.cat((lse_BNH, saved_output.lse_BNL), dim=2), shards
 
 
+@renamed_keywords
 def burst_attention(
     q_BLND: Tensor,
     k_BLKD: Tensor,

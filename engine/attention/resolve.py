@@ -27,8 +27,10 @@ from engine.attention.planning.cost_model import (
     choose_schedule,
     schedule_unsupported_reason,
 )
+from engine.old_names import renamed_keywords
 
 
+@renamed_keywords
 def plan_attention(
     q_BLND: Tensor,
     k_BLKD: Tensor,
