@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.attention.geometry.layout import LAYOUTS, Layout, SplitZigzag, split_unsupported_reason, tail_cut
 from engine.attention.masks import Mask, TooManyTiles, imbalance, kept_share, parse_mask, rank_pair_tiles
-from engine.attention.masks.first_rows import FirstRows
+from engine.attention.masks.mask import FirstRows
 from engine.attention.planning.cost_model import ULYSSES_SCHEDULES
 from engine.method import EngineCommand
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from engine.attention.comm.nodes import host_name, node_size_of, ranks_by_node
+from engine.attention.comm.topology import host_name, node_size_of, ranks_by_node
 from engine.settings import TrialSettings
 
 

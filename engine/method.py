@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from engine.attention.comm.nodes import shared_node_size
+from engine.attention.comm.topology import shared_node_size
 from engine.attention.planning.cost_model import ULYSSES_SCHEDULES, HeadsAndRanks, schedule_unsupported_reason
 from engine.measurement import Measurement, read_measurement
 

@@ -22,11 +22,11 @@ from torch.profiler import record_function
 
 from engine.attention.masks import Causal
 from engine.attention.reference import dense_attention
-from engine.elementwise.rotary import rotate
-from engine.elementwise.swiglu import swiglu
-from engine.lm_head import plain_loss_sum
-from engine.norm import RMSNorm
-from engine.profile.ranges import LM_HEAD
+from engine.lm_head.plain import plain_loss_sum
+from engine.ops.norm import RMSNorm
+from engine.ops.ranges import LM_HEAD
+from engine.ops.rotary import rotate
+from engine.ops.swiglu import swiglu
 from engine.settings import ModelShape
 
 if TYPE_CHECKING:

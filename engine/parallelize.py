@@ -8,13 +8,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from engine.checkpoint import Recompute, set_activations
+from engine.checkpoint.recompute import Recompute, set_activations
 from engine.initialise import initialise
+from engine.layers.tiled_mlp import add_mlp_in
+from engine.layers.tiled_projection import project_in
 from engine.lm_head.choose import loss_sum_of
 from engine.model import Attend, Decoder
 from engine.settings import TrialSettings
-from engine.tiled_mlp import add_mlp_in
-from engine.tiled_projection import project_in
 
 
 def build_model(settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> tuple[Decoder, Recompute | None]:

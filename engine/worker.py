@@ -1,7 +1,7 @@
 """One rank of one trial: `python -m engine.worker TRIAL_DIR`, started torchrun-style.
 
 Reads TRIAL_DIR/trial.json. Rank 0 appends progress.jsonl and leaves measurement.json; a rank that fails leaves
-errors/rank<r>.json and exits with 1. Where its environment names a directory of turns (`engine.turns`), the rank is
+errors/rank<r>.json and exits with 1. Where its environment names a directory of turns (`engine.tasks.turns`), the rank is
 given further trials there and waits for them until it is ended. Importing this module starts nothing: no process group,
 no CUDA, no thread, so that a fork server may load it once for many ranks.
 """
@@ -25,19 +25,19 @@ import torch
 import torch._dynamo  # every optimizer loads it when constructed; here a fork server does so once for all ranks
 import torch.distributed as dist
 
-from engine.attention_task import AttentionTask
-from engine.between_trials import clear, log_to
 from engine.distributed import World, check_world_size, join, leave, limit_threads, meet, part
-from engine.lm_head_task import HeadTask
 from engine.measurement import write_json, write_measurement
 from engine.method import NativeMethod
-from engine.phases import Phases, process_seconds
 from engine.profile.capture import StepProfiler, step_to_trace
 from engine.profile.unfinished import PROFILE, unfinished
 from engine.settings import TrialSettings, from_json
-from engine.task import AroundStep, Refused, Task, progress_to
-from engine.train import TrainTask
-from engine.turns import Turns
+from engine.tasks.attention import AttentionTask
+from engine.tasks.between_trials import clear, log_to
+from engine.tasks.lm_head import HeadTask
+from engine.tasks.phases import Phases, process_seconds
+from engine.tasks.task import AroundStep, Refused, Task, progress_to
+from engine.tasks.train import TrainTask
+from engine.tasks.turns import Turns
 
 LOG_DIRECTORY = "logs"  # of a trial, where its launcher sends what a rank prints
 REASON_CHARACTERS = 200  # of an error's reason; the traceback has all of it

@@ -13,12 +13,12 @@ from engine.attention.comm.all_to_all import AllToAll, GroupAllToAll
 from engine.attention.comm.call_order import CallOrder, timeout_of
 from engine.attention.comm.exchange import HELD_GRADIENTS, AllPairsP2P, P2PRing, RingComms
 from engine.attention.comm.link_speed import Link, across_gib_per_second
-from engine.attention.comm.nodes import host_name, shared_node_size
 from engine.attention.comm.p2p import Nowhere, PointToPoint, Traffic, Transport
 from engine.attention.comm.symm_mem.all_to_all import CopyEngineAllToAll
 from engine.attention.comm.symm_mem.channel import copy_engine_unsupported_reason
 from engine.attention.comm.symm_mem.copy_engine import CopyEngine
 from engine.attention.comm.symm_mem.peers import agreed_unsupported_reason, report
+from engine.attention.comm.topology import host_name, shared_node_size
 from engine.attention.geometry.layout import (
     Gathered,
     Layout,

@@ -20,8 +20,7 @@ from engine.attention.context import ContextParallel
 from engine.attention.inputs import check_inputs, check_mask, check_scale, laid_out
 from engine.attention.masks import Causal, Mask
 from engine.attention.resolve import plan_attention
-from engine.autocast import outside_autocast
-from engine.second_derivative import refuse_second_derivative
+from engine.ops.autograd import outside_autocast, refuse_second_derivative
 
 
 class _BurstAttention(torch.autograd.Function):

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from engine.attention.algorithms.saved import SavedOutput
+from engine.memory.offload import Kept, Store
 from engine.model import Attend
-from engine.offload import Kept, Store
 
 
 class AttendOnce:

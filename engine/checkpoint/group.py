@@ -1,4 +1,10 @@
-"""Consecutive layers of which only the first one's input is kept; the others' follow from it in backward."""
+"""Consecutive layers of which only the first one's input is kept; backward computes the inputs of the others from it.
+
+A layer then runs in the middle of another layer's backward. FSDP2 gathers a module's parameters when the module is
+called and again when its backward begins. A call in between would enter the order of calls from which FSDP2 predicts
+what to gather next, so the layer's mathematics run directly, between an explicit gathering and release. A module that
+is not sharded needs neither.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +14,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from engine.checkpoint.attend_once import AttendOnce
-from engine.checkpoint.parameters import gather, release, start_gathering
+from engine.checkpoint.counts import stops
+from engine.memory.offload import Kept, Store
 from engine.model import LayerFn, Rotary
-from engine.offload import Kept, Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,3 +89,75 @@ class Group(ABC):
             if not last:
                 release(step.block)  # but for the last one's, which backward needs next
             yield index + 1, x_BLE
+
+
+class HoldingGroup(Group):
+    """`checkpoint.replay: hold`.
+
+    The first request computes all inputs from the kept one, up to the layer asked for, and each is dropped when it is
+    handed out; so is attention's result, which the layer's own recomputation replays.
+    """
+
+    def __init__(self, start_BLE: Tensor, store: Store, previous: Group | None) -> None:
+        super().__init__(start_BLE, store, previous)
+        self._held: dict[int, Tensor] = {}  # by place, on their way from a replay to their layer
+
+    def _input(self, place: int) -> Tensor:
+        if place not in self._held:
+            self._held.update(self._inputs(0, self._start, place, ahead=True))
+        self._steps[place].attend.prefetch()  # after the group's run, which has no room to spare; projections hide it
+        return self._held.pop(place)
+
+
+class BisectingGroup(Group):
+    """`checkpoint.replay: bisect`.
+
+    A request runs layers from the nearest kept input and keeps a few on the way, in the store of the first one, each
+    until no later request can want it. Attention's results are not held: every run replays them from what is saved.
+    """
+
+    def __init__(self, start_BLE: Tensor, store: Store, previous: Group | None) -> None:
+        super().__init__(start_BLE, store, previous)
+        self._stops: list[tuple[int, Kept]] = []  # by place, ascending; the first input is not among them
+
+    def _input(self, place: int) -> Tensor:
+        first, kept = self._nearest(place)
+        self._steps[first].attend.prefetch()
+        wanted = stops(first, place)
+        for reached, x_BLE in self._inputs(first, kept, place, ahead=False):
+            self._store.settle()  # what was put has had a layer's time to leave
+            if reached in wanted:
+                self._stops.append((reached, self._store.put((x_BLE,))))
+        return x_BLE
+
+    def passed(self, place: int) -> None:
+        if place == 0:
+            super().passed(place)
+            return
+        following, kept = self._nearest(place - 1)
+        kept.prefetch()
+        self._steps[following].attend.prefetch()
+
+    def _nearest(self, place: int) -> tuple[int, Kept]:
+        """The last place up to `place` whose input is kept. Those after it are dropped: backward has passed them."""
+        while self._stops and self._stops[-1][0] > place:
+            self._stops.pop()
+        return self._stops[-1] if self._stops else (0, self._start)
+
+
+def start_gathering(module: nn.Module) -> None:
+    """Have the parameters on their way while something else is computed. Collective."""
+    if isinstance(module, FSDPModule):
+        module.unshard(async_op=True)
+
+
+def gather(module: nn.Module) -> None:
+    """Have the parameters whole for what is launched next. Collective, unless they are on their way or there."""
+    if isinstance(module, FSDPModule):
+        module.unshard()
+
+
+def release(module: nn.Module) -> None:
+    """Keep this rank's shard alone."""
+    if isinstance(module, FSDPModule):
+        module.reshard()

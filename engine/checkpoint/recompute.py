@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -12,14 +13,27 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from engine.checkpoint.attend_once import AttendOnce
-from engine.checkpoint.bisect import BisectingGroup
-from engine.checkpoint.group import Group, Step
-from engine.checkpoint.hold import HoldingGroup
-from engine.model import Activations, Attend, AttendCall, LayerFn, Rotary
-from engine.offload import DeviceStore, HostStore, Store
-from engine.profile.ranges import RECOMPUTE
-from engine.replays import inputs_in_store
+from engine.checkpoint.counts import inputs_in_store
+from engine.checkpoint.group import BisectingGroup, Group, HoldingGroup, Step
+from engine.memory.offload import DeviceStore, HostStore, Store
+from engine.model import Activations, Attend, AttendCall, Block, LayerFn, Rotary, keep_all
+from engine.ops.ranges import RECOMPUTE
 from engine.settings import Checkpoint
+
+
+def set_activations(settings: Checkpoint, blocks: Sequence[Block]) -> Recompute | None:
+    """Make the blocks of one model save what these settings ask for.
+
+    Returns the stores of what was saved, or None when nothing is recomputed.
+    """
+    if settings.every == 0:
+        for block in blocks:
+            block.activations = keep_all
+        return None
+    recompute = Recompute(settings, layers=len(blocks))
+    for index, block in enumerate(blocks):
+        block.activations = recompute.of_layer(index, block)
+    return recompute
 
 
 class Recompute:

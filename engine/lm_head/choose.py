@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 
-from engine.lm_head.cce import cce_loss_sum
 from engine.lm_head.fused import fused_loss_sum
-from engine.lm_head.liger import liger_loss_sum
+from engine.lm_head.libraries import cce_loss_sum, liger_loss_sum
+from engine.lm_head.loss_kernel import unsupported_reason
 from engine.lm_head.plain import plain_loss_sum
-from engine.loss_kernel import unsupported_reason
 from engine.model import LossSum
 from engine.settings import TrialSettings
 

@@ -10,10 +10,9 @@ from torch import Tensor
 from engine.lm_head.plain import wide
 from engine.lm_head.softmax import Softmax
 from engine.lm_head.tiles import Tile, choose_tile, runs_with_labels
-from engine.runs import runs
-from engine.second_derivative import refuse_second_derivative
-from engine.triton_kernels import KERNEL_DTYPES
-from engine.weight_gradient import add_product
+from engine.ops.autograd import refuse_second_derivative
+from engine.ops.runs import add_product, runs
+from engine.ops.triton_kernels import KERNEL_DTYPES
 
 
 def fused_loss_sum(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.lm_head.plain import IGNORE
-from engine.runs import runs
+from engine.ops.runs import runs
 
 # Bytes of one tile's logits. Every tile of tokens adds to the V x E weight gradient, which is read and written whole:
 # with a 128256 x 4096 head 1 GiB is 4K tokens in bf16, whose matmuls outweigh that traffic many times on an H200.

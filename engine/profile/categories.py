@@ -11,7 +11,7 @@ import re
 from collections.abc import Set
 from typing import Literal, get_args
 
-from engine.profile.ranges import LM_HEAD, OPTIMIZER, RECOMPUTE
+from engine.ops.ranges import LM_HEAD, OPTIMIZER, RECOMPUTE
 
 Category = Literal[
     "attention_forward",

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from engine.ops.ranges import LM_HEAD, OPTIMIZER, RECOMPUTE, STEP
 from engine.profile.categories import CATEGORIES, Category, category_of
-from engine.profile.ranges import LM_HEAD, OPTIMIZER, RECOMPUTE, STEP
 
 Event = Mapping[str, Any]  # of a trace, as JSON has it
 Thread = tuple[object, object]  # process and thread id of the host

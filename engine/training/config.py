@@ -1,7 +1,11 @@
-"""What one training run is. Pure data, as `engine.settings`, which holds everything that a timed trial has as well."""
+"""What one training run is. Pure data, as `engine.settings`, which holds everything that a timed trial has as well.
+
+The learning rate of a step is a pure function of it, so that a resumed run needs no state.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,3 +118,18 @@ class Order:
             **{name: getattr(settings, name) for name in ("dtype", "mask", "z_loss", "seq_len", "seed")},
             "sequences per step (batch_size x gradient_accumulation x replicas)": self.config.sequences_per_step,
         }
+
+
+def learning_rate(step: int, steps: int, peak: float, schedule: Schedule) -> float:
+    """Learning rate of `step`, counted from 0, of `steps`.
+
+    Warm-up step w of W has peak x (w + 1) / W, so no step is lost to a rate of 0; the last step of all has
+    peak x minimum.
+    """
+    assert 0 <= step < steps, (step, steps)
+    if step < schedule.warmup:
+        return peak * (step + 1) / schedule.warmup
+    after = steps - schedule.warmup
+    passed = (step + 1 - schedule.warmup) / after
+    lowest = peak * schedule.minimum
+    return lowest + (peak - lowest) * (1 + math.cos(math.pi * passed)) / 2

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from engine.data.held_out import Span
 from engine.data.store import TokenStore
-from engine.lm_head import IGNORE
 from engine.lm_head.choose import loss_sum_of
-from engine.train import TrainTask
+from engine.lm_head.plain import IGNORE
+from engine.tasks.train import TrainTask
 
 
 class Evaluator:

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from engine.distributed import World
+from engine.memory.resources import software
 from engine.model import Decoder
-from engine.resources import software
 from engine.settings import ModelShape, from_json
 from engine.training.manifest import (
     Manifest,

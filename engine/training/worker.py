@@ -17,11 +17,10 @@ from engine.distributed import leave
 from engine.measurement import write_json
 from engine.method import NativeMethod
 from engine.settings import from_json
-from engine.task import Refused, progress_to
+from engine.tasks.task import Refused, progress_to
 from engine.training.config import Order
 from engine.training.files import ORDER_FILE, OUTCOME_FILE, run_of
-from engine.training.run import TrainingRun
-from engine.training.stop import StopRequest
+from engine.training.run import StopRequest, TrainingRun
 from engine.worker import exit_on_error, prepare, silent
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from engine.attention.geometry.layout import tail_cut
 from engine.attention.masks import parse_mask
-from engine.attention.masks.first_rows import FirstRows
-from engine.replays import layers_replayed
+from engine.attention.masks.mask import FirstRows
+from engine.checkpoint.counts import layers_replayed
 from engine.settings import ModelShape, TrialSettings
 
 # Attention forward is two products (QK^T, PV). Its backward needs four (dV, dP, dQ, dK); kernels that never store the

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.attention.masks import Causal, parse_mask
-from engine.replays import inputs_at_once, inputs_in_store, starts
+from engine.checkpoint.counts import inputs_at_once, inputs_in_store, starts
 from engine.settings import BYTES_OF, TrialSettings
 
 GIB = 1 << 30

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.elementwise.rotary import rotate, rotate_into
-from engine.elementwise.swiglu import swiglu, swiglu_again
+from engine.layers.tiled_mlp import add_mlp_in
 from engine.model import MLP, add_whole_mlp, rotary_angles
+from engine.ops.rotary import rotate, rotate_into
+from engine.ops.swiglu import swiglu, swiglu_again
 from engine.settings import ModelShape
-from engine.tiled_mlp import add_mlp_in
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What one rounding explains, twice over: the interpreter cuts bf16 off where a GPU rounds.
@@ -162,10 +162,12 @@ def faults(device: str) -> list[str]:
 
 def force_kernels() -> None:
     """Give CPU tensors to the kernels, which the interpreter runs."""
-    from engine.elementwise import choose, kernels_triton, rotary, swiglu
+    from engine.ops import elementwise_triton, rotary, swiglu
+    from engine.ops.triton_kernels import KERNEL_DTYPES
 
-    def kernels_for(tensor: Tensor):
-        return kernels_triton if tensor.dtype in choose.KERNEL_DTYPES else None
+    def kernels_for(tensor: Tensor, module: str):
+        assert module == elementwise_triton.__name__
+        return elementwise_triton if tensor.dtype in KERNEL_DTYPES else None
 
     for module in (rotary, swiglu):
         module.kernels_for = kernels_for

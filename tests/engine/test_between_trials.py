@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from engine.attention.kernels import fa4
-from engine.between_trials import clear
-from engine.turns import Turns
+from engine.tasks.between_trials import clear
+from engine.tasks.turns import Turns
 from engine.worker import write_error
 
 

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine.attention.context import ContextParallel
 from engine.burst import METHOD
-from engine.checkpoint import Recompute, set_activations
+from engine.checkpoint.recompute import Recompute, set_activations
 from engine.model import Decoder
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.offload
+import engine.memory.offload
 from engine.attention.context import ContextParallel
 from engine.burst import METHOD
-from engine.checkpoint import Recompute, set_activations
 from engine.checkpoint.attend_once import AttendOnce
+from engine.checkpoint.counts import inputs_at_once, layers_replayed, stops, stops_at_once
+from engine.checkpoint.recompute import Recompute, set_activations
 from engine.model import Decoder
-from engine.replays import inputs_at_once, layers_replayed, stops, stops_at_once
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 
 LAYERS = 11  # groups of 2, 3, 5 and 8 leave a shorter one at the end
@@ -167,9 +167,9 @@ def test_no_more_host_memory_is_locked_than_was_reserved(every: int, monkeypatch
     model, _, keeper = model_with(settings)
     assert keeper is not None
     sizes: list[int] = []
-    lock = engine.offload.host_buffer
+    lock = engine.memory.offload.host_buffer
     monkeypatch.setattr(
-        engine.offload, "host_buffer", lambda nbytes, device: (sizes.append(nbytes), lock(nbytes, device))[1]
+        engine.memory.offload, "host_buffer", lambda nbytes, device: (sizes.append(nbytes), lock(nbytes, device))[1]
     )
     keeper.reserve(INPUT_BYTES, torch.device("cpu"))
     groups = -(-LAYERS // every)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.attention.geometry.layout import LAYOUTS, SplitZigzag, tail_cut
 from engine.attention.masks import kept_share, parse_mask, recompute_share
-from engine.replays import inputs_at_once, layers_replayed
+from engine.checkpoint.counts import inputs_at_once, layers_replayed
 from engine.settings import Checkpoint
 
 ROOT = Path(__file__).parents[2]

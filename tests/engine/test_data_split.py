@@ -9,8 +9,7 @@ import pytest
 
 from engine.data import TokenStore
 from engine.data.build import build_store
-from engine.data.held_out import ShuffledSequences, Span, spans
-from engine.data.permutation import permuted
+from engine.data.held_out import ShuffledSequences, Span, permuted, spans
 from engine.data.tokenizers import ByteTokenizer
 
 

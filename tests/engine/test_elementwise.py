@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.elementwise.rotary import rotate
-from engine.elementwise.swiglu import swiglu, swiglu_again
 from engine.model import rotary_angles
-from engine.triton_kernels import kernels_for
+from engine.ops.rotary import rotate
+from engine.ops.swiglu import swiglu, swiglu_again
+from engine.ops.triton_kernels import kernels_for
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.elementwise.rotary import rotate
-from engine.elementwise.swiglu import swiglu, swiglu_again
+from engine.layers.tiled_mlp import add_mlp_in
 from engine.model import MLP, rotary_angles
+from engine.ops.rotary import rotate
+from engine.ops.swiglu import swiglu, swiglu_again
 from engine.settings import ModelShape
-from engine.tiled_mlp import add_mlp_in
 from tests.engine.elementwise_program import error, faults, plain_swiglu, truth_of, with_gradients
 from tests.engine.interpreter import in_the_interpreter, interpret
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.checkpoint import set_activations
+from engine.checkpoint.recompute import set_activations
+from engine.layers.tiled_mlp import add_mlp_in
+from engine.layers.tiled_projection import project_in
 from engine.model import Decoder
 from engine.settings import Checkpoint, ModelShape, TrialSettings
-from engine.tiled_mlp import add_mlp_in
-from engine.tiled_projection import project_in
 from harness.metrics.flops import work_of
 
 GATED = ModelShape(name="gated", layers=5, hidden=12, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=31)

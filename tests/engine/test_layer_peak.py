@@ -14,11 +14,11 @@ from engine.attention.context import ContextParallel
 from engine.attention.kernels import BackwardInputs, Gradients
 from engine.attention.kernels.cpu import CpuKernel
 from engine.burst import METHOD
-from engine.checkpoint import set_activations
+from engine.checkpoint.recompute import set_activations
+from engine.layers.tiled_mlp import add_mlp_in
+from engine.layers.tiled_projection import project_in
 from engine.model import Decoder
 from engine.settings import Checkpoint, ModelShape, TrialSettings
-from engine.tiled_mlp import add_mlp_in
-from engine.tiled_projection import project_in
 from tests.engine.live_bytes import LiveBytes
 
 TOKENS, TILES = 2048, 32

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.lm_head import IGNORE, fused_loss_sum, plain_loss_sum
+from engine.lm_head.fused import fused_loss_sum
+from engine.lm_head.plain import IGNORE, plain_loss_sum
 from engine.lm_head.tiles import Tile
 
 TOKENS, WIDTH, VOCAB = 37, 16, 53

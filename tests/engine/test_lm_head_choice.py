@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.lm_head import plain_loss_sum
 from engine.lm_head.choose import loss_sum_of
-from engine.loss_kernel import LIBRARIES, available, unsupported_reason
+from engine.lm_head.loss_kernel import LIBRARIES, available, unsupported_reason
+from engine.lm_head.plain import plain_loss_sum
 from engine.settings import ModelShape, TrialSettings
 from harness.doctor import examine
 from harness.machine.this_machine import Machine

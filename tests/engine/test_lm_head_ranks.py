@@ -16,10 +16,10 @@ from engine.burst import METHOD
 from engine.data.sequences import Sequences
 from engine.distributed import arrange
 from engine.initialise import initialise
-from engine.lm_head import IGNORE, plain_loss_sum
+from engine.lm_head.plain import IGNORE, plain_loss_sum
 from engine.model import Decoder
 from engine.settings import ModelShape, TrialSettings
-from engine.train import TrainTask
+from engine.tasks.train import TrainTask
 from tests.ranks import run_on_ranks
 
 SHAPE = ModelShape(name="small", layers=1, hidden=16, ffn=24, heads=2, kv_heads=2, head_dim=8, vocab=300)

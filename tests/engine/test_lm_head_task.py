@@ -10,9 +10,9 @@ import torch
 
 from engine.burst import METHOD
 from engine.distributed import arrange
-from engine.lm_head_task import HeadTask
 from engine.measurement import Measurement
 from engine.settings import ModelShape, Steps, TrialSettings
+from engine.tasks.lm_head import HeadTask
 from engine.worker import silent
 from harness.metrics.flops import work_of
 from harness.records.record import Record

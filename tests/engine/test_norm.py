@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine import norm
-from engine.norm import RMSNorm
+from engine.ops import norm
+from engine.ops.norm import RMSNorm
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 8), (2, 5, 3, 8)])

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.checkpoint import set_activations
-from engine.host_memory import host_buffer, host_like
+from engine.checkpoint.recompute import set_activations
+from engine.memory.host_memory import host_buffer, host_like
+from engine.memory.offload import DeviceStore, HostStore, _Away
 from engine.model import Decoder, DenseCausal
-from engine.offload import DeviceStore, HostStore, _Away
 from engine.settings import Checkpoint, ModelShape
 
 CPU = torch.device("cpu")

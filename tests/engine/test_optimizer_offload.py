@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import engine.offloaded_adamw
+import engine.memory.offloaded_adamw
+from engine.memory.offloaded_adamw import LANES, MOMENTS, OffloadedAdamW
 from engine.model import Decoder
-from engine.offloaded_adamw import LANES, MOMENTS, OffloadedAdamW
 from engine.optimizer import adamw
 from engine.recipe import Recipe
 from engine.settings import ModelShape
@@ -29,7 +29,7 @@ PIECE = 64
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.offloaded_adamw, "PIECE_ELEMENTS", PIECE)
+    monkeypatch.setattr(engine.memory.offloaded_adamw, "PIECE_ELEMENTS", PIECE)
 
 
 def model_of(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
@@ -128,7 +128,7 @@ def sharded(offload: bool) -> tuple[Decoder, torch.optim.Optimizer]:
 
 def resumed_and_straight(directory: str) -> bool:
     """Train, save with torch.distributed.checkpoint, load into a new optimizer, train on: the same as in one go."""
-    engine.offloaded_adamw.PIECE_ELEMENTS = PIECE
+    engine.memory.offloaded_adamw.PIECE_ELEMENTS = PIECE
     straight, optimizer = sharded(offload=False)
     train(straight, optimizer, range(4))
     expected = contents(straight, optimizer)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.lm_head import fused_loss_sum
+from engine.layers.tiled_mlp import add_mlp_in
+from engine.layers.tiled_projection import project_in
+from engine.lm_head.fused import fused_loss_sum
 from engine.model import MLP, Attention, rotary_angles
-from engine.norm import RMSNorm
+from engine.ops.norm import RMSNorm
 from engine.settings import ModelShape
-from engine.tiled_mlp import add_mlp_in
-from engine.tiled_projection import project_in
 
 SHAPE = ModelShape(name="small", layers=1, hidden=12, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=61)
 TOKENS = 7

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from engine.between_trials import clear
 from engine.cuda.streams import Handles, own_stream
+from engine.tasks.between_trials import clear
 
 POOL = 32  # streams that torch has of each priority
 

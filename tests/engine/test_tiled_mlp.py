@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.attention.algorithms.saved import SavedOutput
 from engine.attention.context import ContextParallel
 from engine.burst import METHOD
-from engine.checkpoint import set_activations
+from engine.checkpoint.recompute import set_activations
+from engine.layers.tiled_mlp import add_mlp_in
 from engine.model import MLP, AddMLP, Decoder, add_whole_mlp
-from engine.profile.ranges import RECOMPUTE
+from engine.ops.ranges import RECOMPUTE
 from engine.settings import Checkpoint, ModelShape, TrialSettings
-from engine.tiled_mlp import add_mlp_in
 
 SHAPE = ModelShape(name="small", layers=2, hidden=12, ffn=20, heads=2, kv_heads=1, head_dim=6, vocab=61)
 UNGATED = ModelShape(name="plain", layers=2, hidden=12, ffn=20, heads=2, kv_heads=1, head_dim=6, vocab=61, gated=False)
@@ -110,7 +110,7 @@ def test_only_one_runs_intermediates_exist_at_a_time() -> None:
 
 
 def test_a_run_is_no_longer_than_the_norm_can_address(monkeypatch) -> None:
-    monkeypatch.setattr("engine.runs.MAX_ELEMENTS", 4 * SHAPE.hidden + 1)
+    monkeypatch.setattr("engine.ops.runs.MAX_ELEMENTS", 4 * SHAPE.hidden + 1)
     with Products() as counted:
         found = branch(SHAPE, add_mlp_in(2))
     assert counted.widest == 4 * SHAPE.ffn  # of the 11 tokens that two tiles would have

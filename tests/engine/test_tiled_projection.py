@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.checkpoint import set_activations
-from engine.elementwise.rotary import rotate, rotate_into
+from engine.checkpoint.recompute import set_activations
+from engine.layers.tiled_projection import project_in
 from engine.model import Attention, Decoder, Project, project_whole, rotary_angles
-from engine.norm import RMSNorm
+from engine.ops.norm import RMSNorm
+from engine.ops.rotary import rotate, rotate_into
 from engine.settings import Checkpoint, ModelShape
-from engine.tiled_projection import project_in
 
 SHAPE = ModelShape(name="small", layers=2, hidden=12, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=61)
 NORMED = dataclasses.replace(SHAPE, name="normed", qk_norm=True)
@@ -136,7 +136,7 @@ def test_no_norm_of_a_run_is_given_more_than_it_can_address(shape: ModelShape, m
         given.append(x.numel())
         return rms_norm(x, *args)
 
-    monkeypatch.setattr("engine.runs.MAX_ELEMENTS", most)
+    monkeypatch.setattr("engine.ops.runs.MAX_ELEMENTS", most)
     monkeypatch.setattr(F, "rms_norm", recorded)
     projected(shape, project_in(2))
     assert max(given) == 72  # six tokens of 12 features, or three of four heads of six

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-import engine.offload
+import engine.memory.offload
 from engine.burst import METHOD
 from engine.data.build import build_store
 from engine.data.tokenizers import ByteTokenizer
@@ -18,7 +18,7 @@ from engine.distributed import arrange
 from engine.initialise import initialise
 from engine.model import Decoder
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
-from engine.train import TrainTask
+from engine.tasks.train import TrainTask
 from tests.engine.parity import task_of
 from tests.ranks import run_on_ranks
 
@@ -122,8 +122,8 @@ def locked(cache: str, settings: TrialSettings) -> tuple[list[int], list[int]]:
     task = TrainTask(settings, METHOD, arrange(settings, torch.device("cpu")))
     sizes: list[int] = []
     begun: list[int] = []  # how many had been locked when each step's model was called
-    lock = engine.offload.host_buffer
-    engine.offload.host_buffer = lambda nbytes, device: (sizes.append(nbytes), lock(nbytes, device))[1]
+    lock = engine.memory.offload.host_buffer
+    engine.memory.offload.host_buffer = lambda nbytes, device: (sizes.append(nbytes), lock(nbytes, device))[1]
     task.model.register_forward_pre_hook(lambda *_: begun.append(len(sizes)))
     task.run(lambda step: None)
     return sizes[: begun[-1]], sizes[begun[-1] :]

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.triton_kernels import kernels_for
+from engine.ops.autograd import accumulation_dtype
+from engine.ops.triton_kernels import kernels_for
 
 ROWWISE_KERNELS = "engine.attention.accumulate.rowwise_triton"
 
@@ -24,11 +25,6 @@ ROWWISE_KERNELS = "engine.attention.accumulate.rowwise_triton"
 # an element, four passes over a running fp32 sum 42. They wait within the memory of four bf16 parts; the running sum
 # takes that of two.
 WAITING_PARTS = 4
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64 inputs, fp32 for all others."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, slots=True)

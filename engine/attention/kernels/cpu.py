@@ -14,11 +14,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.attention.accumulate.accumulators import accumulation_dtype
 from engine.attention.geometry.tiles import Band, Tile, row_blocks
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
-from engine.attention.kernels.heads import repeat_heads, sum_heads
+from engine.attention.kernels.shared import repeat_heads, sum_heads
 from engine.attention.kernels.stand_in import output_stand_in
+from engine.ops.autograd import accumulation_dtype
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
-from engine.attention.kernels.cuda import band_unsupported_reason, gpu_missing, half_precision_unsupported_reason
+from engine.attention.kernels.shared import band_unsupported_reason, gpu_missing, half_precision_unsupported_reason
 from engine.attention.kernels.stand_in import output_stand_in
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention

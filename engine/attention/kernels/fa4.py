@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
-from engine.attention.kernels.cuda import gpu_missing, half_precision_unsupported_reason
+from engine.attention.kernels.shared import gpu_missing, half_precision_unsupported_reason
 
 
 @lru_cache(maxsize=1)

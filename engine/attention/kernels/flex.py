@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from engine.attention.geometry.tiles import FULL, Band
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
-from engine.attention.kernels.cuda import gpu_missing, half_precision_unsupported_reason
+from engine.attention.kernels.shared import gpu_missing, half_precision_unsupported_reason
 
 BLOCK = 128  # tokens per side of the blocks that are skipped, masked, or computed without looking at the mask
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q_BNLD, k_BKMD, v_BKMD -> out_BNLD, lse_BNL

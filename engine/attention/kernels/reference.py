@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.attention.geometry.tiles import Band, row_blocks
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
-from engine.attention.kernels.heads import repeat_heads, sum_heads
+from engine.attention.kernels.shared import repeat_heads, sum_heads
 
 _BLOCK_ROWS = 128  # queries whose scores are held at once, against the keys that they see
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.attention.accumulate.accumulators import ROWWISE_KERNELS
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Gradients, Kernel, Problem
-from engine.triton_kernels import kernels_for
+from engine.ops.triton_kernels import kernels_for
 
 # Largest entry of an O', far above any output's and in the range of fp16: |delta| beyond it times |dO| goes alone.
 _MOST = 2.0**15

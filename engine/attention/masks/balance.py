@@ -6,8 +6,7 @@ from functools import lru_cache
 
 from engine.attention.geometry.layout import Layout, rows_before
 from engine.attention.geometry.tiles import Tile
-from engine.attention.masks.first_rows import FirstRows
-from engine.attention.masks.mask import Mask
+from engine.attention.masks.mask import FirstRows, Mask
 
 
 @lru_cache(maxsize=1024)

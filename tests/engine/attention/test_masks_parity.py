@@ -21,7 +21,7 @@ from engine.attention.masks import (
     parse_mask,
     rank_pair_tiles,
 )
-from engine.attention.masks.first_rows import FirstRows
+from engine.attention.masks.mask import FirstRows
 from engine.attention.reference import visibility
 from tests.engine.attention.test_parity import dense, distributed, problem
 from tests.ranks import run_on_ranks

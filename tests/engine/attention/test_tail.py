@@ -31,7 +31,7 @@ from engine.attention.masks import (
     rank_pair_tiles,
     recompute_share,
 )
-from engine.attention.masks.first_rows import FirstRows
+from engine.attention.masks.mask import FirstRows
 from engine.attention.reference import visibility
 from engine.burst import METHOD, best_layout
 from engine.settings import Checkpoint, ModelShape, TrialSettings

@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
+from engine.ops.ranges import LM_HEAD, OPTIMIZER, RECOMPUTE
 from engine.profile.categories import CATEGORIES, Category, category_of
-from engine.profile.ranges import LM_HEAD, OPTIMIZER, RECOMPUTE
 
 ENGINE = Path(__file__).parents[3] / "engine"
 FLASH = "kernel_cutlass_kernel_flash_attncuteflash_"

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.ops.ranges import OPTIMIZER, RECOMPUTE, STEP
 from engine.profile.categories import CATEGORIES, Category
-from engine.profile.ranges import OPTIMIZER, RECOMPUTE, STEP
 from engine.profile.timeline import Span, breakdown_of, shared_out
 
 FLASH = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_knob_3"

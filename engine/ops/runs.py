@@ -1,6 +1,7 @@
-"""What the token-wise parts of a layer share when they are computed over runs of tokens, one run after another.
+"""What computing over runs of tokens shares: how long a run is, a norm formed again, a weight's gradient summed.
 
-Tiling of token-wise parts as in ALST (arXiv:2506.13996). Shape letters: T tokens of a run, E features.
+Tiling of token-wise parts as in ALST (arXiv:2506.13996). Shape letters: T tokens of a run, E features, O outputs and
+I inputs of a weight.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
-from engine.norm import MAX_ELEMENTS
-from engine.profile.ranges import RECOMPUTE
+from engine.ops.norm import MAX_ELEMENTS
+from engine.ops.ranges import RECOMPUTE
 
 
 def run_length(tokens: int, features: int, tiles: int) -> int:
     """Tokens of a run when `tokens` of them go in `tiles` runs: ceil(tokens / tiles), fewer where that is more than a
-    norm takes at once (engine.norm)."""
+    norm takes at once (engine.ops.norm)."""
     return max(1, min(-(-tokens // tiles), MAX_ELEMENTS // features))
 
 
@@ -56,3 +57,18 @@ class NormAgain:
         dx_TE, dweight_run_E = torch.autograd.grad(self._normed_TE, self._leaves, dnormed_TE)
         dweight_E += dweight_run_E
         return dx_TE
+
+
+def add_product(dweight_OI: Tensor, dout_TO: Tensor, in_TI: Tensor) -> None:
+    """dweight += dout^T @ in, summed in the dtype of `dweight`.
+
+    That is fp32 for operands in bf16, so that many tiles round no more than one. T tokens of the tile, O outputs and I
+    inputs of the weight.
+    """
+    if dweight_OI.dtype == in_TI.dtype:
+        dweight_OI.addmm_(dout_TO.T, in_TI)
+    elif in_TI.is_cuda:
+        # bf16 operands, fp32 sum inside the matmul: no temporary of the weight's size, no bf16 rounding per tile.
+        torch.ops.aten.addmm.dtype_out(dweight_OI, dout_TO.T, in_TI, dweight_OI.dtype, out=dweight_OI)
+    else:
+        dweight_OI += dout_TO.T @ in_TI

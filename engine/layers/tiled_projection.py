@@ -20,11 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.elementwise.rotary import rotate_into
 from engine.model import Attention, Project, Rotary, project_whole
-from engine.runs import NormAgain, run_length, runs, wide_zeros
-from engine.second_derivative import refuse_second_derivative
-from engine.weight_gradient import add_product
+from engine.ops.autograd import refuse_second_derivative
+from engine.ops.rotary import rotate_into
+from engine.ops.runs import NormAgain, add_product, run_length, runs, wide_zeros
 
 
 def project_in(tiles: int) -> Project:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from engine.cuda.streams import own_stream
-from engine.host_memory import host_like
+from engine.memory.host_memory import host_like
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Long enough that a copy runs at the link's speed, short enough that what passes through is no memory to speak of.

@@ -15,14 +15,14 @@ from torch.profiler import record_function
 
 from engine.attention.masks import Mask, parse_mask
 from engine.attention.reference import dense_attention
-from engine.clock import StepClock
 from engine.distributed import World
 from engine.measurement import Measurement
+from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
-from engine.profile.ranges import STEP
-from engine.resources import reset_peaks
+from engine.ops.ranges import STEP
 from engine.settings import TrialSettings
-from engine.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured
+from engine.tasks.clock import StepClock
+from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured
 
 CHECKED_TOKENS = 4096  # up to this length the dense float64 run fits anywhere
 _L2_FLUSH_BYTES = 1 << 28  # several times the L2 of any current GPU

@@ -1,6 +1,6 @@
 """SwiGLU's product and rotary positions as Triton kernels, one pass over memory each.
 
-Their torch twins in `engine.elementwise.swiglu` and `engine.elementwise.rotary` are their oracles. Addresses are formed
+Their torch twins in `engine.ops.swiglu` and `engine.ops.rotary` are their oracles. Addresses are formed
 in 64 bits: a million tokens of an MLP 14336 wide are 2^33 elements. Arithmetic is fp32 (rotations: that of the angles).
 
 Sizes are fixed, since tuning them would be paid at every start. A memory as fast as an H200's stays busy while each
@@ -77,7 +77,7 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`engine.elementwise.swiglu.swiglu` without autograd; contiguous."""
+    """`engine.ops.swiglu.swiglu` without autograd; contiguous."""
     assert gate.shape == up.shape
     gate, up = gate.contiguous(), up.contiguous()
     hidden = torch.empty_like(gate)
@@ -94,7 +94,7 @@ def swiglu_gradients(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
 
 
 def swiglu_again(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`engine.elementwise.swiglu.swiglu_again`: (hidden, dgate, dup) in place of dhidden, gate and up."""
+    """`engine.ops.swiglu.swiglu_again`: (hidden, dgate, dup) in place of dhidden, gate and up."""
     dhidden, gate, up = dhidden.contiguous(), gate.contiguous(), up.contiguous()
     _swiglu_backward(dhidden, gate, up, dhidden, gate, up, again=True)
     return dhidden, gate, up
@@ -114,7 +114,7 @@ def _blocks(tensor: Tensor) -> tuple[int]:
 
 
 def rotate(x_BLND: Tensor, cos_LD: Tensor, sin_LD: Tensor, inverse: bool, out_BLND: Tensor | None = None) -> Tensor:
-    """`engine.elementwise.rotary.rotate` without autograd, or the inverse rotation; contiguous, in `out` if given.
+    """`engine.ops.rotary.rotate` without autograd, or the inverse rotation; contiguous, in `out` if given.
 
     x has any strides; it is copied where D has no unit stride.
     """

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.streams import own_stream
-from engine.host_memory import host_buffer
+from engine.memory.host_memory import host_buffer
 
 Tensors = tuple[Tensor, ...]
 

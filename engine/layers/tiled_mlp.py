@@ -17,12 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from engine.elementwise.swiglu import swiglu_again
 from engine.model import MLP, AddMLP, activate, add_whole_mlp
-from engine.profile.ranges import RECOMPUTE
-from engine.runs import NormAgain, run_length, runs, wide_zeros
-from engine.second_derivative import refuse_second_derivative
-from engine.weight_gradient import add_product
+from engine.ops.autograd import refuse_second_derivative
+from engine.ops.ranges import RECOMPUTE
+from engine.ops.runs import NormAgain, add_product, run_length, runs, wide_zeros
+from engine.ops.swiglu import swiglu_again
 
 
 def add_mlp_in(tiles: int) -> AddMLP:

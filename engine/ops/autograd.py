@@ -1,4 +1,4 @@
-"""Operations whose precision is their own: torch's autocast around a call, or around its backward, changes nothing."""
+"""What the autograd functions here share: the dtype of sums, autocast switched off, no second derivative."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 _DEVICE_TYPES = ("cpu", "cuda")  # where the operations run
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64 inputs, fp32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def outside_autocast(operation: Callable[Args, Result]) -> Callable[Args, Result]:
@@ -32,3 +37,15 @@ def outside_autocast(operation: Callable[Args, Result]) -> Callable[Args, Result
             return operation(*args, **named)
 
     return run
+
+
+def refuse_second_derivative(what: str) -> None:
+    """For the first line of a backward that computes `what`'s gradients out of autograd's sight.
+
+    torch's `once_differentiable` is silent where the incoming gradient is a constant, as a loss's own is: a penalty on
+    the gradients then counts in the loss and not in what is learnt from it.
+
+    Raises ValueError where backward runs under create_graph.
+    """
+    if torch.is_grad_enabled():
+        raise ValueError(f"create_graph is set and {what} has no second derivative; take gradients without it")

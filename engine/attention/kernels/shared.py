@@ -1,8 +1,12 @@
-"""What the GPU kernels share: is there a GPU of the right generation, and are dtype and band ones they know."""
+"""What several kernels share: reasons why a GPU kernel cannot run, and grouped heads repeated and summed.
+
+KV heads are repeated locally, never before a transfer.
+"""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from engine.attention.kernels import Problem
 
@@ -39,3 +43,18 @@ def band_unsupported_reason(kernel: str, problem: Problem) -> str | None:
     if "band" in problem.bands:
         return f"kernel {kernel} knows full and causal tiles only and this mask needs windows; choose fa4 or reference"
     return None
+
+
+def repeat_heads(kv_BMKD: Tensor, heads: int) -> Tensor:
+    """KV heads repeated to `heads`: query head n reads KV head n // (N / K)."""
+    groups = heads // kv_BMKD.shape[2]
+    return kv_BMKD if groups == 1 else kv_BMKD.repeat_interleave(groups, dim=2)
+
+
+def sum_heads(grad_BMND: Tensor, kv_heads: int) -> Tensor:
+    """Gradients of repeated KV heads summed back to `kv_heads`, in fp32 or wider."""
+    groups = grad_BMND.shape[2] // kv_heads
+    if groups == 1:
+        return grad_BMND
+    wide = grad_BMND if grad_BMND.itemsize >= 4 else grad_BMND.float()
+    return wide.unflatten(2, (kv_heads, groups)).sum(dim=3)

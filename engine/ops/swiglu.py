@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.triton_kernels import kernels_for
+from engine.ops.triton_kernels import kernels_for
 
-KERNELS = "engine.elementwise.kernels_triton"
+KERNELS = "engine.ops.elementwise_triton"
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from engine.attention.algorithms.saved import SavedOutput
 from engine.attention.context import ContextParallel
 from engine.distributed import World
 from engine.measurement import PROGRESS_FILE, Measurement
+from engine.memory.resources import Usage, device_name, software, usage
 from engine.method import AttentionFn, NativeMethod
-from engine.resources import Usage, device_name, software, usage
 from engine.settings import TrialSettings
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}  # that a trial computes in

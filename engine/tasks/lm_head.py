@@ -13,19 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from engine.clock import StepClock
 from engine.distributed import World
-from engine.lm_head import plain_loss_sum
 from engine.lm_head.choose import loss_sum_of
-from engine.lm_head.plain import wide
+from engine.lm_head.plain import plain_loss_sum, wide
 from engine.lm_head.tiles import choose_tile
 from engine.measurement import Measurement
+from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
 from engine.model import LossSum
-from engine.profile.ranges import LM_HEAD, STEP
-from engine.resources import reset_peaks
+from engine.ops.ranges import LM_HEAD, STEP
 from engine.settings import TrialSettings
-from engine.task import DTYPES, AroundStep, OnProgress, context_parallel, measured
+from engine.tasks.clock import StepClock
+from engine.tasks.task import DTYPES, AroundStep, OnProgress, context_parallel, measured
 
 CHECKED_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 22}  # up to this many a plain float64 run is no burden
 LOGIT_DEVIATION = 2.0  # of the random logits: a softmax that is neither flat nor sure of one word

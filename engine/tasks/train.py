@@ -18,21 +18,21 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from engine.attention.context import ContextParallel
-from engine.clock import StepClock
 from engine.data import open_tokens
 from engine.data.sequences import Sequences
 from engine.distributed import World
-from engine.lm_head import IGNORE
+from engine.lm_head.plain import IGNORE
 from engine.measurement import Measurement
+from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
 from engine.model import Decoder
+from engine.ops.ranges import OPTIMIZER, STEP
 from engine.optimizer import adamw
 from engine.parallelize import build_model, sum_across_nodes
-from engine.profile.ranges import OPTIMIZER, STEP
 from engine.recipe import Recipe
-from engine.resources import reset_peaks
 from engine.settings import TrialSettings, vocabulary_unsupported_reason
-from engine.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured
+from engine.tasks.clock import StepClock
+from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.triton_kernels import kernels_for
+from engine.ops.triton_kernels import kernels_for
 
-KERNELS = "engine.elementwise.kernels_triton"
+KERNELS = "engine.ops.elementwise_triton"
 
 
 def rotate(x_BLND: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
