@@ -13,7 +13,7 @@ from engine.lm_head.plain import IGNORE, plain_loss_sum
 from engine.lm_head.tiles import Tile
 from engine.settings import ModelShape, TrialSettings
 from tests.engine.interpreter import in_the_interpreter, interpret
-from tests.engine.softmax_program import LARGE, SMALL, faults
+from tests.engine.lm_head.softmax_program import LARGE, SMALL, faults
 
 SHAPE = ModelShape(name="head", layers=1, hidden=64, ffn=64, heads=1, kv_heads=1, head_dim=64, vocab=300)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -33,7 +33,7 @@ FORMS = [
 
 @in_the_interpreter
 def test_the_kernel_equals_its_twin_in_tritons_interpreter() -> None:
-    done = interpret("softmax_program")
+    done = interpret("lm_head.softmax_program")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -11,7 +11,7 @@ from engine.attention.masks import kept_share, parse_mask, recompute_share
 from engine.checkpoint.counts import inputs_at_once, layers_replayed
 from engine.settings import Checkpoint
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "checkpointing.md"
 CURVE = ROOT / "results" / "published" / "cpu" / "checkpoint_tail" / "results.csv"
 ROW = re.compile(r"^\| `([\w:]+)` \| ([\d.]+) \| `(\w+)` \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)

@@ -12,7 +12,7 @@ from engine.model import MLP, rotary_angles
 from engine.ops.rotary import rotate
 from engine.ops.swiglu import swiglu, swiglu_again
 from engine.settings import ModelShape
-from tests.engine.elementwise_program import error, faults, plain_swiglu, truth_of, with_gradients
+from tests.engine.ops.elementwise_program import error, faults, plain_swiglu, truth_of, with_gradients
 from tests.engine.interpreter import in_the_interpreter, interpret
 
 FFN = 14336  # Llama-3-8B's MLP width
@@ -27,7 +27,7 @@ def skip_without(gib: int) -> None:
 
 @in_the_interpreter
 def test_the_kernels_equal_float64_in_tritons_interpreter() -> None:
-    done = interpret("elementwise_program")
+    done = interpret("ops.elementwise_program")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -18,7 +18,7 @@ from engine.attention.comm.p2p import Traffic
 from engine.attention.masks import Causal, SlidingWindow
 from engine.attention.planning.cost_model import HardwareModel, choose_num_head_chunks, estimate
 from tests.engine.attention.test_parity import dense, distributed, problem, worst_error
-from tests.engine.attention.test_schedule import share
+from tests.engine.attention.planning.test_cost_model import share
 from tests.ranks import run_on_ranks
 
 

@@ -21,7 +21,7 @@ import torch
 from engine.data import open_tokens
 from engine.data.formats import HEAD_BYTES, format_unsupported_reason
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECORDS = [{"text": f'Document {number} says "yes".\nIt ends.', "id": number} for number in range(400)]
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS)
 PROSE = "It was the best of times, it was the worst of times.\n" * 40

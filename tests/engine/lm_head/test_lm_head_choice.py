@@ -18,7 +18,7 @@ from harness.machine.this_machine import Machine
 from harness.plan.matrix import plan, plan_table
 from harness.spec.experiment import load_experiment
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHAPE = ModelShape(name="head", layers=1, hidden=8, ffn=8, heads=1, kv_heads=1, head_dim=8, vocab=30)
 
 
