@@ -22,7 +22,8 @@ from torch.profiler import record_function
 
 from engine.attention.masks import Causal
 from engine.attention.reference import dense_attention
-from engine.lm_head.plain import plain_loss_sum
+from engine.lm_head.plain import LossSum, plain_loss_sum
+from engine.ops.autograd import accumulation_dtype
 from engine.ops.norm import RMSNorm
 from engine.ops.ranges import LM_HEAD
 from engine.ops.rotary import rotate
@@ -39,7 +40,6 @@ Activations = Callable[[LayerFn, Tensor, Rotary, "Attend"], Tensor]  # runs a la
 # (norm, attention, x_BLE, rotary) -> q_BLND, k_BLKD, v_BLKD of norm(x)
 Project = Callable[[nn.RMSNorm, "Attention", Tensor, Rotary], tuple[Tensor, Tensor, Tensor]]
 AddMLP = Callable[[nn.RMSNorm, "MLP", Tensor], Tensor]  # (norm, mlp, x_BLE) -> x + mlp(norm(x))
-LossSum = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden_TE, weight_VE, labels_T) -> sum of the losses
 
 
 class Attend(Protocol):
@@ -201,8 +201,8 @@ class Decoder(nn.Module):
             labels_BL: the token to predict after each; -100 where there is none.
         """
         x_BLE = self.embedding(tokens_BL)
-        wide = torch.promote_types(x_BLE.dtype, torch.float32)
-        rotary = rotary_angles(positions_L, self.shape.head_dim, self.shape.rope_base, wide)
+        dtype = accumulation_dtype(x_BLE.dtype)
+        rotary = rotary_angles(positions_L, self.shape.head_dim, self.shape.rope_base, dtype)
         for block in self.blocks:
             x_BLE = block(x_BLE, rotary)
         return self.head(self.norm(x_BLE), labels_BL)

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from engine.model import MLP, AddMLP, activate, add_whole_mlp
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.ranges import RECOMPUTE
-from engine.ops.runs import NormAgain, add_product, run_length, runs, wide_zeros
+from engine.ops.runs import NormAgain, add_product, run_length, runs, zeros_for_sum
 from engine.ops.swiglu import swiglu_again
 
 
@@ -85,12 +85,12 @@ class _TiledMLP(torch.autograd.Function):
         dout_TE = dout_BLE.flatten(0, -2)
         x_TE, norm_E, *matrices = ctx.memory.saved_tensors
         dx_TE = torch.empty_like(x_TE)
-        dnorm_E, *dmatrices = (wide_zeros(weight) for weight in (norm_E, *matrices))
+        dnorm_E, *dmatrices = (zeros_for_sum(weight) for weight in (norm_E, *matrices))
         for tokens in runs(x_TE.shape[0], ctx.run):
             norm = NormAgain(x_TE[tokens], norm_E, ctx.eps)
             dnormed_TE = _mlp_backward(dout_TE[tokens], norm.normed_TE, matrices, dmatrices)
             torch.add(dout_TE[tokens], norm.gradient(dnormed_TE, dnorm_E), out=dx_TE[tokens])
-        return dx_TE, None, None, None, None, *(wide.to(norm_E.dtype) for wide in (dnorm_E, *dmatrices))
+        return dx_TE, None, None, None, None, *(total.to(norm_E.dtype) for total in (dnorm_E, *dmatrices))
 
 
 def _mlp_backward(dout_TE: Tensor, normed_TE: Tensor, matrices: list[Tensor], dmatrices: list[Tensor]) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from engine.model import Attention, Project, Rotary, project_whole
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.rotary import rotate_into
-from engine.ops.runs import NormAgain, add_product, run_length, runs, wide_zeros
+from engine.ops.runs import NormAgain, add_product, run_length, runs, zeros_for_sum
 
 
 def project_in(tiles: int) -> Project:
@@ -88,7 +88,7 @@ class _TiledProjection(torch.autograd.Function):
         x_BLE, cos_LD, sin_LD, *weights = ctx.saved_tensors
         matrices_OE, (norm_E, *head_norms_D) = weights[:3], weights[3:]
         dx_BLE = torch.empty_like(x_BLE)
-        dweights = [wide_zeros(weight) for weight in weights]
+        dweights = [zeros_for_sum(weight) for weight in weights]
         dmatrices_OE, (dnorm_E, *dhead_norms_D) = dweights[:3], dweights[3:]
         for at in _runs(x_BLE, ctx.run):
             norm = NormAgain(x_BLE[at], norm_E, ctx.eps[0])
@@ -111,7 +111,7 @@ class _TiledProjection(torch.autograd.Function):
                     dnormed_TE.addmm_(dprojected_TO, matrix_OE)
             assert dnormed_TE is not None
             dx_BLE[at] = norm.gradient(dnormed_TE, dnorm_E)
-        rounded = (wide.to(weight.dtype) for wide, weight in zip(dweights, weights, strict=True))
+        rounded = (total.to(weight.dtype) for total, weight in zip(dweights, weights, strict=True))
         return dx_BLE, None, None, None, None, None, *rounded
 
 

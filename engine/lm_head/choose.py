@@ -7,8 +7,7 @@ import functools
 from engine.lm_head.fused import fused_loss_sum
 from engine.lm_head.libraries import cce_loss_sum, liger_loss_sum
 from engine.lm_head.loss_kernel import unsupported_reason
-from engine.lm_head.plain import plain_loss_sum
-from engine.model import LossSum
+from engine.lm_head.plain import LossSum, plain_loss_sum
 from engine.settings import TrialSettings
 
 

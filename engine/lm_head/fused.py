@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.lm_head.plain import wide
 from engine.lm_head.softmax import Softmax
 from engine.lm_head.tiles import Tile, choose_tile, runs_with_labels
-from engine.ops.autograd import refuse_second_derivative
+from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
 from engine.ops.runs import add_product, runs
-from engine.ops.triton_kernels import KERNEL_DTYPES
+from engine.ops.triton_kernels import kernels_for
+
+SOFTMAX_KERNELS = "engine.lm_head.softmax_triton"
 
 
 def fused_loss_sum(
@@ -28,12 +29,12 @@ def fused_loss_sum(
     tile = tile or choose_tile(weight_VE.shape[0], hidden_TE)
     if torch.is_grad_enabled() and (hidden_TE.requires_grad or weight_VE.requires_grad):
         return _FusedLossSum.apply(hidden_TE, weight_VE, labels_T, z_loss, tile)
-    loss = hidden_TE.new_zeros((), dtype=wide(hidden_TE))
+    loss = hidden_TE.new_zeros((), dtype=accumulation_dtype(hidden_TE.dtype))
     for tokens, counts in runs_with_labels(labels_T, tile.tokens, weight_VE.shape[0]):
         if counts and tile.words >= weight_VE.shape[0]:
             loss += _loss_and_dlogits(hidden_TE[tokens], weight_VE, labels_T[tokens], z_loss)[0]
         elif counts:
-            softmax = Softmax(labels_T[tokens], z_loss, wide(hidden_TE))
+            softmax = Softmax(labels_T[tokens], z_loss, accumulation_dtype(hidden_TE.dtype))
             for words in runs(weight_VE.shape[0], tile.words):
                 softmax.fold(_logits(hidden_TE[tokens], weight_VE[words]), words.start)
             loss += softmax.loss_sum()
@@ -45,9 +46,11 @@ class _FusedLossSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_loss: float, tile: Tile) -> Tensor:
-        loss = hidden_TE.new_zeros((), dtype=wide(hidden_TE))
+        loss = hidden_TE.new_zeros((), dtype=accumulation_dtype(hidden_TE.dtype))
         dhidden_TE = torch.empty_like(hidden_TE)
-        dweight_VE = torch.zeros_like(weight_VE, dtype=wide(weight_VE)) if ctx.needs_input_grad[1] else None
+        dweight_VE = (
+            torch.zeros_like(weight_VE, dtype=accumulation_dtype(weight_VE.dtype)) if ctx.needs_input_grad[1] else None
+        )
         for tokens, counts in runs_with_labels(labels_T, tile.tokens, weight_VE.shape[0]):
             if counts:
                 loss += _loss_and_gradients(
@@ -92,11 +95,11 @@ def _loss_and_gradients(
         if dweight_VE is not None:
             add_product(dweight_VE, dlogits_TV, hidden_TE)
         return loss
-    softmax = Softmax(labels_T, z_loss, wide(hidden_TE))
+    softmax = Softmax(labels_T, z_loss, accumulation_dtype(hidden_TE.dtype))
     tiles = list(runs(weight_VE.shape[0], words))
     for tile in tiles:
         softmax.fold(_logits(hidden_TE, weight_VE[tile]), tile.start)
-    total_TE = torch.zeros_like(hidden_TE, dtype=wide(hidden_TE))
+    total_TE = torch.zeros_like(hidden_TE, dtype=accumulation_dtype(hidden_TE.dtype))
     for tile in tiles:
         exps_TV = softmax.exps(_logits(hidden_TE, weight_VE[tile]))
         dlogits_TV = softmax.gradient(exps_TV, tile.start, hidden_TE.dtype)
@@ -114,12 +117,11 @@ def _loss_and_dlogits(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_
     On GPUs the logits leave the matmul in the inputs' dtype, as in a plain run, and one Triton kernel turns them into
     their gradient where they lie. Elsewhere its torch twin, in fp32 or wider.
     """
-    if hidden_TE.is_cuda and hidden_TE.dtype in KERNEL_DTYPES:
-        from engine.lm_head.softmax_triton import loss_with_gradient_in_place
-
+    kernels = kernels_for(hidden_TE, SOFTMAX_KERNELS)
+    if kernels is not None:
         logits_TV = hidden_TE @ weight_VE.T
-        return loss_with_gradient_in_place(logits_TV, labels_T, z_loss).sum(), logits_TV
-    softmax = Softmax(labels_T, z_loss, wide(hidden_TE))
+        return kernels.loss_with_gradient_in_place(logits_TV, labels_T, z_loss).sum(), logits_TV
+    softmax = Softmax(labels_T, z_loss, accumulation_dtype(hidden_TE.dtype))
     exps_TV = softmax.fold(_logits(hidden_TE, weight_VE), 0)
     return softmax.loss_sum(), softmax.gradient(exps_TV, 0, hidden_TE.dtype)
 
@@ -128,7 +130,7 @@ def _logits(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
     """hidden @ weight^T, fp32 or wider. On CUDA the logits leave the matmul's accumulator unrounded."""
     if hidden_TE.is_cuda and hidden_TE.dtype == torch.bfloat16:
         return torch.mm(hidden_TE, weight_VE.T, out_dtype=torch.float32)
-    return (hidden_TE @ weight_VE.T).to(wide(hidden_TE))
+    return (hidden_TE @ weight_VE.T).to(accumulation_dtype(hidden_TE.dtype))
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, again: bool) -> Tensor:

@@ -14,7 +14,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.lm_head.fused import fused_loss_sum
-from engine.lm_head.plain import IGNORE, wide
+from engine.lm_head.plain import IGNORE
+from engine.ops.autograd import accumulation_dtype
 
 
 def cce_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor) -> Tensor:
@@ -32,7 +33,7 @@ def liger_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_los
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     loss_of = LigerFusedLinearCrossEntropyLoss(
-        ignore_index=IGNORE, lse_square_scale=z_loss, reduction="sum", accum_dtype=wide(weight_VE)
+        ignore_index=IGNORE, lse_square_scale=z_loss, reduction="sum", accum_dtype=accumulation_dtype(weight_VE.dtype)
     )
     loss: Tensor = loss_of(weight_VE, hidden_TE, labels_T)
     return loss

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
+from engine.ops.autograd import accumulation_dtype
 from engine.ops.norm import MAX_ELEMENTS
 from engine.ops.ranges import RECOMPUTE
 
@@ -29,9 +30,9 @@ def runs(length: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, length))
 
 
-def wide_zeros(weight: Tensor) -> Tensor:
-    """Where a weight's gradient is summed over the runs: fp32 or wider, rounded to the weight's dtype once."""
-    return torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+def zeros_for_sum(weight: Tensor) -> Tensor:
+    """Zeros to sum a weight's gradient over the runs in: accumulation dtype, rounded to the weight's dtype once."""
+    return torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
 
 
 class NormAgain:

@@ -15,12 +15,12 @@ from torch.profiler import record_function
 
 from engine.distributed import World
 from engine.lm_head.choose import loss_sum_of
-from engine.lm_head.plain import plain_loss_sum, wide
+from engine.lm_head.plain import LossSum, plain_loss_sum
 from engine.lm_head.tiles import choose_tile
 from engine.measurement import Measurement
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
-from engine.model import LossSum
+from engine.ops.autograd import accumulation_dtype
 from engine.ops.ranges import LM_HEAD, STEP
 from engine.settings import TrialSettings
 from engine.tasks.clock import StepClock
@@ -61,7 +61,9 @@ class HeadTask:
                 loss, gradients, elapsed = self._timed(clock)
             seconds.append(elapsed)
             losses.append(loss)
-            norms.append(torch.stack([torch.linalg.vector_norm(g, dtype=wide(g)) for g in gradients]).norm())
+            norms.append(
+                torch.stack([torch.linalg.vector_norm(g, dtype=accumulation_dtype(g.dtype)) for g in gradients]).norm()
+            )
             del gradients  # before the next step forms its own
             on_progress({"step": index + 1, "of": plan.warmup + plan.measured, "seconds": seconds[-1][1]})
         timed = seconds[plan.warmup :]

@@ -91,8 +91,8 @@ def row_dot(dout_BLND: Tensor, out_BLND: Tensor) -> Tensor:
     if kernels is not None:
         delta_BNL: Tensor = kernels.row_dot(dout_BLND, out_BLND)
         return delta_BNL
-    wide = accumulation_dtype(out_BLND.dtype)
-    return (dout_BLND.to(wide) * out_BLND.to(wide)).sum(dim=-1).transpose(1, 2).contiguous()
+    dtype = accumulation_dtype(out_BLND.dtype)
+    return (dout_BLND.to(dtype) * out_BLND.to(dtype)).sum(dim=-1).transpose(1, 2).contiguous()
 
 
 def add_parts(parts: list[Tensor], into: Tensor) -> None:

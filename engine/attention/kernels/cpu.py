@@ -73,12 +73,12 @@ class CpuKernel:
     def forward(
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float
     ) -> tuple[Tensor, Tensor]:
-        heads, wide = q_BLND.shape[2], accumulation_dtype(q_BLND.dtype)
+        heads, dtype = q_BLND.shape[2], accumulation_dtype(q_BLND.dtype)
         q_BNLD = _heads_first(q_BLND)
         k_BNMD, v_BNMD = (_heads_first(repeat_heads(kv_BMKD, heads)) for kv_BMKD in (k_BMKD, v_BMKD))
-        out_BLND = q_BLND.new_empty(q_BLND.shape, dtype=wide)
+        out_BLND = q_BLND.new_empty(q_BLND.shape, dtype=dtype)
         lse_BNL = q_BNLD.new_empty(q_BNLD.shape[:3])
-        for tile, mask in _calls(band, q_BLND.shape[1], k_BMKD.shape[1], wide):
+        for tile, mask in _calls(band, q_BLND.shape[1], k_BMKD.shape[1], dtype):
             part_BNLD, lse_BNL[:, :, tile.q] = _forward(
                 q_BNLD[:, :, tile.q],
                 k_BNMD[:, :, tile.k],
@@ -94,14 +94,14 @@ class CpuKernel:
     def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
         q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
         heads, kv_heads = q_BLND.shape[2], k_BMKD.shape[2]
-        wide = accumulation_dtype(q_BLND.dtype)
-        dout_BLND = dout_BLND.to(wide)
+        dtype = accumulation_dtype(q_BLND.dtype)
+        dout_BLND = dout_BLND.to(dtype)
         dout_BNLD, out_BNLD = (t.transpose(1, 2) for t in (dout_BLND, output_stand_in(dout_BLND, delta_BNL)))
         q_BNLD = _heads_first(q_BLND)
         k_BNMD, v_BNMD = (_heads_first(repeat_heads(kv_BMKD, heads)) for kv_BMKD in (k_BMKD, v_BMKD))
-        dq_BLND = q_BLND.new_empty(q_BLND.shape, dtype=wide)
-        dk_BMND, dv_BMND = (k_BMKD.new_zeros(*k_BMKD.shape[:2], *q_BLND.shape[2:], dtype=wide) for _ in range(2))
-        for tile, mask in _calls(band, q_BLND.shape[1], k_BMKD.shape[1], wide):
+        dq_BLND = q_BLND.new_empty(q_BLND.shape, dtype=dtype)
+        dk_BMND, dv_BMND = (k_BMKD.new_zeros(*k_BMKD.shape[:2], *q_BLND.shape[2:], dtype=dtype) for _ in range(2))
+        for tile, mask in _calls(band, q_BLND.shape[1], k_BMKD.shape[1], dtype):
             parts_BNLD = _backward(
                 dout_BNLD[:, :, tile.q],
                 q_BNLD[:, :, tile.q],

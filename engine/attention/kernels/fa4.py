@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
-from engine.attention.kernels.shared import gpu_missing, half_precision_unsupported_reason
+from engine.attention.kernels.shared import gpu_unsupported_reason, half_precision_unsupported_reason
 
 
 @lru_cache(maxsize=1)
@@ -81,7 +81,7 @@ class FlashAttention4Kernel:
     takes_delta = True
 
     def unsupported_reason(self) -> str | None:
-        unsupported_reason = gpu_missing(self.name, (9, 0))
+        unsupported_reason = gpu_unsupported_reason(self.name, (9, 0))
         if unsupported_reason is None and not _installed():
             return "kernel fa4 needs FlashAttention-4, which is not installed; pip install 'burst-harness[gpu]'"
         return unsupported_reason

@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from engine.attention.geometry.tiles import FULL, Band
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
-from engine.attention.kernels.shared import gpu_missing, half_precision_unsupported_reason
+from engine.attention.kernels.shared import gpu_unsupported_reason, half_precision_unsupported_reason
 
 BLOCK = 128  # tokens per side of the blocks that are skipped, masked, or computed without looking at the mask
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q_BNLD, k_BKMD, v_BKMD -> out_BNLD, lse_BNL
@@ -96,9 +96,9 @@ def rescaled_backward(
         out_BNLD, part_lse_BNL = attend(*inputs)
     weight_BNL = (part_lse_BNL.detach() - lse_BNL).exp()
     scaled_BNLD = (dout_BNLD * weight_BNL.unsqueeze(-1)).to(dout_BNLD.dtype)
-    wide = part_lse_BNL.dtype
-    dlse_BNL = (scaled_BNLD.to(wide) * out_BNLD.detach().to(wide)).sum(dim=-1) - weight_BNL * delta_BNL
-    dq, dk, dv = torch.autograd.grad((out_BNLD, part_lse_BNL), inputs, (scaled_BNLD, dlse_BNL.to(wide)))
+    dtype = part_lse_BNL.dtype
+    dlse_BNL = (scaled_BNLD.to(dtype) * out_BNLD.detach().to(dtype)).sum(dim=-1) - weight_BNL * delta_BNL
+    dq, dk, dv = torch.autograd.grad((out_BNLD, part_lse_BNL), inputs, (scaled_BNLD, dlse_BNL.to(dtype)))
     return dq, dk, dv
 
 
@@ -110,7 +110,7 @@ class FlexKernel:
     takes_delta = True
 
     def unsupported_reason(self) -> str | None:
-        unsupported_reason = gpu_missing(self.name, (8, 0))
+        unsupported_reason = gpu_unsupported_reason(self.name, (8, 0))
         if unsupported_reason is None and importlib.util.find_spec("triton") is None:
             return "kernel flex is compiled by Triton, which is not installed; pip install triton"
         return unsupported_reason

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from engine.attention.kernels import Problem
+from engine.ops.autograd import accumulation_dtype
 
 
-def gpu_missing(kernel: str, capability: tuple[int, int]) -> str | None:
+def gpu_unsupported_reason(kernel: str, capability: tuple[int, int]) -> str | None:
     """Why this machine has no GPU for `kernel`, or None. `capability` is the oldest compute capability that will do."""
     if not torch.cuda.is_available():
         return f"kernel {kernel} needs a CUDA GPU and torch sees none; choose kernel auto or cpu"
@@ -52,9 +53,8 @@ def repeat_heads(kv_BMKD: Tensor, heads: int) -> Tensor:
 
 
 def sum_heads(grad_BMND: Tensor, kv_heads: int) -> Tensor:
-    """Gradients of repeated KV heads summed back to `kv_heads`, in fp32 or wider."""
+    """Gradients of repeated KV heads summed to `kv_heads` heads, in the accumulation dtype."""
     groups = grad_BMND.shape[2] // kv_heads
     if groups == 1:
         return grad_BMND
-    wide = grad_BMND if grad_BMND.itemsize >= 4 else grad_BMND.float()
-    return wide.unflatten(2, (kv_heads, groups)).sum(dim=3)
+    return grad_BMND.to(accumulation_dtype(grad_BMND.dtype)).unflatten(2, (kv_heads, groups)).sum(dim=3)

@@ -17,10 +17,11 @@ from torch import Tensor
 from engine.attention.accumulate.accumulators import ROWWISE_KERNELS
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Gradients, Kernel, Problem
+from engine.ops.autograd import accumulation_dtype
 from engine.ops.triton_kernels import kernels_for
 
 # Largest entry of an O', far above any output's and in the range of fp16: |delta| beyond it times |dO| goes alone.
-_MOST = 2.0**15
+_MAX_ENTRY = 2.0**15
 
 
 def output_stand_in(dout_BLND: Tensor, delta_BNL: Tensor) -> Tensor:
@@ -33,7 +34,7 @@ def output_stand_in(dout_BLND: Tensor, delta_BNL: Tensor) -> Tensor:
     if kernels is not None:
         rebuilt_BLND: Tensor = kernels.output_stand_in(dout_BLND, delta_BNL)
         return rebuilt_BLND
-    dout = dout_BLND if dout_BLND.itemsize >= 4 else dout_BLND.float()
+    dout = dout_BLND.to(accumulation_dtype(dout_BLND.dtype))
     largest = dout.abs().amax(dim=-1, keepdim=True)
     safe = largest.where(largest > 0, 1)
     unit = dout / safe
@@ -79,7 +80,7 @@ class AnyDelta:
     def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
         dout_BLND, delta_BNL, v_BMKD = given.dout_BLND, given.delta_BNL, given.v_BMKD
         largest_BLN = torch.linalg.vector_norm(dout_BLND, torch.inf, dim=-1).to(delta_BNL.dtype)
-        alone_BNL = delta_BNL.abs() > largest_BLN.transpose(1, 2) * _MOST
+        alone_BNL = delta_BNL.abs() > largest_BLN.transpose(1, 2) * _MAX_ENTRY
         if not alone_BNL.any():
             return self.kernel.backward(given, band, scale, deterministic)
         carried = given._replace(delta_BNL=delta_BNL.masked_fill(alone_BNL, 0))

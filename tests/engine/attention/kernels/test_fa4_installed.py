@@ -15,7 +15,7 @@ def test_version_4_is_found_by_its_own_folder(tmp_path, monkeypatch, files, is_m
         path = tmp_path / name
         path.parent.mkdir(parents=True)
         path.write_text("raise ImportError('needs a GPU')" if name == "flash_attn/__init__.py" else "")
-    monkeypatch.setattr(fa4, "gpu_missing", lambda kernel, capability: None)
+    monkeypatch.setattr(fa4, "gpu_unsupported_reason", lambda kernel, capability: None)
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     sentence = fa4.KERNEL.unsupported_reason()
     assert (sentence is not None) == is_missing
