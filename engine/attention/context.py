@@ -13,7 +13,7 @@ from engine.attention.comm.all_to_all import AllToAll, GroupAllToAll
 from engine.attention.comm.call_order import CallOrder, timeout_of
 from engine.attention.comm.exchange import HELD_GRADIENTS, AllPairsP2P, P2PRing, RingComms
 from engine.attention.comm.link_speed import Link, across_gib_per_second
-from engine.attention.comm.p2p import Nowhere, PointToPoint, Traffic, Transport
+from engine.attention.comm.p2p import NoTransport, PointToPoint, Traffic, Transport
 from engine.attention.comm.symm_mem.all_to_all import CopyEngineAllToAll
 from engine.attention.comm.symm_mem.channel import copy_engine_unsupported_reason
 from engine.attention.comm.symm_mem.copy_engine import CopyEngine
@@ -248,7 +248,7 @@ class ContextParallel:
         """Transfers among some CP ranks, on a communicator of their own."""
         group = self._subgroup(cp_ranks, purpose)
         if group is None:
-            return Nowhere()
+            return NoTransport()
         if exchange == "copy_engine":
             slots = {"chunks": 2, "gradients": HELD_GRADIENTS + 1}[purpose]
             return CopyEngine(group, self.traffic, slots)

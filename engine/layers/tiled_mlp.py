@@ -1,9 +1,9 @@
-"""The MLP over runs of tokens, so that the intermediates of one run are the most there ever is.
+"""The MLP over runs of tokens, so that only the intermediates of one run exist at a time.
 
 At 128K tokens per rank and an MLP 11008 wide, one bf16 intermediate is 2.7 GiB and a SwiGLU's backward holds six. Only
-the branch's input is kept; backward forms a run's intermediates again, and from them the run's gradients, before it
-goes to the next: three of them at a time on GPUs, where the gradients take their memory. The norm before the MLP is
-part of the run, and so is the residual sum.
+the branch's input is saved; backward recomputes the intermediates of a run, and from them the run's gradients, before
+the next run: three of them at a time on GPUs, where the gradients overwrite them. The norm before the MLP is part of
+the run, and so is the residual sum.
 
 Shape letters: T tokens, E embedding, F MLP width.
 """
@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from engine.model import MLP, AddMLP, activate, add_whole_mlp
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.ranges import RECOMPUTE
-from engine.ops.runs import NormAgain, add_product, run_length, runs, zeros_for_sum
+from engine.ops.runs import RecomputedNorm, add_product, run_length, runs, zeros_for_sum
 from engine.ops.swiglu import swiglu_again
 
 
@@ -40,16 +40,16 @@ def add_mlp_in(tiles: int) -> AddMLP:
         matrices = [mlp.down.weight, mlp.up.weight, *([] if mlp.gate is None else [mlp.gate.weight])]
         weights = (norm.weight, *matrices)
         if torch.is_grad_enabled():
-            # Remembered before anything is computed: torch's non-reentrant checkpoint ends a layer's recomputation with
-            # the last tensor that backward asks for, so that the recomputation never enters the MLP.
-            x_TE = _Remember.apply(x_TE, *weights)
+            # Saved before anything is computed: torch's non-reentrant checkpoint ends a layer's recomputation with the
+            # last tensor that backward asks for, so the recomputation never runs the MLP.
+            x_TE = _SaveInputs.apply(x_TE, *weights)
         return _TiledMLP.apply(x_TE, x_TE.grad_fn, x_BLE.shape, norm.eps, run, *weights)
 
     return add_tiled_mlp
 
 
-class _Remember(torch.autograd.Function):
-    """The identity, which keeps its arguments for `_TiledMLP`'s backward and lets them go after it."""
+class _SaveInputs(torch.autograd.Function):
+    """The identity, which saves its arguments for `_TiledMLP`'s backward."""
 
     @staticmethod
     def forward(ctx: Any, x_TE: Tensor, *weights: Tensor) -> Tensor:
@@ -62,14 +62,14 @@ class _Remember(torch.autograd.Function):
 
 
 class _TiledMLP(torch.autograd.Function):
-    """(x_TE, the node that remembers, shape of x_BLE, eps, tokens of a run, weights of norm, down, up, gate or none)
+    """(x_TE, the node that saves the inputs, shape of x_BLE, eps, tokens of a run, weights of norm, down, up, gate or none)
     -> x + mlp(x), [B, L, E]."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_TE: Tensor, memory: Any, shape: torch.Size, eps: float | None, run: int, *weights: Tensor
+        ctx: Any, x_TE: Tensor, saver: Any, shape: torch.Size, eps: float | None, run: int, *weights: Tensor
     ) -> Tensor:
-        ctx.memory, ctx.eps, ctx.run = memory, eps, run
+        ctx.saver, ctx.eps, ctx.run = saver, eps, run
         norm_E, down_EF, *projections_FE = weights
         out_BLE = x_TE.new_empty(shape)  # not a view of another tensor, which FSDP2 warns of
         out_TE = out_BLE.flatten(0, -2)
@@ -83,11 +83,11 @@ class _TiledMLP(torch.autograd.Function):
     def backward(ctx: Any, dout_BLE: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("an MLP in tiles")
         dout_TE = dout_BLE.flatten(0, -2)
-        x_TE, norm_E, *matrices = ctx.memory.saved_tensors
+        x_TE, norm_E, *matrices = ctx.saver.saved_tensors
         dx_TE = torch.empty_like(x_TE)
         dnorm_E, *dmatrices = (zeros_for_sum(weight) for weight in (norm_E, *matrices))
         for tokens in runs(x_TE.shape[0], ctx.run):
-            norm = NormAgain(x_TE[tokens], norm_E, ctx.eps)
+            norm = RecomputedNorm(x_TE[tokens], norm_E, ctx.eps)
             dnormed_TE = _mlp_backward(dout_TE[tokens], norm.normed_TE, matrices, dmatrices)
             torch.add(dout_TE[tokens], norm.gradient(dnormed_TE, dnorm_E), out=dx_TE[tokens])
         return dx_TE, None, None, None, None, *(total.to(norm_E.dtype) for total in (dnorm_E, *dmatrices))
@@ -112,7 +112,7 @@ def _mlp_backward(dout_TE: Tensor, normed_TE: Tensor, matrices: list[Tensor], dm
 
 
 def _activate_again(dhidden_TF: Tensor, up_TF: Tensor, gate_TF: Tensor | None = None) -> tuple[Tensor, ...]:
-    """What `activate` gives once more, then the gradients of its arguments, whose memory the results may take."""
+    """`activate` recomputed, then the gradients of its arguments, which the results may overwrite."""
     if gate_TF is None:
         return F.gelu(up_TF), torch.ops.aten.gelu_backward(dhidden_TF, up_TF)
     hidden_TF, dgate_TF, dup_TF = swiglu_again(dhidden_TF, gate_TF, up_TF)

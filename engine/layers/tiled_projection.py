@@ -1,10 +1,10 @@
 """Norm, projections and rotation before attention over runs of tokens: only queries, keys and values exist whole.
 
-Computed at once, a layer keeps the normed hidden states beside its input for the gradients of the three matrices, and
-forms queries and keys twice, before and after their rotation. Here only the layer's input is kept. Backward takes a
-run, forms its normed states again, turns the gradients of its queries and keys back, and from them forms the run's
-gradients: what it holds beyond its arguments and results is one run's. Normed queries and keys (Qwen3) are projected
-once more, because their norm's gradient wants its input.
+Computed at once, a layer saves the normed hidden states besides its input for the gradients of the three matrices, and
+forms queries and keys twice, before and after their rotation. Here only the layer's input is saved. Backward takes a
+run, recomputes its normed states, rotates the gradients of its queries and keys back, and forms the run's gradients: it
+holds the intermediates of one run. Normed queries and keys (Qwen3) are projected again, because the gradient of their
+norm needs its input.
 
 Shape letters: B sequences, L tokens of each held here, T tokens of a run, E embedding, N query heads, K KV heads,
 D head dim, O outputs of a projection.
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from engine.model import Attention, Project, Rotary, project_whole
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.rotary import rotate_into
-from engine.ops.runs import NormAgain, add_product, run_length, runs, zeros_for_sum
+from engine.ops.runs import RecomputedNorm, add_product, run_length, runs, zeros_for_sum
 
 
 def project_in(tiles: int) -> Project:
@@ -42,7 +42,7 @@ def project_in(tiles: int) -> Project:
         head_norms = [each for each in (attention.q_norm, attention.k_norm) if each is not None]
         eps = tuple(each.eps for each in (norm, *head_norms))
         matrices = (attention.q.weight, attention.k.weight, attention.v.weight)
-        # All heads of a token pass one norm together, and they may be wider than the token's embedding.
+        # All heads of a token are normed together, and they may be wider than the token's embedding.
         widest = max(x_BLE.shape[2], matrices[0].shape[0]) if head_norms else x_BLE.shape[2]
         run = run_length(x_BLE.shape[0] * x_BLE.shape[1], widest, tiles)
         norms = (norm.weight, *(each.weight for each in head_norms))
@@ -91,7 +91,7 @@ class _TiledProjection(torch.autograd.Function):
         dweights = [zeros_for_sum(weight) for weight in weights]
         dmatrices_OE, (dnorm_E, *dhead_norms_D) = dweights[:3], dweights[3:]
         for at in _runs(x_BLE, ctx.run):
-            norm = NormAgain(x_BLE[at], norm_E, ctx.eps[0])
+            norm = RecomputedNorm(x_BLE[at], norm_E, ctx.eps[0])
             dnormed_TE: Tensor | None = None
             for place, (dout_BLND, matrix_OE) in enumerate(zip(douts, matrices_OE, strict=True)):
                 dprojected_TND = dout_BLND[at]
@@ -101,7 +101,7 @@ class _TiledProjection(torch.autograd.Function):
                     dprojected_TND = turned_TND
                     if head_norms_D:
                         projected_TND = F.linear(norm.normed_TE, matrix_OE).unflatten(-1, (-1, ctx.head_dim))
-                        again = NormAgain(projected_TND, head_norms_D[place], ctx.eps[1 + place])
+                        again = RecomputedNorm(projected_TND, head_norms_D[place], ctx.eps[1 + place])
                         dprojected_TND = again.gradient(dprojected_TND, dhead_norms_D[place])
                 dprojected_TO = dprojected_TND.flatten(1)
                 add_product(dmatrices_OE[place], dprojected_TO, norm.normed_TE)

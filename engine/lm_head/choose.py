@@ -1,4 +1,4 @@
-"""The LM head's loss that a trial's settings ask for."""
+"""The LM head's loss for the settings of a trial."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.settings import TrialSettings
 def loss_sum_of(settings: TrialSettings, device_type: str) -> LossSum:
     """(hidden_TE, weight_VE, labels_T) -> sum of this rank's losses, z-loss included; `device_type` is cuda or cpu.
 
-    Raises ValueError with one sentence when that device or this machine cannot run what is asked for.
+    Raises ValueError with one sentence when that device or this machine cannot run the setting.
     """
     reason = unsupported_reason(settings, device_type)
     if reason:

@@ -1,7 +1,7 @@
-"""Which implementation forms the LM head's loss and gradients, and why it cannot: pure data, torch never imported.
+"""Which implementations of the LM head's loss can run: pure data, without torch.
 
-`own` is `engine.lm_head.fused`; the others are libraries, called as they ship. Plans, workers and `burst doctor` ask
-here, so that they say the same.
+`own` is `engine.lm_head.fused`; the others are libraries, called as they ship. Plans, workers and `burst doctor` use
+the same functions and so give the same reasons.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from engine.settings import TrialSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Library:
-    """A library that brings a fused LM head and loss for GPUs."""
+    """A library with a fused LM head and loss for GPUs."""
 
     module: str  # as imported
     requirement: str  # as pip takes it; pyproject.toml has the same
     source: str
-    dtypes: tuple[str, ...]  # of the settings' dtypes, those it takes
-    z_loss: bool  # it has the term
+    dtypes: tuple[str, ...]  # of the settings, those it supports
+    z_loss: bool  # it has this term
 
     def unsupported_reason(self) -> str | None:
         """One sentence with the line that installs it, or None when it is installed."""
@@ -50,14 +50,14 @@ LIBRARIES = {
 def unsupported_reason(settings: TrialSettings, device_type: str) -> str | None:
     """One sentence why the LM head's loss cannot be formed as asked on this device (cuda, cpu) and machine, or None.
 
-    What is wrong on any machine comes first.
+    Reasons that hold on any machine come first.
     """
     name = settings.loss_kernel
     library = LIBRARIES.get(name)
     if library is None:
         return None
     if not settings.lm_head_fusion:
-        return f"loss_kernel {name} is a fused one, but lm_head_fusion is false; set loss_kernel to own or fuse"
+        return f"loss_kernel {name} is fused, but lm_head_fusion is false; set loss_kernel to own, or lm_head_fusion to true"
     if settings.dtype not in library.dtypes:
         takes = " or ".join(library.dtypes)
         return f"loss_kernel {name} takes dtype {takes}, found {settings.dtype}; choose loss_kernel own for it"
@@ -67,8 +67,8 @@ def unsupported_reason(settings: TrialSettings, device_type: str) -> str | None:
         )
     if device_type != "cuda":
         return f"loss_kernel {name} needs a GPU, and this machine has none; choose loss_kernel own"
-    unsupported_reason = library.unsupported_reason()
-    return None if unsupported_reason is None else f"loss_kernel {name} cannot run: {unsupported_reason}"
+    reason = library.unsupported_reason()
+    return None if reason is None else f"loss_kernel {name} cannot run: {reason}"
 
 
 def available(device_type: str) -> list[tuple[str, bool, str]]:

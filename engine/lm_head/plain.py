@@ -1,4 +1,4 @@
-"""LM head and loss as torch writes them, all logits at once: the oracle of every other form."""
+"""LM head and loss as torch writes them, all logits at once: the reference of every other implementation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IGNORE = -100  # label of a token that predicts nothing: torch's own convention
 def plain_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_loss: float = 0.0) -> Tensor:
     """Sum over tokens of -log softmax(logits)[label] + z_loss x (log sum exp(logits))^2, in fp32 or wider.
 
-    The logits are hidden @ weight^T. Tokens labelled -100 count nothing. The second term keeps the softmax's
+    The logits are hidden @ weight^T. Tokens labelled -100 do not count. The second term keeps the softmax's
     normaliser near 1 (PaLM, arXiv:2204.02311).
     """
     logits_TV = F.linear(hidden_TE, weight_VE)

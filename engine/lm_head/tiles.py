@@ -16,10 +16,10 @@ from engine.ops.runs import runs
 TILE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 
 # Fewest tokens of a tile that holds the whole vocabulary. Fewer would spend more time on the weight gradient's traffic
-# than a tiled vocabulary spends on its second computation of the logits: docs/lm-head.md has the sums.
+# than a tiled vocabulary spends on computing the logits twice (docs/lm-head.md).
 FEWEST_TOKENS = {"cuda": 512, "cpu": 64}
 
-# Tokens beyond which a larger tile gains nothing to speak of on a GPU: an eighth of all, between these two.
+# Tokens beyond which a larger tile gains little on a GPU: an eighth of all, between these two.
 ENOUGH_TOKENS = (4096, 8192)
 
 _STEP = 128  # tiles of part of the vocabulary are whole multiples of it, so that matmuls start at aligned addresses

@@ -1,7 +1,7 @@
-"""Tensors that backward will want, kept on the device or moved to host memory and back without stopping the GPU.
+"""Tensors saved for backward, on the device or copied to host memory and back without stopping the GPU.
 
-Two stores share one interface: `DeviceStore` holds on to what it is given, `HostStore` copies it to the host while the
-next layers compute, and back when backward comes near. Both count what they hold.
+Two stores share one interface: `DeviceStore` holds references, `HostStore` copies to the host while the next layers
+compute, and back shortly before backward needs the tensors. Both count the bytes they hold.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from engine.memory.host_memory import host_buffer
 
 Tensors = tuple[Tensor, ...]
 
-# Puts that may be leaving the device at once: the input and the attention of one layer. A tensor's memory is free one
-# layer after it was put, so a copy has the time of a whole layer and device memory does not depend on when it ends.
+# Puts whose copies to the host may be under way at once: the input and the attention of one layer. A tensor's memory is
+# free one layer after it was put, so a copy has the time of a whole layer and device memory does not depend on its end.
 LEAVING_PUTS = 2
 
 
 class Kept(Protocol):
-    """What a store holds of one `put`, for as long as this object lives."""
+    """The tensors of one `put`, held by the store for as long as this object exists."""
 
     def prefetch(self) -> None:
-        """It will be fetched soon: start bringing it to the device."""
+        """Start the copy to the device: `fetch` follows soon."""
         ...
 
     def fetch(self) -> Tensors:
@@ -35,34 +35,34 @@ class Kept(Protocol):
 
 
 class Store(Protocol):
-    """Somewhere to keep tensors."""
+    """Saves tensors for backward."""
 
-    held_bytes: int  # kept now
+    held_bytes: int  # saved now
 
     def put(self, tensors: Tensors) -> Kept:
-        """Keep `tensors`; the caller forgets them and changes them no more."""
+        """Save `tensors`; the caller drops them and does not change them."""
         ...
 
     def settle(self) -> None:
-        """Hold no tensor for the sake of a copy any more: what the current stream is given next waits for those."""
+        """Drop the tensors held for copies to the host: later work on the current stream waits for those copies."""
         ...
 
 
 class DeviceStore:
-    """Keeps tensors where they are."""
+    """Saves tensors by reference, on their device."""
 
     def __init__(self) -> None:
         self.held_bytes = 0
 
     def put(self, tensors: Tensors) -> Kept:
-        return _Here(self, tensors)
+        return _OnDevice(self, tensors)
 
     def settle(self) -> None:
         """Nothing is copied."""
 
 
-class _Here:
-    """Kept where it is."""
+class _OnDevice:
+    """Tensors saved on their device."""
 
     def __init__(self, store: DeviceStore, tensors: Tensors) -> None:
         self._store, self._tensors = store, tensors
@@ -72,17 +72,17 @@ class _Here:
         self._store.held_bytes -= _nbytes(self._tensors)
 
     def prefetch(self) -> None:
-        """It is there."""
+        """Nothing to copy."""
 
     def fetch(self) -> Tensors:
         return self._tensors
 
 
 class HostStore:
-    """Keeps tensors in page-locked host memory, in buffers of exact size that are used again from step to step.
+    """Saves tensors in page-locked host memory, in buffers of exact size that are reused from step to step.
 
-    One stream carries all copies of a device, in both directions. A buffer handed on to the next `put` is therefore
-    written only after every copy from and to it that came before, and nobody has to wait for it.
+    One stream runs all copies of a device, in both directions. A reused buffer is therefore written only after every
+    earlier copy from and to it, without a wait on the host.
     """
 
     def __init__(self) -> None:
@@ -92,16 +92,15 @@ class HostStore:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def put(self, tensors: Tensors) -> Kept:
-        return _Away(self, tensors)
+        return _OnHost(self, tensors)
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
-        """A host buffer of that size: one that was given back, or a new one."""
+        """A host buffer of that size: a free one, or a new one."""
         free = self._free.get((device.type, nbytes))
         return free.pop() if free else host_buffer(nbytes, device)
 
     def reserve(self, count: int, nbytes: int, device: torch.device) -> None:
-        """Lock so many buffers of that size now, less those that lie free; what lies free in other sizes goes back to
-        the host first."""
+        """Lock so many buffers of that size now, less the free ones; free buffers of other sizes are unlocked first."""
         size = device.type, nbytes
         if stream := self._streams.get(device):
             stream.synchronize()  # copies may still use what is dropped
@@ -109,12 +108,12 @@ class HostStore:
         while len(self._free[size]) < count:
             self._free[size].append(host_buffer(nbytes, device))
 
-    def give_back(self, buffer: Tensor, device: torch.device) -> None:
-        """No copy from or to `buffer` will be started any more but for a new owner; those under way may go on."""
+    def return_buffer(self, buffer: Tensor, device: torch.device) -> None:
+        """Make `buffer` free for another `put`; copies under way may still use it."""
         self._free.setdefault((device.type, buffer.numel()), []).append(buffer)
 
     def copies(self, device: torch.device) -> torch.cuda.Stream | None:
-        """The stream of all copies, which from here on comes after what the current stream was given; None on a CPU."""
+        """The stream of all copies, made to wait for the current stream's work so far; None on a CPU."""
         if device.type != "cuda":
             return None
         if device not in self._streams:
@@ -123,32 +122,32 @@ class HostStore:
         stream.wait_stream(torch.cuda.current_stream(device))
         return stream
 
-    def leaving(self, tensors: Tensors, gone: torch.cuda.Event) -> None:
-        """Hold `tensors` until the current stream is made to wait for their copy, at the event `gone`."""
-        self._leaving.append((tensors, gone))
+    def leaving(self, tensors: Tensors, copied: torch.cuda.Event) -> None:
+        """Hold `tensors` until the current stream waits for their copy, at the event `copied`."""
+        self._leaving.append((tensors, copied))
         self.settle(LEAVING_PUTS)
 
     def settle(self, still_leaving: int = 0) -> None:
-        """Let go of tensors that leave the device, but for the last few: what is launched next may use their memory."""
+        """Drop tensors whose copies are under way, but for the last few: later work may use their memory."""
         while len(self._leaving) > still_leaving:
-            tensors, gone = self._leaving.popleft()
-            torch.cuda.current_stream(tensors[0].device).wait_event(gone)
+            tensors, copied = self._leaving.popleft()
+            torch.cuda.current_stream(tensors[0].device).wait_event(copied)
 
     def __del__(self) -> None:
         for stream in self._streams.values():
             stream.synchronize()  # the buffers go with the store
 
 
-class _Away:
-    """Kept on the host. The buffer goes back to the store when this object is dropped."""
+class _OnHost:
+    """Tensors saved on the host. The buffers return to the store when this object is dropped."""
 
     def __init__(self, store: HostStore, tensors: Tensors) -> None:
         self._store = store
-        self._likes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        self._specs = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         self._device = tensors[0].device
         self._coming: tuple[Tensors, torch.cuda.Event | None] | None = None
         self._buffers: list[Tensor] = []
-        for tensor in tensors:  # one by one: what is here goes back when the host has no more
+        for tensor in tensors:  # one by one: these buffers are returned when the host has no more memory
             self._buffers.append(store.take(tensor.numel() * tensor.itemsize, self._device))
             store.held_bytes += self._buffers[-1].numel()
         contiguous = tuple(tensor.contiguous() for tensor in tensors)
@@ -162,16 +161,16 @@ class _Away:
 
     def __del__(self) -> None:
         if self._coming is not None and self._coming[1] is not None:
-            # On its way and never wanted: its memory is free for what comes after the copy.
+            # Prefetched and never fetched: its memory is free for work after the copy.
             torch.cuda.current_stream(self._device).wait_event(self._coming[1])
         for buffer in self._buffers:
             self._store.held_bytes -= buffer.numel()
-            self._store.give_back(buffer, self._device)
+            self._store.return_buffer(buffer, self._device)
 
     def _hosted(self) -> list[Tensor]:
-        """The tensors as they lie in host memory."""
+        """The tensors in host memory."""
         return [
-            buffer.view(dtype).view(shape) for buffer, (shape, dtype) in zip(self._buffers, self._likes, strict=True)
+            buffer.view(dtype).view(shape) for buffer, (shape, dtype) in zip(self._buffers, self._specs, strict=True)
         ]
 
     def _copy_out(self, tensors: Tensors) -> None:
@@ -181,9 +180,9 @@ class _Away:
     def prefetch(self) -> None:
         if self._coming is not None:
             return
-        self._store.settle()  # backward has begun: nothing has to wait for room to leave any more
-        # Allocated by the current stream, which also uses and frees them; the copies come after what it has so far.
-        tensors = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._likes)
+        self._store.settle()  # backward has begun: no later put needs the device memory of the copies
+        # Allocated by the current stream, which also uses and frees them; the copies follow its work so far.
+        tensors = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._specs)
         copies = self._store.copies(self._device)
         if copies is None:
             self._copy_in(tensors)

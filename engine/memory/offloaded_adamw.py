@@ -1,8 +1,8 @@
-"""AdamW whose two moments live in host memory and pass through the device a piece at a time.
+"""AdamW whose two moments are in host memory and copied through the device a piece at a time.
 
-The moments are two thirds of what sharded fp32 training holds of a parameter besides its gradient, and are wanted once
-per step. The idea is ZeRO-Offload's (arXiv:2101.06840), with the update left on the device: there it is limited by the
-same link, and stays bit for bit the fused AdamW it would be without offloading.
+The moments are two thirds of the memory that sharded fp32 training holds of a parameter besides its gradient, and are
+used once per step. The idea is ZeRO-Offload's (arXiv:2101.06840), with the update left on the device: it is limited by the
+same link, and its results are bit for bit those of the fused AdamW.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from engine.cuda.streams import own_stream
 from engine.memory.host_memory import host_like
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# Long enough that a copy runs at the link's speed, short enough that what passes through is no memory to speak of.
+# Long enough that a copy runs at the link's speed, short enough that the buffers take little memory.
 PIECE_ELEMENTS = 1 << 23
-LANES = 3  # one piece comes in, one is updated, one goes out
+BUFFERS = 3  # one piece is copied in, one is updated, one is copied out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,10 +58,9 @@ class _Piece:
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """Takes what `torch.optim.AdamW` takes, `fused=True` included, and gives the same parameters and states.
+    """`torch.optim.AdamW` with the same arguments, `fused=True` included, and the same parameters and states.
 
-    A state is held as its parameter is, a DTensor with the same shards, but for its local tensor, which is page-locked
-    host memory; `torch.distributed.checkpoint` saves and loads it like any other.
+    A state is a DTensor with the shards of its parameter, but its local tensor is page-locked host memory; `torch.distributed.checkpoint` saves and loads it like any other.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -83,7 +82,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy states of equal sharding into host memory, parameter by parameter. No state passes the device whole."""
+        """Copy states of equal sharding into host memory, parameter by parameter. No whole state is on the device."""
         self._settle()
         hosted = dict(self.state)
         super().load_state_dict(state_dict | {"state": {}})  # torch's own would move all states to the device
@@ -98,7 +97,7 @@ class OffloadedAdamW(torch.optim.AdamW):
                 self.state[parameter] = own
 
     def _pieces(self, group: dict[str, Any]) -> Iterator[_Piece]:
-        """This rank's elements of a group, in order; counts the step and makes states that are not there yet."""
+        """This rank's elements of a group, in order; counts the step and creates missing states."""
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
@@ -115,9 +114,9 @@ class OffloadedAdamW(torch.optim.AdamW):
                     )
 
     def _pass_through(self, pieces: list[_Piece], device: torch.device, dtype: torch.dtype) -> None:
-        """Bring each piece's moments in, update, and take them out again, on three streams that wait for one another.
+        """Copy each piece's moments in, update, and copy them out, on three streams that wait for one another.
 
-        The lanes are allocated for the step alone: forward and backward have their memory.
+        The buffers are allocated for the step alone: forward and backward can use their memory.
         """
         runtime = torch.get_device_module(device)
         compute = runtime.current_stream()
@@ -125,15 +124,15 @@ class OffloadedAdamW(torch.optim.AdamW):
             self._streams[device] = own_stream(device), own_stream(device)
         inbound, outbound = self._streams[device]
         longest = max(piece.value.numel() for piece in pieces)
-        lanes = [torch.empty(len(MOMENTS), longest, dtype=dtype, device=device) for _ in range(LANES)]
-        left: list[Any] = [None] * LANES  # events: the lane's last piece is in host memory
-        inbound.wait_stream(compute)  # the lanes' memory may still be in use there
+        buffers = [torch.empty(len(MOMENTS), longest, dtype=dtype, device=device) for _ in range(BUFFERS)]
+        left: list[Any] = [None] * BUFFERS  # events: the buffer's last piece is in host memory
+        inbound.wait_stream(compute)  # the buffers' memory may still be in use there
         for number, piece in enumerate(pieces):
-            lane = number % LANES
-            moments = [row[: piece.value.numel()] for row in lanes[lane]]
+            index = number % BUFFERS
+            moments = [row[: piece.value.numel()] for row in buffers[index]]
             with runtime.stream(inbound):
-                if left[lane] is not None:
-                    inbound.wait_event(left[lane])
+                if left[index] is not None:
+                    inbound.wait_event(left[index])
                 for moment, hosted in zip(moments, piece.hosted, strict=True):
                     moment.copy_(hosted, non_blocking=True)
             compute.wait_event(inbound.record_event())
@@ -142,8 +141,8 @@ class OffloadedAdamW(torch.optim.AdamW):
             with runtime.stream(outbound):
                 for moment, hosted in zip(moments, piece.hosted, strict=True):
                     hosted.copy_(moment, non_blocking=True)
-                left[lane] = outbound.record_event()
-        compute.wait_stream(outbound)  # before the lanes' memory goes to others, and the next step reads the host's
+                left[index] = outbound.record_event()
+        compute.wait_stream(outbound)  # before the buffers' memory is reused, and the next step reads host memory
 
     def _settle(self) -> None:
         """Wait until host memory holds the last step's moments."""

@@ -1,4 +1,4 @@
-"""What a trial used on this rank, and the software it ran on."""
+"""Memory that a trial used on this rank, and the software it ran on."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Usage:
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Start the GPU's peaks anew, so that initialisation and warm-up do not count. The host's peak has no reset."""
+    """Reset the GPU's peaks, so that initialisation and warm-up do not count. The host's peak has no reset."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def usage(device: torch.device, sent_bytes: int, window_bytes: int) -> Usage:
-    """Peaks since `reset_peaks`. `window_bytes` of GPU memory lie outside the allocator and are held throughout."""
+    """Peaks since `reset_peaks`. `window_bytes` of GPU memory are outside the allocator and held throughout."""
     on_gpu = device.type == "cuda"
     return Usage(
         allocated_bytes=torch.cuda.max_memory_allocated(device) + window_bytes if on_gpu else None,
@@ -44,7 +44,7 @@ def device_name(device: torch.device) -> str:
 
 
 def software() -> dict[str, str]:
-    """Versions of what the figures depend on."""
+    """Versions of the software that the figures depend on."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     if torch.cuda.is_available():
         versions["cuda"] = torch.version.cuda or ""

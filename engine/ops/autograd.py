@@ -21,10 +21,10 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def outside_autocast(operation: Callable[Args, Result]) -> Callable[Args, Result]:
-    """`operation` with autocast off on every device: it computes in its arguments' dtypes and what it widens them to.
+    """`operation` with autocast off on every device: it computes in its arguments' dtypes and those it converts them to.
 
-    For both halves of an autograd function, since backward meets the autocast of its own surroundings, not that of the
-    forward. torch's `custom_fwd` would cast the arguments, be for one device type, and hand the forward's autocast to
+    For forward and backward of an autograd function: backward runs under the autocast of its caller, not that of the
+    forward. torch's `custom_fwd` would cast the arguments, serve one device type, and restore the forward's autocast in
     backward.
     """
 
@@ -39,13 +39,13 @@ def outside_autocast(operation: Callable[Args, Result]) -> Callable[Args, Result
     return run
 
 
-def refuse_second_derivative(what: str) -> None:
-    """For the first line of a backward that computes `what`'s gradients out of autograd's sight.
+def refuse_second_derivative(operation: str) -> None:
+    """First line of a backward that computes gradients of `operation` which autograd cannot differentiate.
 
-    torch's `once_differentiable` is silent where the incoming gradient is a constant, as a loss's own is: a penalty on
-    the gradients then counts in the loss and not in what is learnt from it.
+    torch's `once_differentiable` raises nothing where the incoming gradient is a constant, as that of a loss is: a
+    penalty on the gradients is then part of the loss and not of the gradients.
 
     Raises ValueError where backward runs under create_graph.
     """
     if torch.is_grad_enabled():
-        raise ValueError(f"create_graph is set and {what} has no second derivative; take gradients without it")
+        raise ValueError(f"create_graph is set and {operation} has no second derivative; take gradients without it")

@@ -1,9 +1,9 @@
 """SwiGLU's product and rotary positions as Triton kernels, one pass over memory each.
 
-Their torch twins in `engine.ops.swiglu` and `engine.ops.rotary` are their oracles. Addresses are formed
-in 64 bits: a million tokens of an MLP 14336 wide are 2^33 elements. Arithmetic is fp32 (rotations: that of the angles).
+Their reference implementations in torch are in `engine.ops.swiglu` and `engine.ops.rotary`. Addresses are
+64 bits: a million tokens of an MLP 14336 wide are 2^33 elements. Arithmetic is fp32 (rotations: that of the angles).
 
-Sizes are fixed, since tuning them would be paid at every start. A memory as fast as an H200's stays busy while each
+Sizes are fixed, since tuning them would take time at every start. A memory as fast as an H200's stays busy while each
 processor has about 32 KiB of reads under way. In bf16 every thread has at least two independent reads of 16 bytes, the
 widest there are. SwiGLU's kernels compile to 32 registers, so that 16 programs of 4 warps fit a processor: 64 KiB. A
 rotation's take 36 to 40: 12 programs, 48 KiB, angles not counted.
@@ -43,7 +43,7 @@ def _swiglu_backward_kernel(  # type: ignore[no-untyped-def]
     u = tl.load(up + at, mask=live, other=0.0).to(tl.float32)
     s = 1.0 / (1.0 + tl.exp(-g))
     if AGAIN:
-        # The results lie where the arguments do: all of this block is read before any of it is overwritten.
+        # Results overwrite arguments: all of this block is read before any of it is overwritten.
         tl.debug_barrier()
         tl.store(hidden + at, (g * s * u).to(hidden.dtype.element_ty), mask=live)
     tl.store(dgate + at, (d * u * s * (1.0 + g * (1.0 - s))).to(dgate.dtype.element_ty), mask=live)
@@ -55,7 +55,7 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     x, x_b, x_l, x_n, cos, sin, out, rows,
     HEADS: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    # A row is one head of one token, heads fastest: the heads of a token follow each other and find its angles cached.
+    # A row is one head of one token, heads fastest: the heads of a token follow each other and read its angles from the cache.
     batch = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)

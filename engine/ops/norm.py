@@ -1,8 +1,8 @@
 """RMSNorm of any number of tokens.
 
 torch's fused CUDA kernels find a row at block index x row length, in torch 2.11 in 32 bits (pytorch issue 181555):
-rows that begin 2^32 elements or more into a tensor come out wrong, and nothing says so. 1M tokens on one rank times an
-embedding of 4096 are there. A tensor that large is normalised in runs of tokens, at the price of one more copy of it.
+rows that begin 2^32 elements or more into a tensor are wrong, without an error. 1M tokens on one rank times an
+embedding of 4096 reach that. A tensor that large is normalised in runs of tokens, with one more copy of it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def rotate(x_BLND: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def rotate_into(out_TND: Tensor, x_TND: Tensor, rotary: tuple[Tensor, Tensor], *, inverse: bool = False) -> None:
-    """Write what `rotate` gives, or the inverse rotation, into `out_TND`, which is contiguous and not x. No autograd.
+    """Write the rotation of `rotate`, or its inverse, into `out_TND`, which is contiguous and not x. No autograd.
 
     T tokens of one sequence; `rotary` holds their angles.
     """
@@ -56,7 +56,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x_LND: Tensor, cos_LD: Tensor, sin_LD: Tensor, out_LND: Tensor) -> Tensor:
-    """The torch twin, of one sequence or several; returns `out_LND`."""
+    """The reference implementation in torch, of one sequence or several; returns `out_LND`."""
     first, second = x_LND.chunk(2, dim=-1)
     cos, sin = cos_LD[:, None], sin_LD[:, None]  # over heads; fp32, so each product below is formed in fp32
     out_first, out_second = out_LND.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""What computing over runs of tokens shares: how long a run is, a norm formed again, a weight's gradient summed.
+"""Parts of computing over runs of tokens: the length of a run, a recomputed norm, the sum of a weight's gradient.
 
 Tiling of token-wise parts as in ALST (arXiv:2506.13996). Shape letters: T tokens of a run, E features, O outputs and
 I inputs of a weight.
@@ -19,8 +19,8 @@ from engine.ops.ranges import RECOMPUTE
 
 
 def run_length(tokens: int, features: int, tiles: int) -> int:
-    """Tokens of a run when `tokens` of them go in `tiles` runs: ceil(tokens / tiles), fewer where that is more than a
-    norm takes at once (engine.ops.norm)."""
+    """Tokens of a run when `tokens` of them go in `tiles` runs: ceil(tokens / tiles), fewer where a norm takes no
+    more at once (engine.ops.norm)."""
     return max(1, min(-(-tokens // tiles), MAX_ELEMENTS // features))
 
 
@@ -35,8 +35,8 @@ def zeros_for_sum(weight: Tensor) -> Tensor:
     return torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
 
 
-class NormAgain:
-    """RMSNorm of one run formed once more, with what its gradient needs.
+class RecomputedNorm:
+    """RMSNorm of one run, recomputed in backward with the graph of its gradient.
 
     Args:
         x_TE: the run's input.
@@ -63,7 +63,7 @@ class NormAgain:
 def add_product(dweight_OI: Tensor, dout_TO: Tensor, in_TI: Tensor) -> None:
     """dweight += dout^T @ in, summed in the dtype of `dweight`.
 
-    That is fp32 for operands in bf16, so that many tiles round no more than one. T tokens of the tile, O outputs and I
+    That is fp32 for operands in bf16, so that many tiles are rounded once. T tokens of the tile, O outputs and I
     inputs of the weight.
     """
     if dweight_OI.dtype == in_TI.dtype:

@@ -4,7 +4,7 @@ With s = sigmoid(gate), so that silu(gate) = gate s:
 
     d up = dhidden gate s        d gate = dhidden up s (1 + gate (1 - s))
 
-The kernels form this in fp32 and round each result once; the torch twin rounds after every operation. All tensors have
+The kernels form this in fp32 and round each result once; the reference implementation rounds after every operation. All tensors have
 one shape, any, and one dtype.
 """
 
@@ -22,17 +22,16 @@ KERNELS = "engine.ops.elementwise_triton"
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) x up. Where a kernel computes it, backward keeps `gate` and `up` alone."""
+    """silu(gate) x up. Where a kernel computes it, only `gate` and `up` are saved for backward."""
     if kernels_for(gate, KERNELS) is None:
         return F.silu(gate) * up
     return _SwiGLU.apply(gate, up)
 
 
 def swiglu_again(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(hidden, dgate, dup): the product once more, and its gradients. No autograd.
+    """(hidden, dgate, dup): the product recomputed, and its gradients. No autograd.
 
-    For a backward that has formed `gate` and `up` again itself: the results take the memory of the arguments, which
-    hold nothing of use afterwards.
+    For a backward that has recomputed `gate` and `up` itself: the results overwrite the arguments.
     """
     kernels = kernels_for(gate, KERNELS)
     if kernels is not None:

@@ -1,7 +1,7 @@
 """Task attention: the method's attention alone, forward and backward, on random q, k and v.
 
-Each call is timed on its slowest rank, from a common start and with a cold L2 cache, as it would be between the
-matmuls of a model. Short problems are also compared with a dense float64 run.
+Each call is timed on its slowest rank, from a common start and with a cold L2 cache, as between the matmuls of a
+model. Short problems are also compared with a dense float64 run.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class AttentionTask:
         self._timed(self._forward_backward, self._flush())
 
     def _flush(self) -> Tensor:
-        """What pushes everything else out of a GPU's L2 cache when it is written; empty on a CPU."""
+        """Memory that, when it is written, replaces the content of a GPU's L2 cache; empty on a CPU."""
         nbytes = _L2_FLUSH_BYTES if self.world.device.type == "cuda" else 0
         return torch.empty(nbytes, dtype=torch.uint8, device=self.world.device)
 

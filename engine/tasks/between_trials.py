@@ -1,7 +1,7 @@
-"""What a rank gives back when one trial has ended and another follows in the same process.
+"""Clears a rank's process after one trial when another follows in it.
 
-The next trial must measure what it would measure in a process of its own. What stays is what only costs time to get:
-imported modules, the CUDA context, compiled kernels of libraries that key them by all that matters.
+The next trial must measure the same as in a process of its own. Imported modules, the CUDA context, and compiled kernels
+of libraries whose cache keys are complete stay: they only save time.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-REMEMBERING = ("engine.attention.", "baselines.")  # their modules keep results, and with them device memory
-_FORGET_PEAK = "5"  # what resets the peak of resident memory: proc_pid_clear_refs(5)
+CACHING = ("engine.attention.", "baselines.")  # their modules cache results, and with them device memory
+_FORGET_PEAK = "5"  # resets the peak of resident memory: proc_pid_clear_refs(5)
 
 
 def clear() -> None:
-    """Free the memory of a trial whose objects nobody refers to any more, and start all peaks anew."""
-    _forget_results()
+    """Free the memory of a trial to whose objects no reference is left, and reset all peaks."""
+    _clear_caches()
     # Graphs of another length would be compiled for any length, and would count towards the limit of recompilations.
     torch._dynamo.reset()
     gc.collect()
@@ -35,10 +35,10 @@ def clear() -> None:
         Path("/proc/self/clear_refs").write_text(_FORGET_PEAK, encoding="ascii")
 
 
-def _forget_results() -> None:
-    """Empty what modules keep: the results of functions that cache them, and tensors for later calls."""
+def _clear_caches() -> None:
+    """Empty the caches of modules: results of cached functions, and tensors for later calls."""
     for name, module in list(sys.modules.items()):
-        if not name.startswith(REMEMBERING):
+        if not name.startswith(CACHING):
             continue
         for value in list(vars(module).values()):
             if isinstance(value, dict) and any(isinstance(kept, Tensor) for kept in value.values()):
@@ -48,7 +48,7 @@ def _forget_results() -> None:
 
 
 def log_to(path: Path) -> None:
-    """Send everything this process prints from now on, and what libraries print below Python, to the end of `path`."""
+    """Append all later output of this process, that of libraries below Python included, to `path`."""
     sys.stdout.flush()
     sys.stderr.flush()
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -12,8 +12,8 @@ class StepClock:
 
     A step of several forwards marks the start of each further one as well, and gets the sum of their times.
 
-    No rank waits for another here: the slowest rank is found afterwards. CUDA work that was queued before `start` is
-    waited for, so that it is not counted.
+    No rank waits for another here: the slowest rank is found afterwards. `start` waits for CUDA work that was queued
+    before it, so that it is not counted.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,5 +47,5 @@ class StepClock:
             elapsed = [mark - self._marks[0] for mark in self._marks[1:]]
         assert elapsed, "stop() without start()"
         moments = [0.0, *elapsed]
-        forwards = zip(moments[::2], moments[1::2], strict=False)  # what follows the last forward has no partner
+        forwards = zip(moments[::2], moments[1::2], strict=False)  # the time after the last forward has no pair
         return sum(end - start for start, end in forwards), elapsed[-1]

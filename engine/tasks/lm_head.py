@@ -1,7 +1,7 @@
 """Task lm_head: LM head and loss alone, forward and backward, on random hidden states of this rank's tokens.
 
-Every rank works on its own `seq_len / cp_size` tokens of each sequence with a whole weight, as it does in training once
-the weight is gathered; nothing is sent. Small problems are also compared with a plain float64 run.
+Every rank computes its own `seq_len / cp_size` tokens of each sequence with a whole weight, as in training once the
+weight is gathered; nothing is sent. Small problems are also compared with a plain float64 run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from engine.settings import TrialSettings
 from engine.tasks.clock import StepClock
 from engine.tasks.task import DTYPES, AroundStep, OnProgress, context_parallel, measured
 
-CHECKED_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 22}  # up to this many a plain float64 run is no burden
-LOGIT_DEVIATION = 2.0  # of the random logits: a softmax that is neither flat nor sure of one word
+CHECKED_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 22}  # up to this many a plain float64 run fits and is quick
+LOGIT_DEVIATION = 2.0  # of the random logits: a softmax that is neither flat nor peaked at one word
 _NAMES = ("loss", "dhidden", "dweight")
 _GIB = 1 << 30
 
@@ -115,7 +115,7 @@ class HeadTask:
         return {"tile": f"{tile.tokens} x {tile.words}"}
 
     def _held_bytes(self) -> int:
-        """Bytes any form must hold on this rank: hidden states and weight, their gradients, and the labels."""
+        """Bytes any implementation must hold on this rank: hidden states, weight, their gradients, and the labels."""
         held = (self.hidden_TE, self.weight_VE)
         return 2 * sum(tensor.nbytes for tensor in held) + self.labels_T.nbytes
 

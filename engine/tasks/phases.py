@@ -1,4 +1,4 @@
-"""Where a trial's time goes outside its measured steps, one line of the log per phase."""
+"""Seconds of a trial outside its measured steps, one line of the log per phase."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Phases:
         self._started = self._last = time.monotonic() - seconds
 
     def end(self, phase: str) -> None:
-        """Say how long the phase took that ends here; the next one begins."""
+        """Print how long the phase that ends here took; the next one begins."""
         now = time.monotonic()
         if self._shown:
             print(f"{now - self._started:8.2f} s: {phase} took {now - self._last:.2f} s", flush=True)

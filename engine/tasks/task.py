@@ -1,4 +1,4 @@
-"""What the two tasks share: attention bound to its ranks, progress, and the measurement that ends a trial."""
+"""Parts that the tasks share: attention bound to its ranks, progress, and the measurement that ends a trial."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AroundStep = Callable[[], AbstractContextManager[None]]
 
 
 class Refused(ValueError):
-    """The trial cannot run with these settings on this machine: a result, not a failure of the program."""
+    """The trial cannot run with these settings on this machine: a result, not an error of the program."""
 
 
 class Task(Protocol):
@@ -45,14 +45,14 @@ class Task(Protocol):
 
 
 def context_parallel(settings: TrialSettings, method: NativeMethod, world: World) -> ContextParallel:
-    """The ranks of this replica, dealt the sequence as the method wants it. Collective over them."""
+    """The ranks of this replica, in the method's layout. Collective over them."""
     cp = ContextParallel(group=world.cp_group, layout=method.layout(settings))
     cp.segments(settings.seq_len)  # refuses lengths that do not split
     return cp
 
 
 class RefusingAttention:
-    """A method's attention whose ValueErrors refuse the trial: it learns shapes and dtype at its first call only."""
+    """A method's attention whose ValueErrors refuse the trial: it knows shapes and dtype only at its first call."""
 
     def __init__(self, attend: AttentionFn) -> None:
         self._attend = attend
@@ -69,11 +69,11 @@ class RefusingAttention:
         return self._attend.keep(out_BLND, lse_BNL, tail)
 
     def resolved(self) -> dict[str, str]:
-        """What every `auto` became; empty before the first call."""
+        """The value of every `auto`; empty before the first call."""
         return self._attend.resolved()
 
     def computed_sent_bytes(self) -> int | None:
-        """What this rank sends in one forward and backward, from methods that compute it beforehand; else None."""
+        """Bytes this rank sends in one forward and backward, from methods that compute them beforehand; else None."""
         compute = getattr(self._attend, "computed_sent_bytes", None)
         return compute() if compute else None
 
@@ -89,7 +89,7 @@ def progress_to(trial_dir: Path) -> OnProgress:
 
 
 def measured(world: World, cp: ContextParallel, **figures: Any) -> Measurement:
-    """The trial's measurement: `figures`, and what each rank used, `cp`'s traffic since its last reset. Collective."""
+    """The trial's measurement: `figures`, and memory and sent bytes of each rank since the last resets. Collective."""
     traffic = cp.traffic
     ranks = cast(list[Usage], world.gather(usage(world.device, traffic.sent_bytes, traffic.window_bytes)))
     return Measurement(

@@ -1,8 +1,8 @@
 """Task train: optimizer steps on real text, each timed on its slowest rank.
 
-Loss and gradients are those of the mean over all target tokens of all sequences of the step, whatever ranks hold them
-and in however many micro-batches: every rank contributes the sum over its tokens divided by the count of the whole
-step, and FSDP2 adds the ranks' gradients.
+Loss and gradients are those of the mean over all target tokens of all sequences of the step, for any division into
+ranks and micro-batches: every rank contributes the sum over its tokens divided by the count of the whole step, and
+FSDP2 adds the ranks' gradients.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TrainTask:
         sequences: Sequences | None = None,
         recipe: Recipe | None = None,
     ) -> None:
-        """`sequences` are what is learnt from, by default those of the settings' data in order; `recipe` is how."""
+        """`sequences` are the training data, by default those of the settings in order; `recipe` is the optimizer's."""
         self.settings, self.world, self.recipe = settings, world, recipe or Recipe()
         self.store: Sequences = sequences or open_tokens(settings.data)
         if unsupported_reason := vocabulary_unsupported_reason(settings, self.store.vocabulary):
@@ -76,7 +76,7 @@ class TrainTask:
         self.attend = RefusingAttention(method.attention(self.cp, settings))
         self.model, self._recompute = build_model(settings, self.attend, world.fsdp_mesh)
         self.optimizer = adamw(self.model, settings.learning_rate, self.recipe, offload=settings.optimizer_offload)
-        self.cp.segments(settings.steps.warmup_seq_len or settings.seq_len)  # refuses what does not split
+        self.cp.segments(settings.steps.warmup_seq_len or settings.seq_len)  # raises for a length that does not split
         self._clock = StepClock(world.device)
 
     def run(self, on_progress: OnProgress, around_step: AroundStep = nullcontext) -> Measurement:
@@ -115,7 +115,7 @@ class TrainTask:
         self.step(self.settings.steps.warmup + self.settings.steps.measured)
 
     def _reserve(self) -> None:
-        """After a warm-up on shorter sequences: lock the host memory that a step of the full length keeps inputs in."""
+        """After a warm-up on shorter sequences: lock the host memory for the saved inputs of a step of full length."""
         settings = self.settings
         if self._recompute is not None and settings.steps.warmup_seq_len not in (0, settings.seq_len):
             tokens = settings.batch_size * settings.seq_len // self.cp.size
@@ -123,7 +123,7 @@ class TrainTask:
             self._recompute.reserve(nbytes, self.world.device)
 
     def _found_nodes(self) -> dict[str, str]:
-        """Over how many ranks hybrid sharding splits parameters: those of the nodes it found."""
+        """Over how many ranks hybrid sharding splits parameters: the ranks of one node."""
         hybrid = self.settings.sharding == "hybrid"
         return {"sharding_node_size": str(self.world.fsdp_mesh.size(-1))} if hybrid else {}
 
@@ -156,7 +156,7 @@ class TrainTask:
         for number, batch in enumerate(batches):
             if number:
                 self._clock.mark()
-            sum_across_nodes(self.model, now=batch is batches[-1])  # the slow links carry gradients once per step
+            sum_across_nodes(self.model, now=batch is batches[-1])  # gradients cross the slow links once per step
             loss = self.forward(batch)
             self._clock.mark()
             loss.backward()
@@ -174,7 +174,7 @@ class TrainTask:
         One batch of `gradient_accumulation` times the size would hold the same sequences in the same order. Collective.
         """
         settings, device, seq_len = self.settings, self.world.device, self.seq_len(index)
-        # A replica's sequences of a step follow one another, so its micro-batches are dealt as if they were replicas.
+        # A replica's sequences of a step follow one another, so its micro-batches count as replicas here.
         turn, micro_batches = index * settings.dp_size + self.world.replica, settings.gradient_accumulation
         whole = [
             self.store.batch(turn, number, micro_batches, settings.batch_size, seq_len)

@@ -39,8 +39,8 @@ class TrainingRun:
         config = order.config
         self.order, self.config, self.world = order, config, world
         self._stop = stop
-        store, learnt, held_out = training_data(config)
-        sequences = ShuffledSequences(store, learnt, config.settings.seed)
+        store, training, held_out = training_data(config)
+        sequences = ShuffledSequences(store, training, config.settings.seed)
         self.task = TrainTask(config.settings, method, world, sequences=sequences, recipe=config.optimizer)
         self.evaluator = (
             Evaluator(self.task, store, held_out, config.evaluate.sequences) if config.evaluate.every else None
@@ -53,7 +53,7 @@ class TrainingRun:
             facts=facts_of(order, store.header, held_out),
             keep=config.save.keep,
         )
-        self.notes: list[str] = []  # what the user should know of how the run started
+        self.notes: list[str] = []  # sentences for the user about the start of the run
         self.steps_done = 0
         if order.resume:
             self.steps_done, self.notes = self.checkpoints.restore()
@@ -68,7 +68,7 @@ class TrainingRun:
         )
 
     def run(self, on_progress: OnProgress) -> bool:
-        """Go on until the last step; False when asked to stop before. Collective.
+        """Train until the last step; False when asked to stop before. Collective.
 
         Raises FloatingPointError when the loss stops being a number.
         """
@@ -187,7 +187,7 @@ def start_from(model: Decoder, directory: Path) -> None:
             parameter = parameters.pop(name)
             whole = whole.to(dtype=parameter.dtype, device=parameter.device)
             if isinstance(parameter, DTensor):
-                # Every rank has read the whole tensor, so its shard is cut out here and nothing travels.
+                # Every rank has read the whole tensor, so its shard is cut out here and nothing is sent.
                 whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(whole)
     assert not parameters, f"no weights for {sorted(parameters)}"

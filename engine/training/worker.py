@@ -1,7 +1,7 @@
 """One rank of a training run: `python -m engine.training.worker ATTEMPT_DIR`, started torchrun-style.
 
-Reads ATTEMPT_DIR/order.json; what it leaves is in `engine.training.files`. SIGTERM makes all ranks finish the step
-under way, save, and exit with 0.
+Reads ATTEMPT_DIR/order.json and writes the files of `engine.training.files`. SIGTERM makes all ranks finish the current
+step, save, and exit with 0.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _set_up(attempt: Path, stop: StopRequest) -> TrainingRun:
-    """Everything that can find the run impossible. Raises Refused."""
+    """The run, after all checks of its order. Raises Refused."""
     try:
         data = json.loads((attempt / ORDER_FILE).read_text(encoding="utf-8"))
         order = cast(Order, from_json(Order, data))

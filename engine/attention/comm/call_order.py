@@ -1,8 +1,9 @@
 """Whether the ranks of a context still exchange the same messages in the same order.
 
-Messages between ranks carry no names: the n-th one sent is the n-th one received, and slots and counters are numbered
-alike. A rank that leaves a call halfway has sent fewer than its peers wait for, and its next call would meet what is
-left of the failed one. So that call is refused, and the peers' wait ends with their group's timeout.
+Messages between ranks carry no names: the n-th message sent is the n-th received, and slots and counters are numbered
+in the same way. A rank that fails in the middle of a call has sent fewer messages than its peers wait for, and its next
+call would receive messages of the failed one. So that call is refused, and the peers' wait ends with their group's
+timeout.
 """
 
 from __future__ import annotations
@@ -26,19 +27,18 @@ class PeerLost(RuntimeError):
 
 
 class CallOrder:
-    """What the collective calls of one context share: whether one of them failed."""
+    """Whether one of the collective calls of a context failed."""
 
     def __init__(self) -> None:
         self._failure: str | None = None
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Around collective steps. An exception among them, of whatever kind, is the last thing that happens: later
-        steps raise BrokenContext."""
+        """Around collective steps. After an exception of any kind among them, later steps raise BrokenContext."""
         if self._failure is not None:
             raise BrokenContext(
                 f"an earlier attention call failed on this rank between two messages ({self._failure}), so the ranks "
-                "no longer agree on what comes next; end all ranks and start them again, or make a new process group "
+                "no longer agree on the next message; end all ranks and start them again, or make a new process group "
                 "and a new ContextParallel on all of them"
             )
         try:

@@ -1,4 +1,4 @@
-"""Getting tensors from one rank of a group to another, and counting the bytes.
+"""Sending tensors from one rank of a group to another, and counting the bytes.
 
 Nothing here blocks the host: on a GPU, `wait` makes the current stream wait for the transfer.
 """
@@ -18,8 +18,7 @@ from engine.attention.comm.call_order import peers_needed
 
 @dataclass(slots=True)
 class Traffic:
-    """What attention's transfers cost this rank: bytes it hands to the network (not what it keeps for itself), and
-    memory."""
+    """Bytes that attention sends to other ranks, and the memory it holds to receive into."""
 
     sent_bytes: int = 0
     window_bytes: int = 0  # memory held to receive into, outside the allocator's own count
@@ -46,7 +45,7 @@ class Transfer(Protocol):
 
 
 class Transport(Protocol):
-    """How tensors get from one rank of a group to another."""
+    """Sends tensors from one rank of a group to another."""
 
     def reserve(self, largest: tuple[TensorSpec, ...]) -> None:
         """No later message is larger than `largest`. Collective, with equal arguments on every rank of the group."""
@@ -89,7 +88,7 @@ class PointToPoint:
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
         self._traffic = traffic
-        self._met = False
+        self._connected = False
 
     def reserve(self, largest: tuple[TensorSpec, ...]) -> None:
         """Nothing to do: every message gets memory of its own."""
@@ -98,11 +97,11 @@ class PointToPoint:
         sent = tuple(tensor.contiguous() for tensor in sent)
         self._traffic.add(*sent)
         device = gpu_of(self._group)
-        if device is not None and not self._met:
-            # NCCL forms a group's communicator in its first call, for which all its ranks must come. A mask may leave
-            # some of them nothing to send or receive in the first message, so they meet before it.
+        if device is not None and not self._connected:
+            # NCCL forms a group's communicator in its first call, in which all its ranks must take part. A mask may
+            # leave some of them nothing to send or receive in the first message, so this call comes before it.
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
-        self._met = True
+        self._connected = True
         here = device or torch.device("cpu")
         received = tuple(torch.empty(like.shape, dtype=like.dtype, device=here) for like in expected)
         operations = [dist.P2POp(dist.isend, tensor, self._ranks[to], self._group) for tensor in sent]
@@ -113,8 +112,8 @@ class PointToPoint:
         return _SendReceive(received, sent, self._group, peers, works)
 
 
-class Nowhere:
-    """The transport of a rank that is alone: there is no one to send to."""
+class NoTransport:
+    """The transport of a single rank: there is no other rank to send to."""
 
     def reserve(self, largest: tuple[TensorSpec, ...]) -> None:
         """Nothing will be sent."""

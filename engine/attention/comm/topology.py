@@ -1,4 +1,4 @@
-"""Which ranks share a node, from the name each rank's host goes by."""
+"""Which ranks share a node, from the host name of each rank. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import groupby
 
 
 def host_name() -> str:
-    """What tells this rank's node from others. NCCL_HOSTID, with which NCCL emulates nodes, goes before the host's."""
+    """Name of this rank's node: NCCL_HOSTID, with which NCCL emulates nodes, or else the host's name."""
     return os.environ.get("NCCL_HOSTID") or socket.gethostname()
 
 
@@ -29,6 +29,6 @@ def shared_node_size(hosts: Sequence[str]) -> int:
     """Most consecutive ranks that always share a host when all ranks are cut into equal runs of so many.
 
     On equal nodes that is a node. Where one host has more ranks than another, or ranks alternate between hosts, it is
-    less: what counts as one node is never spread over two hosts, whose GPUs cannot address each other's memory.
+    less: one node never spans two hosts, whose GPUs cannot address each other's memory.
     """
     return math.gcd(*ranks_by_node(hosts))

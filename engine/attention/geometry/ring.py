@@ -36,7 +36,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class RingTraffic:
-    """How much of a ring a mask leaves: 1 where every rank computes on every chunk and needs all of it."""
+    """Steps and bytes of a ring that a mask leaves, as fractions: 1 where every rank needs all of every chunk."""
 
     steps: float = 1.0  # with work, over all steps
     near: float = 1.0  # tokens a rank receives from ranks of its node, over those of their chunks

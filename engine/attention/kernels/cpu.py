@@ -3,8 +3,8 @@
 The op aligns its causal mask top-left. Other bands go in as additive masks, of which the op computes every element,
 hidden or not. Such a tile is computed in blocks of queries, each against the keys that its queries see, so that time
 and memory follow the visible pairs. Inputs narrower than fp32 are widened first, so that partial results are not
-rounded before they are summed: the error of a bf16 run is then the same on any number of ranks. The op is as fast
-either way.
+rounded before they are summed: the error of a bf16 run is then the same on any number of ranks. The op is equally
+fast in both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BLOCK_ROWS = 128
 
 
 def _additive(band: Band, rows: int, columns: int, dtype: torch.dtype) -> Tensor | None:
-    """The band as an additive mask, or None when the op's own causal flag says it all."""
+    """The band as an additive mask, or None when the op's causal flag is enough."""
     if band.kind != "band":
         return None
     mask = torch.zeros(rows, columns, dtype=dtype)
@@ -42,7 +42,7 @@ def _additive(band: Band, rows: int, columns: int, dtype: torch.dtype) -> Tensor
 
 
 def _calls(band: Band, rows: int, columns: int, dtype: torch.dtype) -> Iterator[tuple[Tile, Tensor | None]]:
-    """The calls of the op that compute a tile: what each covers, and its additive mask."""
+    """The calls of the op that compute a tile: the rectangle of each, and its additive mask."""
     alike, mask = None, None
     for tile in row_blocks(band, rows, columns, _BLOCK_ROWS if band.kind == "band" else rows):
         shape = (tile.band, tile.rows, tile.columns)

@@ -1,4 +1,4 @@
-"""Kernel `cudnn`: cuDNN's fused attention through torch's own op. ChunkRanges nothing beyond torch on Ampere and newer."""
+"""Kernel `cudnn`: cuDNN's fused attention through torch's own op. Needs nothing but torch, on Ampere and newer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Kernel `flex`: torch's flex_attention (arXiv:2412.05496), compiled to Triton: any band on any GPU that bf16 runs on.
 
 Its backward is autograd's own and knows only the tile: it divides by the tile's row sums, where a ring divides by
-those of whole rows. The two differ by one factor per row, w = exp(lse of the tile - lse of the row) <= 1, which goes
-into what the tile's backward is given. With dO' = w * dO, autograd forms P (dO' V^T - rowsum(dO' * O) + dlse), and so
+those of whole rows. The two differ by one factor per row, w = exp(lse of the tile - lse of the row) <= 1, which is multiplied
+into the gradients given to the tile's backward. With dO' = w * dO, autograd forms P (dO' V^T - rowsum(dO' * O) + dlse), and so
 
     dlse = rowsum(dO' * O) - w * delta     makes it     w * P (dO V^T - delta),
 
@@ -38,7 +38,7 @@ MAX_GRAPHS = 64
 def _compiled() -> Callable[..., Any]:
     import torch._dynamo  # takes seconds, and processes that never run this kernel load this module too
 
-    # fullgraph: what cannot be compiled is an error; eager flex_attention would hold all scores.
+    # fullgraph: a graph break is an error; eager flex_attention would hold all scores.
     compiled = torch.compile(flex_attention, fullgraph=True)
 
     def call(*tensors: Tensor, **options: Any) -> Any:
@@ -50,7 +50,7 @@ def _compiled() -> Callable[..., Any]:
 
 @lru_cache(maxsize=16)
 def block_mask(band: Band, rows: int, columns: int, device: torch.device) -> BlockMask | None:
-    """`band` in flex's terms, worked out per block of pairs; None when all of them are visible."""
+    """`band` as a block mask of flex; None when all pairs are visible."""
     if band == FULL:
         return None
     lo = -rows if band.lo is None else band.lo
@@ -68,10 +68,10 @@ def block_mask(band: Band, rows: int, columns: int, device: torch.device) -> Blo
     whole = (last_row - first_row == BLOCK - 1) & (last_column - first_column == BLOCK - 1)
     every = (lowest >= lo) & (highest <= hi) & whole
 
-    def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """How many blocks of each row are chosen, and their indices in front of all others."""
-        indices = chosen.int().argsort(dim=-1, descending=True, stable=True)
-        return chosen.sum(-1).int()[None, None].to(device), indices.int()[None, None].contiguous().to(device)
+    def listed(selected: Tensor) -> tuple[Tensor, Tensor]:
+        """How many blocks of each row are selected, and their indices in front of all others."""
+        indices = selected.int().argsort(dim=-1, descending=True, stable=True)
+        return selected.sum(-1).int()[None, None].to(device), indices.int()[None, None].contiguous().to(device)
 
     return BlockMask.from_kv_blocks(
         *listed(some & ~every), *listed(every), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(rows, columns)
@@ -156,7 +156,7 @@ def _attend(band: Band, q_BLND: Tensor, k_BMKD: Tensor, scale: float) -> Attend:
             scale=scale,
             enable_gqa=grouped,
             return_aux=AuxRequest(lse=True),
-            kernel_options={"BACKEND": "TRITON"},  # the one kernel for all lengths, none for decoding a few rows
+            kernel_options={"BACKEND": "TRITON"},  # one kernel for all lengths, and not the one for decoding a few rows
         )
         return out_BNLD, auxiliary.lse
 

@@ -1,4 +1,4 @@
-"""Kernel `reference`: tile attention in plain torch, any device, band and float dtype. The judge of all others.
+"""Kernel `reference`: tile attention in plain torch, any device, band and float dtype. The reference of all others.
 
 Scores are formed for a block of queries at a time, in fp32 or, for float64 inputs, in float64: memory grows with the
 number of keys, not with queries x keys.

@@ -10,7 +10,7 @@ from engine.attention.geometry.tiles import Tile, join
 
 
 class Mask(Protocol):
-    """A rule over global positions. Frozen and hashable, so the tiles of a meeting are computed once."""
+    """A rule over global positions. Frozen and hashable, so the tiles of two shards are computed once."""
 
     def unsupported_reason(self, seq_len: int) -> str | None:
         """One sentence why the mask does not describe a sequence of this length, or None."""
@@ -25,7 +25,7 @@ class Mask(Protocol):
         ...
 
     def area(self, seq_len: int) -> int:
-        """Visible (query, key) pairs of a whole sequence, exactly. Raises ValueError with the mask's refusal."""
+        """Visible (query, key) pairs of a whole sequence, exactly. Raises ValueError with `unsupported_reason`."""
         ...
 
     def __hash__(self) -> int: ...
@@ -40,7 +40,7 @@ class FirstRows:
     """Another mask as the queries before position `cut` see it; later queries see nothing.
 
     Shards ascend in position, so the tiles' query rows are the first of the local tokens. Keys that no such query sees
-    appear in no tile, and so do not travel.
+    are in no tile, and so are not sent.
     """
 
     mask: Mask

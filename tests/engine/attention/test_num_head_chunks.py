@@ -17,8 +17,8 @@ from engine.attention.comm.all_to_all import GroupAllToAll, TokenRun, _message, 
 from engine.attention.comm.p2p import Traffic
 from engine.attention.masks import Causal, SlidingWindow
 from engine.attention.planning.cost_model import HardwareModel, choose_num_head_chunks, estimate
-from tests.engine.attention.test_parity import dense, distributed, problem, worst_error
 from tests.engine.attention.planning.test_cost_model import share
+from tests.engine.attention.test_parity import dense, distributed, problem, worst_error
 from tests.ranks import run_on_ranks
 
 
@@ -111,8 +111,8 @@ def test_the_model_takes_parts_where_the_link_is_slow_and_none_where_launches_ar
 def test_parts_hide_at_most_all_but_the_first_and_the_last() -> None:
     problem_share = share(128 << 10, node_size=2)
     whole = estimate("usp_transposed", problem_share, HardwareModel())
-    in_parts = estimate("usp_transposed", problem_share, HardwareModel(), parts=8)
-    nothing_to_send = estimate("usp_transposed", problem_share, HardwareModel(across_gib=1e9), parts=1)
+    in_parts = estimate("usp_transposed", problem_share, HardwareModel(), chunks=8)
+    nothing_to_send = estimate("usp_transposed", problem_share, HardwareModel(across_gib=1e9), chunks=1)
     assert nothing_to_send < in_parts < whole
 
 

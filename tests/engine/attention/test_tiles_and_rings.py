@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.attention.comm.exchange import P2PRing
-from engine.attention.comm.p2p import Nowhere
+from engine.attention.comm.p2p import NoTransport
 from engine.attention.geometry.layout import LAYOUTS, Gathered, layout_named, split_unsupported_reason
 from engine.attention.geometry.ring import Ring
 from engine.attention.geometry.tiles import band_area, row_blocks, trim
@@ -149,7 +149,7 @@ def test_every_shard_comes_from_the_peer_that_held_it(ring) -> None:
     for rank, hop in product(range(ring.cp_size), range(1, ring.cp_size)):
         node, local_rank = divmod(rank, ring.node_size)
         if hop % ring.node_size:  # handed on inside the node
-            relay = P2PRing(local_rank=local_rank, size=ring.node_size, chunks=Nowhere(), gradients=Nowhere())
+            relay = P2PRing(local_rank=local_rank, size=ring.node_size, chunks=NoTransport(), gradients=NoTransport())
             source, earlier = node * ring.node_size + relay.peers[1], hop - 1
         else:  # crossed from the node before, where the lap before it began with it
             source, earlier = (rank - ring.node_size) % ring.cp_size, hop - ring.node_size
@@ -183,8 +183,8 @@ def test_a_slow_link_carries_all_shards_of_a_flat_ring_and_one_per_other_node_of
 @pytest.mark.parametrize("size", range(1, 9))
 def test_a_peer_that_is_sent_to_receives_from_the_sender(size) -> None:
     for local_rank in range(size):
-        to = P2PRing(local_rank=local_rank, size=size, chunks=Nowhere(), gradients=Nowhere()).peers[0]
-        assert P2PRing(local_rank=to, size=size, chunks=Nowhere(), gradients=Nowhere()).peers[1] == local_rank
+        to = P2PRing(local_rank=local_rank, size=size, chunks=NoTransport(), gradients=NoTransport()).peers[0]
+        assert P2PRing(local_rank=to, size=size, chunks=NoTransport(), gradients=NoTransport()).peers[1] == local_rank
 
 
 @pytest.mark.parametrize("base", [LAYOUTS["contiguous"], LAYOUTS["zigzag"]], ids=str)

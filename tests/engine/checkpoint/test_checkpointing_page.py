@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.attention.geometry.layout import LAYOUTS, SplitZigzag, tail_cut
 from engine.attention.masks import kept_share, parse_mask, recompute_share
-from engine.checkpoint.counts import inputs_at_once, layers_replayed
+from engine.checkpoint.counts import inputs_at_once, layers_recomputed
 from engine.settings import Checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +38,7 @@ def test_the_table_of_replays_is_computed_not_remembered() -> None:
     for row in rows:
         layers, *written = map(int, row)
         hold, bisect = (Checkpoint(every=layers, replay=replay) for replay in ("hold", "bisect"))
-        found = [count(each, layers) for each in (hold, bisect) for count in (inputs_at_once, layers_replayed)]
+        found = [count(each, layers) for each in (hold, bisect) for count in (inputs_at_once, layers_recomputed)]
         assert found == written, layers
 
 

@@ -14,7 +14,7 @@ import engine.memory.offload
 from engine.attention.context import ContextParallel
 from engine.burst import METHOD
 from engine.checkpoint.attend_once import AttendOnce
-from engine.checkpoint.counts import inputs_at_once, layers_replayed, stops, stops_at_once
+from engine.checkpoint.counts import inputs_at_once, kept_at_once, kept_places, layers_recomputed
 from engine.checkpoint.recompute import Recompute, set_activations
 from engine.model import Decoder
 from engine.settings import Checkpoint, ModelShape, TrialSettings
@@ -99,17 +99,17 @@ def test_gradients_are_those_of_keeping_everything(every: int, tail: float, offl
     loss_of(model).backward()
     assert_equal(gradients(model), kept[0])
     # Forward, for its own activations, and for the inputs of those after it.
-    assert attend.calls == 2 * LAYERS + layers_replayed(settings, LAYERS)
+    assert attend.calls == 2 * LAYERS + layers_recomputed(settings, LAYERS)
     assert held_bytes(keeper) == 0
 
 
 def test_a_run_keeps_the_input_halfway_and_halfway_from_there() -> None:
-    assert stops(0, 7) == [4, 6]
-    assert stops(0, 3) == [2]
-    assert stops(4, 5) == stops(6, 6) == []
+    assert kept_places(0, 7) == [4, 6]
+    assert kept_places(0, 3) == [2]
+    assert kept_places(4, 5) == kept_places(6, 6) == []
     for first in range(40):
         for place in range(first, 40):
-            assert all(first < stop < place for stop in stops(first, place))
+            assert all(first < stop < place for stop in kept_places(first, place))
 
 
 @pytest.mark.parametrize("layers", [1, 7, 11, 64, 80])
@@ -122,9 +122,9 @@ def test_runs_and_inputs_are_those_of_handing_them_out_one_by_one(layers: int) -
             for place in reversed(range(min(every, layers - begin))):
                 kept = [at for at in kept if at <= place]
                 runs += place - kept[-1]
-                kept += stops(kept[-1], place)
+                kept += kept_places(kept[-1], place)
                 most = max(most, len({*kept, place}) - 1)
-        assert layers_replayed(settings, layers) == runs
+        assert layers_recomputed(settings, layers) == runs
         assert inputs_at_once(settings, layers) == most <= math.ceil(math.log2(every))
 
 
@@ -156,7 +156,7 @@ def test_few_inputs_and_no_attention_exist_at_once(every: int, monkeypatch: pyte
     assert (len(replayed), before) == (0, -(-LAYERS // every) * INPUT_BYTES)
     loss.backward()
     assert max(alive) == inputs_at_once(settings, LAYERS) <= math.ceil(math.log2(every))
-    assert max(held) <= before + stops_at_once(settings, LAYERS) * INPUT_BYTES
+    assert max(held) <= before + kept_at_once(settings, LAYERS) * INPUT_BYTES
     assert keeper.inputs.held_bytes == 0
     assert attend.alive == 0
 
@@ -173,7 +173,7 @@ def test_no_more_host_memory_is_locked_than_was_reserved(every: int, monkeypatch
     )
     keeper.reserve(INPUT_BYTES, torch.device("cpu"))
     groups = -(-LAYERS // every)
-    assert sizes == [INPUT_BYTES] * (groups + stops_at_once(settings, LAYERS))
+    assert sizes == [INPUT_BYTES] * (groups + kept_at_once(settings, LAYERS))
     reserved = len(sizes)
     loss_of(model).backward()
     assert len(sizes) == reserved
@@ -189,7 +189,7 @@ def test_backward_may_come_twice(every: int, offload: Any, kept) -> None:
     loss.backward(retain_graph=True)
     loss.backward()
     assert_equal(gradients(model), [2 * gradient for gradient in kept[0]])
-    assert attend.calls == LAYERS + 2 * (LAYERS + layers_replayed(settings, LAYERS))
+    assert attend.calls == LAYERS + 2 * (LAYERS + layers_recomputed(settings, LAYERS))
     del loss
     assert held_bytes(keeper) == 0
 

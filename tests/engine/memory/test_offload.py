@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.checkpoint.recompute import set_activations
 from engine.memory.host_memory import host_buffer, host_like
-from engine.memory.offload import DeviceStore, HostStore, _Away
+from engine.memory.offload import DeviceStore, HostStore, _OnHost
 from engine.model import Decoder, DenseCausal
 from engine.settings import Checkpoint, ModelShape
 
@@ -177,14 +177,14 @@ def test_an_input_comes_back_after_the_attention_that_backward_passes_before_it(
 ) -> None:
     """Attention's backward is where a layer holds most: the input that is wanted next is no part of that."""
     log: list[str] = []
-    prefetch = _Away.prefetch
+    prefetch = _OnHost.prefetch
 
-    def noted(kept: _Away) -> None:
+    def noted(kept: _OnHost) -> None:
         if kept._coming is None:
             log.append("input")
         prefetch(kept)
 
-    monkeypatch.setattr(_Away, "prefetch", noted)
+    monkeypatch.setattr(_OnHost, "prefetch", noted)
     shape = ModelShape(name="small", layers=4, hidden=8, ffn=8, heads=2, kv_heads=1, head_dim=4, vocab=11)
     model = Decoder(shape)
     for block in model.blocks:

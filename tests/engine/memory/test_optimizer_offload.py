@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import engine.memory.offloaded_adamw
-from engine.memory.offloaded_adamw import LANES, MOMENTS, OffloadedAdamW
+from engine.memory.offloaded_adamw import BUFFERS, MOMENTS, OffloadedAdamW
 from engine.model import Decoder
 from engine.optimizer import adamw
 from engine.recipe import Recipe
@@ -96,7 +96,7 @@ def test_states_stay_in_one_place_and_pass_through_bounded_lanes(monkeypatch: py
 
     monkeypatch.setattr(torch, "empty", empty)
     train(model, optimizer, range(1, 3))
-    assert made == [len(MOMENTS) * PIECE] * LANES * 2  # two steps' lanes, and nothing else
+    assert made == [len(MOMENTS) * PIECE] * BUFFERS * 2  # two steps' lanes, and nothing else
     assert homes == {(p, name): optimizer.state[p][name].data_ptr() for p in model.parameters() for name in MOMENTS}
 
 

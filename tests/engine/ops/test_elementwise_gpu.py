@@ -12,8 +12,8 @@ from engine.model import MLP, rotary_angles
 from engine.ops.rotary import rotate
 from engine.ops.swiglu import swiglu, swiglu_again
 from engine.settings import ModelShape
-from tests.engine.ops.elementwise_program import error, faults, plain_swiglu, truth_of, with_gradients
 from tests.engine.interpreter import in_the_interpreter, interpret
+from tests.engine.ops.elementwise_program import error, faults, plain_swiglu, truth_of, with_gradients
 
 FFN = 14336  # Llama-3-8B's MLP width
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

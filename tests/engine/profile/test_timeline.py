@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.ops.ranges import OPTIMIZER, RECOMPUTE, STEP
 from engine.profile.categories import CATEGORIES, Category
-from engine.profile.timeline import Span, breakdown_of, shared_out
+from engine.profile.timeline import Span, breakdown_of, seconds_by_category
 
 FLASH = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_knob_3"
 NCCL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
@@ -69,7 +69,7 @@ def test_categories_add_up_to_the_span_and_agree_with_every_single_instant(spans
     for moment in range(int(first), int(last)):
         running = [span.category for span in spans if span.start <= moment < span.end]
         expected[min(running, key=CATEGORIES.index) if running else "idle"] += 1
-    found = shared_out(spans)
+    found = seconds_by_category(spans)
     assert list(found) == list(CATEGORIES)
     assert {name: round(1e6 * seconds) for name, seconds in found.items()} == expected
     assert sum(found.values()) == pytest.approx((last - first) / 1e6)

@@ -57,7 +57,9 @@ def agreed() -> str | None:
     """What all ranks find where the last one alone lacks the driver."""
     mine = all_seen()[dist.get_rank()]
     last = dist.get_rank() + 1 == dist.get_world_size()
-    return agreed_unsupported_reason(dist.group.WORLD, Report(missing="no driver; choose direct") if last else mine, 3)
+    return agreed_unsupported_reason(
+        dist.group.WORLD, Report(unsupported_reason="no driver; choose direct") if last else mine, 3
+    )
 
 
 def test_all_ranks_find_the_same_answer_when_one_alone_cannot() -> None:
