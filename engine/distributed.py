@@ -121,8 +121,8 @@ def arrange(settings: TrialSettings, device: torch.device) -> World:
     Raises ValueError when parameters are to be sharded within nodes and the nodes differ.
     """
     replica, size = dist.get_rank() // settings.cp_size, dist.get_world_size()
-    # First, so that its groups have the same names in every trial of these ranks: DTensor keeps meshes until the process
-    # ends, treats equal ones as the same, and finds the groups by their names.
+    # First, so that its groups have the same names in every trial of these ranks: DTensor keeps meshes until the
+    # process ends, treats equal ones as the same, and finds the groups by their names.
     fsdp_mesh = _parameter_mesh(settings, device)
     # Attention's traffic must not queue behind FSDP's, so its groups are never the world's own.
     groups = [

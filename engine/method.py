@@ -1,6 +1,7 @@
 """A method: one way to run a trial. The engine's own is `burst`; baselines provide the others through this protocol.
 
-A method says whether it can run a trial (or one sentence why not), with which command, and reads the measurement. A native method changes nothing but the parallel attention inside the engine's model and trainer.
+A method says whether it can run a trial (or one sentence why not), with which command, and reads the measurement. A
+native method changes nothing but the parallel attention inside the engine's model and trainer.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class AttentionFn(Protocol):
         ...
 
     def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> SavedOutput | None:
-        """The part of a call's result to pass as `saved`: its rows in the last `tail` of the sequence, None for none."""
+        """The part of a call's result to pass as `saved`: rows in the last `tail` of the sequence, None for none."""
         ...
 
     def resolved(self) -> dict[str, str]:

@@ -73,8 +73,8 @@ def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) 
         after.set_modules_to_backward_prefetch([before])
     # An embedding's gradient needs no weight: gathering it once more would hold V x E elements for nothing.
     model.embedding.set_unshard_in_backward(False)
-    # Each rank's loss is its share of one global mean, so the gradients of the ranks are summed. By default FSDP2 divides
-    # by the number of ranks; plain SUM because gloo has no pre-multiplied reduction.
+    # Each rank's loss is its share of one global mean, so the gradients of the ranks are summed. By default FSDP2
+    # divides by the number of ranks; plain SUM because gloo has no pre-multiplied reduction.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -2,8 +2,8 @@
 
 Reads TRIAL_DIR/trial.json. Rank 0 appends progress.jsonl and leaves measurement.json; a rank that fails leaves
 errors/rank<r>.json and exits with 1. Where its environment names a directory of turns
-(`engine.tasks.turns`), the rank reads further trials there until its process is ended. Importing this module starts nothing: no process group,
-no CUDA, no thread, so that a fork server may load it once for many ranks.
+(`engine.tasks.turns`), the rank reads further trials there until its process is ended. Importing this module starts
+nothing: no process group, no CUDA, no thread, so that a fork server may load it once for many ranks.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def main(arguments: list[str]) -> int:
 def serve(turns: Turns, trial_dir: Path, rank: int, phases: Phases) -> NoReturn:
     """Run one trial after another, as if each ran in a process of its own, until this process is ended.
 
-    A trial that fails ends the process: the state of GPUs and peers is then unknown. A refused one does not, because all
-    ranks refuse the same settings.
+    A trial that fails ends the process: the state of GPUs and peers is then unknown. A refused one does not, because
+    all ranks refuse the same settings.
     """
     for turn in itertools.count(1):
         if turn > 1:
@@ -197,7 +197,7 @@ def write_error(trial_dir: Path, rank: int, error: Exception) -> None:
 
 
 def error_kind(error: Exception) -> str:
-    """oom, refused or failed. Libraries below torch report exhausted memory as a RuntimeError with words of their own."""
+    """oom, refused or failed. Libraries below torch report exhausted memory as a RuntimeError."""
     if isinstance(error, Refused):
         return "refused"
     words = ("out of memory", "can't allocate memory", "ALLOC_FAILED")

@@ -22,8 +22,8 @@ def kept_places(first: int, place: int) -> list[int]:
 
 
 def layers_recomputed(checkpoint: Checkpoint, layers: int) -> int:
-    """Layers that one backward of a model of `layers` runs only for their outputs, the next layers' inputs. Each layer's
-    run for its own activations is not counted. `every` is at least 1."""
+    """Layers that one backward of a model of `layers` runs only for their outputs, the next layers' inputs. Each
+    layer's run for its own activations is not counted. `every` is at least 1."""
     groups, rest = divmod(layers, checkpoint.every)
     return groups * _in_group(checkpoint, checkpoint.every) + _in_group(checkpoint, rest)
 

@@ -112,8 +112,8 @@ class HoldingGroup(Group):
 class BisectingGroup(Group):
     """`checkpoint.replay: bisect`.
 
-    A request runs layers from the nearest saved input and saves a few more, in the store of the first one, each until no
-    later request can need it. Attention's results are not held: every run recomputes them from the saved part.
+    A request runs layers from the nearest saved input and saves a few more, in the store of the first one, each until
+    no later request can need it. Attention's results are not held: every run recomputes them from the saved part.
     """
 
     def __init__(self, start_BLE: Tensor, store: Store, previous: Group | None) -> None:

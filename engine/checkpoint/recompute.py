@@ -51,8 +51,8 @@ class Recompute:
         self._group: Group | None = None  # to which the running forward adds layers
 
     def reserve(self, input_bytes: int, device: torch.device) -> None:
-        """Lock host memory for the layer inputs that a step saves at once, `input_bytes` each, where they are offloaded:
-        those of a whole forward, and those a group adds in backward.
+        """Lock host memory for the layer inputs that a step saves at once, `input_bytes` each, where they are
+        offloaded: those of a whole forward, and those a group adds in backward.
 
         Otherwise the first forward of a length locks it, at one or two gigabytes per second, within its own time.
         """

@@ -17,7 +17,7 @@ from engine.data.tokenizers import ByteTokenizer
 
 
 def cache_dir() -> Path:
-    """Directory of the stores: $BURST_CACHE, else burst/ in the user's cache directory ($XDG_CACHE_HOME or ~/.cache)."""
+    """Directory of the stores: $BURST_CACHE, else burst/ in $XDG_CACHE_HOME or ~/.cache."""
     if chosen := os.environ.get("BURST_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burst"

@@ -21,8 +21,8 @@ BYTES = "bytes"
 PIECE_BYTES = 1 << 16  # of text in one call of a Hugging Face tokenizer
 _BATCH_PIECES = 64  # pieces it may tokenize at once, on all cores
 _LONGEST_LINE = 1 << 24  # text without a place to cut is cut here
-# A line's end between two characters that are no white space. Byte-level pre-tokenizers (GPT-2, Llama 3, Qwen) split the
-# text there in any case, so cutting there changes no token; they read runs of white space as one.
+# A line's end between two characters that are no white space. Byte-level pre-tokenizers (GPT-2, Llama 3, Qwen) split
+# the text there in any case, so cutting there changes no token; they read runs of white space as one.
 _CUT = re.compile(rb"(?<=\S\n)(?=\S)")
 # Tokens that end a text in published tokenizers, where no tokenizer_config.json beside the file names one.
 _END_OF_TEXT = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]")

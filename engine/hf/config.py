@@ -74,7 +74,7 @@ def config_of(shape: ModelShape, dtype: str, max_positions: int | None) -> dict[
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape a configuration describes, under the given name. Raises ValueError for a feature that this model lacks."""
+    """The shape a configuration describes, under the given name. Raises ValueError for an unknown feature."""
     architecture = _architecture(config)
     for key, accepted in NEUTRAL.items():
         if key in config and config[key] not in accepted:

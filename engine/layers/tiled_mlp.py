@@ -62,8 +62,8 @@ class _SaveInputs(torch.autograd.Function):
 
 
 class _TiledMLP(torch.autograd.Function):
-    """(x_TE, the node that saves the inputs, shape of x_BLE, eps, tokens of a run, weights of norm, down, up, gate or none)
-    -> x + mlp(x), [B, L, E]."""
+    """(x_TE, the node that saves the inputs, shape of x_BLE, eps, tokens of a run, weights of norm, down, up, gate or
+    none) -> x + mlp(x), [B, L, E]."""
 
     @staticmethod
     def forward(

@@ -57,7 +57,7 @@ def unsupported_reason(settings: TrialSettings, device_type: str) -> str | None:
     if library is None:
         return None
     if not settings.lm_head_fusion:
-        return f"loss_kernel {name} is fused, but lm_head_fusion is false; set loss_kernel to own, or lm_head_fusion to true"
+        return f"loss_kernel {name} is fused, but lm_head_fusion is false; set loss_kernel to own or fuse"
     if settings.dtype not in library.dtypes:
         takes = " or ".join(library.dtypes)
         return f"loss_kernel {name} takes dtype {takes}, found {settings.dtype}; choose loss_kernel own for it"

@@ -53,8 +53,8 @@ class Softmax:
     def gradient(self, exps_TV: Tensor, first: int, dtype: torch.dtype) -> Tensor:
         """d loss / d logits of the words from `first` on, in `dtype`; may take the place of `exps`. 0 where ignored.
 
-        The label's own entry is computed before rounding, as expm1: with a rounded p, p - 1 would lose the gradient of a
-        nearly certain label.
+        The label's own entry is computed before rounding, as expm1: with a rounded p, p - 1 would lose the gradient of
+        a nearly certain label.
         """
         z_factor_T1 = 2 * self._z_loss * self._lse_T1()
         factor_T1 = ((1 + z_factor_T1) / self._total_T1).masked_fill(self._ignored_T1, 0)

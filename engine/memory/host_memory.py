@@ -52,5 +52,5 @@ def host_buffer(nbytes: int, device: torch.device) -> Tensor:
 
 
 def host_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """An uninitialised, contiguous host tensor of the shape and dtype of `tensor`, page-locked when `device` is a CUDA device."""
+    """An uninitialised host tensor like `tensor`, contiguous, page-locked when `device` is a CUDA device."""
     return host_buffer(tensor.numel() * tensor.itemsize, device).view(tensor.dtype).view(tensor.shape)

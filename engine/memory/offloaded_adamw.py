@@ -1,8 +1,8 @@
 """AdamW whose two moments are in host memory and copied through the device a piece at a time.
 
 The moments are two thirds of the memory that sharded fp32 training holds of a parameter besides its gradient, and are
-used once per step. The idea is ZeRO-Offload's (arXiv:2101.06840), with the update left on the device: it is limited by the
-same link, and its results are bit for bit those of the fused AdamW.
+used once per step. The idea is ZeRO-Offload's (arXiv:2101.06840), with the update left on the device: it is limited by
+the same link, and its results are bit for bit those of the fused AdamW.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class _Piece:
 class OffloadedAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` with the same arguments, `fused=True` included, and the same parameters and states.
 
-    A state is a DTensor with the shards of its parameter, but its local tensor is page-locked host memory; `torch.distributed.checkpoint` saves and loads it like any other.
+    A state is a DTensor with the shards of its parameter, but its local tensor is page-locked host memory;
+    `torch.distributed.checkpoint` saves and loads it like any other.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

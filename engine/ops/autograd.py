@@ -21,7 +21,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def outside_autocast(operation: Callable[Args, Result]) -> Callable[Args, Result]:
-    """`operation` with autocast off on every device: it computes in its arguments' dtypes and those it converts them to.
+    """`operation` with autocast off on every device: it computes in its arguments' dtypes or wider.
 
     For forward and backward of an autograd function: backward runs under the autocast of its caller, not that of the
     forward. torch's `custom_fwd` would cast the arguments, serve one device type, and restore the forward's autocast in

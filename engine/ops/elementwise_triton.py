@@ -55,7 +55,8 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     x, x_b, x_l, x_n, cos, sin, out, rows,
     HEADS: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    # A row is one head of one token, heads fastest: the heads of a token follow each other and read its angles from the cache.
+    # A row is one head of one token, heads fastest: the heads of a token follow each other and read its angles from the
+    # cache.
     batch = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)

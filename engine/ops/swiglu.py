@@ -4,8 +4,8 @@ With s = sigmoid(gate), so that silu(gate) = gate s:
 
     d up = dhidden gate s        d gate = dhidden up s (1 + gate (1 - s))
 
-The kernels form this in fp32 and round each result once; the reference implementation rounds after every operation. All tensors have
-one shape, any, and one dtype.
+The kernels form this in fp32 and round each result once; the reference implementation rounds after every operation. All
+tensors have one shape, any, and one dtype.
 """
 
 from __future__ import annotations

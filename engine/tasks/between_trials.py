@@ -1,7 +1,7 @@
 """Clears a rank's process after one trial when another follows in it.
 
-The next trial must measure the same as in a process of its own. Imported modules, the CUDA context, and compiled kernels
-of libraries whose cache keys are complete stay: they only save time.
+The next trial must measure the same as in a process of its own. Imported modules, the CUDA context, and compiled
+kernels of libraries whose cache keys are complete stay: they only save time.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ def check_shape(directory: Path, found: ModelShape, wanted: ModelShape) -> None:
 def facts_of(order: Order, header: Header, held_out: Span) -> dict[str, Any]:
     """Facts that a run must share with the checkpoint it resumes from.
 
-    Held-out tokens are counted here, because the header of a text without a store of its own lacks them. None stands for
-    no tokens, because 0 was once written for such texts, of which 1% was held out.
+    Held-out tokens are counted here, because the header of a text without a store of its own lacks them. None stands
+    for no tokens, because 0 was once written for such texts, of which 1% was held out.
     """
     return order.facts | {
         "data of sha256": header.sha256,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.attention.masks import Causal, parse_mask
-from engine.checkpoint.counts import inputs_at_once, inputs_in_store, group_starts
+from engine.checkpoint.counts import group_starts, inputs_at_once, inputs_in_store
 from engine.settings import BYTES_OF, TrialSettings
 
 GIB = 1 << 30

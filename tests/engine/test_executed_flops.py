@@ -58,7 +58,7 @@ class NoProducts:
 @pytest.mark.parametrize("shape", SHAPES, ids=["gated", "ungated", "normed"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=lambda c: f"{c.every}-{c.replay}")
 @pytest.mark.parametrize("tiles", [(1, 1), (3, 1), (1, 3), (3, 3)], ids=lambda tiles: f"{tiles[0]}-{tiles[1]}")
-def test_what_is_counted_is_what_runs(shape: ModelShape, checkpoint: Checkpoint, tiles: tuple[int, int]) -> None:
+def test_the_counted_flops_are_executed(shape: ModelShape, checkpoint: Checkpoint, tiles: tuple[int, int]) -> None:
     settings = TrialSettings(
         task="train", method="burst", model=shape, seq_len=TOKENS, dtype="fp32", checkpoint=checkpoint,
         projection_tiles=tiles[0], mlp_tiles=tiles[1],

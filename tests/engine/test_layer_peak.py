@@ -92,6 +92,6 @@ def test_a_layers_backward_holds_few_hidden_states(kv_heads: int, states: float,
     assert peak(kv_heads, bisected, projection_tiles=1) > found + 0.9
 
 
-def test_a_held_replay_holds_its_inputs_and_outputs_besides() -> None:
+def test_a_held_recomputation_holds_its_inputs_and_outputs_besides() -> None:
     held, bisected = (Checkpoint(every=4, tail=0, offload="inputs", replay=replay) for replay in ("hold", "bisect"))
     assert peak(1, held) > peak(1, bisected) + 4

@@ -78,7 +78,7 @@ def counted(row: str) -> tuple[float, float]:
         return live.peak / MIB, held / MIB
 
 
-def test_each_lever_saves_what_the_memory_page_says() -> None:
+def test_each_memory_setting_saves_the_bytes_of_the_memory_page() -> None:
     bytes_of = {row: counted(row) for row in ROWS}
     [section] = re.findall(r"^## Counted\n(.*?)^## ", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     found = re.findall(r"^\| ([^|]+) \| ([\d.]+) \| ([\d.]+) \|$", section, re.MULTILINE)

@@ -57,8 +57,9 @@ def covered_spans(length: int, ranges: Sequence[tuple[int, int]]) -> list[tuple[
 def merge_parts(parts: list[tuple[Tensor, Tensor]], out_BLND: Tensor, lse_BNL: Tensor) -> None:
     """Write attention over the keys of all `parts` (out_BLND, lse_BNL) into `out_BLND`, `lse_BNL`.
 
-    A row that sees no key in a part has lse = -inf and out = 0 there; so has the result where there are no parts. The result
-    may share memory with a part of its own shape. Raises ValueError when a part covers a different number of rows.
+    A row that sees no key in a part has lse = -inf and out = 0 there; so has the result where there are no parts. The
+    result may share memory with a part of its own shape. Raises ValueError when a part covers a different number of
+    rows.
     """
     for part_BLND, part_lse_BNL in parts:
         if part_BLND.shape != out_BLND.shape or part_lse_BNL.shape != lse_BNL.shape:

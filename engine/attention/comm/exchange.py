@@ -208,8 +208,8 @@ class _DirectGradReturn:
         outgoing = _sent_grads(grads, ranges.of(owner, here), comm_dtype, ranges.unreduced[owner, here])
         expected = _expected_grads(self._own, tokens, comm_dtype, ranges.unreduced[here, worker])
         if self._held == HELD_GRADIENTS:
-            # Every rank starts the message that needs a slot after the slot's release: a stream then never waits for work
-            # queued behind the wait itself, also where the device runs several streams as one.
+            # Every rank starts the message that needs a slot after the slot's release: a stream then never waits for
+            # work queued behind the wait itself, also where the device runs several streams as one.
             self._sum_held()
         transfer = pattern.gradients.start(outgoing, owner, expected, worker)
         self._receive()

@@ -1,10 +1,10 @@
 """Attention kernels behind one interface: the forward and backward of one tile on one device.
 
-A kernel sees a rectangle of queries and keys with a band of visible pairs (`engine.attention.geometry.tiles.Band`), returns the
-partial output with its log-sum-exp, and computes gradients from the *final* log-sum-exp and delta = rowsum(dO * O) of
-the whole row, less the gradient of the log-sum-exp: d lse / d score is the probability itself, so it is subtracted
-from delta. O itself is never an input, so the backward ring does not send it. Kernels whose backward needs O get the
-stand-in of `engine.attention.kernels.stand_in`.
+A kernel sees a rectangle of queries and keys with a band of visible pairs (`engine.attention.geometry.tiles.Band`),
+returns the partial output with its log-sum-exp, and computes gradients from the *final* log-sum-exp and delta =
+rowsum(dO * O) of the whole row, less the gradient of the log-sum-exp: d lse / d score is the probability itself, so it
+is subtracted from delta. O itself is never an input, so the backward ring does not send it. Kernels whose backward
+needs O get the stand-in of `engine.attention.kernels.stand_in`.
 
 Shape letters: B batch, L query tokens, M key tokens, N query heads, K KV heads, D head dim.
 """

@@ -1,4 +1,4 @@
-"""Kernel `fa4`: FlashAttention-4 (flash-attn-4 on PyPI, CuTe DSL), for Hopper and newer. The fastest of the kernels here.
+"""Kernel `fa4`: FlashAttention-4 (flash-attn-4 on PyPI, CuTe DSL), for Hopper and newer. The fastest kernel here.
 
 Its backward forms dpsum = rowsum(dO * O) - dlse. Given O = 0 and dlse = -delta, dpsum is exactly delta, so O need not
 exist on the rank that runs the backward.

@@ -1,8 +1,9 @@
 """Kernel `flex`: torch's flex_attention (arXiv:2412.05496), compiled to Triton: any band on any GPU that bf16 runs on.
 
 Its backward is autograd's own and knows only the tile: it divides by the tile's row sums, where a ring divides by
-those of whole rows. The two differ by one factor per row, w = exp(lse of the tile - lse of the row) <= 1, which is multiplied
-into the gradients given to the tile's backward. With dO' = w * dO, autograd forms P (dO' V^T - rowsum(dO' * O) + dlse), and so
+those of whole rows. The two differ by one factor per row, w = exp(lse of the tile - lse of the row) <= 1, which is
+multiplied into the gradients given to the tile's backward. With dO' = w * dO, autograd forms
+P (dO' V^T - rowsum(dO' * O) + dlse), and so
 
     dlse = rowsum(dO' * O) - w * delta     makes it     w * P (dO V^T - delta),
 

@@ -20,7 +20,8 @@ from engine.attention.kernels import BackwardInputs, Gradients, Kernel, Problem
 from engine.ops.autograd import accumulation_dtype
 from engine.ops.triton_kernels import kernels_for
 
-# Largest entry of an O', far above any output's and in the range of fp16: rows with |delta| beyond it times |dO| need a second call.
+# Largest entry of an O', far above any output's and in the range of fp16: rows with |delta| beyond it times |dO| need a
+# second call.
 _MAX_ENTRY = 2.0**15
 
 

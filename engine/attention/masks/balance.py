@@ -13,7 +13,8 @@ from engine.attention.masks.mask import FirstRows, Mask
 def rank_pair_tiles(
     mask: Mask, layout: Layout, seq_len: int, cp_size: int, q_rank: int, k_rank: int
 ) -> tuple[Tile, ...]:
-    """Tiles of the queries of `q_rank` against the keys of `k_rank`. Raises ValueError with the mask's `unsupported_reason`."""
+    """Tiles of the queries of `q_rank` against the keys of `k_rank`. Raises ValueError for a length the mask
+    does not fit."""
     unsupported_reason = mask.unsupported_reason(seq_len)
     if unsupported_reason:
         raise ValueError(unsupported_reason)
@@ -47,7 +48,8 @@ def rank_areas(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> list[i
 
 @lru_cache(maxsize=256)
 def imbalance(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> float:
-    """Most work of a rank over the mean: 1.0 is perfect balance. Raises ValueError with the mask's `unsupported_reason`."""
+    """Most work of a rank over the mean: 1.0 is perfect balance. Raises ValueError for a length the mask
+    does not fit."""
     areas = rank_areas(mask, layout, seq_len, cp_size)
     return max(areas) * cp_size / sum(areas) if sum(areas) else 1.0
 

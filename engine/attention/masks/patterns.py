@@ -81,7 +81,7 @@ class LocalGlobal:
     def __post_init__(self) -> None:
         if self.reach < 0 or self.global_blocks < 0:
             raise ValueError(
-                f"local_global pattern reaches {self.reach} blocks, with {self.global_blocks} global ones; give counts >= 0"
+                f"local_global pattern has reach {self.reach} and {self.global_blocks} global blocks; give counts >= 0"
             )
 
     def blocks(self) -> int | None:

@@ -59,7 +59,7 @@ class CommPlan:
 
 @lru_cache(maxsize=256)
 def comm_plan(mask: Mask, layout: Layout, ring: Ring, seq_len: int, cp_rank: int, sends_queries: bool) -> CommPlan:
-    """Tiles, sent and received tokens of `cp_rank` when the query side's chunks are sent along `ring`, or the key side's."""
+    """Tiles and sent tokens of `cp_rank` when the query side's chunks, or the key side's, move along `ring`."""
 
     def tiles(owner: int, worker: int) -> tuple[Tile, ...]:
         q_rank, k_rank = (owner, worker) if sends_queries else (worker, owner)

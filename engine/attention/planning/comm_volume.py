@@ -152,7 +152,7 @@ class RingVolume:
         )
 
     def backward(self, work: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool) -> Sent:
-        """Bytes that `cp_rank` sends in backward with one side, chunks and gradients; `work` is the plan of that side."""
+        """Bytes that `cp_rank` sends in backward with one side, chunks and gradients; `work` is that side's plan."""
         out = self.chunks(work, cp_rank, shards.tokens, shards.sent_side(sends_queries))
         return out + self.gradients(work, cp_rank, shards, sends_queries)
 

@@ -13,7 +13,7 @@ compute, and every chunk adds its launches. Inside a node copy engines move the 
 NCCL does, with a copy that sorts by rank before and one that sorts by token after.
 
 The link between nodes varies from machine to machine by more than schedules differ, so it is measured before a choice
-(`engine.attention.comm.link_speed`), unless the run is to repeat bit for bit: then it is a constant as the other hardware.
+(`engine.attention.comm.link_speed`), unless the run has to be deterministic: then it is a constant.
 
 Between nodes a ring sends 2 (M - 1) K/N chunks of Q's size in forward, an all-to-all (2 + 2 K/N) (M - 1) / M: with
 grouped heads the ring sends less on few nodes, with equal heads the all-to-all does.
@@ -126,8 +126,8 @@ def estimate(schedule: str, share: Workload, hardware: HardwareModel, chunks: in
     query, key, nodes = share.query_bytes, share.key_bytes, share.nodes
 
     def all_to_all(ranks: int, far: float, inner: float) -> float:
-        """Seconds of `inner` between all-to-alls of q, k, v, out, dout, dq, dk, dv, and of q, k, v again with recompute;
-        a fraction `far` of the bytes leaves the node."""
+        """Seconds of `inner` between all-to-alls of q, k, v, out, dout, dq, dk, dv, and of q, k, v again with
+        recompute; a fraction `far` of the bytes leaves the node."""
         nbytes = 4 * query + 4 * key + (query + 2 * key if share.recompute else 0)
         near = (ranks - 1) / ranks - far
         transfer = nbytes * near / (spanning if far else inside) + nbytes * far / across

@@ -42,7 +42,7 @@ def parts_cases(schedule: str, node_size: int) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("schedule", "world_size", "node_size"), [("ulysses", 2, 2), ("usp", 4, 2), ("usp_transposed", 4, 2)]
 )
-def test_heads_in_parts_equal_dense_float64(schedule, world_size, node_size) -> None:
+def test_heads_in_chunks_equal_dense_float64(schedule, world_size, node_size) -> None:
     for errors in run_on_ranks(world_size, parts_cases, schedule, node_size):
         assert len(errors) >= 4
         assert {case: error for case, error in errors.items() if not error < 1e-10} == {}
@@ -55,7 +55,7 @@ def sent(parts: int) -> int:
     return cp.traffic.sent_bytes
 
 
-def test_parts_send_no_byte_more() -> None:
+def test_head_chunks_send_no_byte_more() -> None:
     assert run_on_ranks(2, sent, 4) == run_on_ranks(2, sent, 1)
 
 
@@ -68,7 +68,7 @@ def sent_in_backward(recompute: bool) -> int:
     return cp.traffic.sent_bytes
 
 
-def test_what_arrived_in_forward_is_not_sent_again_in_backward() -> None:
+def test_tensors_received_in_forward_are_not_sent_again_in_backward() -> None:
     tokens, item, head_dim, half = 8, 4, 4, 2
     row = tokens * 8 * item // half
     gradients = tokens * (8 + 8 + 4 + 4) * head_dim * item // half
@@ -101,14 +101,14 @@ def test_parts_that_do_not_divide_the_heads_are_refused() -> None:
     assert "num_head_chunks 3 does not divide the 2 KV heads of a rank" in run_on_ranks(2, unsupported_reason)[0]
 
 
-def test_the_model_takes_parts_where_the_link_is_slow_and_none_where_launches_are_all() -> None:
+def test_the_cost_model_cuts_heads_where_the_link_is_slow_and_not_where_launches_dominate() -> None:
     slow, short = share(128 << 10, node_size=2), share(8 << 10)
     assert choose_num_head_chunks("usp_transposed", slow) > 1
     assert choose_num_head_chunks("ulysses", short) == 1
     assert choose_num_head_chunks("ring", slow) == 1
 
 
-def test_parts_hide_at_most_all_but_the_first_and_the_last() -> None:
+def test_head_chunks_overlap_at_most_all_transfers_but_the_first_and_the_last() -> None:
     problem_share = share(128 << 10, node_size=2)
     whole = estimate("usp_transposed", problem_share, HardwareModel())
     in_parts = estimate("usp_transposed", problem_share, HardwareModel(), chunks=8)
@@ -117,7 +117,7 @@ def test_parts_hide_at_most_all_but_the_first_and_the_last() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_rank_alone_computes_its_heads_in_parts_too(parts) -> None:
+def test_a_single_rank_also_computes_its_heads_in_chunks(parts) -> None:
     cp = ContextParallel.single()
     whole = problem(16, 4, 2)
     found = distributed(
@@ -127,15 +127,15 @@ def test_a_rank_alone_computes_its_heads_in_parts_too(parts) -> None:
 
 
 class Buffers(GroupAllToAll):
-    """Stands in for the messages of two ranks that hold the same: what arrives lies in a buffer, whose life can be
-    followed."""
+    """Stands in for the messages of two ranks with equal tensors; a weak reference to each received buffer tells
+    whether it still exists."""
 
     def __init__(self) -> None:
         super().__init__(None, Traffic())
         self.size = 2
         self.received: list[weakref.ref[torch.Tensor]] = []
 
-    def swap(self, rows):
+    def exchange(self, rows):
         buffer = rows.clone()
         self.received.append(weakref.ref(buffer))
         return lambda: buffer
@@ -144,7 +144,7 @@ class Buffers(GroupAllToAll):
         return sum(buffer() is not None for buffer in self.received)
 
 
-def test_receive_buffers_are_gone_when_the_work_on_them_begins() -> None:
+def test_receive_buffers_are_freed_when_the_work_on_them_begins() -> None:
     heads, alive, here = Buffers(), [], []
     alone = SimpleNamespace(cp=ContextParallel.single())
     token_runs = (TokenRun(0, 0, 4), TokenRun(1, 0, 4))

@@ -1,4 +1,5 @@
-"""The head of the sequence is computed again and the tail kept: who holds how much of either, and what backward_side."""
+"""The head of the sequence is computed again and the tail kept: who holds how much of either, and what
+backward_side."""
 
 from __future__ import annotations
 
@@ -126,7 +127,7 @@ MASKS = (
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("layout", [*LAYOUTS.values(), SplitZigzag(0.37)], ids=lambda layout: layout.name)
-def test_the_first_rows_see_what_they_saw_and_the_others_nothing(layout, mask) -> None:
+def test_the_first_rows_see_the_same_keys_and_the_others_none(layout, mask) -> None:
     seen = visibility(mask, 48)
     for cp_size, cut in product((1, 2, 4), (0, 1, 18, 30, 48)):
         first = FirstRows(mask, cut)
@@ -158,7 +159,7 @@ def test_a_causal_shard_against_itself_stays_one_kernel_call() -> None:
 
 
 @pytest.mark.parametrize("tail", [0.25, 0.5, 0.75])
-def test_kept_rows_and_recomputed_work_follow_the_formulas(tail: float) -> None:
+def test_saved_rows_and_recomputed_work_follow_the_formulas(tail: float) -> None:
     seq_len, cp_size = 1 << 14, 8
     cut = tail_cut(tail, seq_len, cp_size)
     layout = SplitZigzag(tail)
@@ -168,7 +169,7 @@ def test_kept_rows_and_recomputed_work_follow_the_formulas(tail: float) -> None:
     assert recompute_share(SlidingWindow(64), layout, seq_len, cp_size, cut) == pytest.approx(1 - tail, rel=0.05)
 
 
-def test_the_worst_rank_of_an_uneven_layout_is_told() -> None:
+def test_the_worst_rank_of_an_uneven_layout_is_reported() -> None:
     seq_len, cp_size, cut = 1 << 14, 4, 3 << 12
     assert kept_share(LAYOUTS["contiguous"], seq_len, cp_size, cut) == 1.0  # the last rank holds all of the tail
     assert kept_share(LAYOUTS["zigzag"], seq_len, cp_size, cut) == 0.5  # two of four ranks do
@@ -194,7 +195,7 @@ def test_the_worst_rank_of_an_uneven_layout_is_told() -> None:
     ],
     ids=str,
 )
-def test_auto_takes_a_layout_that_is_even_before_and_after_the_cut(mask, tail, layout) -> None:
+def test_auto_resolves_to_a_layout_that_is_even_before_and_after_the_cut(mask, tail, layout) -> None:
     seq_len, cp_size = 4096, 4
     chosen = best_layout(mask, seq_len, cp_size, tail)
     assert chosen.name == layout
@@ -221,7 +222,7 @@ def test_the_settings_decide_whether_the_tail_counts() -> None:
     assert "nearest lengths" in (unsupported_reason or "")
 
 
-def test_a_trial_records_what_its_worst_rank_keeps_and_computes_again() -> None:
+def test_a_trial_records_the_saved_and_recomputed_shares_of_its_worst_rank() -> None:
     shape = ModelShape(name="s", layers=1, hidden=8, ffn=8, heads=2, kv_heads=2, head_dim=4, vocab=256)
 
     def chosen(**changes) -> dict[str, str]:
@@ -259,7 +260,7 @@ def bytes_of_replays(routes: list[tuple[str, str]], tails: tuple[float, ...]) ->
     return found
 
 
-def test_a_replay_sends_the_share_of_the_sequence_that_it_computes() -> None:
+def test_a_recomputation_sends_the_share_of_the_sequence_that_it_computes() -> None:
     routes, tails = [("ring", "relay"), ("ring", "direct"), ("ulysses", "auto")], (0.0, 0.25, 0.5, 1.0)
     per_rank = run_on_ranks(4, bytes_of_replays, routes, tails)
     for index, (_, exchange) in enumerate(routes):
@@ -272,7 +273,7 @@ def test_a_replay_sends_the_share_of_the_sequence_that_it_computes() -> None:
             assert replays == [(1 - tail) * whole for tail in tails]
 
 
-def test_what_is_kept_is_a_copy_of_the_tails_rows_alone() -> None:
+def test_the_saved_output_is_a_copy_of_only_the_tails_rows() -> None:
     out, lse = torch.randn(1, 64, 2, 4), torch.randn(1, 2, 64)
     saved = save_suffix(out, lse, ContextParallel.single(), 0.25)
     assert saved is not None
@@ -287,7 +288,7 @@ def test_what_is_kept_is_a_copy_of_the_tails_rows_alone() -> None:
     assert whole.out_BLND.data_ptr() == out.data_ptr()  # no copy where everything is kept
 
 
-def test_rows_stored_of_other_shards_are_refused() -> None:
+def test_rows_saved_of_other_shards_are_refused() -> None:
     q, k, v = (torch.randn(1, 64, 2, 4) for _ in range(3))
     saved = SavedOutput(torch.randn(1, 10, 2, 4), torch.randn(1, 2, 10), cut=48)
     with pytest.raises(ValueError, match="saved holds 10 rows from position 48 on and 48 lie before it, but q has 64"):

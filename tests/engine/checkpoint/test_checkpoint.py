@@ -81,7 +81,7 @@ def kept() -> tuple[Tensor, list[Tensor]]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_each_policy_replays_what_it_says_with_equal_gradients(policy: str, kept) -> None:
+def test_each_policy_recomputes_its_layers_with_equal_gradients(policy: str, kept) -> None:
     model, attend, _ = model_with(policy)
     loss = loss_of(model, seed=1)
     loss.backward()
@@ -115,7 +115,7 @@ def test_several_forwards_may_be_open_at_once(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", RECOMPUTING)
-def test_backward_may_come_twice(policy: str, kept) -> None:
+def test_backward_may_run_twice(policy: str, kept) -> None:
     model, attend, _ = model_with(policy)
     loss = loss_of(model, seed=1)
     loss.backward(retain_graph=True)
@@ -142,7 +142,7 @@ def held_bytes(keeper: Recompute | None) -> int:
 
 
 @pytest.mark.parametrize("policy", RECOMPUTING)
-def test_what_is_held_is_the_fraction_asked_for(policy: str) -> None:
+def test_the_saved_fraction_is_the_configured_one(policy: str) -> None:
     model, _, keeper = model_with(policy)
     loss = loss_of(model, seed=1)
     settings, tokens, itemsize = POLICIES[policy], 2 * SETTINGS.seq_len, 8
@@ -163,7 +163,7 @@ def live_bytes(policy: str) -> int:
     return sum(event.self_cpu_memory_usage for event in recorded.key_averages())
 
 
-def test_memory_falls_as_less_is_kept() -> None:
+def test_memory_falls_as_less_is_saved() -> None:
     """By as much as was asked for: nothing else holds on to an input or an output."""
     element = 2 * SETTINGS.seq_len * 8
     inputs, attention = element * SHAPE.hidden, element * SHAPE.heads * (SHAPE.head_dim + 1)

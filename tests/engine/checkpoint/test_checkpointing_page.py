@@ -31,7 +31,7 @@ def test_the_table_of_shares_is_computed_not_remembered() -> None:
         assert tuple(f"{value:.2f}" for value in found) == (kept, again), (mask, tail, name)
 
 
-def test_the_table_of_replays_is_computed_not_remembered() -> None:
+def test_the_table_of_recomputed_layers_equals_the_counts() -> None:
     page = PAGE.read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
     assert len(rows) > 4

@@ -182,7 +182,7 @@ def test_no_more_host_memory_is_locked_than_was_reserved(every: int, monkeypatch
 
 @pytest.mark.parametrize("offload", ["none", "inputs", "all"])
 @pytest.mark.parametrize("every", [5, 11])
-def test_backward_may_come_twice(every: int, offload: Any, kept) -> None:
+def test_backward_may_run_twice(every: int, offload: Any, kept) -> None:
     settings = Checkpoint(every=every, tail=0.5, offload=offload, replay="bisect")
     model, attend, keeper = model_with(settings)
     loss = loss_of(model)

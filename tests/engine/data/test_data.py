@@ -26,7 +26,7 @@ def text_file(tmp_path: Path, content: bytes) -> str:
     return str(path)
 
 
-def test_the_built_in_text_is_the_language_reference_and_says_so() -> None:
+def test_the_built_in_text_is_the_language_reference_and_has_its_name() -> None:
     store = open_tokens(PYTHON_DOCS)
     text = bytes(store.window(0, store.header.count).tolist())
     assert b"compound statement" in text
@@ -70,7 +70,7 @@ def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
     assert bytes(open_tokens(source).window(0, 7).tolist()) == b"another"
 
 
-def test_a_missing_file_is_refused_with_what_to_give() -> None:
+def test_a_missing_file_is_refused_with_a_next_step() -> None:
     with pytest.raises(ValueError, match=r"such\.txt' is no file and no token store; give python_docs, the path of a"):
         open_tokens("/no/such.txt")
 
@@ -94,7 +94,7 @@ def test_a_character_cut_off_at_the_end_is_refused(tmp_path: Path) -> None:
         open_tokens(text_file(tmp_path, b"abc\xc3"))
 
 
-def test_a_damaged_store_is_refused_with_what_to_do(tmp_path: Path, cache: Path) -> None:
+def test_a_damaged_store_is_refused_with_a_next_step(tmp_path: Path, cache: Path) -> None:
     source = text_file(tmp_path, b"some text")
     open_tokens(source)
     (header,) = cache.glob("tokens/*/header.json")

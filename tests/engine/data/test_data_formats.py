@@ -104,7 +104,7 @@ NOT_TEXT = {
 
 
 @pytest.mark.parametrize("kind", NOT_TEXT)
-def test_what_is_no_text_is_refused_by_its_content_whatever_its_name(kind: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_text_is_refused_by_its_content_under_any_name(kind: str, tmp_path: Path) -> None:
     content, words = NOT_TEXT[kind]
     path = written(tmp_path, content)
     said = format_unsupported_reason(path)

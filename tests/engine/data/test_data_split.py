@@ -22,7 +22,7 @@ def store(tmp_path: Path) -> TokenStore:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 100, 1000])
-def test_every_number_lies_somewhere_once(size: int) -> None:
+def test_every_number_has_one_place(size: int) -> None:
     assert sorted(permuted(number, size, "key") for number in range(size)) == list(range(size))
 
 
@@ -37,7 +37,7 @@ def test_large_orders_take_no_memory_and_no_time() -> None:
     assert len({permuted(number, size, "key") for number in range(1000)}) == 1000
 
 
-def test_what_is_learnt_from_and_what_is_held_out_share_no_token(store: TokenStore) -> None:
+def test_training_and_validation_text_share_no_token(store: TokenStore) -> None:
     learnt, held_out = spans(store.header, built=True)
     assert (learnt, held_out) == (Span(start=0, stop=180), Span(start=180, stop=200))
 
@@ -53,7 +53,7 @@ def test_a_sequence_needs_the_token_after_its_last_one() -> None:
     assert [span.sequences(seq_len) for seq_len in (9, 10, 19, 20, 100)] == [2, 1, 1, 0, 0]
 
 
-def test_every_sequence_comes_once_per_epoch_in_another_order(store: TokenStore) -> None:
+def test_every_epoch_has_every_sequence_once_in_another_order(store: TokenStore) -> None:
     sequences = ShuffledSequences(store, spans(store.header, built=True)[0], seed=7)
     epochs = [[sequences.sequence(number, 16).tolist() for number in range(11 * epoch, 11 * epoch + 11)]
               for epoch in (0, 1)]  # fmt: skip

@@ -43,7 +43,7 @@ def text_file(folder: Path, name: str, text: str) -> str:
     return str(folder / name)
 
 
-def test_a_store_holds_what_the_library_gives_for_the_whole_text(tmp_path: Path, tokenizer_file: Path) -> None:
+def test_a_store_holds_the_librarys_tokens_of_the_whole_text(tmp_path: Path, tokenizer_file: Path) -> None:
     first, second = text_file(tmp_path, "a.txt", TEXT), text_file(tmp_path, "b.txt", "another\n")
     tokenizer = tokenizer_named(str(tokenizer_file))
     header = build_store([first, second], tmp_path / "store", tokenizer, validation=0.1)
@@ -108,7 +108,7 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: str | N
     assert "give bytes or the path of a tokenizer.json" in str(caught.value)
 
 
-def test_a_missing_library_names_what_installs_it(monkeypatch: pytest.MonkeyPatch, tokenizer_file: Path) -> None:
+def test_a_missing_library_is_refused_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch, tokenizer_file: Path) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"pip install 'burst-harness\[train\]'"):
         FileTokenizer(tokenizer_file)

@@ -127,7 +127,7 @@ def test_an_imported_model_has_the_logits_and_gradients_of_transformers(theirs: 
 
 
 @SHAPES
-def test_transformers_loads_what_is_exported_with_the_same_logits(
+def test_transformers_loads_an_export_with_the_same_logits(
     transformers: Any, tmp_path: Path, shape: ModelShape
 ) -> None:
     directory = exported(shape, tmp_path / "out", max_positions=4096)
@@ -231,7 +231,7 @@ def test_a_shard_is_written_before_the_next_one_is_asked_for(tmp_path: Path) -> 
     assert written[-1] == len(list(directory.glob("*.safetensors"))) - 1 > 1
 
 
-def test_parameters_may_come_in_any_order(tmp_path: Path) -> None:
+def test_parameters_may_be_given_in_any_order(tmp_path: Path) -> None:
     given = decoder(LLAMA).state_dict()
     directory = export_hugging_face(reversed(given.items()), LLAMA, tmp_path / "out", shard_bytes=SEVERAL)
     assert all(torch.equal(tensor, given[name]) for name, tensor in import_hugging_face(directory)[1])
@@ -254,7 +254,7 @@ def test_a_state_of_another_model_is_refused_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_parameter_that_comes_twice_is_refused(tmp_path: Path) -> None:
+def test_a_parameter_given_twice_is_refused(tmp_path: Path) -> None:
     pairs = list(decoder(LLAMA).state_dict().items())
     with pytest.raises(ValueError, match=r"embedding.weight comes twice"):
         export_hugging_face([*pairs, pairs[0]], LLAMA, tmp_path / "out")
@@ -378,7 +378,7 @@ def test_a_configuration_this_model_cannot_compute_is_refused(
         {"tie_word_embeddings": ...},
     ],
 )
-def test_a_configuration_that_says_the_same_in_other_words_is_read(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_an_equivalent_configuration_is_read(tmp_path: Path, changes: dict[str, Any]) -> None:
     directory = exported(LLAMA, tmp_path / "llama")
     change_config(directory, **changes)
     assert import_hugging_face(directory)[0] == LLAMA

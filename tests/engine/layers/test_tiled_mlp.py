@@ -117,7 +117,7 @@ def test_a_run_is_no_longer_than_the_norm_can_address(monkeypatch) -> None:
     torch.testing.assert_close(found, branch(SHAPE, add_whole_mlp), rtol=1e-12, atol=1e-13)
 
 
-def test_the_profiler_is_told_what_tiles_run_again() -> None:
+def test_recomputation_in_tiles_is_marked_for_the_profiler() -> None:
     norm, mlp = torch.nn.RMSNorm(SHAPE.hidden, eps=1e-5), MLP(SHAPE)
     out_BLE = add_mlp_in(2)(norm, mlp, torch.randn(*TOKENS, SHAPE.hidden, requires_grad=True))
     with profile(activities=[ProfilerActivity.CPU]) as traced:

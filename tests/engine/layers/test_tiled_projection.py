@@ -121,7 +121,7 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("tiles", "most"), [(2, 11), (4, 6), (8, 3), (1000, 1)])
-def test_a_run_lies_in_one_sequence_and_is_no_longer_than_asked(tiles: int, most: int) -> None:
+def test_a_run_is_in_one_sequence_and_no_longer_than_requested(tiles: int, most: int) -> None:
     with Products() as counted:
         projected(SHAPE, project_in(tiles))
     assert counted.widest == most  # of 22 tokens in two sequences
@@ -142,7 +142,7 @@ def test_no_norm_of_a_run_is_given_more_than_it_can_address(shape: ModelShape, m
     assert max(given) == 72  # six tokens of 12 features, or three of four heads of six
 
 
-def test_only_the_layers_input_is_kept() -> None:
+def test_only_the_layers_input_is_saved() -> None:
     torch.manual_seed(0)
     norm, attention = RMSNorm(SHAPE.hidden), Attention(SHAPE)
     x_BLE = torch.randn(SEQUENCES, TOKENS, SHAPE.hidden, requires_grad=True)

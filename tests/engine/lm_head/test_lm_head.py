@@ -61,7 +61,7 @@ def relative(found: Tensor, truth: Tensor) -> float:
 @pytest.mark.parametrize("ignored", [slice(0, 0), slice(5, 20), slice(0, 36)])
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
-def test_loss_and_gradients_equal_the_plain_twin_for_any_tile(tile, z_loss, ignored) -> None:
+def test_loss_and_gradients_equal_the_plain_implementation_for_any_tile(tile, z_loss, ignored) -> None:
     expected = loss_and_gradients(plain_loss_sum, torch.float64, ignored, z_loss=z_loss)
     found = loss_and_gradients(fused_loss_sum, torch.float64, ignored, z_loss=z_loss, tile=tile)
     assert [relative(f, e) < 1e-12 for f, e in zip(found, expected, strict=True)] == [True] * 3
@@ -76,7 +76,7 @@ def test_z_loss_adds_the_squared_log_partition_of_every_counted_token() -> None:
 
 @pytest.mark.parametrize("tile", [BY_TOKENS, BY_BOTH], ids=["tokens", "both"])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-def test_bf16_is_as_close_to_float64_as_the_plain_twin(tile, z_loss) -> None:
+def test_bf16_is_as_close_to_float64_as_the_plain_implementation(tile, z_loss) -> None:
     hidden, weight, labels = problem(torch.bfloat16)
     hidden, weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
     truth_loss = plain_loss_sum(hidden, weight, labels, z_loss)
@@ -102,7 +102,7 @@ def test_a_label_that_is_nearly_sure_keeps_its_small_gradient() -> None:
         assert leaf.grad[0].item() == pytest.approx(-exact.item(), rel=2e-2)
 
 
-def test_words_that_cannot_come_take_no_part() -> None:
+def test_words_of_probability_zero_do_not_count() -> None:
     # Logits of -inf, as of a padded vocabulary; they may fill whole tiles, the first one included.
     hidden = torch.ones(2, 1, dtype=torch.float64)
     weight = torch.tensor([[-torch.inf]] * 10 + [[1.0], [2.0]] + [[-torch.inf]] * 5, dtype=torch.float64)
@@ -135,7 +135,7 @@ def test_a_rank_without_any_token_gives_zero_loss_and_gradients() -> None:
 
 
 @pytest.mark.parametrize("tile", [BY_TOKENS, BY_BOTH], ids=["tokens", "both"])
-def test_backward_may_come_twice(tile) -> None:
+def test_backward_may_run_twice(tile) -> None:
     hidden, weight, labels = problem(torch.float32)
     loss = fused_loss_sum(hidden, weight, labels, tile=tile) / 7
     loss.backward(retain_graph=True)

@@ -46,7 +46,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"loss_kernel": "liger", "lm_head_fusion": False}, "cuda", "is a fused one, but lm_head_fusion is false"),
     ],
 )
-def test_what_a_library_cannot_do_is_refused_with_the_way_out(installed, changes, device, sentence) -> None:
+def test_settings_that_a_library_lacks_are_refused_with_a_next_step(installed, changes, device, sentence) -> None:
     reason = unsupported_reason(settings(**changes), device)
     assert reason is not None
     assert sentence in reason
@@ -63,7 +63,7 @@ def test_a_library_that_is_not_installed_is_refused_with_the_line_that_installs_
     assert (name, False, line) in available("cuda")
 
 
-def test_an_installed_library_runs_on_a_gpu_and_says_so(installed) -> None:
+def test_an_installed_library_runs_on_a_gpu_and_is_listed_as_ready(installed) -> None:
     assert [unsupported_reason(settings(loss_kernel=name), "cuda") for name in ("own", "liger", "cce")] == [None] * 3
     assert unsupported_reason(settings(loss_kernel="liger", z_loss=1e-4, dtype="fp32"), "cuda") is None
     assert [(name, ok) for name, ok, _ in available("cuda")] == [("own", True), ("liger", True), ("cce", True)]
@@ -112,14 +112,14 @@ def test_the_experiment_compares_four_forms_where_there_is_a_gpu(installed) -> N
     assert reasons(NODE) == {form: {None} for form in forms}
 
 
-def test_its_plan_shows_models_by_name_and_what_else_varies() -> None:
+def test_its_plan_shows_models_by_name_and_the_settings_that_vary() -> None:
     rows = plan_table(plan(load_experiment(ROOT / "experiments" / "lm_head.yaml"), LAPTOP))
     assert {row["model"] for row in rows} == {"llama3_8b", "7b"}
     assert {"lm_head_fusion", "loss_kernel"} <= rows[0].keys()
     assert not [column for column in rows[0] if column.startswith("model.")]
 
 
-def test_the_plan_refuses_the_libraries_without_a_gpu_and_keeps_the_rest(installed) -> None:
+def test_the_plan_refuses_only_the_libraries_without_a_gpu(installed) -> None:
     found = reasons(LAPTOP)
     assert found["own", True] == found["own", False] == {None}
     assert found["cce", True] == {"loss_kernel cce needs a GPU, and this machine has none; choose loss_kernel own"}

@@ -32,14 +32,14 @@ FORMS = [
 
 
 @in_the_interpreter
-def test_the_kernel_equals_its_twin_in_tritons_interpreter() -> None:
+def test_the_kernel_equals_its_reference_in_tritons_interpreter() -> None:
     done = interpret("lm_head.softmax_program")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_the_kernel_equals_its_twin_on_a_gpu() -> None:
+def test_the_kernel_equals_its_reference_on_a_gpu() -> None:
     assert faults("cuda", SMALL, tokens=700) == []
     assert faults("cuda", LARGE, tokens=300) == []
 

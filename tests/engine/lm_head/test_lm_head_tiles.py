@@ -32,7 +32,7 @@ def test_a_tile_on_a_cpu_fills_its_bytes_and_no_more(vocabulary) -> None:
 @pytest.mark.parametrize("tokens", [1, 1 << 14, 1 << 16, 1 << 18, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("vocabulary", [1, 32000, 128256, 1 << 20, 1 << 26])
-def test_a_tile_on_a_gpu_takes_no_more_than_its_bytes_or_the_hidden_states(vocabulary, dtype, tokens) -> None:
+def test_a_tile_on_a_gpu_takes_at_most_its_bytes_or_the_hidden_states(vocabulary, dtype, tokens) -> None:
     given = hidden(tokens, "cuda", dtype=dtype)
     tile = choose_tile(vocabulary, given)
     assert tile.tokens * tile.words * dtype.itemsize <= max(TILE_BYTES["cuda"], given.nbytes)

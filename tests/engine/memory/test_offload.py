@@ -34,7 +34,7 @@ def test_a_host_buffer_has_exactly_the_bytes_asked_for(nbytes: int) -> None:
     assert buffer.eq(7).all()
 
 
-def test_a_host_twin_has_shape_and_dtype_of_the_tensor() -> None:
+def test_a_host_tensor_has_shape_and_dtype_of_the_tensor() -> None:
     tensor = torch.randn(3, 5, 2).to(torch.bfloat16).transpose(0, 1)
     twin = host_like(tensor, CPU).copy_(tensor)
     assert twin.is_contiguous()
@@ -49,7 +49,7 @@ def test_more_host_memory_than_there_is_ends_with_a_reason() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("store_class", [DeviceStore, HostStore])
-def test_what_is_put_comes_back_each_time_it_is_fetched(store_class, device: str) -> None:
+def test_each_fetch_returns_the_tensors_that_were_put(store_class, device: str) -> None:
     store = store_class()
     tensors = torch.randn(4, 6, device=device).T, torch.arange(7, device=device), torch.zeros(0, 3, device=device)
     kept = store.put(tensors)
@@ -130,7 +130,7 @@ def test_buffers_are_used_again_from_step_to_step_and_held_by_one_owner_each() -
     assert len(buffer_addresses(store, [100] * 4) & first) == 2
 
 
-def test_reserved_buffers_are_what_the_next_puts_take_and_replace_those_of_other_sizes() -> None:
+def test_the_next_puts_use_reserved_buffers_which_replace_those_of_other_sizes() -> None:
     store = HostStore()
     buffer_addresses(store, [50, 50, 100])
     store.reserve(3, 400, CPU)
@@ -172,7 +172,7 @@ class Logged(DenseCausal):
 
 
 @pytest.mark.parametrize("replay", ["hold", "bisect"])
-def test_an_input_comes_back_after_the_attention_that_backward_passes_before_it(
+def test_an_input_is_prefetched_after_the_attention_that_backward_passes_before_it(
     replay: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Attention's backward is where a layer holds most: the input that is wanted next is no part of that."""

@@ -81,7 +81,7 @@ def test_parameters_and_states_are_those_of_the_fused_step_bit_for_bit(dtype: to
     assert_identical(contents(offloaded, found), contents(plain, expected))
 
 
-def test_states_stay_in_one_place_and_pass_through_bounded_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_stay_in_host_memory_and_are_copied_through_bounded_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     optimizer = adamw(model, 1e-2, Recipe(), offload=True)
     train(model, optimizer, range(1))

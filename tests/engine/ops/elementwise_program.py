@@ -1,4 +1,5 @@
-"""Hold the Triton kernels of SwiGLU and RoPE against float64: `python -m tests.engine.ops.elementwise_program [cpu|cuda]`.
+"""Hold the Triton kernels of SwiGLU and RoPE against float64: `python -m tests.engine.ops.elementwise_program
+[cpu|cuda]`.
 
 A program of its own because Triton reads TRITON_INTERPRET, which runs kernels on the CPU, when it is first imported.
 There the choice of the kernels is forced on CPU tensors, so that what calls them is run as well.

@@ -51,7 +51,7 @@ def test_the_peak_of_host_memory_is_that_of_the_next_trial():
     assert after < with_it - (1 << 18)
 
 
-def test_a_rank_is_through_with_its_own_turn_alone(tmp_path):
+def test_a_rank_finishes_only_its_own_turn(tmp_path):
     turns = Turns.named_in(Turns(tmp_path).environment)
     assert turns is not None
     assert Turns.named_in({}) is None
@@ -63,7 +63,7 @@ def test_a_rank_is_through_with_its_own_turn_alone(tmp_path):
     assert turns.wait(2) == tmp_path / "trial"
 
 
-def test_the_first_error_of_a_rank_is_kept(tmp_path):
+def test_the_first_error_of_a_rank_is_recorded(tmp_path):
     for words in ("the cause", "what follows from it"):
         write_error(tmp_path, 0, RuntimeError(words))
     assert "the cause" in (tmp_path / "errors" / "rank0.json").read_text()

@@ -100,7 +100,7 @@ def gpu_records() -> list[Record]:
     return found
 
 
-def test_the_table_has_a_line_per_form_with_memory_beyond_what_all_hold() -> None:
+def test_the_table_has_a_line_per_implementation_with_memory_beyond_the_common_part() -> None:
     table = head_table(rows_of(gpu_records()))
     assert table is not None
     headers = [column.header for column in table.columns]

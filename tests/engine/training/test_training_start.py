@@ -53,7 +53,7 @@ def evaluations(cache: str, folder: str) -> list[float]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_evaluation_loss_is_that_of_a_dense_run_whatever_the_ranks_and_each_time(ranks, tmp_path) -> None:
+def test_the_evaluation_loss_is_that_of_a_dense_run_for_any_ranks_and_each_time(ranks, tmp_path) -> None:
     truth = dense_loss(str(tmp_path))
     for found in run_on_ranks(ranks, evaluations, str(tmp_path), str(tmp_path)):
         assert found == pytest.approx([truth] * 4, rel=1e-6)
@@ -104,5 +104,5 @@ def stop_requests(_: str) -> tuple[bool, bool, object]:
     return before, request.asked, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_the_first_signal_asks_and_the_second_would_end_the_process() -> None:
+def test_the_first_signal_requests_a_stop_and_the_second_would_end_the_process() -> None:
     assert run_on_ranks(1, stop_requests, "") == [(False, True, True)]

@@ -132,7 +132,7 @@ def unpack_slot(specs: tuple[TensorSpec, ...], num_head_chunks: int = 1, chunk: 
 
 
 def in_rows(tensor: Tensor) -> Tensor:
-    """The tensor with the bytes of a token's heads contiguous, as a copy engine's rows need them; tokens need not be."""
+    """The tensor with the bytes of a token's heads contiguous, as a copy engine's rows need them."""
     expected = 1
     for size, stride in zip(reversed(tensor.shape[2:]), reversed(tensor.stride()[2:]), strict=True):
         if size > 1 and stride != expected:
@@ -152,8 +152,8 @@ def _blocks(
 ) -> Iterator[Block]:
     """Copies of `width` bytes of each token of some runs (token at the source, token at the target, count).
 
-    `first_byte` is where they start in a token at the source; `target` where token 0 of the first sequence is written, with
-    the bytes from one sequence and one token to the next. Two runs of one length, as a zigzag rank holds, are two
+    `first_byte` is where they start in a token at the source; `target` where token 0 of the first sequence is written,
+    with the bytes from one sequence and one token to the next. Two runs of one length, as a zigzag rank holds, are two
     layers of one copy.
     """
     place, sequence_bytes, target_pitch = target

@@ -84,7 +84,7 @@ def asked() -> dict[str, tuple[int, str | None, str]]:
     return seen
 
 
-def test_a_plan_asks_for_the_link_where_it_decides_something_and_once() -> None:
+def test_a_plan_measures_the_link_once_and_only_where_it_decides_the_schedule() -> None:
     seen = run_on_ranks(4, asked)
     slow, fast = "2.00 GiB/s between nodes", "100000.00 GiB/s between nodes"
     assumed = "2.90 GiB/s between nodes, assumed: deterministic"

@@ -19,7 +19,7 @@ from tests.ranks import run_on_ranks
     ("hosts", "size"),
     [("a", 1), ("aaaa", 4), ("aabb", 2), ("abcd", 1), ("aaab", 1), ("aaaabb", 2), ("abab", 1), ("aabbaa", 2)],
 )
-def test_what_counts_as_a_node_lies_on_one_host(hosts: str, size: int) -> None:
+def test_a_node_never_spans_two_hosts(hosts: str, size: int) -> None:
     assert shared_node_size(list(hosts)) == size
     assert all(len(set(hosts[first : first + size])) == 1 for first in range(0, len(hosts), size))
 

@@ -42,7 +42,7 @@ META = torch.device("meta")  # stands in for a GPU: tensors without memory
 
 
 @pytest.mark.parametrize("first", [(), (TensorSpec((2,), torch.float32),)])
-def test_all_ranks_meet_before_the_first_message_also_one_that_has_none(monkeypatch, first) -> None:
+def test_all_ranks_form_the_communicator_before_the_first_message_also_a_rank_without_one(monkeypatch, first) -> None:
     calls = Calls(monkeypatch, META)
     route = PointToPoint(object(), Traffic())
     for expected in (first, (TensorSpec((3,), torch.bfloat16),)):
@@ -50,7 +50,7 @@ def test_all_ranks_meet_before_the_first_message_also_one_that_has_none(monkeypa
     assert calls.noted == ["all ranks meet", *["messages"] * (1 + len(first))]
 
 
-def test_gloo_needs_no_meeting(monkeypatch) -> None:
+def test_gloo_needs_no_call_of_all_ranks_before_the_first_message(monkeypatch) -> None:
     calls = Calls(monkeypatch, None)
     PointToPoint(object(), Traffic()).start((torch.zeros(2),), 1, NOTHING, 2)
     assert calls.noted == ["messages"]
@@ -72,7 +72,8 @@ def test_a_group_with_nccl_receives_on_the_gpu_also_beside_gloo(monkeypatch, bac
 
 
 def order_of_events() -> list[str]:
-    """Ring steps as outer step and inner step, and when transfers between nodes start and are waited for; three nodes of two."""
+    """Ring steps as outer step and inner step, and when transfers between nodes start and are waited for; three nodes
+    of two."""
     cp = ContextParallel(node_size=2)
     k = torch.zeros(1, 8, 2, 8)
     plan = plan_attention(k, k, mask=Full(), cp=cp, schedule="double_ring")

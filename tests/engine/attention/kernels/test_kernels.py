@@ -135,7 +135,7 @@ class Counted(CpuKernel):
         return super().backward(given, band, scale, deterministic)
 
 
-def test_only_a_row_whose_gradient_is_too_small_for_its_delta_costs_a_second_call() -> None:
+def test_only_a_row_whose_gradient_is_too_small_for_its_delta_needs_a_second_call() -> None:
     q, k, v, dout = tile_inputs(8, 8, 2, 2, 16, torch.float32)
     out, lse = REFERENCE.forward(q, k, v, CAUSAL, 0.25)
     given = [t.cpu() for t in BackwardInputs(q, dout, lse, row_dot(dout, out) + 100, k, v)]
@@ -191,7 +191,7 @@ def test_merging_many_parts_in_any_grouping_gives_attention_over_all_keys(count)
 
 
 @pytest.mark.parametrize("count", range(9))
-def test_gradient_parts_sum_up_whatever_rows_they_cover_and_release_their_memory_once(count) -> None:
+def test_gradient_parts_of_any_rows_are_summed_and_release_their_memory_once(count) -> None:
     generator = torch.Generator().manual_seed(count)
     like = torch.zeros(2, 12, 3, 8, dtype=torch.bfloat16, device=DEVICE)
     expected, released = torch.zeros(like.shape, dtype=torch.float64), []
@@ -224,7 +224,7 @@ def test_a_single_part_crosses_a_link_as_the_kernel_wrote_it_and_a_sum_crosses_w
     assert torch.equal(gradient.over(rows, None, unreduced=False), part.float() * 2)
 
 
-def test_a_part_in_a_receive_slot_is_copied_out_and_the_slot_given_back() -> None:
+def test_a_part_in_a_receive_slot_is_copied_and_the_slot_released() -> None:
     slot, released = torch.randn(1, 8, 2, 4).bfloat16(), []
     gradient = GradAccumulator(torch.zeros(1, 8, 2, 4, dtype=torch.bfloat16), torch.bfloat16)
     gradient.add(slice(0, 8), slot, lambda: released.append(True))
@@ -240,7 +240,7 @@ def test_merging_parts_of_other_rows_is_refused() -> None:
         merge_parts([(out[:, :3], lse[:, :, :3])], out, lse)
 
 
-def test_every_kernel_says_whether_it_can_run_and_why_not() -> None:
+def test_every_kernel_has_an_availability_and_a_reason() -> None:
     lines = {line.name: line for line in available()}
     assert set(lines) == set(KERNELS)
     assert lines["reference"].ok

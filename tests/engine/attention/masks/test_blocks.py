@@ -119,7 +119,7 @@ def test_the_area_of_each_rank_is_that_of_its_tiles(mask) -> None:
 
 
 @pytest.mark.parametrize("mask", BLOCK_MASKS, ids=str)
-def test_block_masks_need_no_kernel_that_knows_windows(mask) -> None:
+def test_block_masks_need_no_kernel_with_windows(mask) -> None:
     for layout, cp_size in product(LAYOUTS.values(), CP_SIZES):
         assert band_kinds(mask, layout, SEQ_LEN, cp_size) <= {"full", "causal"}
 
@@ -152,7 +152,7 @@ def test_runs_of_full_blocks_become_one_rectangle() -> None:
     assert BlockSparse(quarter, 4).tiles(whole(32), whole(32)) == (Tile(0, 16, 16, 32),)
 
 
-def test_what_lies_in_the_future_does_not_break_rectangles() -> None:
+def test_hidden_future_keys_do_not_break_rectangles() -> None:
     lower = [[column <= row for column in range(8)] for row in range(8)]
     square = [[True] * 8] * 8
     for layout, (q_rank, k_rank) in product(LAYOUTS.values(), product(range(4), repeat=2)):
@@ -161,7 +161,7 @@ def test_what_lies_in_the_future_does_not_break_rectangles() -> None:
         assert all(len(found) <= len(tiles[0]) for found in tiles)
 
 
-def test_each_document_is_one_causal_tile_wherever_it_lies_whole() -> None:
+def test_each_document_that_one_rank_holds_whole_is_one_causal_tile() -> None:
     documents = Documents((64, 128, 64))
     assert [tile.rows for tile in documents.tiles(whole(256), whole(256))] == [64, 128, 64]
     for layout in LAYOUTS.values():
@@ -169,12 +169,12 @@ def test_each_document_is_one_causal_tile_wherever_it_lies_whole() -> None:
         assert {tile.band.kind for tile in own} == {"causal"}
 
 
-def test_columns_are_swept_where_that_takes_fewer_rectangles() -> None:
+def test_columns_are_swept_where_that_gives_fewer_rectangles() -> None:
     rows = [(0, 1, [(0, 1)]), (1, 2, [(0, 3)]), (2, 3, [(0, 1)])]  # a T lying on its side
     assert len(rectangles(rows)) == 2
 
 
-def test_hops_between_shards_without_common_documents_have_no_work() -> None:
+def test_steps_between_chunks_without_common_documents_have_no_tiles() -> None:
     documents = Documents((16, 16, 16, 16))
     for q_rank, k_rank in product(range(4), repeat=2):
         assert bool(rank_pair_tiles(documents, LAYOUTS["contiguous"], 64, 4, q_rank, k_rank)) == (q_rank == k_rank)
@@ -212,7 +212,7 @@ def test_grids_may_be_lists_tuples_or_tensors_and_are_then_one_mask() -> None:
 
 
 @pytest.mark.parametrize("mask", BLOCK_MASKS, ids=str)
-def test_block_masks_are_read_back_from_how_they_are_written(mask) -> None:
+def test_block_masks_are_parsed_from_their_own_string(mask) -> None:
     assert parse_mask(str(mask)) == mask
 
 
@@ -244,7 +244,7 @@ def test_token_counts_may_be_written_in_k_and_M() -> None:
         ("block_sparse:64:12/11", "is unknown"),
     ],
 )
-def test_a_mask_written_wrongly_is_refused_with_what_to_write(setting, words) -> None:
+def test_a_mask_written_wrongly_is_refused_with_the_right_forms(setting, words) -> None:
     with pytest.raises(ValueError, match=words):
         parse_mask(setting)
 

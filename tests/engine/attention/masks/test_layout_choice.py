@@ -53,12 +53,12 @@ def test_no_other_layout_is_much_more_even(mask) -> None:
     assert max(shares.values()) > 1.1
 
 
-def test_a_method_refuses_a_mask_of_another_length_before_anything_is_started() -> None:
+def test_a_method_refuses_a_mask_of_another_length_before_ranks_start() -> None:
     settings = TrialSettings(task="attention", method="burst", model=SHAPE, seq_len=256, mask="documents:64,128")
     assert "2 documents hold 192 tokens and the sequence has 256" in (METHOD.refuse(settings) or "")
 
 
-def test_a_schedule_that_trades_heads_gets_no_striped_layout() -> None:
+def test_a_schedule_with_an_all_to_all_gets_no_striped_layout() -> None:
     settings = TrialSettings(
         task="train", method="burst", model=SHAPE, seq_len=4096, cp_size=8, mask="documents:1024,3072"
     )

@@ -139,7 +139,7 @@ def bytes_sent() -> tuple[int, int, int]:
     return sent[0], sent[1], k.numel() * k.itemsize
 
 
-def test_hops_without_work_send_nothing() -> None:
+def test_steps_without_tiles_send_nothing() -> None:
     for own, shared, shard in run_on_ranks(4, bytes_sent):
         assert own == 0
         # Forward half of K and V to the next rank; backward half of Q, dO, LSE, delta to the one before, dQ back.

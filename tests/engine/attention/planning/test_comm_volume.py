@@ -46,11 +46,11 @@ MASKS = (
     BlockSparse([[False]], 4 * TOKENS),
 )
 HEADS = ((8, 8), (16, 8))
-ROUTES = ("query", "key_value")
+SIDES = ("query", "key_value")
 
 
 class WritesInputs(ReferenceKernel):
-    """Its gradients come in the inputs' dtype, as those of all kernels for GPUs."""
+    """Writes gradients in the inputs' dtype, as all kernels for GPUs do."""
 
     writes_input_dtype = True
 
@@ -60,13 +60,13 @@ class WritesInputs(ReferenceKernel):
 
 
 def choices(schedules: tuple[str, ...], layout: str) -> Iterator[dict[str, Any]]:
-    for schedule, exchange, route in itertools.product(schedules, ("relay", "direct"), ROUTES):
+    for schedule, exchange, side in itertools.product(schedules, ("relay", "direct"), SIDES):
         if schedule not in ULYSSES_SCHEDULES or layout != "striped":
-            yield {"schedule": schedule, "exchange": exchange, "backward": route}
+            yield {"schedule": schedule, "exchange": exchange, "backward": side}
 
 
 class Posted:
-    """Bytes handed to torch.distributed for other ranks, while it is used as a context."""
+    """Bytes passed to torch.distributed for other ranks, while it is used as a context."""
 
     def __init__(self, cp: ContextParallel) -> None:
         self.node_size, self.rank = cp.node_size, cp.rank
@@ -111,16 +111,16 @@ WIDTHS = (
 def differing(
     schedules: tuple[str, ...], node_size: int, layout: str, widths: tuple[tuple[torch.dtype, str], ...]
 ) -> tuple[int, dict[str, Any]]:
-    """How many cases there were, and (computed, posted, counted) bytes of those where they differ."""
+    """Number of cases, and (computed, posted, counted) bytes of those where they differ."""
     cp, kernel = ContextParallel(layout=layout, node_size=node_size), WritesInputs()
     chance = random.Random(0)  # the same on every rank
     count, found = 0, {}
     for (heads, kv_heads), mask, choice in itertools.product(HEADS, MASKS, choices(schedules, layout)):
-        dtype, wire = chance.choice(widths)
-        recompute, parts = chance.choice((False, True)), chance.choice((1, 2))
+        dtype, comm_dtype = chance.choice(widths)
+        recompute, chunks = chance.choice((False, True)), chance.choice((1, 2))
         q, k, v = (torch.ones(2, TOKENS, n, 3, dtype=dtype, requires_grad=True) for n in (heads, kv_heads, kv_heads))
         with mock.patch("engine.attention.resolve.choose_kernel", return_value=kernel):
-            plan = plan_attention(q, k, mask=mask, cp=cp, grad_comm_dtype=wire, num_head_chunks=parts, **choice)
+            plan = plan_attention(q, k, mask=mask, cp=cp, grad_comm_dtype=comm_dtype, num_head_chunks=chunks, **choice)
         cp.traffic.reset()
         with Posted(cp) as forward:
             out = run_attention(plan, q, k, v, recompute=recompute)
@@ -130,7 +130,8 @@ def differing(
         posted, counted = CallBytes(forward.sent, backward.sent), cp.traffic.sent_bytes
         count += 1
         if computed != posted or computed.total != counted:
-            found[f"{heads}:{kv_heads} {mask} {dtype} {wire} {recompute} {parts} {choice}"] = computed, posted, counted
+            case = f"{heads}:{kv_heads} {mask} {dtype} {comm_dtype} {recompute} {chunks} {choice}"
+            found[case] = computed, posted, counted
     return count, found
 
 
@@ -154,12 +155,12 @@ def test_the_bytes_computed_are_the_bytes_posted(
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_by_copy_engine_heads_take_the_bytes_of_their_copies(kept) -> None:
+def test_an_all_to_all_by_copy_engine_counts_the_bytes_of_its_copies(kept) -> None:
     ranks, parts, batch, tokens, heads, kv_heads, head_dim = 2, 2, 2, 5, 12, 4, 3
     token_runs = token_runs_in_order(
         tuple(layout_named("contiguous").segments(ranks * tokens, ranks, rank) for rank in (0, 1))
     )
-    route = CopyPlanner(0, ranks, token_runs, parts)
+    planner = CopyPlanner(0, ranks, token_runs, parts)
 
     def tensor(count: int, n: int, *dims: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(batch, count, n, *dims, dtype=dtype)
@@ -170,8 +171,8 @@ def test_by_copy_engine_heads_take_the_bytes_of_their_copies(kept) -> None:
     part_q, part_k = tensor(here, heads // share, head_dim), tensor(here, kv_heads // share, head_dim)
     part_lse = tensor(here, heads // share, dtype=torch.float32)
     back = (q, delta) if kept else (q, k, k, q, rows)
-    forward = route.send((q, k, k), 0).away_bytes + route.send_back((part_q, part_lse)).away_bytes
-    backward = route.send(back, 0).away_bytes + route.send_back((part_q, part_k, part_k)).away_bytes
+    forward = planner.send((q, k, k), 0).away_bytes + planner.send_back((part_q, part_lse)).away_bytes
+    backward = planner.send(back, 0).away_bytes + planner.send_back((part_q, part_k, part_k)).away_bytes
 
     part = Shards(
         batch=batch,
@@ -180,8 +181,8 @@ def test_by_copy_engine_heads_take_the_bytes_of_their_copies(kept) -> None:
         kv_heads=kv_heads // share,
         head_dim=head_dim,
         input_bytes=2,
-        inside=Widths(unreduced=2, summed=4),
-        across=Widths(unreduced=2, summed=4),
+        intra_node=Widths(unreduced=2, summed=4),
+        inter_node=Widths(unreduced=2, summed=4),
     )
     assert all_to_all_bytes((0, 1), 0, 2, part, gathered=kept, packed=False) == CallBytes(Sent(forward), Sent(backward))
 
@@ -190,7 +191,7 @@ SEQ_LEN = 1 << 14
 SINK = BlockSparse(LocalGlobal(0, 1), 1024, causal=True)  # all see the first keys, few of which are needed
 
 
-def shards(cp_size: int, heads: int, kv_heads: int, wire: str = "fp32") -> Shards:
+def shards(cp_size: int, heads: int, kv_heads: int, comm_dtype: str = "fp32") -> Shards:
     """Of bf16 inputs with heads of 128, under a kernel that writes gradients in bf16."""
     return Shards(
         batch=1,
@@ -199,8 +200,8 @@ def shards(cp_size: int, heads: int, kv_heads: int, wire: str = "fp32") -> Shard
         kv_heads=kv_heads,
         head_dim=128,
         input_bytes=2,
-        inside=Widths(unreduced=2, summed=2 if wire == "input" else 4),
-        across=Widths(unreduced=2, summed=2 if wire == "input" else 4),
+        intra_node=Widths(unreduced=2, summed=2 if comm_dtype == "input" else 4),
+        inter_node=Widths(unreduced=2, summed=2 if comm_dtype == "input" else 4),
     )
 
 
@@ -214,10 +215,10 @@ def choice(
     node_size: int = 4,
     across_gib: float = 3,
 ) -> str:
-    """Route of four ranks on a ring made for their nodes."""
-    circle = RingVolume(ring=Ring(cp_size=4, node_size=node_size), node_size=node_size, exchange=exchange)
+    """Backward side of four ranks on a ring made for their nodes."""
+    volume = RingVolume(ring=Ring(cp_size=4, node_size=node_size), node_size=node_size, exchange=exchange)
     hardware = HardwareModel(across_gib=across_gib)
-    return cheaper_backward(mask, layout_named(layout), circle, SEQ_LEN, shards(4, heads, kv_heads), hardware)
+    return cheaper_backward(mask, layout_named(layout), volume, SEQ_LEN, shards(4, heads, kv_heads), hardware)
 
 
 @pytest.mark.parametrize("exchange", ["relay", "direct"])
@@ -225,59 +226,59 @@ def choice(
 def test_equal_heads_send_queries_and_grouped_heads_keys(exchange, node_size) -> None:
     for mask, layout in itertools.product((Full(), Causal()), ("zigzag", "striped")):
         where = {"mask": mask, "exchange": exchange, "layout": layout, "node_size": node_size}
-        routes = [choice(heads, kv_heads, **where) for heads, kv_heads in ((32, 32), (32, 4), (8, 4))]
-        assert routes == ["query", "key_value", "key_value"]
+        sides = [choice(heads, kv_heads, **where) for heads, kv_heads in ((32, 32), (32, 4), (8, 4))]
+        assert sides == ["query", "key_value", "key_value"]
 
 
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(100)])
-def test_between_nodes_keys_go_the_short_way_to_later_queries(mask) -> None:
-    # Shards move on to the next node. There lie the queries that see these keys; queries would go all the way round.
+def test_between_nodes_keys_are_sent_over_fewer_links_to_later_queries(mask) -> None:
+    # Chunks are sent to the next node, which holds the queries that see these keys; queries would cross all nodes.
     assert choice(32, 32, mask, "direct", node_size=1) == "key_value"
     assert choice(32, 32, mask, "direct", node_size=4) == "query"
 
 
-def test_where_only_what_is_needed_travels_few_keys_go_before_all_queries() -> None:
+def test_all_pairs_p2p_sends_the_few_keys_that_are_needed_rather_than_all_queries() -> None:
     assert choice(32, 32, SINK, "relay") == "query"
     assert choice(32, 32, SINK, "direct") == "key_value"
 
 
-def test_the_slower_the_link_between_nodes_the_more_its_bytes_decide() -> None:
-    # Whole shards are handed on inside a node, where queries are fewer bytes; of keys hardly any has to leave it.
+def test_bytes_between_nodes_count_more_the_slower_their_link() -> None:
+    # Whole chunks are forwarded inside a node, where queries are fewer bytes; few keys are sent to other nodes.
     assert choice(32, 32, SINK, "relay", node_size=2, across_gib=3) == "key_value"
     assert choice(32, 32, SINK, "relay", node_size=2, across_gib=3000) == "query"
 
 
-def test_a_rank_alone_has_nothing_to_send_and_takes_the_query_route() -> None:
-    circle = RingVolume(ring=Ring(cp_size=1, node_size=1), node_size=1, exchange="direct")
-    known = (Causal(), layout_named("zigzag"), circle, SEQ_LEN, shards(1, 8, 1))
+def test_a_single_rank_sends_nothing_and_resolves_to_the_query_side() -> None:
+    volume = RingVolume(ring=Ring(cp_size=1, node_size=1), node_size=1, exchange="direct")
+    known = (Causal(), layout_named("zigzag"), volume, SEQ_LEN, shards(1, 8, 1))
     assert cheaper_backward(*known, HardwareModel()) == "query"
     assert group_backward_bytes(*known, True) == Sent()
 
 
-@pytest.mark.parametrize(("wire", "saving"), [("input", 0.24), ("fp32", 0.33)])
-def test_a_relay_of_whole_shards_sends_what_the_formulas_say(wire, saving) -> None:
-    circle = RingVolume(ring=Ring(cp_size=4, node_size=4), node_size=4, exchange="relay")
-    given, gradient = shards(4, 32, 32, wire), 2 if wire == "input" else 4
+@pytest.mark.parametrize(("comm_dtype", "saving"), [("input", 0.24), ("fp32", 0.33)])
+def test_a_p2p_ring_of_whole_chunks_sends_the_bytes_of_the_formulas(comm_dtype, saving) -> None:
+    volume = RingVolume(ring=Ring(cp_size=4, node_size=4), node_size=4, exchange="relay")
+    given, gradient = shards(4, 32, 32, comm_dtype), 2 if comm_dtype == "input" else 4
     query, key_value = (
-        group_backward_bytes(Causal(), layout_named("zigzag"), circle, SEQ_LEN, given, sends_queries).total
+        group_backward_bytes(Causal(), layout_named("zigzag"), volume, SEQ_LEN, given, sends_queries).total
         for sends_queries in (True, False)
     )
-    hops = 4 * 3 * SEQ_LEN // 4
-    assert query == hops * 32 * (128 * (4 + gradient) + 8)
-    assert key_value == hops * 32 * 128 * (4 + 2 * gradient)
+    sent_tokens = 4 * 3 * SEQ_LEN // 4
+    assert query == sent_tokens * 32 * (128 * (4 + gradient) + 8)
+    assert key_value == sent_tokens * 32 * 128 * (4 + 2 * gradient)
     assert 1 - query / key_value == pytest.approx(saving, abs=0.005)
 
 
-def chosen_routes() -> list[str]:
+def resolved_sides() -> list[str]:
     cp = ContextParallel(layout="contiguous", node_size=2)
-    routes = []
+    sides = []
     for heads, kv_heads, mask in ((4, 4, Causal()), (8, 1, Causal()), (4, 4, BlockSparse(LocalGlobal(0, 1), 2))):
         q, k = torch.zeros(1, 16, heads, 16), torch.zeros(1, 16, kv_heads, 16)
-        routes.append(plan_attention(q, k, mask=mask, cp=cp, exchange="direct").resolved()["backward"])
-    return routes
+        sides.append(plan_attention(q, k, mask=mask, cp=cp, exchange="direct").resolved()["backward"])
+    return sides
 
 
-def test_every_rank_chooses_the_same_route() -> None:
-    first, *others = run_on_ranks(4, chosen_routes)
+def test_every_rank_resolves_the_same_backward_side() -> None:
+    first, *others = run_on_ranks(4, resolved_sides)
     assert first[:2] == ["query", "key_value"]
-    assert all(routes == first for routes in others)
+    assert all(sides == first for sides in others)

@@ -37,20 +37,20 @@ def share(tokens: int, *, cp_size: int = 4, node_size: int = 4, heads: int = 32,
     )
 
 
-def test_one_node_trades_heads_where_they_can_be_shared_out() -> None:
+def test_one_node_resolves_to_ulysses_where_its_heads_divide() -> None:
     for tokens in (8 << 10, 64 << 10, 256 << 10):
         assert choose_schedule(share(tokens), "zigzag").best == "ulysses"
         assert choose_schedule(share(tokens, kv_heads=2), "zigzag").best == "ring"
 
 
-def test_longer_shards_come_in_more_parts_and_few_tiles_in_fewer() -> None:
+def test_longer_shards_are_cut_into_more_head_chunks_and_few_tiles_into_fewer() -> None:
     parts = [choose_num_head_chunks("ulysses", share(tokens << 10)) for tokens in (8, 32, 64, 256)]
     assert parts == sorted(parts)
     assert parts[0] == 1
     assert parts[-1] > 2
 
 
-def test_where_compute_is_all_the_schedules_of_one_node_come_out_even() -> None:
+def test_the_schedules_of_one_node_cost_the_same_where_only_compute_counts() -> None:
     (_, best), (_, other) = choose_schedule(share(1 << 20), "zigzag").seconds
     assert best <= other < 1.1 * best
 
@@ -73,7 +73,7 @@ def test_a_faster_link_never_makes_a_schedule_slower() -> None:
         assert fast <= slow
 
 
-def test_the_link_that_is_given_decides() -> None:
+def test_the_given_link_speed_decides() -> None:
     def best(kv_heads: int, across: float) -> str:
         problem = share(256 << 10, node_size=2, kv_heads=kv_heads)
         return choose_schedule(problem, "zigzag", HardwareModel(across_gib=across)).best
@@ -85,7 +85,7 @@ def test_the_link_that_is_given_decides() -> None:
     assert best(8, 1e5) == best(32, 1e5) == "ulysses"
 
 
-def test_what_stays_inside_a_node_is_slow_in_an_exchange_that_spans_nodes() -> None:
+def test_bytes_inside_a_node_are_slow_in_an_all_to_all_that_spans_nodes() -> None:
     problem = share(64 << 10, node_size=2)
     for name, slower in (("ulysses", True), ("usp_transposed", False), ("usp", False)):
         as_measured, as_if_apart = (estimate(name, problem, HardwareModel(spanning_gib=gib)) for gib in (46.0, 315.0))
@@ -120,7 +120,7 @@ def test_heads_that_cannot_be_shared_out_leave_only_rings() -> None:
     )
 
 
-def test_striped_shards_do_not_trade_heads() -> None:
+def test_striped_shards_do_not_run_an_all_to_all() -> None:
     assert [name for name, _ in choose_schedule(share(8 << 10), "striped").seconds] == ["ring"]
     assert "choose zigzag or contiguous" in (schedule_unsupported_reason("usp", share(8 << 10), "striped") or "")
     # Also where no rank has another to trade with: what follows needs runs of consecutive tokens all the same.

@@ -86,7 +86,7 @@ def whole_tensors(seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_heads_arrive_with_the_groups_tokens_in_order(driver, layout, parts) -> None:
+def test_received_heads_have_the_groups_tokens_in_order(driver, layout, parts) -> None:
     whole = whole_tensors(32)
     found, positions = routes(layout, parts, 32)
     share = HEADS // (SIZE * parts)
@@ -101,7 +101,7 @@ def test_heads_arrive_with_the_groups_tokens_in_order(driver, layout, parts) -> 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_results_come_home_with_all_heads_in_order(driver, layout, parts) -> None:
+def test_results_sent_back_have_all_heads_in_order(driver, layout, parts) -> None:
     whole = whole_tensors(32)
     found, positions = routes(layout, parts, 32)
     share = HEADS // (SIZE * parts)

@@ -24,7 +24,7 @@ def test_ranks_whose_gpus_reach_each_other_may_copy() -> None:
     assert copies_unsupported_reason(all_seen(), 4) is None
 
 
-def test_one_visible_gpu_each_says_nothing_of_the_neighbours() -> None:
+def test_one_visible_gpu_each_leaves_the_neighbours_to_nvml() -> None:
     alone = [Report(uuid=uuid, ordinal=0) for uuid in UUIDS]
     assert "ranks 0 and 1 have GPUs that do not, or cannot be asked; choose direct" in copies_unsupported_reason(
         alone, 4
@@ -32,7 +32,7 @@ def test_one_visible_gpu_each_says_nothing_of_the_neighbours() -> None:
     assert copies_unsupported_reason(alone, 1) is None  # nodes of one rank copy nothing
 
 
-def test_gpus_of_one_name_are_refused_as_torch_would_unless_it_is_told_otherwise() -> None:
+def test_gpus_of_one_ordinal_are_refused_unless_torch_allows_overlapping_devices() -> None:
     hidden = [replace(each, ordinal=0) for each in all_seen()]
     assert "ranks 0 and 1 both call theirs cuda:0" in copies_unsupported_reason(hidden, 4)
     assert copies_unsupported_reason([replace(each, overlaps=True) for each in hidden], 4) is None
@@ -62,7 +62,7 @@ def agreed() -> str | None:
     )
 
 
-def test_all_ranks_find_the_same_answer_when_one_alone_cannot() -> None:
+def test_all_ranks_find_the_same_reason_when_one_rank_cannot() -> None:
     assert run_on_ranks(3, agreed) == ["rank 2: no driver; choose direct"] * 3
 
 
