@@ -1,6 +1,8 @@
 """BurstEngine (arXiv:2509.19836): distributed training of transformers on extremely long sequences.
 
-What it offers is loaded on first use, so that planning a sweep never imports torch.
+Rooms, bottom first: ops, cuda; memory; attention; lm_head; model; layers, checkpoint, hf, data, profile; tasks; worker;
+training. Nothing here imports harness, cluster or baselines. Public names are loaded on first use, so that planning a
+sweep never imports torch.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ContextParallel", "burst_attention", "choose_layout"]
 
-_HOMES = {
+_MODULES = {
     "ContextParallel": "engine.attention.context",
     "burst_attention": "engine.attention.op",
     "choose_layout": "engine.burst",
@@ -22,8 +24,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'engine' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}; choose one of {', '.join(__all__)}")
     import importlib
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all."""
+"""Files and folders that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 def write_atomic(path: Path, content: str | bytes) -> Path:
     """Write beside `path`, flush to disk, then rename; missing folders are made. Text is written as UTF-8.
 
-    Raises OSError that names a file also where writing or flushing failed, of which Python says only why.
+    Raises OSError that names the file, also where writing or flushing failed: Python then gives only the reason.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -22,7 +22,7 @@ def write_atomic(path: Path, content: str | bytes) -> Path:
             os.fsync(file.fileno())
         os.replace(aside, path)
     except OSError as error:
-        with contextlib.suppress(OSError):  # on a file system that failed it fails too, and is not the reason
+        with contextlib.suppress(OSError):  # fails too on a file system that failed, and is not the reason
             aside.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
     except BaseException:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.attention.geometry.layout import LAYOUTS, Layout, SplitZigzag, split_unsupported_reason, tail_cut
 from engine.attention.masks import Mask, TooManyTiles, imbalance, kept_share, parse_mask, rank_pair_tiles
-from engine.attention.masks.first_rows import FirstRows
+from engine.attention.masks.mask import FirstRows
 from engine.attention.planning.cost_model import ULYSSES_SCHEDULES
 from engine.method import EngineCommand
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine.settings import TrialSettings
 
 PREFERENCE = tuple(LAYOUTS[name] for name in ("contiguous", "zigzag", "striped"))
-AS_GOOD = 1.05  # of the best imbalance: striped tiles alone cost kernels several per cent, further meetings come on top
+AS_GOOD = 1.05  # of the best imbalance: striped tiles cost kernels several per cent, and further ring steps are added
 
 
 class Burst(EngineCommand):
@@ -41,7 +41,7 @@ class Burst(EngineCommand):
         if settings.layout != "auto":
             return settings.layout
         recomputes = settings.task == "train" and settings.checkpoint.every > 0
-        # Tokens are traded for heads in runs of consecutive ones.
+        # An all-to-all moves runs of consecutive tokens.
         among = [each for each in PREFERENCE if each.name != "striped" or settings.schedule not in ULYSSES_SCHEDULES]
         return best_layout(
             parse_mask(settings.mask), settings.seq_len, settings.cp_size, tail if recomputes else 1.0, among
@@ -56,14 +56,14 @@ class Burst(EngineCommand):
 
 
 def choose_layout(mask: Mask, seq_len: int, cp_size: int) -> str:
-    """The layout that shares the mask's work out most evenly; of those as good as the best, the simplest.
+    """The layout that divides the mask's work most evenly; of those as good as the best, the simplest.
 
-    Contiguous comes first: masks that look nearby then meet the fewest other ranks, and every meeting has the fewest
-    tiles. Zigzag has two runs of tokens per rank; every rank of striped meets every other. A layout that would cut the mask
-    into too many tiles is passed over. Only layouts that can split the length are considered; when none can, all are,
-    and the length is refused for the one that would have been best.
+    Contiguous is preferred: with local masks a rank then needs chunks of the fewest other ranks, and every step has the
+    fewest tiles. Zigzag has two runs of tokens per rank; striped has tiles with every rank. A layout that would cut the
+    mask into too many tiles is skipped. Only layouts that can split the length are considered; when none can, all are,
+    and the error names the one that would have been best.
 
-    Raises ValueError with the mask's refusal when it does not describe `seq_len` tokens.
+    Raises ValueError with the mask's `unsupported_reason` when it does not describe `seq_len` tokens.
     """
     return best_layout(mask, seq_len, cp_size).name
 
@@ -71,10 +71,10 @@ def choose_layout(mask: Mask, seq_len: int, cp_size: int) -> str:
 def best_layout(
     mask: Mask, seq_len: int, cp_size: int, tail: float = 1.0, among: Sequence[Layout] = PREFERENCE
 ) -> Layout:
-    """`choose_layout` where attention's outputs are kept for the last `tail` of the sequence and computed again before.
+    """`choose_layout` where attention's outputs are saved for the last `tail` of the sequence and recomputed before it.
 
-    With a tail between 0 and 1 the work computed again and the rows kept are to be shared out evenly as well, and
-    zigzag over head and tail is one more layout to do it.
+    With a tail between 0 and 1 the recomputed work and the saved rows should be divided evenly as well, and zigzag over
+    head and tail is one more candidate.
     """
     cut = tail_cut(tail, seq_len, cp_size)
     layouts = list(among)
@@ -96,7 +96,7 @@ def best_layout(
 
 
 def _is_whole(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> bool:
-    """The layout leaves the mask in token_runs large enough to run, judged by the first shard against itself."""
+    """Whether the mask has few enough tiles under this layout, judged by the first shard against itself."""
     try:
         rank_pair_tiles(mask, layout, seq_len, cp_size, 0, 0)
     except TooManyTiles:

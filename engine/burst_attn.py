@@ -1,13 +1,13 @@
-"""The BurstAttention library's call on top of `burst_attention`: code written for it runs by changing an import.
+"""The BurstAttention library's call on top of `burst_attention`: code written for it runs with one import changed.
 
     from engine.burst_attn import burst_attn_func
     out = burst_attn_func(q, k, v, None, "cuda", True)
 
-q, k and v are this rank's tokens, [batch, tokens, heads, head_dim], dealt in zigzag: of 2P equal chunks of the
-sequence, rank r of P holds chunks r and 2P-1-r. Without `causal` any dealing gives the same answer.
+q, k and v are this rank's tokens, [batch, tokens, heads, head_dim], in zigzag: of 2P equal chunks of the sequence,
+rank r of P holds chunks r and 2P-1-r. Without `causal` any layout gives the same result.
 
 What differs from the library: nothing has to be started (no BMTrain, no streams in a global), K and V may have fewer
-heads than Q, sums are kept in fp32, and O never backward_side in backward, whatever `optimize_bwd_comm` says.
+heads than Q, sums are kept in fp32, and O is never sent in backward, with either `optimize_bwd_comm`.
 
 Source of the interface: github.com/MayDomine/Burst-Attention (arXiv:2403.09347).
 """
@@ -33,7 +33,7 @@ KERNELS = {"cuda": "auto", "triton": "flex", None: "reference"}
 
 @runtime_checkable
 class Communicator(Protocol):
-    """Whatever can name the torch process group of the ranks that share a sequence; a 1-D DeviceMesh does."""
+    """An object with the torch process group of the ranks that share a sequence, such as a 1-D DeviceMesh."""
 
     def get_group(self) -> dist.ProcessGroup:
         """The ranks, in the order in which they hold the sequence."""
@@ -43,7 +43,7 @@ class Communicator(Protocol):
 class BMTrainCommunicator:
     """A BMTrain communicator as a `Communicator`.
 
-    BMTrain's own communicators cannot send and receive on streams of ours, so its ranks are looked up in
+    BMTrain's communicators cannot send and receive on the streams used here, so its ranks are looked up in
     torch.distributed. Raises ValueError when BMTrain is not installed, or torch.distributed runs other ranks.
     """
 
@@ -85,12 +85,12 @@ def burst_attn_func(
         softmax_scale: factor of the scores; head_dim ** -0.5 when None.
         flash: `cuda` takes the fastest kernel here, `triton` the one torch generates (`flex`), None plain torch.
         causal: hide later positions.
-        optimize_bwd_comm: in backward Q, dO, delta and LSE travel; otherwise K and V do, as in RingAttention.
+        optimize_bwd_comm: backward sends Q, dO, delta and LSE; otherwise K and V, as in RingAttention.
         deterministic: repeat bit for bit; refused by kernels that cannot.
         process_group: the ranks that share the sequence: a torch process group, a `Communicator` such as a 1-D
             DeviceMesh, a BMTrain communicator, or None for all ranks.
         double_group: (intra-node group, inter-node group): run the double ring. The node size is read off the first.
-            None, or a pair of None: nodes are found from the machine.
+            None, or a pair of None: nodes are found from host names.
         return_lse: also return lse [batch, heads, local tokens], differentiable.
 
     Returns:
@@ -141,7 +141,7 @@ class OpBurstAttn:
 
 
 def _torch_group(process_group: Any) -> dist.ProcessGroup | None:
-    """Whatever the caller has, as a torch process group; None for all ranks, also when there is but this one."""
+    """`process_group` as a torch process group; None for all ranks, also when there is only one."""
     if process_group is None:
         return dist.group.WORLD if dist.is_initialized() else None
     if isinstance(process_group, dist.ProcessGroup):
@@ -177,7 +177,7 @@ def _groups_of(double_group: Sequence[Any] | None) -> tuple[dist.ProcessGroup | 
 def _context(
     group: dist.ProcessGroup | None, intra: dist.ProcessGroup | None, inter: dist.ProcessGroup | None
 ) -> ContextParallel:
-    """Ranks in zigzag, made once per group: making one is collective and brings communicators of its own."""
+    """Ranks in zigzag, made once per group: making one is collective and creates communicators."""
     return ContextParallel(group=group, node_size=_node_size(group, intra, inter), layout="zigzag")
 
 

@@ -1,7 +1,7 @@
 """This process as one rank of a trial: its device, its threads, its process groups.
 
-Ranks are laid out data-parallel outermost: rank = replica x cp_size + cp_rank, so the context-parallel ranks, which
-talk the most, are neighbours on one node wherever they fit.
+Ranks are ordered with data parallel outermost: rank = replica x cp_size + cp_rank, so the context-parallel ranks, which
+send the most, are on one node wherever they fit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from engine.attention.comm.nodes import host_name, node_size_of, ranks_by_node
+from engine.attention.comm.topology import host_name, node_size_of, ranks_by_node
 from engine.settings import TrialSettings
 
 
@@ -63,7 +63,7 @@ def local_device() -> torch.device:
 
 
 def limit_threads() -> None:
-    """Share this host's cores between its ranks, because every rank's torch would otherwise take all of them.
+    """Divide this host's cores between its ranks, because every rank's torch would otherwise use all of them.
 
     Does nothing where OMP_NUM_THREADS is set: torch then takes that many.
     """
@@ -91,8 +91,8 @@ def check_world_size(settings: TrialSettings) -> None:
 def join(settings: TrialSettings, turn: int = 1) -> World:
     """Enter the trial's process groups as torchrun's environment variables say; without them, as a world of one.
 
-    NCCL on GPUs, gloo otherwise. Collective over all ranks. `turn` counts the trials these processes are given: each
-    has groups of its own, whose names, and so the keys they leave in the ranks' common store, repeat.
+    NCCL on GPUs, gloo otherwise. Collective over all ranks. `turn` counts the trials these processes run: each has
+    groups of its own, whose names, and so their keys in the ranks' common store, repeat.
     """
     device = local_device()
     if device.type == "cuda":
@@ -101,7 +101,7 @@ def join(settings: TrialSettings, turn: int = 1) -> World:
     # context-parallel groups are created by their own members.
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        store, rank, size = _meeting()
+        store, rank, size = _rendezvous()
         dist.init_process_group(backend, store=dist.PrefixStore(f"turn{turn}", store), rank=rank, world_size=size)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -109,20 +109,20 @@ def join(settings: TrialSettings, turn: int = 1) -> World:
 
 
 @cache
-def _meeting() -> tuple[dist.Store, int, int]:
-    """The store that all ranks share for as long as they live, this one's number, and how many they are."""
+def _rendezvous() -> tuple[dist.Store, int, int]:
+    """The store that all ranks share while their processes run, this rank, and the number of ranks."""
     store, rank, size = next(dist.rendezvous("env://"))
     return store, rank, size
 
 
 def arrange(settings: TrialSettings, device: torch.device) -> World:
-    """Group the ranks that are already there as `settings` wants them. Collective over all ranks.
+    """Divide the ranks into the process groups of `settings`. Collective over all ranks.
 
     Raises ValueError when parameters are to be sharded within nodes and the nodes differ.
     """
     replica, size = dist.get_rank() // settings.cp_size, dist.get_world_size()
-    # First, so that its groups have the same names in every trial of these ranks: DTensor keeps meshes for as long as
-    # the process lives, takes an equal one for the same, and finds the groups by their names.
+    # First, so that its groups have the same names in every trial of these ranks: DTensor keeps meshes until the
+    # process ends, treats equal ones as the same, and finds the groups by their names.
     fsdp_mesh = _parameter_mesh(settings, device)
     # Attention's traffic must not queue behind FSDP's, so its groups are never the world's own.
     groups = [
@@ -140,7 +140,7 @@ def arrange(settings: TrialSettings, device: torch.device) -> World:
 
 
 def _parameter_mesh(settings: TrialSettings, device: torch.device) -> DeviceMesh:
-    """The ranks as parameters are sharded over: along the last axis, repeated along the one before it."""
+    """The mesh of the parameters: sharded along the last axis, replicated along the one before it."""
     size = dist.get_world_size()
     if settings.sharding == "full":
         return init_device_mesh(device.type, (size,), mesh_dim_names=("fsdp",))
@@ -155,28 +155,28 @@ def _parameter_mesh(settings: TrialSettings, device: torch.device) -> DeviceMesh
     return init_device_mesh(device.type, (size // node_size, node_size), mesh_dim_names=("replicate", "shard"))
 
 
-def meet() -> None:
-    """Wait for all ranks, so that none is gone while another still talks to it. Collective."""
+def wait_for_all() -> None:
+    """Wait for all ranks, so that none ends while another still exchanges messages with it. Collective."""
     dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
 
 
 def leave() -> NoReturn:
     """End a rank, and its process, after a success. Collective.
 
-    Not by returning. On GPUs taking NCCL's communicators down in order takes seconds per trial and frees nothing that
-    the end of the process does not. On CPUs a thread of gloo may still hold a collective's tensors: if it drops them
+    Not by returning. On GPUs an orderly end of NCCL's communicators takes seconds per trial and frees nothing that the
+    end of the process does not free. On CPUs a thread of gloo may still hold a collective's tensors: if it drops them
     while the interpreter is shut down, asking for its lock ends the thread in a destructor, which aborts the process.
     """
     if dist.get_backend() == "nccl":
-        meet()
+        wait_for_all()
     else:
-        part()
+        close_groups()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def part(patience_seconds: float = 30.0) -> None:
+def close_groups(patience_seconds: float = 30.0) -> None:
     """Close the process groups. A shutdown that gets stuck ends the process, and does not undo a success."""
     guard = threading.Timer(patience_seconds, os._exit, args=(0,))
     guard.daemon = True

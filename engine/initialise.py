@@ -16,8 +16,8 @@ STD = 0.02  # GPT-2's; the two projections that end a residual branch are narrow
 EMBEDDING_STD = 1.0
 
 
-# The most that is drawn at once, 16 MiB in fp32. Larger parameters are drawn in blocks of rows, each from a generator
-# of its own, so that a rank draws the blocks it holds rows of and no others.
+# Most elements drawn at once, 16 MiB in fp32. Larger parameters are drawn in blocks of rows, each from a generator of
+# its own, so that a rank draws only the blocks that it holds rows of.
 BLOCK_ELEMENTS = 1 << 22
 
 

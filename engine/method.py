@@ -1,7 +1,7 @@
 """A method: one way to run a trial. The engine's own is `burst`; baselines provide the others through this protocol.
 
-A method answers three questions: can it run this trial (or a sentence why not), with which command, and what did it
-measure. A native method changes nothing but the parallel attention inside the engine's model and trainer.
+A method says whether it can run a trial (or one sentence why not), with which command, and reads the measurement. A
+native method changes nothing but the parallel attention inside the engine's model and trainer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from engine.attention.comm.nodes import shared_node_size
+from engine.attention.comm.topology import shared_node_size
 from engine.attention.planning.cost_model import ULYSSES_SCHEDULES, HeadsAndRanks, schedule_unsupported_reason
 from engine.measurement import Measurement, read_measurement
 
@@ -36,13 +36,13 @@ class AttentionFn(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """(out_BLND, lse_BNL), out differentiable in q, k and v; the LSE is for `keep` alone.
 
-        `saved` is what `keep` kept of an earlier call with the same inputs: the forward is then computed again for the
-        other rows alone, which is how checkpointing keeps attention through recomputation.
+        `saved` is what `keep` returned of an earlier call with the same inputs: the forward is then computed only for
+        the other rows, which is how checkpointing avoids computing attention again.
         """
         ...
 
     def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> SavedOutput | None:
-        """What to keep of a call's result for `saved`: its rows in the last `tail` of the sequence, None for none."""
+        """The part of a call's result to pass as `saved`: rows in the last `tail` of the sequence, None for none."""
         ...
 
     def resolved(self) -> dict[str, str]:
@@ -51,7 +51,7 @@ class AttentionFn(Protocol):
 
 
 class Method(Protocol):
-    """What the harness asks of every compared system, ours included."""
+    """The interface of every compared system to the harness, `burst` included."""
 
     name: str  # as written in experiment files
     system: str  # the system it stands for, as printed in tables
@@ -66,7 +66,7 @@ class Method(Protocol):
         ...
 
     def read(self, trial_dir: Path) -> Measurement:
-        """What the finished trial measured. Raises FileNotFoundError when it left nothing."""
+        """The measurement of the finished trial. Raises FileNotFoundError when there is none."""
         ...
 
 
@@ -74,11 +74,11 @@ class NativeMethod(Method, Protocol):
     """A method that runs inside the engine's worker and supplies only the attention."""
 
     def layout(self, settings: TrialSettings) -> str | Layout:
-        """Layout the sequence is sharded in: contiguous, zigzag or striped, or one that a name alone does not say."""
+        """Layout the sequence is sharded in: contiguous, zigzag or striped, or a `Layout` with parameters."""
         ...
 
     def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
-        """This method's attention among the ranks of `cp`, which shards in the layout that `layout` gave."""
+        """This method's attention among the ranks of `cp`, whose layout is the one that `layout` returned."""
         ...
 
 
@@ -95,8 +95,8 @@ class EngineCommand:
 def schedule_unsupported_reason_on(method: Method, settings: TrialSettings, nodes: int) -> str | None:
     """Why a native method's ranks, spread evenly over `nodes`, would refuse their schedule; None when they would not.
 
-    A schedule that the method fixes, its attribute `schedule`, goes before the one that is set. Foreign methods, which
-    have no layout to ask for, judge by themselves.
+    A schedule that the method fixes in its attribute `schedule` overrides the setting. Methods outside the engine have
+    no layout and check their settings themselves.
     """
     schedule, layout = getattr(method, "schedule", settings.schedule), getattr(method, "layout", None)
     if schedule not in ULYSSES_SCHEDULES or layout is None or settings.task == "lm_head":

@@ -1,10 +1,9 @@
 """A Llama-style decoder, written for one device. Nothing here knows of ranks.
 
-Everything parallel is put in from outside (`engine.parallelize`) through five attributes, each a plain callable:
-`Block.attend` (attention over the whole sequence), `Block.activations` (what is kept for backward), `Block.project` and
-`Block.add_mlp` (how many tokens go through the projections before attention, and through the MLP, at once) and
-`Head.loss_sum` (LM head and loss). The defaults make the model complete on one device, and the oracle of the parallel
-one.
+Parallelism is set from outside (`engine.parallelize`) through five attributes, each a plain callable: `Block.attend`
+(attention over the whole sequence), `Block.activations` (which tensors are saved for backward), `Block.project` and
+`Block.add_mlp` (how many tokens the projections before attention, and the MLP, compute at once) and `Head.loss_sum` (LM
+head and loss). With the defaults the model is complete on one device, and the reference of the parallel one.
 
 Shape letters: B batch, L tokens held here, N query heads, K KV heads, D head dim, E embedding, F MLP width,
 V vocabulary.
@@ -22,11 +21,12 @@ from torch.profiler import record_function
 
 from engine.attention.masks import Causal
 from engine.attention.reference import dense_attention
-from engine.elementwise.rotary import rotate
-from engine.elementwise.swiglu import swiglu
-from engine.lm_head import plain_loss_sum
-from engine.norm import RMSNorm
-from engine.profile.ranges import LM_HEAD
+from engine.lm_head.plain import LossSum, plain_loss_sum
+from engine.ops.autograd import accumulation_dtype
+from engine.ops.norm import RMSNorm
+from engine.ops.ranges import LM_HEAD
+from engine.ops.rotary import rotate
+from engine.ops.swiglu import swiglu
 from engine.settings import ModelShape
 
 if TYPE_CHECKING:
@@ -35,15 +35,14 @@ if TYPE_CHECKING:
 AttendCall = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q_BLND, k_BLKD, v_BLKD) -> (out_BLND, lse)
 Rotary = tuple[Tensor, Tensor]  # cos_LD, sin_LD over half of the head dim
 LayerFn = Callable[[Tensor, Rotary, AttendCall], Tensor]  # x_BLE -> x_BLE
-Activations = Callable[[LayerFn, Tensor, Rotary, "Attend"], Tensor]  # runs a layer, decides what backward will find
+Activations = Callable[[LayerFn, Tensor, Rotary, "Attend"], Tensor]  # runs a layer, decides which tensors are saved
 # (norm, attention, x_BLE, rotary) -> q_BLND, k_BLKD, v_BLKD of norm(x)
 Project = Callable[[nn.RMSNorm, "Attention", Tensor, Rotary], tuple[Tensor, Tensor, Tensor]]
 AddMLP = Callable[[nn.RMSNorm, "MLP", Tensor], Tensor]  # (norm, mlp, x_BLE) -> x + mlp(norm(x))
-LossSum = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden_TE, weight_VE, labels_T) -> sum of the losses
 
 
 class Attend(Protocol):
-    """Attention over the whole sequence, and how a part of its result is kept. See `engine.method.AttentionFn`."""
+    """Attention over the whole sequence, and the part of its result to save. See `engine.method.AttentionFn`."""
 
     def __call__(
         self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None
@@ -101,13 +100,13 @@ class MLP(nn.Module):
 
 
 def activate(up_BLF: Tensor, gate_BLF: Tensor | None = None) -> Tensor:
-    """What the MLP's last matrix is given: GELU of `up`, or `up` times the SiLU of `gate`."""
+    """Input of the MLP's last matrix: GELU of `up`, or `up` times the SiLU of `gate`."""
     return F.gelu(up_BLF) if gate_BLF is None else swiglu(gate_BLF, up_BLF)
 
 
 class DenseCausal:
-    """The default attention: dense, causal, one device. Plain autograd keeps its own intermediates, so a replay has no
-    use for what is saved and computes again."""
+    """The default attention: dense, causal, one device. Autograd saves the intermediates, so a recomputation ignores
+    `saved` and computes everything."""
 
     def __call__(
         self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None
@@ -131,7 +130,7 @@ def add_whole_mlp(norm: nn.RMSNorm, mlp: MLP, x_BLE: Tensor) -> Tensor:
 
 
 def keep_all(layer: LayerFn, x_BLE: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-    """The default activations: backward finds everything."""
+    """The default activations: autograd saves everything."""
     return layer(x_BLE, rotary, attend)
 
 
@@ -165,7 +164,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """LM head, with the loss beside it so that the logits of a long sequence need never exist."""
+    """LM head and loss in one module, so that the logits of a long sequence need never exist."""
 
     loss_sum: LossSum
 
@@ -201,8 +200,8 @@ class Decoder(nn.Module):
             labels_BL: the token to predict after each; -100 where there is none.
         """
         x_BLE = self.embedding(tokens_BL)
-        wide = torch.promote_types(x_BLE.dtype, torch.float32)
-        rotary = rotary_angles(positions_L, self.shape.head_dim, self.shape.rope_base, wide)
+        dtype = accumulation_dtype(x_BLE.dtype)
+        rotary = rotary_angles(positions_L, self.shape.head_dim, self.shape.rope_base, dtype)
         for block in self.blocks:
             x_BLE = block(x_BLE, rotary)
         return self.head(self.norm(x_BLE), labels_BL)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from engine.memory.offloaded_adamw import OffloadedAdamW
 from engine.model import Decoder
-from engine.offloaded_adamw import OffloadedAdamW
 from engine.recipe import Recipe
 
 

@@ -1,4 +1,4 @@
-"""Everything that makes the one-device model parallel, in the one order that works."""
+"""Applies parallelism, checkpointing and tiling to the one-device model, in the one order that works."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from engine.checkpoint import Recompute, set_activations
+from engine.checkpoint.recompute import Recompute, set_activations
 from engine.initialise import initialise
+from engine.layers.tiled_mlp import add_mlp_in
+from engine.layers.tiled_projection import project_in
 from engine.lm_head.choose import loss_sum_of
 from engine.model import Attend, Decoder
 from engine.settings import TrialSettings
-from engine.tiled_mlp import add_mlp_in
-from engine.tiled_projection import project_in
 
 
 def build_model(settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> tuple[Decoder, Recompute | None]:
     """The model of `settings` on this rank, ready to train: parameters sharded over `mesh`, fp32 (fp64 for fp64).
-    Beside it who keeps what its layers are computed again from, None where everything is kept.
+    Also the store of saved layer inputs, or None when nothing is recomputed.
 
-    The model is born on the meta device and only shards are ever allocated, so its size is bounded by all ranks
-    together.
+    The model is built on the meta device and only shards are ever allocated, so its size is bounded by the memory of
+    all ranks together.
 
     Args:
         settings: one trial.
-        attend: the method's attention, already knowing its context-parallel ranks.
+        attend: the method's attention, bound to its context-parallel ranks.
         mesh: all ranks, data-parallel and context-parallel alike, on one axis; on two, parameters are sharded over the
             second and repeated along the first.
     """
@@ -38,8 +38,8 @@ def build_model(settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> tu
 
 
 def parallelize(model: Decoder, settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> Recompute | None:
-    """Context parallelism, activation checkpointing, tiles, loss fusion, then FSDP2 around all of them. Returns who
-    keeps what layers are computed again from, if anybody does."""
+    """Context parallelism, activation checkpointing, tiles, loss fusion, then FSDP2 around all of them. Returns
+    the store of saved layer inputs, or None when nothing is recomputed."""
     for block in model.blocks:
         block.attend = attend
         block.project = project_in(settings.projection_tiles)
@@ -60,7 +60,7 @@ def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) 
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if low_precision else None,
         reduce_dtype=torch.float32 if low_precision else None,
-        cast_forward_inputs=False,  # blocks are handed RoPE's fp32 tables, which must stay fp32
+        cast_forward_inputs=False,  # RoPE's tables, arguments of a block, must stay fp32
     )
     for unit in (model.embedding, *model.blocks):
         fully_shard(unit, mesh=mesh, mp_policy=precision)
@@ -73,8 +73,8 @@ def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) 
         after.set_modules_to_backward_prefetch([before])
     # An embedding's gradient needs no weight: gathering it once more would hold V x E elements for nothing.
     model.embedding.set_unshard_in_backward(False)
-    # Each rank's loss is its share of one global mean, so the gradients of the ranks are summed. FSDP2 divides by the
-    # number of ranks unless told; plain SUM because gloo has no pre-multiplied reduction.
+    # Each rank's loss is its share of one global mean, so the gradients of the ranks are summed. By default FSDP2
+    # divides by the number of ranks; plain SUM because gloo has no pre-multiplied reduction.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -82,8 +82,8 @@ def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) 
 
 
 def sum_across_nodes(model: Decoder, now: bool) -> None:
-    """Whether backward sums gradients over the first of two mesh axes from here on, or holds the sums over the second,
-    sharded, for a later backward to add to. Nothing to say where the mesh has one axis."""
+    """Whether backward sums gradients over the first of two mesh axes from now on, or holds the sums over the second,
+    sharded, for a later backward to add to. No effect where the mesh has one axis."""
     assert isinstance(model, FSDPModule)
     model.set_requires_all_reduce(now)
 

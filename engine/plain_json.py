@@ -1,4 +1,4 @@
-"""Dataclasses as plain JSON values and back, strictly: what a file holds is of the class's types, or it is refused."""
+"""Dataclasses as plain JSON values and back, strictly: a value of another type than the class declares is an error."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(cls: type[Any], data: Any, where: str = "") -> Any:
-    """Rebuild a dataclass from `to_json` output; `where` is the dotted key it stands at.
+    """Rebuild a dataclass from `to_json` output; `where` is its dotted key.
 
-    Raises ValueError naming the key for one the class does not have, one it lacks and a value of another type, and for
-    whatever the class itself refuses.
+    Raises ValueError naming the key for an unknown key, a missing key and a value of another type, and with the class's
+    own errors.
     """
     return _reader(cls)(data, where)  # type: ignore[arg-type]
 
@@ -86,7 +86,7 @@ _Reader = Callable[[Any, str], Any]
 
 @cache
 def _reader(hint: Any) -> _Reader:
-    """What makes a value of the annotated type out of a JSON value, which stands at a dotted key."""
+    """A function of a JSON value and its dotted key that returns a value of the annotated type."""
     if dataclasses.is_dataclass(hint):
         return _dataclass_reader(typing.cast(type[Any], hint))
     if hint is Any:
@@ -198,7 +198,7 @@ def _number(value: Any, where: str) -> float:
 
 
 def _anything(value: Any, where: str, level: int = 0) -> Any:
-    """Any JSON value of numbers that can be reckoned with and texts that can be written."""
+    """Any JSON value of finite 64-bit numbers and texts that can be written."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -217,7 +217,7 @@ def _wrong(value: Any, where: str, expected: str) -> ValueError:
 
 
 def _shown(value: Any) -> str:
-    """A value as a message shows it: what it is, and no more of it than a sentence holds."""
+    """A value as a message shows it, cut to a length that fits a sentence."""
     if isinstance(value, dict):
         return "a mapping"
     if isinstance(value, list):

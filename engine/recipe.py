@@ -1,4 +1,4 @@
-"""How gradients become an update, apart from the learning rate. Pure data."""
+"""Settings of the optimizer apart from the learning rate. Pure data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """AdamW (arXiv:1711.05101). The defaults are what the timed task uses, and common for language models."""
+    """AdamW (arXiv:1711.05101). The defaults are those of the timed task, and common for language models."""
 
     beta1: float = 0.9
     beta2: float = 0.95

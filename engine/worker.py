@@ -1,9 +1,9 @@
 """One rank of one trial: `python -m engine.worker TRIAL_DIR`, started torchrun-style.
 
 Reads TRIAL_DIR/trial.json. Rank 0 appends progress.jsonl and leaves measurement.json; a rank that fails leaves
-errors/rank<r>.json and exits with 1. Where its environment names a directory of turns (`engine.turns`), the rank is
-given further trials there and waits for them until it is ended. Importing this module starts nothing: no process group,
-no CUDA, no thread, so that a fork server may load it once for many ranks.
+errors/rank<r>.json and exits with 1. Where its environment names a directory of turns
+(`engine.tasks.turns`), the rank reads further trials there until its process is ended. Importing this module starts
+nothing: no process group, no CUDA, no thread, so that a fork server may load it once for many ranks.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ import torch
 import torch._dynamo  # every optimizer loads it when constructed; here a fork server does so once for all ranks
 import torch.distributed as dist
 
-from engine.attention_task import AttentionTask
-from engine.between_trials import clear, log_to
-from engine.distributed import World, check_world_size, join, leave, limit_threads, meet, part
-from engine.lm_head_task import HeadTask
+from engine.distributed import World, check_world_size, close_groups, join, leave, limit_threads, wait_for_all
 from engine.measurement import write_json, write_measurement
 from engine.method import NativeMethod
-from engine.phases import Phases, process_seconds
 from engine.profile.capture import StepProfiler, step_to_trace
 from engine.profile.unfinished import PROFILE, unfinished
 from engine.settings import TrialSettings, from_json
-from engine.task import AroundStep, Refused, Task, progress_to
-from engine.train import TrainTask
-from engine.turns import Turns
+from engine.tasks.attention import AttentionTask
+from engine.tasks.between_trials import clear, log_to
+from engine.tasks.lm_head import HeadTask
+from engine.tasks.phases import Phases, process_seconds
+from engine.tasks.task import AroundStep, Refused, Task, progress_to
+from engine.tasks.train import TrainTask
+from engine.tasks.turns import Turns
 
-LOG_DIRECTORY = "logs"  # of a trial, where its launcher sends what a rank prints
+LOG_DIRECTORY = "logs"  # of a trial, with the output of its ranks
 REASON_CHARACTERS = 200  # of an error's reason; the traceback has all of it
 
 TASKS: dict[str, type[TrainTask] | type[AttentionTask] | type[HeadTask]] = {
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
         return 2
     trial_dir = Path(arguments[0])
     rank = int(os.environ.get("RANK", "0"))
-    # A rank that is ended from outside, at its deadline above all, leaves in its log where it was.
+    # A rank that is ended from outside, above all at its deadline, writes its stack to its log.
     faulthandler.register(signal.SIGTERM, chain=True)
     phases = Phases(shown=rank == 0, seconds=process_seconds())
     phases.end("start of the process and its imports")
@@ -70,10 +70,10 @@ def main(arguments: list[str]) -> int:
 
 
 def serve(turns: Turns, trial_dir: Path, rank: int, phases: Phases) -> NoReturn:
-    """Run one trial after another, as if each had been given to a process of its own, until this process is ended.
+    """Run one trial after another, as if each ran in a process of its own, until this process is ended.
 
-    A trial that fails ends the process: what it leaves behind on GPUs and in its peers is unknown. One that is refused
-    does not, because all ranks refuse the same settings.
+    A trial that fails ends the process: the state of GPUs and peers is then unknown. A refused one does not, because
+    all ranks refuse the same settings.
     """
     for turn in itertools.count(1):
         if turn > 1:
@@ -84,30 +84,30 @@ def serve(turns: Turns, trial_dir: Path, rank: int, phases: Phases) -> NoReturn:
             task: Task | None = None
             try:
                 task = _run(trial_dir, rank, phases, turn)
-            except Refused as unsupported_reason:
-                write_error(trial_dir, rank, unsupported_reason)
+            except Refused as error:
+                write_error(trial_dir, rank, error)
             if dist.is_initialized():  # not where the trial was refused before
-                meet()
+                wait_for_all()
             del task
             clear()
             if dist.is_initialized():
-                part()
+                close_groups()
             phases.end("giving back memory and process groups")
         turns.finish(turn, rank)
     raise AssertionError("turns do not run out")
 
 
 def _run(trial_dir: Path, rank: int, phases: Phases, turn: int = 1) -> Task:
-    """Set the trial up, measure, leave the measurement; returns what the trial still holds."""
+    """Set the trial up, measure, write the measurement; returns the task, which still holds its memory."""
     task, profiler = _set_up(trial_dir, phases, turn)
     measure(task, profiler, trial_dir, rank, phases)
     return task
 
 
 def measure(task: Task, profiler: StepProfiler | None, trial_dir: Path, rank: int, phases: Phases) -> None:
-    """Do the task's work and leave the measurement, on rank 0. Collective.
+    """Run the task and write the measurement, on rank 0. Collective.
 
-    With a `profiler` it is on disk before anything is done for a trace alone, and written again when the trace is read.
+    With a `profiler` it is written before any work for the trace alone, and again when the trace is read.
     """
     around_step: AroundStep = contextlib.nullcontext
     if profiler is not None and profiler.of == "measured_step":
@@ -129,7 +129,7 @@ def measure(task: Task, profiler: StepProfiler | None, trial_dir: Path, rank: in
 
 
 def _set_up(trial_dir: Path, phases: Phases, turn: int) -> tuple[Task, StepProfiler | None]:
-    """Everything that can find the settings impossible, before anything is measured. Raises Refused."""
+    """Task and profiler of the trial: all checks of its settings, before anything is measured. Raises Refused."""
     try:
         settings, method, profiled = read_trial(trial_dir)
         world = prepare(settings, method, turn)
@@ -149,7 +149,7 @@ def prepare(settings: TrialSettings, method: NativeMethod, turn: int = 1) -> Wor
     check_world_size(settings)
     limit_threads()
     if settings.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a fixed one
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed one
         torch.use_deterministic_algorithms(True)
     return join(settings, turn)
 
@@ -163,7 +163,7 @@ def read_trial(trial_dir: Path) -> tuple[TrialSettings, NativeMethod, bool]:
 
 
 def silent(step: dict[str, object]) -> None:
-    """Ranks other than 0 keep their progress to themselves."""
+    """The progress callback of ranks other than 0: none."""
 
 
 @contextlib.contextmanager
@@ -186,7 +186,7 @@ def exit_on_error(trial_dir: Path, rank: int) -> Iterator[None]:
 
 
 def write_error(trial_dir: Path, rank: int, error: Exception) -> None:
-    """Leave errors/rank<r>.json and the traceback in the log. What fails after a rank's first error follows from it."""
+    """Write errors/rank<r>.json and the traceback to the log. Later errors of the rank follow from its first one."""
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr)
     directory = trial_dir / "errors"
@@ -197,7 +197,7 @@ def write_error(trial_dir: Path, rank: int, error: Exception) -> None:
 
 
 def error_kind(error: Exception) -> str:
-    """oom, refused or failed. Below torch, exhausted memory is a RuntimeError with a library's own words."""
+    """oom, refused or failed. Libraries below torch report exhausted memory as a RuntimeError."""
     if isinstance(error, Refused):
         return "refused"
     words = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
@@ -206,7 +206,7 @@ def error_kind(error: Exception) -> str:
 
 
 def _one_sentence(error: Exception) -> str:
-    """A refusal as it is: it speaks for itself. Of other messages, the sentences that fit one readable line."""
+    """The whole message of `Refused`; of other errors, the sentences that fit one readable line."""
     if isinstance(error, Refused):
         return str(error)
     lines = str(error).strip().splitlines() or ["no message"]

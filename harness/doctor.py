@@ -7,7 +7,7 @@ import platform
 from dataclasses import dataclass
 from importlib import metadata
 
-from engine import loss_kernel
+from engine.lm_head import loss_kernel
 from harness.machine.this_machine import Machine, discover
 from harness.records.provenance import commit, version
 from harness.spec.methods import all_methods

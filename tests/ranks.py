@@ -18,7 +18,7 @@ from tests.patience import AMPLE
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.distributed.fsdp", "engine.attention.op", "engine.train", "pytest"]
+    ["torch", "torch.distributed", "torch.distributed.fsdp", "engine.attention.op", "engine.tasks.train", "pytest"]
 )
 
 

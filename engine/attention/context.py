@@ -12,12 +12,12 @@ from torch import Tensor
 from engine.attention.comm.all_to_all import AllToAll, GroupAllToAll
 from engine.attention.comm.exchange import HELD_GRADIENTS, AllPairsP2P, P2PRing, RingComms
 from engine.attention.comm.link_speed import Link, across_gib_per_second
-from engine.attention.comm.nodes import host_name, shared_node_size
-from engine.attention.comm.p2p import CallOrder, NoPeers, PointToPoint, Traffic, Transport, timeout_of
+from engine.attention.comm.p2p import CallOrder, NoTransport, PointToPoint, Traffic, Transport, timeout_of
 from engine.attention.comm.symm_mem.all_to_all import CopyEngineAllToAll
 from engine.attention.comm.symm_mem.channel import copy_engine_unsupported_reason
 from engine.attention.comm.symm_mem.copy_engine import CopyEngine
 from engine.attention.comm.symm_mem.peers import agreed_unsupported_reason, report
+from engine.attention.comm.topology import host_name, shared_node_size
 from engine.attention.geometry.layout import (
     Gathered,
     Layout,
@@ -244,7 +244,7 @@ class ContextParallel:
         """Transfers among some CP ranks, on a communicator that nothing else uses."""
         group = self._subgroup(cp_ranks, purpose)
         if group is None:
-            return NoPeers()
+            return NoTransport()
         if exchange == "copy_engine":
             slots = {"chunks": 2, "gradients": HELD_GRADIENTS + 1}[purpose]
             return CopyEngine(group, self.traffic, slots)

@@ -1,4 +1,4 @@
-"""What attention asks of its arguments before any rank waits for another: each refusal is a ValueError.
+"""Checks of attention's arguments, before any rank waits for another: each raises ValueError.
 
 Strides are not refused: `engine.attention.op.laid_out` copies tensors that a kernel could not read.
 """

@@ -20,9 +20,8 @@ from engine.attention.context import ContextParallel
 from engine.attention.inputs import check_inputs, check_mask, check_scale
 from engine.attention.masks import Causal, Mask
 from engine.attention.resolve import plan_attention
-from engine.autocast import outside_autocast
 from engine.old_names import renamed_keywords
-from engine.second_derivative import refuse_second_derivative
+from engine.ops.autograd import outside_autocast, refuse_second_derivative
 
 ALIGNMENT_BYTES = 16  # of the widest load of a GPU kernel
 
@@ -200,19 +199,19 @@ def run_attention(
 
 
 def laid_out(tensor_BLND: Tensor) -> Tensor:
-    """The tensor as every kernel and transfer can read it: itself, or a contiguous copy. Differentiable.
+    """A tensor that every kernel and transfer can read: the tensor itself, or a contiguous copy. Differentiable.
 
-    A head's values of one token lie side by side, from an address that wide loads take, and no two tokens or heads
-    share them. Other strides are free, so the parts of one projection for q, k and v, or tensors with heads before
-    tokens, are not copied. Kernels do not look themselves: that of the CPU reads past such strides and gives garbage,
-    those of GPUs give it, refuse, or end the process with a misaligned address.
+    A head's values of one token must be contiguous, from an address that wide loads accept, and no two tokens or heads
+    may share them. Other strides are free, so slices of one projection for q, k and v, or tensors with heads before
+    tokens, are not copied. Kernels do not check: the CPU's reads past such strides and returns garbage, those of GPUs
+    return garbage, raise, or end the process with a misaligned address.
     """
     sizes, strides, item = tensor_BLND.shape[:-1], tensor_BLND.stride(), tensor_BLND.itemsize
     taken = [stride for size, stride in zip(sizes, strides, strict=False) if size > 1]
-    side_by_side = tensor_BLND.shape[-1] == 1 or strides[-1] == 1
+    contiguous_heads = tensor_BLND.shape[-1] == 1 or strides[-1] == 1
     # Rows of an odd number of bytes are aligned by no copy; no kernel that asks for alignment takes them.
     alignable = tensor_BLND.shape[-1] * item % ALIGNMENT_BYTES == 0
     starts = (tensor_BLND.storage_offset(), *taken) if alignable else ()
-    if side_by_side and 0 not in taken and all(start * item % ALIGNMENT_BYTES == 0 for start in starts):
+    if contiguous_heads and 0 not in taken and all(start * item % ALIGNMENT_BYTES == 0 for start in starts):
         return tensor_BLND
     return tensor_BLND.clone(memory_format=torch.contiguous_format)

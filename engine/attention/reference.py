@@ -1,4 +1,4 @@
-"""Dense attention of a whole sequence on one device, through autograd: what every combination must equal."""
+"""Dense attention of a whole sequence on one device, through autograd: the reference of every combination."""
 
 from __future__ import annotations
 

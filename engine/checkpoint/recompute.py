@@ -1,8 +1,9 @@
-"""Layers that are computed again in backward, and where their inputs come from then."""
+"""Layers that backward computes again, and the sources of their inputs."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -12,21 +13,34 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from engine.checkpoint.attend_once import AttendOnce
-from engine.checkpoint.bisect import BisectingGroup
-from engine.checkpoint.group import Group, Step
-from engine.checkpoint.hold import HoldingGroup
-from engine.model import Activations, Attend, AttendCall, LayerFn, Rotary
-from engine.offload import DeviceStore, HostStore, Store
-from engine.profile.ranges import RECOMPUTE
-from engine.replays import inputs_in_store
+from engine.checkpoint.counts import inputs_in_store
+from engine.checkpoint.group import BisectingGroup, Group, HoldingGroup, Step
+from engine.memory.offload import DeviceStore, HostStore, Store
+from engine.model import Activations, Attend, AttendCall, Block, LayerFn, Rotary, keep_all
+from engine.ops.ranges import RECOMPUTE
 from engine.settings import Checkpoint
 
 
-class Recompute:
-    """The layers of one model, each computed again in backward. Evaluation keeps nothing.
+def set_activations(settings: Checkpoint, blocks: Sequence[Block]) -> Recompute | None:
+    """Make the blocks of one model save what these settings ask for.
 
-    torch's checkpoint is handed no tensor but RoPE's tables, which all layers share, since what it is given it keeps.
-    The layer's input comes from a source, which gives what the forward gave it once and asks the group afterwards.
+    Returns the stores of what was saved, or None when nothing is recomputed.
+    """
+    if settings.every == 0:
+        for block in blocks:
+            block.activations = keep_all
+        return None
+    recompute = Recompute(settings, layers=len(blocks))
+    for index, block in enumerate(blocks):
+        block.activations = recompute.of_layer(index, block)
+    return recompute
+
+
+class Recompute:
+    """The layers of one model, each computed again in backward. Evaluation saves nothing.
+
+    torch's checkpoint saves its arguments, so its only tensor arguments are RoPE's tables, which all layers share. A
+    layer's input comes from a source, which returns the forward's tensor once and afterwards the group's.
     """
 
     def __init__(self, settings: Checkpoint, layers: int) -> None:
@@ -34,13 +48,13 @@ class Recompute:
         self.inputs: Store = host if settings.offload in ("inputs", "all") else DeviceStore()
         self.attention: Store = host if settings.offload == "all" else DeviceStore()
         self._settings, self._layers = settings, layers
-        self._group: Group | None = None  # that the running forward is filling
+        self._group: Group | None = None  # to which the running forward adds layers
 
     def reserve(self, input_bytes: int, device: torch.device) -> None:
-        """Have host memory locked for the layer inputs that a step keeps at once, `input_bytes` each, where they go
-        there: those of a whole forward, and what a group keeps on its way back.
+        """Lock host memory for the layer inputs that a step saves at once, `input_bytes` each, where they are
+        offloaded: those of a whole forward, and those a group adds in backward.
 
-        The first forward of a length does so on its way, at a gigabyte or two per second: seconds that are no step's.
+        Otherwise the first forward of a length locks it, at one or two gigabytes per second, within its own time.
         """
         if isinstance(self.inputs, HostStore):
             self.inputs.reserve(inputs_in_store(self._settings, self._layers), input_bytes, device)
@@ -63,13 +77,13 @@ class Recompute:
         place = self._group.add(Step(block=block, layer=layer, rotary=rotary, attend=once))
         source = _Source(x_BLE, self._group, place)
         if index + 1 == self._layers:
-            self._group = None  # from here on the graph alone holds what is kept
+            self._group = None  # from here on only the graph holds the saved tensors
         # No dropout anywhere, so no random state to restore.
         return checkpoint(_layer_from, source, layer, rotary, once, use_reentrant=False, preserve_rng_state=False)
 
 
 class _Source:
-    """Input of a layer: once what the forward hands it, afterwards what its group computes."""
+    """Input of a layer: once the forward's own tensor, afterwards the one its group computes."""
 
     def __init__(self, given_BLE: Tensor, group: Group, place: int) -> None:
         self._given: Tensor | None = given_BLE
@@ -78,19 +92,19 @@ class _Source:
 
     @property
     def again(self) -> bool:
-        """The forward has had it: whoever asks now computes the layer again."""
+        """Whether the forward has taken its tensor: a later call recomputes the layer."""
         return self._given is None
 
     def __call__(self) -> Tensor:
         if self._given is not None:
             given_BLE, self._given = self._given, None
             return given_BLE
-        # The same tensors are saved again only if the input asks for a gradient as it did; nothing flows to it.
+        # Autograd saves the same tensors again only if the input requires a gradient as before; none flows to it.
         return self._group.input(self._place).detach().requires_grad_(self._requires_grad)
 
 
 def _passed(group: weakref.ref[Group], place: int) -> None:
-    """`Group.passed` of a group that holds, with its layers, whoever calls this."""
+    """`Group.passed`, by a weak reference: the group holds the layers whose hooks call this."""
     if (found := group()) is not None:
         found.passed(place)
 

@@ -1,1 +1,4 @@
-"""CUDA beneath torch: the driver calls and streams of our own."""
+"""CUDA below torch: driver calls that torch does not offer, and streams that no other part of the process uses.
+
+No import of any other room of the engine.
+"""

@@ -1,6 +1,6 @@
-"""The few CUDA driver calls torch does not offer: copies between addresses, and counters a stream writes or awaits.
+"""CUDA driver calls that torch does not offer: copies between addresses, and counters a stream writes or awaits.
 
-Each call only enqueues work on a stream and returns. Raises RuntimeError when the driver refuses it.
+Each call only enqueues work on a stream and returns. Raises RuntimeError when the driver returns an error.
 Source: CUDA driver API reference, "Stream Memory Operations" and "Memory Management".
 """
 
@@ -38,7 +38,7 @@ class _Operation(ctypes.Structure):
 
 
 def _end(name: str) -> tuple[tuple[str, type], ...]:
-    """Fields of CUDA_MEMCPY3D for where a copy starts from or goes to."""
+    """Fields of CUDA_MEMCPY3D for the source or the target of a copy."""
     return (
         *((f"{name}_{part}", ctypes.c_size_t) for part in ("x", "y", "z", "level")),
         (f"{name}_type", ctypes.c_int),
@@ -68,7 +68,7 @@ class Block:
     """Equally long rows to copy, in equally many of one or more layers."""
 
     source: int  # bytes from the start of the tensor it is cut from
-    target: int  # bytes from the start of the place it goes to
+    target: int  # bytes from the start of the place it is written to
     width: int  # bytes of a row
     rows: int
     source_pitch: int  # bytes from one row to the next
@@ -152,7 +152,7 @@ class Counters:
 class Copies:
     """Copies between any GPUs by copy engine, planned once and launched with other addresses each time.
 
-    Each entry is a block, the index of the tensor it is cut from, and that of the place it goes to. They may run at the
+    Each entry is a block, the index of its source tensor, and that of its target place. They may run at the
     same time and in any order. Rows of 512 bytes cross between GPUs as fast as one long run.
     """
 
@@ -163,7 +163,7 @@ class Copies:
         self._from = np.array([block.source for block, _tensor, _place in entries], dtype=np.uint64)
         self._to = np.array([block.target for block, _tensor, _place in entries], dtype=np.uint64)
         # CUDA_MEMCPY3D_BATCH_OP as words of eight bytes: two operands (kind, address, row pitch, rows per layer, hint),
-        # the extent, and how to go about it.
+        # the extent, and flags.
         self._words = np.zeros((len(entries), 14), dtype=np.uint64)
         self._words[:, [0, 5]], self._words[:, 13] = POINTER_OPERAND, BESIDE_COMPUTE_IN_STREAM_ORDER
         for words, (block, _tensor, _place) in zip(self._words, entries, strict=True):
@@ -173,7 +173,7 @@ class Copies:
         self._list = self._words.ctypes.data_as(ctypes.c_void_p)
 
     def launch(self, stream: int, tensors: Sequence[int], places: Sequence[int]) -> None:
-        """Enqueue all copies: `tensors` and `places` are the addresses that the entries' indices mean this time."""
+        """Enqueue all copies: `tensors` and `places` are the addresses for the entries' indices in this launch."""
         self._words[:, 1] = np.array(tensors, dtype=np.uint64)[self._tensors] + self._from
         self._words[:, 6] = np.array(places, dtype=np.uint64)[self._places] + self._to
         driver = _driver()
@@ -186,7 +186,7 @@ class Copies:
 
 
 def _box(words: list[int]) -> _Box:
-    """One of the copies of `Copies` as the older call wants it."""
+    """One of the copies of `Copies` in the older call's format."""
     box = _Box(source_type=DEVICE_MEMORY, target_type=DEVICE_MEMORY)
     box.source, box.source_pitch, box.source_height = words[1], words[2], words[3] or words[11]
     box.target, box.target_pitch, box.target_height = words[6], words[7], words[8] or words[11]

@@ -1,8 +1,8 @@
-"""CUDA streams of one's own. torch deals its streams out of 32 per priority, in turn, to whoever asks, NCCL included.
+"""CUDA streams that are not shared. torch has 32 streams per priority and returns them in turn, to NCCL as well.
 
-A process that serves many trials asks for more than that, and two parts of one trial are then given the same stream: a
-copy that waits for a counter stands before the write that would set it, for ever. These streams come from the driver.
-One that is no longer referred to is given to the next who asks, so that all trials of a process share one set.
+A process that runs many trials needs more than that, and two parts of one trial would then get the same stream: a copy
+that waits for a counter would be queued before the write that sets it, forever. These streams come from the driver. A
+stream without references is reused, so that all trials of a process share one set.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _handles: dict[tuple[torch.device, int], Handles] = {}  # by device and priority
 
 
 def own_stream(device: torch.device | None = None, priority: int = 0) -> Any:
-    """A stream of `device`, the current one when None, that no one else has: torch, NCCL or an earlier caller whose
-    stream is still referred to. A lower `priority` goes first, -1 before 0. Devices that are no GPUs have no such pool:
+    """A stream of `device`, the current one when None, that neither torch, NCCL nor an earlier caller whose stream is
+    still referenced uses. A lower `priority` goes first, -1 before 0. Devices that are no GPUs have no such pool:
     their stream is torch's."""
     if device is not None and device.type != "cuda":
         return torch.get_device_module(device).Stream()
@@ -68,5 +68,5 @@ def own_stream(device: torch.device | None = None, priority: int = 0) -> Any:
 
 def _created(device: torch.device, priority: int) -> int:
     with torch.cuda.device(device):
-        torch.cuda.current_stream(device).query()  # the driver wants the device's context to be this thread's
+        torch.cuda.current_stream(device).query()  # the driver needs the device's context to be this thread's
         return cuda_driver.create_stream(priority)

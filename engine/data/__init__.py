@@ -1,9 +1,9 @@
-"""Tokens of real text in memory-mapped files, and the batches every method and CP size reads alike.
+"""Tokens of real text in memory-mapped files, and batches that are equal for every method and CP size.
 
-Reading order: `formats` says which files are no text, `sources` yields a text's bytes, `tokenizers` turns them into
-token ids, `build` writes a store, `store` reads one back, `cache` keeps those built on first use, `sequences` deals
-sequences to steps and replicas, `held_out` parts text to learn from text to judge by. Importing this package imports no
-torch: stores are also built and looked at by programs that only plan.
+Reading order: `formats` rejects files that are no text, `sources` yields a text's bytes, `tokenizers` turns them into
+token ids, `build` writes a store, `store` reads one, `cache` holds those built on first use, `sequences` assigns
+sequences to steps and replicas, `held_out` separates training from validation text. No model and no process groups;
+importing this package imports no torch, because programs that only plan also build and read stores.
 """
 
 from engine.data.cache import cache_dir as cache_dir

@@ -1,4 +1,4 @@
-"""Writing a token store: aside, flushed, then renamed into place, so that one is there whole or not at all."""
+"""Writing a token store: aside, flushed, then renamed, so that it appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build_store(sources: Sequence[str], directory: Path, tokenizer: Tokenizer, v
     Args:
         sources: `python_docs` or paths of UTF-8 text files, in the order in which they are to be read.
         directory: must not exist; its parent is made.
-        tokenizer: decides ids, their width in the file, and whether a token parts the documents.
+        tokenizer: decides ids, their width in the file, and whether a token separates the documents.
         validation: fraction of the tokens held out, at the end.
 
     Raises:

@@ -1,6 +1,6 @@
 """Token stores built on first use, of the built-in text or of one text file, with bytes as tokens.
 
-They lie in <cache>/tokens/<name>; ranks that race build the same store and one of them wins.
+They are in <cache>/tokens/<name>; ranks that build one at the same time build equal stores, and one is kept.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from engine.data.tokenizers import ByteTokenizer
 
 
 def cache_dir() -> Path:
-    """Where stores live: $BURST_CACHE, else burst/ in the user's cache directory ($XDG_CACHE_HOME or ~/.cache)."""
+    """Directory of the stores: $BURST_CACHE, else burst/ in $XDG_CACHE_HOME or ~/.cache."""
     if chosen := os.environ.get("BURST_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burst"
 
 
 def is_built(source: str) -> bool:
-    """Whether `source` is a store that somebody built, rather than a text."""
+    """Whether `source` is a store that `burst data` built, rather than a text."""
     return source != PYTHON_DOCS and is_store(Path(source))
 
 
@@ -41,7 +41,7 @@ def open_tokens(source: str) -> TokenStore:
     if is_built(source):
         return TokenStore(Path(source))
     directory = cache_dir() / "tokens" / _store_name(source)
-    if unsupported_reason := text_unsupported_reason(source):  # also where a store was built before this was looked at
+    if unsupported_reason := text_unsupported_reason(source):  # also where a store was built before this check existed
         raise ValueError(unsupported_reason)
     if not directory.exists():
         try:
@@ -55,7 +55,7 @@ def open_tokens(source: str) -> TokenStore:
 
 
 def vocabulary_of(source: str) -> int:
-    """What the ids of `source`'s tokens lie below; reads a store's header at most. Raises ValueError."""
+    """Number of token ids of `source`; reads at most a store's header. Raises ValueError."""
     if is_built(source):
         return read_header(Path(source)).vocabulary
     return ByteTokenizer.vocabulary

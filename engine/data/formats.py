@@ -1,6 +1,6 @@
-"""Which files are text to learn from, by their first bytes: JSON, tables, archives and other binary files are not.
+"""Which files are text to train on, by their first bytes: JSON, tables, archives and other binary files are not.
 
-A byte tokenizer takes any of them, and a model would learn the syntax of the format instead of what it holds.
+A byte tokenizer accepts any of them, and a model would learn the syntax of the format instead of its content.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import json
 import re
 from pathlib import Path
 
-HEAD_BYTES = 1 << 16  # what is looked at of a file
+HEAD_BYTES = 1 << 16  # of a file that are read here
 
-# First bytes of files that hold something else than text as it is to be learnt. Source: each format's specification.
+# First bytes of files that hold something other than text to train on. Source: each format's specification.
 _ARCHIVES = {
     b"PK\x03\x04": "a zip archive",
     b"PK\x05\x06": "a zip archive",
@@ -47,7 +47,7 @@ _DATA_SETS = {
 }
 _PICKLE = re.compile(rb"\x80[\x02-\x05][\x28-\x95]")  # protocol 2 to 5, then an opcode
 
-# Where the content cannot tell a table from prose, or a damaged line from a text, the name does.
+# Where the content does not distinguish a table from prose, or a damaged line from a text, the name does.
 _BY_NAME = {
     ".jsonl": "JSON Lines",
     ".ndjson": "JSON Lines",
@@ -73,7 +73,7 @@ _JSON_CUT = re.compile(rf"{_JSON_STRING}\\?|-|[-a-zA-Z]+")  # a token that the e
 
 
 def format_unsupported_reason(path: Path) -> str | None:
-    """One sentence why a file is no text to learn from, or None. Reads its first 64 KiB; says nothing of the rest."""
+    """One sentence why a file is no text to train on, or None. Reads only its first 64 KiB."""
     try:
         with open(path, "rb") as file:
             head = file.read(HEAD_BYTES)

@@ -1,18 +1,24 @@
-"""One store as two texts: what a run learns from, in shuffled order, and what it is judged by."""
+"""One store as two texts: training text, in shuffled order, and validation text.
+
+The shuffled order needs no memory. A Feistel network permutes the numbers below a power of four; applying it until the
+result is below `size` makes it a permutation of those (cycle walking, Black and Rogaway, CT-RSA 2002). Unlike a random
+generator's shuffle it is the same for every version of every library.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.data.permutation import permuted
 from engine.data.sequences import Sequences
 from engine.data.store import Header, TokenStore
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Part of a text held out where nobody says otherwise: by `burst data`, and by `burst train` from a plain text.
+
+# Default fraction of a text held out, by `burst data` and by `burst train` from a plain text.
 VALIDATION = 0.01
 
 
@@ -29,7 +35,7 @@ class Span:
 
 
 def spans(header: Header, *, built: bool) -> tuple[Span, Span]:
-    """(training, validation) of the tokens of a store. One that `burst data` built has the split that was asked for
+    """(training, validation) of the tokens of a store. One that `burst data` built has the split chosen
     there, which may hold out nothing; of a text read without a store of its own the last 1% is held out."""
     edge = header.count - (header.validation if built else int(header.count * VALIDATION))
     return Span(start=0, stop=edge), Span(start=edge, stop=header.count)
@@ -38,7 +44,7 @@ def spans(header: Header, *, built: bool) -> tuple[Span, Span]:
 class ShuffledSequences(Sequences):
     """A span's sequences, each once per epoch, every epoch in an order of its own.
 
-    The order is a function of seed and sequence number alone, so a resumed run needs no state to go on with it.
+    The order is a function of seed and sequence number alone, so a resumed run needs no state of it.
     """
 
     def __init__(self, store: TokenStore, span: Span, seed: int) -> None:
@@ -55,3 +61,25 @@ class ShuffledSequences(Sequences):
 
     def describe(self) -> dict[str, Any]:
         return self._store.describe()
+
+
+_ROUNDS = 4
+
+
+def permuted(number: int, size: int, key: str) -> int:
+    """Place of `number` in the order of `key`; a permutation of 0 .. size - 1."""
+    assert 0 <= number < size, (number, size)
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    while True:
+        number = _feistel(number, half_bits, key)
+        if number < size:
+            return number
+
+
+def _feistel(number: int, half_bits: int, key: str) -> int:
+    mask = (1 << half_bits) - 1
+    left, right = number >> half_bits, number & mask
+    for index in range(_ROUNDS):
+        digest = hashlib.blake2b(f"{key}:{index}:{right}".encode(), digest_size=8).digest()
+        left, right = right, left ^ int.from_bytes(digest, "big") & mask
+    return left << half_bits | right

@@ -1,4 +1,4 @@
-"""Which sequences a step learns from: the same whatever the method, the CP size and the number of ranks."""
+"""The sequences of a training step: the same for every method, CP size and number of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Sequences(ABC):
 
     @abstractmethod
     def sequence(self, number: int, seq_len: int) -> Tensor:
-        """`seq_len` tokens and the one after them, int64 [seq_len + 1]. `number` has no upper end."""
+        """`seq_len` tokens and the one after them, int64 [seq_len + 1]. `number` has no upper limit."""
 
     @property
     @abstractmethod
@@ -28,7 +28,7 @@ class Sequences(ABC):
     def batch(self, step: int, replica: int, dp_size: int, batch_size: int, seq_len: int) -> tuple[Tensor, Tensor]:
         """(tokens_BS, labels_BS) of one step and data-parallel replica: whole sequences, labels one token ahead.
 
-        Sequences are dealt in order of (step, replica, place in the batch); neither method nor CP size enters.
+        Sequences are assigned in order of (step, replica, place in the batch), independent of method and CP size.
         """
         import torch
 

@@ -1,4 +1,4 @@
-"""A text as a stream of bytes: the built-in one, or any UTF-8 file. No text is ever in memory whole."""
+"""A text as a stream of bytes: the built-in one, or any UTF-8 file. A text is never in memory whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def chunks_of(source: str) -> Iterator[bytes]:
-    """The bytes of a text, checked to be UTF-8 on the way.
+    """The bytes of a text, checked to be UTF-8 while they are read.
 
     Args:
         source: `python_docs`, or the path of a text file.
@@ -39,7 +39,7 @@ def text_unsupported_reason(source: str) -> str | None:
 
 
 def name_of(source: str) -> str:
-    """The text's name without the folders it lies in, which mean nothing on another machine."""
+    """The text's name without its folders, which mean nothing on another machine."""
     return "pydoc_data.topics" if source == PYTHON_DOCS else Path(source).name
 
 

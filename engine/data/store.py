@@ -1,4 +1,4 @@
-"""A token store: one memory-mapped file of token ids, and a header that says where they came from.
+"""A token store: one memory-mapped file of token ids, and a header with their origin.
 
 DIR/tokens.bin    one unsigned integer per token: uint8, uint16 or uint32, little-endian
 DIR/header.json   `Header`
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 TOKENS_FILE = "tokens.bin"
 HEADER_FILE = "header.json"
 
-_MEND = "remove it; that of a text is built again when it is next read, any other with `burst data`"
+_NEXT_STEP = "remove it; that of a text is built again when it is next read, any other with `burst data`"
 
 TokenType = Literal["uint8", "uint16", "uint32"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """Where a store's tokens came from. Defaults are those of byte stores written before a field existed."""
+    """Origin of a store's tokens. Defaults are those of byte stores written before a field existed."""
 
-    origin: str  # what was tokenized: the names of the texts
+    origin: str  # names of the tokenized texts
     python: str  # version that built the store; the built-in text differs between versions
     sha256: str  # of the texts, one after the other
     tokenizer: str  # bytes, or the name of a tokenizer file
@@ -47,7 +47,7 @@ class TokenStore(Sequences):
     """An endless sequence of tokens: past its end the text starts again."""
 
     def __init__(self, directory: Path) -> None:
-        """Open a built store. Raises ValueError when its files do not belong together."""
+        """Open a built store. Raises ValueError when its files do not fit together."""
         self.header = read_header(directory)
         try:
             saved = np.dtype(self.header.dtype).newbyteorder("<")
@@ -57,7 +57,7 @@ class TokenStore(Sequences):
         if self._tokens.size != self.header.count:
             raise ValueError(
                 f"token store {directory} holds {self._tokens.size} tokens and its header says {self.header.count}; "
-                f"{_MEND}"
+                f"{_NEXT_STEP}"
             )
 
     def window(self, start: int, count: int) -> Tensor:
@@ -81,7 +81,7 @@ class TokenStore(Sequences):
 
 
 def is_store(path: Path) -> bool:
-    """Whether a token store lies there; says nothing about whether it can be read."""
+    """Whether `path` is a token store; it may still be unreadable."""
     return (path / HEADER_FILE).is_file()
 
 
@@ -96,4 +96,4 @@ def read_header(directory: Path) -> Header:
 
 
 def _unreadable(directory: Path, error: Exception) -> ValueError:
-    return ValueError(f"token store {directory} cannot be read ({error}); {_MEND}")
+    return ValueError(f"token store {directory} cannot be read ({error}); {_NEXT_STEP}")

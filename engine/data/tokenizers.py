@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 BYTES = "bytes"
-PIECE_BYTES = 1 << 16  # what one call of a Hugging Face tokenizer gets
+PIECE_BYTES = 1 << 16  # of text in one call of a Hugging Face tokenizer
 _BATCH_PIECES = 64  # pieces it may tokenize at once, on all cores
-_LONGEST_LINE = 1 << 24  # text without a place to cut is cut here all the same
-# A line's end between two characters that are no white space. Byte-level pre-tokenizers (GPT-2, Llama 3, Qwen) part the
-# text there in any case, so cutting there changes no token; runs of white space they read as one.
+_LONGEST_LINE = 1 << 24  # text without a place to cut is cut here
+# A line's end between two characters that are no white space. Byte-level pre-tokenizers (GPT-2, Llama 3, Qwen) split
+# the text there in any case, so cutting there changes no token; they read runs of white space as one.
 _CUT = re.compile(rb"(?<=\S\n)(?=\S)")
 # Tokens that end a text in published tokenizers, where no tokenizer_config.json beside the file names one.
 _END_OF_TEXT = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
 class Tokenizer(Protocol):
-    """What a token store is built with."""
+    """Turns text into the token ids of a store."""
 
     name: str  # as headers and records show it
     sha256: str  # of its file; empty for bytes
     vocabulary: int  # ids are below this
-    end_of_text: int | None  # the id that parts documents, where there is one
+    end_of_text: int | None  # the id that separates documents, where there is one
 
     def encode(self, chunks: Iterable[bytes]) -> Iterator[np.ndarray]:
-        """Token ids of one document, handed over as UTF-8 chunks cut anywhere."""
+        """Token ids of one document, given as UTF-8 chunks cut anywhere."""
         ...
 
 
@@ -83,7 +83,7 @@ class FileTokenizer:
                 f"tokenizer {str(path)!r} is no Hugging Face tokenizer ({' '.join(str(error).split())}); "
                 "give bytes or the path of a tokenizer.json"
             ) from error
-        # Files often carry the limits of the model they came with.
+        # Files often hold the limits of the model they came with.
         self._backend.no_truncation()
         self._backend.no_padding()
         ids = self._backend.get_vocab(with_added_tokens=True)
@@ -105,7 +105,7 @@ def tokenizer_named(name: str) -> Tokenizer:
 
 
 def vocabulary_of_file(path: Path) -> int | None:
-    """What the ids of a `tokenizer.json` lie below, read without the library; None where there is none to read."""
+    """Number of ids of a `tokenizer.json`, read without the library; None where there is no such file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         words = content["model"]["vocab"]
@@ -139,13 +139,13 @@ def cut_at_lines(chunks: Iterable[bytes], piece_bytes: int) -> Iterator[bytes]:
 
 
 def _named_ends(path: Path) -> Iterator[str]:
-    """Candidates for the end-of-text token: what the model's own configuration names, then the usual ones."""
+    """Candidates for the end-of-text token: the one in the model's own configuration, then the usual ones."""
     beside = path.with_name("tokenizer_config.json")
     if beside.is_file():
         try:
             token = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
         except (OSError, ValueError, AttributeError) as error:
-            raise ValueError(f"{beside} cannot be read ({error}); mend it, or move it away") from error
+            raise ValueError(f"{beside} cannot be read ({error}); repair it, or move it away") from error
         if isinstance(token, dict):  # written with the token's properties
             token = token.get("content")
         if isinstance(token, str):

@@ -1,8 +1,8 @@
 """Models in Hugging Face's layout, in and out: a folder of `config.json` and safetensors shards.
 
-Reading order: `config` says a shape as Llama's or Qwen3's configuration and back, `names` what each tensor is called
-there, `shards` holds the files, `export` and `load` are the two directions. Nothing is ever unpickled. Only reading and
-writing tensors needs torch: whether a folder fits a model is asked before ranks start.
+Reading order: `config` converts a shape to Llama's or Qwen3's configuration and back, `names` the names of tensors,
+`shards` holds the files, `export` and `load` are the two directions. Nothing is ever unpickled. Only reading and
+writing tensors imports torch: whether a folder fits a model is checked before ranks start.
 """
 
 from __future__ import annotations

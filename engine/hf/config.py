@@ -1,7 +1,7 @@
 """A model's shape as Hugging Face's `config.json`, and back.
 
 Two architectures have exactly this model's mathematics: `LlamaForCausalLM`, and with the norm of queries and keys
-`Qwen3ForCausalLM`. Whatever else a configuration asks for is refused rather than left out.
+`Qwen3ForCausalLM`. Any other feature of a configuration is an error and never ignored.
 
 Source: transformers' documentation of LlamaConfig and Qwen3Config; defaults are those of its release 5.
 """
@@ -17,9 +17,9 @@ from engine.settings import ModelShape
 LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
 MODEL_TYPES = {LLAMA: "llama", QWEN3: "qwen3"}
 
-DEFAULT_ROPE_BASE = 10000.0  # configurations older than `rope_theta` do not say it
+DEFAULT_ROPE_BASE = 10000.0  # configurations older than `rope_theta` lack it
 
-# What would change the function computed, and the only values under which it does not.
+# Keys that may change the function computed, and the only values with which they do not.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (None, False),
@@ -38,20 +38,20 @@ def config_of(shape: ModelShape, dtype: str, max_positions: int | None) -> dict[
     Args:
         shape: a gated shape.
         dtype: of the exported tensors, by torch's name.
-        max_positions: longest sequence, in tokens, the model was trained for; None leaves it unsaid.
+        max_positions: longest sequence, in tokens, the model was trained for; None leaves it out.
 
-    Raises ValueError for a shape that neither architecture can say.
+    Raises ValueError for a shape that neither architecture can express.
     """
     if not shape.gated:
         raise ValueError(
-            f"model {shape.name} has a plain GELU MLP, which {LLAMA} and {QWEN3} cannot say; "
+            f"model {shape.name} has a plain GELU MLP, which {LLAMA} and {QWEN3} do not have; "
             "export a shape whose MLP is gated"
         )
     architecture = QWEN3 if shape.qk_norm else LLAMA
     if architecture == LLAMA and shape.hidden % shape.heads:
         raise ValueError(
             f"model {shape.name}: hidden {shape.hidden} is not divisible by {shape.heads} heads, which {LLAMA} "
-            "insists on even with head_dim given; export a shape where it is"
+            "requires even with head_dim given; export a shape where it is"
         )
     return {
         "architectures": [architecture],
@@ -74,12 +74,12 @@ def config_of(shape: ModelShape, dtype: str, max_positions: int | None) -> dict[
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape a configuration describes, under the given name. Raises ValueError for what this model cannot say."""
+    """The shape a configuration describes, under the given name. Raises ValueError for an unknown feature."""
     architecture = _architecture(config)
     for key, accepted in NEUTRAL.items():
         if key in config and config[key] not in accepted:
             raise _unsupported(key, config[key], accepted)
-    # A window is in force unless a switch beside it, which Qwen3 has, says it is not.
+    # A window is in use unless Qwen3's separate switch is off.
     if config.get("sliding_window") is not None and config.get("use_sliding_window") is not False:
         raise _unsupported("sliding_window", config["sliding_window"], (None,))
     kinds = config.get("layer_types")
@@ -125,7 +125,7 @@ def _head_dim(config: Mapping[str, Any], architecture: str, hidden: int, heads: 
 
 
 def _rope_base(config: Mapping[str, Any]) -> float:
-    """The base of plain RoPE. Release 4 says it as `rope_theta`, release 5 inside `rope_parameters`."""
+    """The base of plain RoPE. Release 4 has it as `rope_theta`, release 5 inside `rope_parameters`."""
     bases = [config["rope_theta"]] if config.get("rope_theta") is not None else []
     for key in ("rope_scaling", "rope_parameters"):
         rope = config.get(key) or {}
@@ -142,7 +142,7 @@ def _rope_base(config: Mapping[str, Any]) -> float:
 
 
 def _is_plain(rope: Mapping[str, Any]) -> bool:
-    """Whether positions are rotated unscaled, over the whole head and alike in all layers."""
+    """Whether positions are rotated unscaled, over the whole head and equally in all layers."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     return rope.keys() <= PLAIN_ROPE and kind == "default" and rope.get("partial_rotary_factor") in (None, 1)
 
@@ -150,7 +150,7 @@ def _is_plain(rope: Mapping[str, Any]) -> bool:
 def _whole(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{key} is {_said(value)}; expected a whole number")
+        raise ValueError(f"{key} is {_shown(value)}; expected a whole number")
     return value
 
 
@@ -160,14 +160,14 @@ def _number(key: str, value: Any) -> float:
     except (TypeError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{key} is {_said(value)}; expected a number")
+        raise ValueError(f"{key} is {_shown(value)}; expected a number")
     return number
 
 
 def _unsupported(key: str, value: Any, accepted: tuple[Any, ...]) -> ValueError:
-    expected = " or ".join(str(_said(one)) for one in accepted)
+    expected = " or ".join(str(_shown(one)) for one in accepted)
     return ValueError(f"{key} is {value!r}, which this model does not have; expected {expected}")
 
 
-def _said(value: Any) -> str:
+def _shown(value: Any) -> str:
     return "missing" if value is None else repr(value)

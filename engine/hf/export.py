@@ -1,4 +1,4 @@
-"""A model's parameters as a folder that transformers, and what reads its layout, loads."""
+"""A model's parameters as a folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.hf.names import hugging_face_name, parameter_sizes
 from engine.hf.shards import INDEX, safetensors
 from engine.settings import ModelShape
 
-SHARD_BYTES = 5_000_000_000  # what the hub's own tools long cut at
+SHARD_BYTES = 5_000_000_000  # the hub's own tools long used this limit
 
 
 def export_hugging_face(
@@ -40,7 +40,7 @@ def export_hugging_face(
             be made one by one: in the model's order no more than one shard is held at a time.
         shape: of the model; one with a gated MLP.
         directory: a new or empty folder.
-        dtype: what the tensors are saved in; the default keeps fp32 master weights to the bit.
+        dtype: of the saved tensors; the default keeps fp32 master weights to the bit.
         max_positions: longest sequence, in tokens, the model was trained for; None leaves readers their default.
         shard_bytes: most bytes of tensors in one file; a larger tensor has a file of its own.
 
@@ -63,7 +63,7 @@ def export_hugging_face(
         _write_json(aside / "config.json", config)
         for number, tensors in _filled(_checked(state, sizes, dtype), shards):
             _save(library, tensors, aside / files[number])
-            # The library makes files that only their owner reads; a model is read like the text beside it.
+            # The library makes files that only their owner can read; the weights get the mode of config.json.
             shutil.copymode(aside / "config.json", aside / files[number])
         weight_map = {
             hugging_face_name(name): file for file, names in zip(files, shards, strict=True) for name in names
@@ -108,25 +108,23 @@ def _checked(
     sizes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors ready to be saved, in the order they come. Raises ValueError for a state that is not the model's."""
+    """The tensors ready to be saved, in the order of `state`. Raises ValueError for a state that is not the model's."""
     missing = set(sizes)
     for name, tensor in state.items() if isinstance(state, Mapping) else state:
         if name not in missing:
-            raise ValueError(f"{name} {'comes twice' if name in sizes else 'is no parameter of this shape'}")
+            raise ValueError(f"{name} {'is given twice' if name in sizes else 'is no parameter of this shape'}")
         if isinstance(tensor, DTensor):
-            raise ValueError(f"{name} is sharded over ranks; hand over its full_tensor()")
+            raise ValueError(f"{name} is sharded over ranks; pass its full_tensor()")
         if tensor.shape != sizes[name]:
             raise ValueError(f"{name} has size {list(tensor.shape)}; the shape makes it {list(sizes[name])}")
         missing.remove(name)
         yield name, tensor.detach().to("cpu", dtype).contiguous()
     if missing:
-        raise ValueError(
-            f"the state lacks {len(missing)} parameters, {min(missing)} among them; hand over the whole model"
-        )
+        raise ValueError(f"the state lacks {len(missing)} parameters, {min(missing)} among them; pass the whole model")
 
 
 def _filled(tensors: Iterable[tuple[str, Tensor]], shards: list[list[str]]) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Each shard's number and tensors, by their names over there, as soon as the last of them has come."""
+    """Each shard's number and tensors, by their Hugging Face names, once all of them have been yielded."""
     number_of = {name: number for number, names in enumerate(shards) for name in names}
     waiting: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors:

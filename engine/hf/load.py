@@ -21,8 +21,8 @@ def import_hugging_face(directory: Path) -> tuple[ModelShape, Iterator[tuple[str
     """The model in `directory`: its shape, named after the folder, and its tensors under this engine's names.
 
     The iterator yields every parameter of `engine.model.Decoder(shape)` once, in the model's order, on the CPU and in
-    the dtype of the file; only the tensor at hand is read. Everything is checked before this returns, so what is
-    yielded fits. A tied LM head comes as a copy of the embedding: training continues with two.
+    the dtype of the file; one tensor is read at a time. Everything is checked before this returns, so all
+    tensors fit. A tied LM head is a copy of the embedding: training continues with two.
 
     Raises ValueError: one sentence that names the file, for anything but a whole Llama or Qwen3 with plain RoPE.
     """
@@ -32,7 +32,7 @@ def import_hugging_face(directory: Path) -> tuple[ModelShape, Iterator[tuple[str
 
 
 def hugging_face_shape(directory: Path) -> ModelShape:
-    """The shape of the model in `directory`, once everything is checked that `import_hugging_face` checks.
+    """The shape of the model in `directory`, with all checks of `import_hugging_face`.
 
     Reads `config.json` and the headers of the safetensors files, no tensor; needs no torch. Raises ValueError.
     """
@@ -40,7 +40,7 @@ def hugging_face_shape(directory: Path) -> ModelShape:
 
 
 def _checked(directory: Path) -> tuple[ModelShape, Shards, dict[str, str]]:
-    """The model's shape, its files, and for every parameter of ours the tensor that fills it. Raises ValueError."""
+    """The model's shape, its files, and the name of the tensor that fills each parameter. Raises ValueError."""
     path = directory / "config.json"
     config = read_json(path)
     try:
@@ -52,8 +52,8 @@ def _checked(directory: Path) -> tuple[ModelShape, Shards, dict[str, str]]:
 
 
 def _sources(shape: ModelShape, shards: Shards, directory: Path, tied: bool) -> dict[str, str]:
-    """For every parameter of ours the tensor that fills it. Raises ValueError unless all fit and none is left over."""
-    if shape.layers > len(shards.names):  # before as many layers are listed as a damaged file asks for
+    """Name of the tensor that fills each parameter. Raises ValueError unless all fit and none is left over."""
+    if shape.layers > len(shards.names):  # before a damaged file makes this list very many layers
         raise ValueError(
             f"{directory}: has {len(shards.names)} tensors, too few for {shape.layers} layers; fetch it again"
         )
@@ -87,9 +87,9 @@ def _sources(shape: ModelShape, shards: Shards, directory: Path, tied: bool) -> 
 def _tensors(shards: Shards, source: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
     import torch
 
-    for name, theirs in source.items():
-        # Cloned: what the library hands out may be a view of the mapped file, and a tied head is to have its own.
-        yield name, shards.read(theirs).clone(memory_format=torch.contiguous_format)
+    for name, external in source.items():
+        # Cloned: the library may return a view of the mapped file, and a tied head needs memory of its own.
+        yield name, shards.read(external).clone(memory_format=torch.contiguous_format)
 
 
 def _some(names: list[str]) -> str:

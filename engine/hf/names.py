@@ -1,6 +1,6 @@
-"""What each of the model's parameters is called in Hugging Face's Llama and Qwen3.
+"""Names of the model's parameters in Hugging Face's Llama and Qwen3.
 
-Tensors need no rearranging: both sides keep a projection's weight as [out, in], and RoPE pairs the same halves.
+Tensors need no rearranging: both store a projection's weight as [out, in], and RoPE pairs the same halves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _IN_LAYER = {
 
 
 def hugging_face_name(name: str) -> str:
-    """The name over there of a parameter of `Decoder`."""
+    """The Hugging Face name of a parameter of `Decoder`."""
     if name in _OUTSIDE:
         return _OUTSIDE[name]
     _blocks, layer, part = name.split(".", 2)

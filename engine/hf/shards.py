@@ -1,6 +1,6 @@
-"""Safetensors shards in one folder: which tensor lies in which file, and reading one at a time.
+"""Safetensors shards in one folder: which tensor is in which file, and reading one at a time.
 
-Names, sizes and dtypes come from the files' headers alone, without torch: a program that starts ranks looks at them.
+Names, sizes and dtypes are read from the files' headers, without torch, also by the program that starts ranks.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Shards:
             view = self._open(self._file_of[name]).get_slice(name)
             return tuple(view.get_shape()), str(view.get_dtype())
         except self._library.SafetensorError as error:
-            raise ValueError(f"{self._file_of[name]}: lacks {name}, which {INDEX} says is there ({error})") from error
+            raise ValueError(f"{self._file_of[name]}: lacks {name}, which {INDEX} lists ({error})") from error
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU, in the dtype it is saved in."""

@@ -1,22 +1,20 @@
-"""The LM head's loss that a trial's settings ask for."""
+"""The LM head's loss for the settings of a trial."""
 
 from __future__ import annotations
 
 import functools
 
-from engine.lm_head.cce import cce_loss_sum
 from engine.lm_head.fused import fused_loss_sum
-from engine.lm_head.liger import liger_loss_sum
-from engine.lm_head.plain import plain_loss_sum
-from engine.loss_kernel import unsupported_reason
-from engine.model import LossSum
+from engine.lm_head.libraries import cce_loss_sum, liger_loss_sum
+from engine.lm_head.loss_kernel import unsupported_reason
+from engine.lm_head.plain import LossSum, plain_loss_sum
 from engine.settings import TrialSettings
 
 
 def loss_sum_of(settings: TrialSettings, device_type: str) -> LossSum:
     """(hidden_TE, weight_VE, labels_T) -> sum of this rank's losses, z-loss included; `device_type` is cuda or cpu.
 
-    Raises ValueError with one sentence when that device or this machine cannot run what is asked for.
+    Raises ValueError with one sentence when that device or this machine cannot run the setting.
     """
     reason = unsupported_reason(settings, device_type)
     if reason:

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.lm_head.plain import wide
 from engine.lm_head.softmax import Softmax
 from engine.lm_head.tiles import Tile, choose_tile, runs_with_labels
-from engine.runs import runs
-from engine.second_derivative import refuse_second_derivative
-from engine.triton_kernels import KERNEL_DTYPES
-from engine.weight_gradient import add_product
+from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
+from engine.ops.runs import add_product, runs
+from engine.ops.triton_kernels import kernels_for
+
+SOFTMAX_KERNELS = "engine.lm_head.softmax_triton"
 
 
 def fused_loss_sum(
@@ -21,34 +21,36 @@ def fused_loss_sum(
 ) -> Tensor:
     """`plain_loss_sum` with the logits of one tile in memory; without `tile` it is sized for the problem and device.
 
-    A sum, not a mean: how many tokens there are is known to all ranks together only, and a rank whose labels are all
-    -100 gives 0. Matmuls run in the inputs' dtype; softmax, loss and all sums over tiles in fp32 or wider.
+    A sum, not a mean: only all ranks together know the number of tokens, and a rank whose labels are all -100 returns
+    0. Matmuls run in the inputs' dtype; softmax, loss and all sums over tiles in fp32 or wider.
 
     Raises ValueError for a label that is neither a word nor -100.
     """
     tile = tile or choose_tile(weight_VE.shape[0], hidden_TE)
     if torch.is_grad_enabled() and (hidden_TE.requires_grad or weight_VE.requires_grad):
         return _FusedLossSum.apply(hidden_TE, weight_VE, labels_T, z_loss, tile)
-    loss = hidden_TE.new_zeros((), dtype=wide(hidden_TE))
+    loss = hidden_TE.new_zeros((), dtype=accumulation_dtype(hidden_TE.dtype))
     for tokens, counts in runs_with_labels(labels_T, tile.tokens, weight_VE.shape[0]):
         if counts and tile.words >= weight_VE.shape[0]:
             loss += _loss_and_dlogits(hidden_TE[tokens], weight_VE, labels_T[tokens], z_loss)[0]
         elif counts:
-            softmax = Softmax(labels_T[tokens], z_loss, wide(hidden_TE))
+            softmax = Softmax(labels_T[tokens], z_loss, accumulation_dtype(hidden_TE.dtype))
             for words in runs(weight_VE.shape[0], tile.words):
-                softmax.fold(_logits(hidden_TE[tokens], weight_VE[words]), words.start)
+                softmax.update(_logits(hidden_TE[tokens], weight_VE[words]), words.start)
             loss += softmax.loss_sum()
     return loss
 
 
 class _FusedLossSum(torch.autograd.Function):
-    """(hidden_TE, weight_VE, labels_T, z_loss, tile) -> loss sum, with both gradients formed on the way."""
+    """(hidden_TE, weight_VE, labels_T, z_loss, tile) -> loss sum; forward computes both gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_loss: float, tile: Tile) -> Tensor:
-        loss = hidden_TE.new_zeros((), dtype=wide(hidden_TE))
+        loss = hidden_TE.new_zeros((), dtype=accumulation_dtype(hidden_TE.dtype))
         dhidden_TE = torch.empty_like(hidden_TE)
-        dweight_VE = torch.zeros_like(weight_VE, dtype=wide(weight_VE)) if ctx.needs_input_grad[1] else None
+        dweight_VE = (
+            torch.zeros_like(weight_VE, dtype=accumulation_dtype(weight_VE.dtype)) if ctx.needs_input_grad[1] else None
+        )
         for tokens, counts in runs_with_labels(labels_T, tile.tokens, weight_VE.shape[0]):
             if counts:
                 loss += _loss_and_gradients(
@@ -64,7 +66,7 @@ class _FusedLossSum(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         refuse_second_derivative("the fused loss")
         dhidden_TE, dweight_VE = ctx.saved_tensors
-        again = torch._C._autograd._get_current_graph_task_keep_graph()  # the saved gradients will be wanted once more
+        again = torch._C._autograd._get_current_graph_task_keep_graph()  # the saved gradients will be used again
         return (
             _scaled(dhidden_TE, dloss, dhidden_TE.dtype, again) if ctx.needs_input_grad[0] else None,
             _scaled(dweight_VE, dloss, ctx.weight_dtype, again) if dweight_VE is not None else None,
@@ -93,11 +95,11 @@ def _loss_and_gradients(
         if dweight_VE is not None:
             add_product(dweight_VE, dlogits_TV, hidden_TE)
         return loss
-    softmax = Softmax(labels_T, z_loss, wide(hidden_TE))
+    softmax = Softmax(labels_T, z_loss, accumulation_dtype(hidden_TE.dtype))
     tiles = list(runs(weight_VE.shape[0], words))
     for tile in tiles:
-        softmax.fold(_logits(hidden_TE, weight_VE[tile]), tile.start)
-    total_TE = torch.zeros_like(hidden_TE, dtype=wide(hidden_TE))
+        softmax.update(_logits(hidden_TE, weight_VE[tile]), tile.start)
+    total_TE = torch.zeros_like(hidden_TE, dtype=accumulation_dtype(hidden_TE.dtype))
     for tile in tiles:
         exps_TV = softmax.exps(_logits(hidden_TE, weight_VE[tile]))
         dlogits_TV = softmax.gradient(exps_TV, tile.start, hidden_TE.dtype)
@@ -112,28 +114,27 @@ def _loss_and_gradients(
 def _loss_and_dlogits(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
     """(loss sum, gradient of the logits in the inputs' dtype) of the whole vocabulary.
 
-    On GPUs the logits leave the matmul in the inputs' dtype, as in a plain run, and one Triton kernel turns them into
-    their gradient where they lie. Elsewhere its torch twin, in fp32 or wider.
+    On GPUs the matmul writes the logits in the inputs' dtype, as in a plain run, and one Triton kernel overwrites them
+    with their gradient. Elsewhere its reference implementation runs, in fp32 or wider.
     """
-    if hidden_TE.is_cuda and hidden_TE.dtype in KERNEL_DTYPES:
-        from engine.lm_head.softmax_triton import loss_with_gradient_in_place
-
+    kernels = kernels_for(hidden_TE, SOFTMAX_KERNELS)
+    if kernels is not None:
         logits_TV = hidden_TE @ weight_VE.T
-        return loss_with_gradient_in_place(logits_TV, labels_T, z_loss).sum(), logits_TV
-    softmax = Softmax(labels_T, z_loss, wide(hidden_TE))
-    exps_TV = softmax.fold(_logits(hidden_TE, weight_VE), 0)
+        return kernels.loss_with_gradient_in_place(logits_TV, labels_T, z_loss).sum(), logits_TV
+    softmax = Softmax(labels_T, z_loss, accumulation_dtype(hidden_TE.dtype))
+    exps_TV = softmax.update(_logits(hidden_TE, weight_VE), 0)
     return softmax.loss_sum(), softmax.gradient(exps_TV, 0, hidden_TE.dtype)
 
 
 def _logits(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
-    """hidden @ weight^T, fp32 or wider. On CUDA the logits leave the matmul's accumulator unrounded."""
+    """hidden @ weight^T, fp32 or wider. On CUDA the matmul writes its accumulator unrounded."""
     if hidden_TE.is_cuda and hidden_TE.dtype == torch.bfloat16:
         return torch.mm(hidden_TE, weight_VE.T, out_dtype=torch.float32)
-    return (hidden_TE @ weight_VE.T).to(wide(hidden_TE))
+    return (hidden_TE @ weight_VE.T).to(accumulation_dtype(hidden_TE.dtype))
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, again: bool) -> Tensor:
-    """gradient x factor in `dtype`: in the saved gradient's own memory where it fits and will not be wanted `again`.
+    """gradient x factor in `dtype`: in the saved gradient's own memory where it fits and is not used `again`.
 
     The factor gets dimensions because torch would round a 0-dim one to the gradient's dtype first, and 1 / tokens in
     bf16 is wrong by up to 0.4% in every entry.

@@ -1,10 +1,16 @@
-"""LM head and loss as torch writes them, all logits at once: the oracle of every other form."""
+"""LM head and loss as torch writes them, all logits at once: the reference of every other implementation."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from engine.ops.autograd import accumulation_dtype
+
+LossSum = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden_TE, weight_VE, labels_T) -> sum of the losses
 
 IGNORE = -100  # label of a token that predicts nothing: torch's own convention
 
@@ -12,18 +18,13 @@ IGNORE = -100  # label of a token that predicts nothing: torch's own convention
 def plain_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_loss: float = 0.0) -> Tensor:
     """Sum over tokens of -log softmax(logits)[label] + z_loss x (log sum exp(logits))^2, in fp32 or wider.
 
-    The logits are hidden @ weight^T. Tokens labelled -100 count nothing. The second term keeps the softmax's
+    The logits are hidden @ weight^T. Tokens labelled -100 do not count. The second term keeps the softmax's
     normaliser near 1 (PaLM, arXiv:2204.02311).
     """
     logits_TV = F.linear(hidden_TE, weight_VE)
-    logits_TV = logits_TV.to(wide(logits_TV))
+    logits_TV = logits_TV.to(accumulation_dtype(logits_TV.dtype))
     loss = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE, reduction="sum")
     if z_loss:
         lse_T = torch.logsumexp(logits_TV, dim=-1)
         loss = loss + z_loss * lse_T.square().masked_fill(labels_T == IGNORE, 0).sum()
     return loss
-
-
-def wide(tensor: Tensor) -> torch.dtype:
-    """The dtype in which sums over `tensor` are formed: fp32, or its own where that is wider."""
-    return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Softmax, loss and the gradient of the logits for one run of tokens, from logits that come tile by tile.
+"""Softmax, loss and the gradient of the logits for one run of tokens, from logits given tile by tile.
 
 For a token with logits x, label y and weight z of the squared log-partition, with lse = log sum exp(x) and p = softmax:
 
@@ -16,10 +16,10 @@ from engine.lm_head.plain import IGNORE
 
 
 class Softmax:
-    """Over the whole vocabulary, for the tokens of `labels_T`: fold every tile in once, then ask.
+    """Over the whole vocabulary, for the tokens of `labels_T`: `update` with every tile once, then read.
 
-    Everything is formed in `dtype`. The logarithm of the sum is kept apart from the maximum: a label of probability
-    nearly 1 has its whole loss in the former, and adding the latter would round it away.
+    Everything is computed in `dtype`. The logarithm of the sum is separate from the maximum: for a label of probability
+    nearly 1 it is the whole loss, and adding the maximum would round it to 0.
     """
 
     def __init__(self, labels_T: Tensor, z_loss: float, dtype: torch.dtype) -> None:
@@ -29,12 +29,12 @@ class Softmax:
         self._total_T1 = torch.zeros_like(self._top_T1)  # sum of exp(x - top)
         self._label_T1 = torch.zeros_like(self._top_T1)  # the label's logit
 
-    def fold(self, logits_TV: Tensor, first: int) -> Tensor:
-        """Take in the logits of the words from `first` on; returns exp(logits - top so far) in their place."""
+    def update(self, logits_TV: Tensor, first: int) -> Tensor:
+        """Add the logits of the words from `first` on; returns exp(logits - top so far) in their place."""
         inside_T1, column_T1 = self._label_columns(logits_TV, first)
         self._label_T1 = torch.where(inside_T1, logits_TV.gather(1, column_T1), self._label_T1)
         top_T1 = torch.maximum(self._top_T1, logits_TV.amax(1, keepdim=True))
-        # A row of -inf alone has met no word yet: exp(-inf - 0) is the 0 that it adds.
+        # A row with only -inf so far: exp(-inf - 0) is the 0 that it adds.
         shift_T1 = top_T1.masked_fill(top_T1 == -torch.inf, 0)
         exps_TV = logits_TV.sub_(shift_T1).exp_()
         self._total_T1 = self._total_T1 * torch.exp(self._top_T1 - shift_T1) + exps_TV.sum(1, keepdim=True)
@@ -42,7 +42,7 @@ class Softmax:
         return exps_TV
 
     def exps(self, logits_TV: Tensor) -> Tensor:
-        """exp(logits - top) in place of the logits; once all tiles are folded in."""
+        """exp(logits - top) in place of the logits; after `update` with all tiles."""
         return logits_TV.sub_(self._top_T1).exp_()
 
     def loss_sum(self) -> Tensor:
@@ -53,8 +53,8 @@ class Softmax:
     def gradient(self, exps_TV: Tensor, first: int, dtype: torch.dtype) -> Tensor:
         """d loss / d logits of the words from `first` on, in `dtype`; may take the place of `exps`. 0 where ignored.
 
-        The label's own entry is formed before it is rounded, as expm1: once p has been rounded, p - 1 has lost what is
-        left to learn.
+        The label's own entry is computed before rounding, as expm1: with a rounded p, p - 1 would lose the gradient of
+        a nearly certain label.
         """
         z_factor_T1 = 2 * self._z_loss * self._lse_T1()
         factor_T1 = ((1 + z_factor_T1) / self._total_T1).masked_fill(self._ignored_T1, 0)
@@ -66,7 +66,7 @@ class Softmax:
         return dlogits_TV.scatter_(1, column_T1, torch.where(inside_T1, entry_T1, dlogits_TV.gather(1, column_T1)))
 
     def _label_columns(self, tile_TV: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Whether the label lies in this tile, and its column there (any column where it does not)."""
+        """Whether the label is in this tile, and its column there (any column where it does not)."""
         column_T1 = self._labels_T1 - first
         width = tile_TV.shape[1]
         inside_T1 = (column_T1 >= 0) & (column_T1 < width) & ~self._ignored_T1

@@ -1,8 +1,8 @@
 """Softmax, loss and the gradient of the logits in one Triton kernel, for a run of tokens with its whole vocabulary.
 
-Its torch twin is `engine.lm_head.softmax.Softmax`, which passes over the logits five times and moves 30 bytes per
-logit; this kernel reads each logit twice and writes its gradient once, in its place: 6 bytes in bf16, less what the
-second sweep finds in the cache, which it therefore begins where the first one ended. Arithmetic is fp32. Source of the
+Its reference implementation is `engine.lm_head.softmax.Softmax`, which passes over the logits five times and moves 30
+bytes per logit; this kernel reads each logit twice and writes its gradient once, in its place: 6 bytes in bf16, less
+the cache hits of the second sweep, which therefore begins where the first one ended. Arithmetic is fp32. Source of the
 running maximum and sum: online softmax, arXiv:1805.02867.
 """
 
@@ -38,7 +38,7 @@ def _loss_and_gradient_kernel(  # type: ignore[no-untyped-def]
         value = tl.load(logits + column, mask=column < vocabulary, other=none).to(tl.float32)
         value = tl.where(column == label, none, value)  # not by the mask, which would split the load into single words
         above = tl.maximum(top, tl.max(value, axis=0))
-        shift = tl.where(above == none, 0.0, above)  # nothing but -inf so far: each adds exp(-inf - 0) = 0
+        shift = tl.where(above == none, 0.0, above)  # only -inf so far: each adds exp(-inf - 0) = 0
         others = others * tl.exp(top - shift) + tl.sum(tl.exp(value - shift), axis=0)
         top = above
     label_exp = tl.exp(at_label - top)

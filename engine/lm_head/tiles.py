@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from engine.lm_head.plain import IGNORE
-from engine.runs import runs
+from engine.ops.runs import runs
 
 # Bytes of one tile's logits. Every tile of tokens adds to the V x E weight gradient, which is read and written whole:
 # with a 128256 x 4096 head 1 GiB is 4K tokens in bf16, whose matmuls outweigh that traffic many times on an H200.
 TILE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 
 # Fewest tokens of a tile that holds the whole vocabulary. Fewer would spend more time on the weight gradient's traffic
-# than a tiled vocabulary spends on its second computation of the logits: docs/lm-head.md has the sums.
+# than a tiled vocabulary spends on computing the logits twice (docs/lm-head.md).
 FEWEST_TOKENS = {"cuda": 512, "cpu": 64}
 
-# Tokens beyond which a larger tile gains nothing to speak of on a GPU: an eighth of all, between these two.
+# Tokens beyond which a larger tile gains little on a GPU: an eighth of all, between these two.
 ENOUGH_TOKENS = (4096, 8192)
 
 _STEP = 128  # tiles of part of the vocabulary are whole multiples of it, so that matmuls start at aligned addresses

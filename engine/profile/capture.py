@@ -1,8 +1,8 @@
 """One step of a trial under torch's profiler, on every rank.
 
-Rank 0 leaves its trace in the trial's directory; each rank makes its breakdown of its own events, and the slowest
-rank's is what the trial records. What goes wrong with the profiler itself on some rank stands in the record in place
-of the numbers: it neither ends the trial nor keeps that rank from what all of them do together.
+Rank 0 writes its trace to the trial's directory; each rank makes a breakdown of its own events, and the trial records
+that of the slowest rank. An error of the profiler itself on some rank is recorded in place of the numbers: it does not
+end the trial, and that rank still takes part in all collective calls.
 """
 
 from __future__ import annotations
@@ -34,46 +34,46 @@ def step_to_trace(settings: TrialSettings) -> Of:
 
 
 class StepProfiler:
-    """Traces one step on this rank, and afterwards says where its time went. Both calls are collective."""
+    """Traces one step on this rank, and then gives the breakdown of its time. Both calls are collective."""
 
     def __init__(self, trial_dir: Path, world: World, of: Of) -> None:
         """`of` says which step is going to be traced; see `step_to_trace`."""
         self._trial_dir, self._world, self.of = trial_dir, world, of
         self._profile: profile | None = None
-        self._trouble = ""  # the first thing that went wrong on this rank
+        self._error = ""  # the profiler's first error on this rank
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[None]:
-        """Profile what is done inside, of which range STEP is the step. All ranks begin together.
+        """Profile the work inside, whose range STEP is the step. All ranks begin together.
 
-        Raises what is raised inside, and nothing that starting or stopping the profiler does.
+        Raises errors of that work, and none of starting or stopping the profiler.
         """
         activities = [ProfilerActivity.CPU]
         if self._world.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         running = contextlib.ExitStack()
-        with self._noting_trouble():
-            # acc_events, shapes, stacks and memory off: each would slow the host down, which a short step waits for.
+        with self._noting_errors():
+            # acc_events, shapes, stacks and memory off: each would slow the host, which a short step waits for.
             self._profile = running.push(profile(activities=activities, acc_events=False))
             self._profile.start()
         try:
             self._world.barrier()  # ranks take unequally long to start profiling
             yield
         finally:
-            with self._noting_trouble():
+            with self._noting_errors():
                 running.close()
 
     def summary(self) -> dict[str, Any]:
-        """Where the time of the traced step went, as the record has it; rank 0 writes the trace.
+        """The breakdown of the traced step, as recorded; rank 0 writes the trace.
 
-        `of` says which step, `rank` whose it is: the one whose events span the longest time, `span_seconds`; `seconds`
-        by category add up to that. Where the profiler failed or was shown nothing, a `reason` stands for the numbers.
+        `of` names the step, `rank` the rank whose events span the longest time, `span_seconds`; `seconds` by category
+        add up to that. Where the profiler failed or saw no events, a `reason` replaces the numbers.
         """
         found = cast(list[Breakdown | str], self._world.gather(self._breakdown()))
         ranks = [one for one in found if not isinstance(one, str)]
         if len(ranks) < len(found):
-            rank, trouble = next((rank, one) for rank, one in enumerate(found) if isinstance(one, str))
-            return {"of": self.of, "reason": f"rank {rank} has no trace of its step: {trouble}"}
+            rank, message = next((rank, one) for rank, one in enumerate(found) if isinstance(one, str))
+            return {"of": self.of, "reason": f"rank {rank} has no trace of its step: {message}"}
         rank = max(range(len(ranks)), key=lambda rank: ranks[rank].span_seconds)
         slowest = ranks[rank]
         on_gpu = self._world.device.type == "cuda"
@@ -89,28 +89,28 @@ class StepProfiler:
         }
 
     def _breakdown(self) -> Breakdown | str:
-        """This rank's, or what went wrong on it. The profiler's events are given back either way."""
-        assert self._profile is not None or self._trouble, "summary() before trace()"
-        with self._noting_trouble():
+        """This rank's breakdown, or its profiler's error. The profiler's events are freed either way."""
+        assert self._profile is not None or self._error, "summary() before trace()"
+        with self._noting_errors():
             try:
-                trace = b"" if self._trouble or self._profile is None else _exported(self._profile)
+                trace = b"" if self._error or self._profile is None else _exported(self._profile)
             finally:
                 self._profile = None
             if trace:
                 if self._world.rank == 0:
                     write_atomic(self._trial_dir / TRACE_FILE, gzip.compress(trace, _GZIP_LEVEL))
                 return breakdown_of(json.loads(trace)["traceEvents"])
-        return self._trouble or "the profiler wrote an empty one"
+        return self._error or "the profiler wrote an empty one"
 
     @contextlib.contextmanager
-    def _noting_trouble(self) -> Iterator[None]:
-        """Keep the first error in words: the error itself would keep alive what its frames hold."""
+    def _noting_errors(self) -> Iterator[None]:
+        """Store the first error's message: the exception would keep alive the objects of its frames."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - whatever it is, the figures are worth more
+        except Exception as error:  # noqa: BLE001 - the trial's figures are valid without a trace
             traceback.print_exc()
             line = (str(error).strip().splitlines() or ["no message"])[0]
-            self._trouble = self._trouble or f"{type(error).__name__}: {line}"[:_REASON_CHARACTERS]
+            self._error = self._error or f"{type(error).__name__}: {line}"[:_REASON_CHARACTERS]
 
 
 def _exported(traced: profile) -> bytes:

@@ -1,6 +1,6 @@
-"""What an operation on the device, or an operator on a CPU, belongs to. Pure: names alone decide.
+"""The category of an operation on the device, or of an operator on a CPU. Pure: only names decide.
 
-The rules go by the parts of a name that a library keeps across shapes, types and releases. Those of FlashAttention,
+The rules use the parts of a name that a library keeps across shapes, types and releases. Those of FlashAttention,
 cuDNN, PyTorch, FlexAttention, cuBLAS and NCCL were seen on H200; those of Liger, CCE, memory-efficient attention and
 the kernels around cuDNN's backward were not.
 """
@@ -11,7 +11,7 @@ import re
 from collections.abc import Set
 from typing import Literal, get_args
 
-from engine.profile.ranges import LM_HEAD, OPTIMIZER, RECOMPUTE
+from engine.ops.ranges import LM_HEAD, OPTIMIZER, RECOMPUTE
 
 Category = Literal[
     "attention_forward",
@@ -53,8 +53,8 @@ _MERGE = re.compile(r"_(merge|add|row_dot|stand_in)_kernel$")
 def category_of(name: str, ranges: Set[str] = frozenset()) -> Category:
     """The category of the operation `name` that was launched inside these `ranges`.
 
-    A transfer is one wherever it was launched. Of what was run again in backward, attention is told apart and nothing
-    else is. What no rule knows is other compute.
+    A transfer is one wherever it was launched. Of recomputed operations only attention has a category of its own. An
+    operation that no rule matches is other compute.
     """
     again = RECOMPUTE in ranges
     if _COPIES.match(name):

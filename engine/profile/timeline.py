@@ -1,7 +1,7 @@
 """From the events of a Chrome trace to seconds by category that add up to the step. Pure.
 
-Times of a trace are microseconds. On a GPU the events are what ran there; on a CPU they are the operators, each for the
-time that none of those it called was running.
+Times of a trace are microseconds. On a GPU the events are kernels and copies; on a CPU they are the operators, each for
+the time that none of those it called was running.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from engine.ops.ranges import LM_HEAD, OPTIMIZER, RECOMPUTE, STEP
 from engine.profile.categories import CATEGORIES, Category, category_of
-from engine.profile.ranges import LM_HEAD, OPTIMIZER, RECOMPUTE, STEP
 
 Event = Mapping[str, Any]  # of a trace, as JSON has it
 Thread = tuple[object, object]  # process and thread id of the host
@@ -27,7 +27,7 @@ _TRANSFER = "gloo:"  # marks a transfer for as long as it takes
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that ran from `start` to `end`, microseconds."""
+    """An operation that ran from `start` to `end`, microseconds."""
 
     start: float
     end: float
@@ -44,18 +44,18 @@ class Breakdown:
 
 
 def breakdown_of(events: Sequence[Event]) -> Breakdown:
-    """Of the step in the trace's `events`: what began while range STEP was open, everything where nobody opened it."""
+    """Breakdown of the events that began while range STEP was open, or of all events where it was never opened."""
     whole = [event for event in events if event.get("ph") == "X"]
     opened, closed = _window(whole)
     on_device = [event for event in whole if event.get("cat") in _ON_DEVICE]
     spans = _device_spans(on_device, whole) if on_device else _operator_spans(whole)
-    seconds = shared_out(span for span in spans if opened <= span.start <= closed)
+    seconds = seconds_by_category(span for span in spans if opened <= span.start <= closed)
     return Breakdown(on="gpu" if on_device else "cpu", span_seconds=sum(seconds.values()), seconds=seconds)
 
 
-def shared_out(spans: Iterable[Span]) -> dict[Category, float]:
-    """Seconds by category: each instant from the first start to the last end goes to one, the first by precedence of
-    those that run then, and to idle where nothing runs."""
+def seconds_by_category(spans: Iterable[Span]) -> dict[Category, float]:
+    """Seconds by category: each instant from the first start to the last end counts for one, the first by precedence
+    of those that run then, and for idle where nothing runs."""
     order = {category: place for place, category in enumerate(CATEGORIES)}
     changes: list[tuple[float, int, int]] = []
     for span in spans:
@@ -96,7 +96,7 @@ class Ranges:
 
 
 def _device_spans(on_device: Iterable[Event], events: Sequence[Event]) -> list[Span]:
-    """What ran on the GPU. A kernel is of the ranges in which the host launched it: the call has its correlation."""
+    """Events of the GPU. A kernel belongs to the ranges in which the host launched it: the call has its correlation."""
     ranges = Ranges(events)
     launches = {
         event["args"]["correlation"]: event
@@ -112,7 +112,7 @@ def _device_spans(on_device: Iterable[Event], events: Sequence[Event]) -> list[S
 
 
 def _operator_spans(events: Sequence[Event]) -> list[Span]:
-    """What ran on the CPU: operators, where their thread is inside none that they called, and Gloo's transfers."""
+    """Events of the CPU: operators, where their thread is inside none that they called, and Gloo's transfers."""
     ranges = Ranges(events)
     threads: dict[Thread, list[Event]] = defaultdict(list)
     for event in events:

@@ -1,7 +1,11 @@
-"""What one training run is. Pure data, as `engine.settings`, which holds everything that a timed trial has as well."""
+"""Configuration of one training run. Pure data; `engine.settings` has the settings shared with a timed trial.
+
+The learning rate of a step is a pure function of it, so that a resumed run needs no state.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +54,7 @@ class Saving:
         if self.every < 0:
             raise ValueError(f"save.every is {self.every}; give a number of steps, or 0 for only at the end")
         if self.keep < 1:
-            raise ValueError(f"save.keep is {self.keep}; give at least 1, from which the run can go on")
+            raise ValueError(f"save.keep is {self.keep}; give at least 1, from which the run can resume")
         if self.grace_seconds <= 0:
             raise ValueError(f"save.grace_seconds is {self.grace_seconds:g}; give a number above 0")
 
@@ -64,7 +68,7 @@ class MetricsChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """One training run. `settings.steps` plays no part: a run has `steps` optimizer steps and times all of them."""
+    """One training run. `settings.steps` is unused: a run has `steps` optimizer steps and times all of them."""
 
     settings: TrialSettings
     steps: int
@@ -96,17 +100,17 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """What the ranks are told: the run, and what the harness knows and the engine does not."""
+    """The harness's order to the ranks: the run, and figures that only the harness computes."""
 
     config: TrainingConfig
     method: str  # import path of the module that defines it
-    resume: bool  # go on from the newest checkpoint
+    resume: bool  # from the newest checkpoint
     model_flops_per_step: float  # by the one formula (harness/metrics/flops.py), over all ranks
     peak_tflops: float | None  # dense bf16 of one GPU; None where MFU means nothing
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What steps depend on beyond data: a checkpoint made with other values cannot be gone on from."""
+        """Settings that steps depend on beyond data: a run cannot resume from a checkpoint made with other values."""
         settings = self.config.settings
         shape = {name: getattr(settings.model, name) for name in settings.model.__dataclass_fields__}
         return {
@@ -114,3 +118,18 @@ class Order:
             **{name: getattr(settings, name) for name in ("dtype", "mask", "z_loss", "seq_len", "seed")},
             "sequences per step (batch_size x gradient_accumulation x replicas)": self.config.sequences_per_step,
         }
+
+
+def learning_rate(step: int, steps: int, peak: float, schedule: Schedule) -> float:
+    """Learning rate of `step`, counted from 0, of `steps`.
+
+    Warm-up step w of W has peak x (w + 1) / W, so no step is lost to a rate of 0; the last step of all has
+    peak x minimum.
+    """
+    assert 0 <= step < steps, (step, steps)
+    if step < schedule.warmup:
+        return peak * (step + 1) / schedule.warmup
+    after = steps - schedule.warmup
+    passed = (step + 1 - schedule.warmup) / after
+    lowest = peak * schedule.minimum
+    return lowest + (peak - lowest) * (1 + math.cos(math.pi * passed)) / 2

@@ -1,4 +1,4 @@
-"""The loss on held-out text: the mean over all its target tokens, whatever ranks hold them."""
+"""The loss on held-out text: the mean over all its target tokens, over all ranks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 
 from engine.data.held_out import Span
 from engine.data.store import TokenStore
-from engine.lm_head import IGNORE
 from engine.lm_head.choose import loss_sum_of
-from engine.train import TrainTask
+from engine.lm_head.plain import IGNORE
+from engine.tasks.train import TrainTask
 
 
 class Evaluator:
     """Always the same sequences: the first ones of the held-out span."""
 
     def __init__(self, task: TrainTask, store: TokenStore, span: Span, sequences: int) -> None:
-        """The span holds at least that many `sequences`: `training_data` has refused a run where it does not."""
+        """The span holds at least that many `sequences`: `training_data` raises for a run where it does not."""
         assert span.sequences(task.settings.seq_len) >= sequences, (span, sequences)
         self._task, self._store, self._span, self._sequences = task, store, span, sequences
-        # What is learnt from may hold a z-loss besides; what a model is judged by is the cross-entropy alone.
+        # Training may add a z-loss; evaluation is the cross-entropy alone.
         self._loss_sum = loss_sum_of(replace(task.settings, z_loss=0.0), task.world.device.type)
 
     def loss(self) -> float:
@@ -32,7 +32,7 @@ class Evaluator:
         task = self._task
         total = torch.zeros(2, dtype=torch.float64, device=task.world.device)  # sum of the losses, target tokens
         positions_L = task.cp.positions(task.settings.seq_len, device=task.world.device)
-        with torch.no_grad(), self._judging():
+        with torch.no_grad(), self._evaluation_loss():
             for tokens_BS, labels_BS in self._rounds():
                 labels_BL = task.cp.shard(labels_BS, dim=1).to(task.world.device)
                 tokens_BL = task.cp.shard(tokens_BS, dim=1).to(task.world.device)
@@ -43,18 +43,18 @@ class Evaluator:
         return float(loss_sum / targets)
 
     @contextlib.contextmanager
-    def _judging(self) -> Iterator[None]:
-        """The model with the loss it is judged by."""
+    def _evaluation_loss(self) -> Iterator[None]:
+        """The model with the loss of evaluation."""
         head = self._task.model.head
-        learning, head.loss_sum = head.loss_sum, self._loss_sum
+        training_loss, head.loss_sum = head.loss_sum, self._loss_sum
         try:
             yield
         finally:
-            head.loss_sum = learning
+            head.loss_sum = training_loss
 
     def _rounds(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of this replica. All replicas take part in all rounds, because their ranks hold each other's
-        parameters: where the sequences have run out, a replica computes one that counts nothing."""
+        parameters: a replica without sequences left computes one that does not count."""
         settings = self._task.settings
         per_round = settings.batch_size * settings.dp_size
         for first in range(0, self._sequences, per_round):

@@ -1,4 +1,4 @@
-"""Where things lie in the directory of a training run.
+"""Files in the directory of a training run.
 
 RUN/training.json            the run, as configured; its presence makes RUN the directory of a training run
 RUN/metrics.jsonl            one line per step and per evaluation
@@ -14,7 +14,7 @@ from pathlib import Path
 RUN_FILE = "training.json"
 ORDER_FILE = "order.json"
 METRICS_FILE = "metrics.jsonl"
-OUTCOME_FILE = "outcome.json"  # of an attempt that ended in order: {"step", "stopped"}
+OUTCOME_FILE = "outcome.json"  # of an attempt that ended without an error: {"step", "stopped"}
 
 
 def run_of(attempt: Path) -> Path:

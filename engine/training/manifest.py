@@ -1,7 +1,7 @@
-"""Which checkpoints a run has, and whether one is whole. No torch here: the harness looks at them as well.
+"""Which checkpoints a run has, and whether one is whole. No torch: the harness reads them as well.
 
 checkpoints/step-00000200/checkpoint.json   `Manifest`: written last, with size and hash of every other file
-checkpoints/step-00000200/...               what torch.distributed.checkpoint wrote
+checkpoints/step-00000200/...               files of torch.distributed.checkpoint
 checkpoints/latest                          name of the newest one, for other programs
 """
 
@@ -21,7 +21,7 @@ from engine.atomic import flush_to_disk, write_atomic
 MANIFEST_FILE = "checkpoint.json"
 LATEST_FILE = "latest"
 _NAME = re.compile(r"step-\d{8,}")
-# Written aside or on their way out. Only the run that holds the directory makes them, so it may sweep them.
+# Half written or half deleted. Only the run that holds the directory makes them, so it may delete them.
 _ASIDE = re.compile(r"\.step-\d{8,}\.(part|old)")
 
 FileFacts = dict[str, Any]  # {"bytes": int, "sha256": str}
@@ -29,10 +29,10 @@ FileFacts = dict[str, Any]  # {"bytes": int, "sha256": str}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a checkpoint holds and what it was made with."""
+    """Content of a checkpoint, and the facts it was made with."""
 
     step: int  # optimizer steps done
-    facts: dict[str, Any]  # what must be the same for a run to go on from it
+    facts: dict[str, Any]  # that must be equal for a run to resume from it
     model: dict[str, Any]  # the model's shape
     files: dict[str, FileFacts]
     software: dict[str, str]
@@ -88,7 +88,7 @@ def file_facts(path: Path, names: Iterable[str]) -> dict[str, FileFacts]:
 
 
 def damage(path: Path, expected: Mapping[str, FileFacts]) -> str:
-    """What is wrong with some files, as the end of a sentence; empty when they are as they were written."""
+    """The first problem of some files, as the end of a sentence; empty when they are unchanged."""
     for name, facts in expected.items():
         try:
             found = file_facts(path, [name])[name]
@@ -102,7 +102,7 @@ def damage(path: Path, expected: Mapping[str, FileFacts]) -> str:
 
 
 def is_complete(path: Path, manifest: Manifest) -> bool:
-    """Whether all files of a checkpoint are there with the sizes they were written with. Reads none of them."""
+    """Whether all files of a checkpoint exist with the sizes they were written with. Reads none of them."""
     try:
         return all((path / name).stat().st_size == facts["bytes"] for name, facts in manifest.files.items())
     except OSError:
@@ -114,7 +114,7 @@ def difference(made: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     for name in {**made, **now}:
         before, after = ("none" if facts.get(name) is None else facts[name] for facts in (made, now))
         if before != after:
-            return f"it was made with {name} {before}, and the run now says {after}"
+            return f"it was made with {name} {before}, and the run now has {after}"
     return ""
 
 
@@ -135,19 +135,19 @@ def publish(directory: Path, step: int) -> Path:
 def keep_newest(directory: Path, count: int) -> None:
     """Delete all checkpoints but the newest `count`. To be called after one was written whole."""
     for path in checkpoints(directory)[max(1, count) :]:
-        path.rename(path.with_name(f".{path.name}.old"))  # what is half deleted must not look like a checkpoint
+        path.rename(path.with_name(f".{path.name}.old"))  # a half deleted one must not look like a checkpoint
     sweep(directory)
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint that cannot be used, so that it is neither counted nor lost; returns where it is now."""
+    """Rename a checkpoint that cannot be used, so that it is neither counted nor lost; returns its new path."""
     broken = path.with_name(f"broken-{path.name}")
     shutil.rmtree(broken, ignore_errors=True)
     return path.rename(broken)
 
 
 def sweep(directory: Path) -> None:
-    """Remove what earlier saves left half written or half deleted."""
+    """Remove checkpoints that earlier saves left half written or half deleted."""
     for path in directory.iterdir():
         if _ASIDE.fullmatch(path.name):
             shutil.rmtree(path)

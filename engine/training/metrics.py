@@ -1,4 +1,4 @@
-"""What a run writes while it goes: metrics.jsonl, and TensorBoard's event files where asked for. Rank 0 only."""
+"""Metrics of a run: metrics.jsonl, and TensorBoard's event files where configured. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from engine.training.files import METRICS_FILE, tensorboard_directory
 
 
 class MetricsWriter:
-    """Appends lines that begin with `kind` ("step" or "evaluation"), `step` and `tokens` (learnt from so far)."""
+    """Appends lines that begin with `kind` ("step" or "evaluation"), `step` and `tokens` (trained on so far)."""
 
     def __init__(self, run: Path, *, from_step: int, tensorboard: bool) -> None:
-        """Lines after `from_step` belong to steps that will be done again, so they go; raises ValueError when
-        TensorBoard is asked for and absent."""
+        """Removes lines after `from_step`, whose steps will be repeated. Raises ValueError when TensorBoard is
+        configured and not installed."""
         self._path = run / METRICS_FILE
         kept = [line for line in read_metrics(run) if line["step"] <= from_step]
         write_atomic(self._path, "".join(map(_line, kept)))
@@ -40,7 +40,7 @@ class MetricsWriter:
                 self._events.add_scalar(f"{kind}/{name}", value, global_step=step)
 
     def flush(self) -> None:
-        """Have event files on disk, as the lines already are."""
+        """Write event files to disk, as the lines already are."""
         if self._events is not None:
             self._events.flush()
 
@@ -50,7 +50,7 @@ class MetricsWriter:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl; none where there is no file. A last line that a dying process left unfinished is none."""
+    """Lines of metrics.jsonl; none where there is no file. An unfinished last line does not count."""
     path = run / METRICS_FILE
     if not path.exists():
         return []

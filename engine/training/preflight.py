@@ -1,7 +1,7 @@
-"""What refuses a training run before a rank starts: settings that do not fit its data, weights or checkpoints.
+"""Checks of a training run before a rank starts: its settings against its data, weights or checkpoints.
 
-No torch here: the program that starts the ranks asks first, and leaves nothing behind when the answer is no. The ranks
-ask the same functions again, since a file may have changed in between.
+No torch: the program that starts the ranks checks first, and writes nothing when a check fails. The ranks check again,
+since a file may have changed in between.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def check_start(order: Order) -> dict[str, Any]:
 
 
 def check_resume(config: TrainingConfig, facts: dict[str, Any], run: Path) -> None:
-    """Raises ValueError when no checkpoint of the run can be gone on from, as far as manifests and sizes tell."""
+    """Raises ValueError when the run can resume from no checkpoint, judged by manifests and sizes."""
     found = checkpoints(checkpoints_directory(run))
     if not found:
-        raise nothing_to_go_on_from(f"{checkpoints_directory(run).name}/ holds none")
+        raise no_checkpoint(f"{checkpoints_directory(run).name}/ holds none")
     for path in found:
         try:
             manifest = read_manifest(path)
@@ -49,7 +49,7 @@ def check_resume(config: TrainingConfig, facts: dict[str, Any], run: Path) -> No
 
 
 def training_data(config: TrainingConfig) -> tuple[TokenStore, Span, Span]:
-    """The run's tokens, and which of them are learnt from and held out.
+    """The run's tokens, and which of them are for training and held out.
 
     Raises ValueError for data that cannot be read, ids that the model has no embedding for, and too few tokens.
     """
@@ -57,10 +57,10 @@ def training_data(config: TrainingConfig) -> tuple[TokenStore, Span, Span]:
     store = open_tokens(settings.data)
     if unsupported_reason := vocabulary_unsupported_reason(settings, store.vocabulary):
         raise ValueError(unsupported_reason)
-    learnt, held_out = spans(store.header, built=is_built(settings.data))
-    if not learnt.sequences(settings.seq_len):
+    training, held_out = spans(store.header, built=is_built(settings.data))
+    if not training.sequences(settings.seq_len):
         raise ValueError(
-            f"seq_len is {settings.seq_len}, but the tokens of {settings.data} to learn from hold no such sequence "
+            f"seq_len is {settings.seq_len}, but the training tokens of {settings.data} hold no such sequence "
             f"({store.header.count} tokens, held-out ones included); give more text or a shorter seq_len"
         )
     wanted, there = config.evaluate.sequences, held_out.sequences(settings.seq_len)
@@ -70,7 +70,7 @@ def training_data(config: TrainingConfig) -> tuple[TokenStore, Span, Span]:
             f"{settings.data} hold {there} sequences of {settings.seq_len} tokens; evaluate fewer, or build a store "
             "with a larger `burst data --validation`"
         )
-    return store, learnt, held_out
+    return store, training, held_out
 
 
 def check_weights(config: TrainingConfig, header: Header) -> None:
@@ -102,10 +102,10 @@ def check_shape(directory: Path, found: ModelShape, wanted: ModelShape) -> None:
 
 
 def facts_of(order: Order, header: Header, held_out: Span) -> dict[str, Any]:
-    """What a run must have in common with the checkpoint it goes on from.
+    """Facts that a run must share with the checkpoint it resumes from.
 
-    What is held out counts as it is here: the header of a text without a store of its own says nothing of it. Nothing
-    is None, because 0 was written for such texts once, of which 1% was held out.
+    Held-out tokens are counted here, because the header of a text without a store of its own lacks them. None stands
+    for no tokens, because 0 was once written for such texts, of which 1% was held out.
     """
     return order.facts | {
         "data of sha256": header.sha256,
@@ -117,20 +117,20 @@ def facts_of(order: Order, header: Header, held_out: Span) -> dict[str, Any]:
 
 
 def check_facts(checkpoint: Path, made: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises ValueError when a checkpoint was made by another run than the one that is to go on from it."""
+    """Raises ValueError when the facts of a checkpoint differ from those of the run that resumes from it."""
     if found := difference(made, now):
         raise ValueError(
-            f"checkpoint {checkpoint.name} cannot be gone on from: {found}; give what it was made with, or start anew "
+            f"checkpoint {checkpoint.name} cannot be resumed from: {found}; set that value again, or start anew "
             "without --resume"
         )
 
 
 def check_steps(config: TrainingConfig, done: int) -> None:
-    """Raises ValueError when more steps are done than the run is to have."""
+    """Raises ValueError when more steps are done than the run has."""
     if done > config.steps:
         raise ValueError(f"steps is {config.steps}, but {done} steps of this run are done; give at least as many")
 
 
-def nothing_to_go_on_from(found: str) -> ValueError:
-    """The refusal of a run without a usable checkpoint; `found` says what there is instead."""
-    return ValueError(f"there is no checkpoint to go on from ({found}); start anew without --resume")
+def no_checkpoint(found: str) -> ValueError:
+    """The error of a run without a usable checkpoint; `found` describes the directory."""
+    return ValueError(f"there is no checkpoint to resume from ({found}); start anew without --resume")

@@ -1,24 +1,30 @@
-"""The loop: step, save, evaluate, until the steps are done or the run is asked to stop."""
+"""The loop: step, save, evaluate, until the steps are done or the run is asked to stop.
+
+SIGTERM or SIGINT lets the run finish its step and save; a second one ends the process at once.
+"""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+from types import FrameType
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from engine.data.held_out import ShuffledSequences
 from engine.distributed import World
+from engine.memory.resources import reset_peaks, usage
 from engine.method import NativeMethod
-from engine.resources import reset_peaks, usage
-from engine.task import OnProgress
-from engine.train import Step, TrainTask
-from engine.training.config import Order
+from engine.model import Decoder
+from engine.tasks.task import OnProgress
+from engine.tasks.train import Step, TrainTask
+from engine.training.config import Order, learning_rate
 from engine.training.evaluate import Evaluator
 from engine.training.files import checkpoints_directory
-from engine.training.initial import start_from
 from engine.training.metrics import MetricsWriter
-from engine.training.preflight import check_steps, check_weights, facts_of, training_data
+from engine.training.preflight import check_shape, check_steps, check_weights, facts_of, training_data
 from engine.training.saving import Checkpoints
-from engine.training.schedule import learning_rate
-from engine.training.stop import StopRequest
 
 GIB = 1 << 30
 
@@ -33,8 +39,8 @@ class TrainingRun:
         config = order.config
         self.order, self.config, self.world = order, config, world
         self._stop = stop
-        store, learnt, held_out = training_data(config)
-        sequences = ShuffledSequences(store, learnt, config.settings.seed)
+        store, training, held_out = training_data(config)
+        sequences = ShuffledSequences(store, training, config.settings.seed)
         self.task = TrainTask(config.settings, method, world, sequences=sequences, recipe=config.optimizer)
         self.evaluator = (
             Evaluator(self.task, store, held_out, config.evaluate.sequences) if config.evaluate.every else None
@@ -47,7 +53,7 @@ class TrainingRun:
             facts=facts_of(order, store.header, held_out),
             keep=config.save.keep,
         )
-        self.notes: list[str] = []  # what the user should know of how the run started
+        self.notes: list[str] = []  # sentences for the user about the start of the run
         self.steps_done = 0
         if order.resume:
             self.steps_done, self.notes = self.checkpoints.restore()
@@ -62,7 +68,7 @@ class TrainingRun:
         )
 
     def run(self, on_progress: OnProgress) -> bool:
-        """Go on until the last step; False when asked to stop before. Collective.
+        """Train until the last step; False when asked to stop before. Collective.
 
         Raises FloatingPointError when the loss stops being a number.
         """
@@ -147,3 +153,41 @@ def _measured(done: Step) -> dict[str, float]:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequest:
+    """`asked` turns true at the first signal. Only the process's main thread may make one."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in _SIGNALS:
+            signal.signal(number, self._ask)
+
+    def _ask(self, _: int, __: FrameType | None) -> None:
+        self.asked = True
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def start_from(model: Decoder, directory: Path) -> None:
+    """Put the weights of `directory` into a model, sharded or not; at most one whole tensor exists at a time.
+
+    Raises ValueError when they cannot be read or belong to another shape.
+    """
+    from engine.hf import import_hugging_face
+
+    found, tensors = import_hugging_face(directory)
+    check_shape(directory, found, model.shape)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, whole in tensors:
+            parameter = parameters.pop(name)
+            whole = whole.to(dtype=parameter.dtype, device=parameter.device)
+            if isinstance(parameter, DTensor):
+                # Every rank has read the whole tensor, so its shard is cut out here and nothing is sent.
+                whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(whole)
+    assert not parameters, f"no weights for {sorted(parameters)}"

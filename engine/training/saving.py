@@ -1,7 +1,7 @@
-"""Checkpoints of a run: parameters and optimizer states, each rank writing what it holds.
+"""Checkpoints of a run: parameters and optimizer states, each rank writing its shards.
 
-The format is torch.distributed.checkpoint's, which reads what N ranks wrote into any other number of ranks. There is no
-random state and no data position in it: the order of the data follows from seed and step.
+The format is torch.distributed.checkpoint's, which any number of ranks can read. It holds no random state and no data
+position: the order of the data follows from seed and step.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from engine.distributed import World
+from engine.memory.resources import software
 from engine.model import Decoder
-from engine.resources import software
 from engine.settings import ModelShape, from_json
 from engine.training.manifest import (
     Manifest,
@@ -43,14 +43,14 @@ from engine.training.manifest import (
     sweep,
     write_manifest,
 )
-from engine.training.preflight import check_facts, nothing_to_go_on_from
+from engine.training.preflight import check_facts, no_checkpoint
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes as torch does, and fails with the system's reason, such as a full disk.
+    """Writes as torch does, and raises the system's error, such as a full disk.
 
-    torch's archive writer meets the system's error, closes the archive, and raises an error about that instead
-    ("unexpected pos 704 vs 598"). Only here is the first one still known: pickled for the other ranks, it is lost.
+    torch's archive writer catches the system's error, closes the archive, and raises an error about that instead
+    ("unexpected pos 704 vs 598"). The first one is known only here: pickling for the other ranks loses it.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -73,7 +73,7 @@ class Checkpoints:
         facts: dict[str, Any],
         keep: int,
     ) -> None:
-        """`facts` are what must be the same for a run to go on from a checkpoint; `keep` is how many stay."""
+        """`facts` must be equal for a run to resume from a checkpoint; `keep` is how many checkpoints stay."""
         self._directory, self._world, self._facts, self._keep = directory, world, facts, keep
         self._model, self._optimizer = model, optimizer
 
@@ -88,10 +88,10 @@ class Checkpoints:
         state = {"model": get_model_state_dict(self._model), "optimizer": self._optimizer_state()["state"]}
         try:
             dcp.save(state, storage_writer=_Writer(aside, sync_files=True))
-        except dcp.CheckpointException as error:  # on all ranks, whichever of them could not write
+        except dcp.CheckpointException as error:  # on all ranks, even if only one could not write
             self._world.barrier()
             if first:
-                sweep(self._directory)  # on a full disk there is then room to say so
+                sweep(self._directory)  # frees space on a full disk for the error report
             self._world.barrier()
             raise _failed(f"the state after step {step} cannot be saved", error) from error
         self._world.barrier()
@@ -111,28 +111,28 @@ class Checkpoints:
         self._world.barrier()
 
     def restore(self) -> tuple[int, list[str]]:
-        """Go back to the newest whole checkpoint. Collective.
+        """Load the newest whole checkpoint. Collective.
 
-        Returns the steps done until then, and a sentence about each newer checkpoint that had to be passed over; those
-        are renamed. Raises ValueError when none is left, or when it was made with other facts.
+        Returns the steps done until then, and a sentence about each newer checkpoint that was skipped; those are
+        renamed. Raises ValueError when none is left, or when it was made with other facts.
         """
-        passed: list[str] = []
+        skipped: list[str] = []
         for path in checkpoints(self._directory):
             manifest, problem = self._inspect(path)
             if manifest is None:
                 self._world.barrier()  # no rank still reads it
                 kept = set_aside(path) if self._world.rank == 0 else path
-                passed.append(f"checkpoint {path.name} is passed over because {problem}; it is now {kept.name}")
+                skipped.append(f"checkpoint {path.name} is skipped because {problem}; it is now {kept.name}")
                 self._world.barrier()
                 continue
             check_facts(path, manifest.facts, self._facts)
             self._load(path)
-            return manifest.step, passed
-        found = "; ".join(passed) if passed else f"{self._directory.name}/ holds none"
-        raise nothing_to_go_on_from(found)
+            return manifest.step, skipped
+        found = "; ".join(skipped) if skipped else f"{self._directory.name}/ holds none"
+        raise no_checkpoint(found)
 
     def _inspect(self, path: Path) -> tuple[Manifest | None, str]:
-        """The manifest of a whole checkpoint, or None and what is wrong. Every rank reads a share of the files."""
+        """The manifest of a whole checkpoint, or None and the problem. Every rank reads some of the files."""
         try:
             manifest = read_manifest(path)
         except ValueError as error:
@@ -152,7 +152,7 @@ class Checkpoints:
         set_optimizer_state_dict(self._model, self._optimizer, optimizer)
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """Moments by parameter name. The groups beside them hold settings, which are those of the run and not saved."""
+        """Moments by parameter name. The parameter groups hold settings, which are those of the run and not saved."""
         return cast(dict[str, Any], get_optimizer_state_dict(self._model, self._optimizer))
 
 
@@ -169,22 +169,22 @@ def whole_parameters(path: Path) -> tuple[ModelShape, Mapping[str, Tensor]]:
         sizes = {name: parameter.shape for name, parameter in Decoder(shape).named_parameters()}
     dtype = torch.float64 if manifest.facts["dtype"] == "fp64" else torch.float32
     parameters = {name: torch.empty(size, dtype=dtype) for name, size in sizes.items()}
-    with warnings.catch_warnings():  # that there is no process group is what `no_dist` says
+    with warnings.catch_warnings():  # `no_dist` says that there is no process group
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         dcp.load({"model": parameters}, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     return shape, parameters
 
 
-def _failed(what: str, error: dcp.CheckpointException) -> OSError:
+def _failed(sentence: str, error: dcp.CheckpointException) -> OSError:
     """torch's collection of the ranks' errors, which is no `Exception`, as one of the first rank that has one."""
     rank, (cause, _) = min(error.failures.items())
     reason = next(line for line in (*str(cause).splitlines(), type(cause).__name__) if line.strip())
-    return OSError(f"{what}: on rank {rank}, {reason}")
+    return OSError(f"{sentence}: on rank {rank}, {reason}")
 
 
 def _system_error(error: BaseException) -> OSError | None:
     """The error of the operating system during whose handling this one arose; None when there is none."""
-    met: BaseException | None = error
-    while met is not None and not isinstance(met, OSError):
-        met = met.__cause__ or met.__context__
-    return None if met is None else OSError(met.errno, met.strerror)
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return None if found is None else OSError(found.errno, found.strerror)

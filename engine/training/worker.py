@@ -1,7 +1,7 @@
 """One rank of a training run: `python -m engine.training.worker ATTEMPT_DIR`, started torchrun-style.
 
-Reads ATTEMPT_DIR/order.json; what it leaves is in `engine.training.files`. SIGTERM makes all ranks finish the step
-under way, save, and exit with 0.
+Reads ATTEMPT_DIR/order.json and writes the files of `engine.training.files`. SIGTERM makes all ranks finish the current
+step, save, and exit with 0.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from engine.distributed import leave
 from engine.measurement import write_json
 from engine.method import NativeMethod
 from engine.settings import from_json
-from engine.task import Refused, progress_to
+from engine.tasks.task import Refused, progress_to
 from engine.training.config import Order
 from engine.training.files import ORDER_FILE, OUTCOME_FILE, run_of
-from engine.training.run import TrainingRun
-from engine.training.stop import StopRequest
+from engine.training.run import StopRequest, TrainingRun
 from engine.worker import exit_on_error, prepare, silent
 
 
@@ -44,7 +43,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _set_up(attempt: Path, stop: StopRequest) -> TrainingRun:
-    """Everything that can find the run impossible. Raises Refused."""
+    """The run, after all checks of its order. Raises Refused."""
     try:
         data = json.loads((attempt / ORDER_FILE).read_text(encoding="utf-8"))
         order = cast(Order, from_json(Order, data))

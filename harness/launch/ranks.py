@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.turns import Turns
+from engine.tasks.turns import Turns
 from harness.launch import Job
 from harness.launch.environment import rank_environment, trial_environment
 from harness.launch.forkserver import ForkServer, ServerLost

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from engine.attention.geometry.layout import tail_cut
 from engine.attention.masks import parse_mask
-from engine.attention.masks.first_rows import FirstRows
-from engine.replays import layers_replayed
+from engine.attention.masks.mask import FirstRows
+from engine.checkpoint.counts import layers_recomputed
 from engine.settings import ModelShape, TrialSettings
 
 # Attention forward is two products (QK^T, PV). Its backward needs four (dV, dP, dQ, dK); kernels that never store the
@@ -105,7 +105,7 @@ def work_of(settings: TrialSettings) -> Work:
 def _layers_again(settings: TrialSettings) -> float:
     """Forwards of all layers that backward runs: one for the activations, and those of a group for its inputs."""
     layers = settings.model.layers
-    return 1 + layers_replayed(settings.checkpoint, layers) / layers
+    return 1 + layers_recomputed(settings.checkpoint, layers) / layers
 
 
 def _last_matrices(settings: TrialSettings) -> float:

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine import loss_kernel
 from engine.attention.geometry.layout import split_unsupported_reason
 from engine.attention.masks import parse_mask
+from engine.lm_head import loss_kernel
 from engine.method import schedule_unsupported_reason_on
 from engine.settings import (
     BYTE_VOCABULARY,

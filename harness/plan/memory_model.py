@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.attention.masks import Causal, parse_mask
-from engine.replays import inputs_at_once, inputs_in_store, starts
+from engine.checkpoint.counts import group_starts, inputs_at_once, inputs_in_store
 from engine.settings import BYTES_OF, TrialSettings
 
 GIB = 1 << 30
@@ -89,7 +89,7 @@ class _Estimate:
             left += 0.0 if self._settings.mlp_tiles > 1 else (3 if shape.gated else 2) * self._mlp_state
             return shape.layers * left, shape.layers * (self._query + self._lse)
         results = shape.layers * checkpoint.tail * (self._query + self._lse)
-        return starts(checkpoint, shape.layers) * self._state, results
+        return group_starts(checkpoint, shape.layers) * self._state, results
 
     def _gathered(self) -> float:
         """Two layers' parameters, and the gradient of one as computed and as reduced."""

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class LiveBytes(TorchDispatchMode):
     """Counts storages that operations make while it is on, until they die.
 
-    Host buffers (`engine.host_memory`) are mapped, not made by an operation, and so do not count: on a CPU as on a GPU,
-    what is offloaded is gone.
+    Host buffers (`engine.memory.host_memory`) are mapped, not made by an operation, and so do not count: on a CPU as on
+    a GPU, what is offloaded is gone.
     """
 
     def __init__(self) -> None:

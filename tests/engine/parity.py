@@ -16,12 +16,12 @@ from engine.attention.reference import dense_attention
 from engine.data import open_tokens
 from engine.distributed import World, arrange
 from engine.initialise import initialise
-from engine.lm_head import plain_loss_sum
+from engine.lm_head.plain import plain_loss_sum
 from engine.model import Decoder, DenseCausal
 from engine.optimizer import adamw
 from engine.recipe import Recipe
 from engine.settings import TrialSettings
-from engine.train import TrainTask, clip_gradients
+from engine.tasks.train import TrainTask, clip_gradients
 from harness.spec.methods import method_named
 
 Result = dict[str, Any]

@@ -16,7 +16,7 @@ def test_folders_are_made_and_nothing_is_left_beside(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["b.txt"]
 
 
-def test_what_cannot_be_written_leaves_the_old_file_and_no_part_of_the_new(
+def test_a_failed_write_leaves_the_old_file_and_no_part_of_the_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_atomic(tmp_path / "b.txt", "old")

@@ -106,7 +106,7 @@ def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize(("world_size", "cp_size"), WORLDS)
-def test_every_two_choices_meet(world_size: int, cp_size: int) -> None:
+def test_every_two_settings_are_combined(world_size: int, cp_size: int) -> None:
     choices, rows = choices_for(world_size, cp_size), rows_for(world_size, cp_size)
     met = set().union(*(pairs_of(row, list(choices)) for row in rows))
     for pair in itertools.combinations(((name, value) for name in choices for value in choices[name]), 2):
@@ -126,7 +126,7 @@ def runs(cache: str, cases: dict[str, TrialSettings]) -> dict[str, Result]:
 
 @pytest.mark.parametrize("every", ["value", *slow("pair")])
 @pytest.mark.parametrize(("world_size", "cp_size"), WORLDS)
-def test_whatever_is_combined_the_step_is_that_of_a_dense_run(
+def test_every_combination_gives_the_step_of_a_dense_run(
     world_size: int, cp_size: int, every: str, cache_directory: str
 ) -> None:
     rows = rows_for(world_size, cp_size)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.checkpoint import set_activations
+from engine.checkpoint.recompute import set_activations
+from engine.layers.tiled_mlp import add_mlp_in
+from engine.layers.tiled_projection import project_in
 from engine.model import Decoder
 from engine.settings import Checkpoint, ModelShape, TrialSettings
-from engine.tiled_mlp import add_mlp_in
-from engine.tiled_projection import project_in
 from harness.metrics.flops import work_of
 
 GATED = ModelShape(name="gated", layers=5, hidden=12, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=31)
@@ -58,7 +58,7 @@ class NoProducts:
 @pytest.mark.parametrize("shape", SHAPES, ids=["gated", "ungated", "normed"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=lambda c: f"{c.every}-{c.replay}")
 @pytest.mark.parametrize("tiles", [(1, 1), (3, 1), (1, 3), (3, 3)], ids=lambda tiles: f"{tiles[0]}-{tiles[1]}")
-def test_what_is_counted_is_what_runs(shape: ModelShape, checkpoint: Checkpoint, tiles: tuple[int, int]) -> None:
+def test_the_counted_flops_are_executed(shape: ModelShape, checkpoint: Checkpoint, tiles: tuple[int, int]) -> None:
     settings = TrialSettings(
         task="train", method="burst", model=shape, seq_len=TOKENS, dtype="fp32", checkpoint=checkpoint,
         projection_tiles=tiles[0], mlp_tiles=tiles[1],

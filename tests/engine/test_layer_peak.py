@@ -14,11 +14,11 @@ from engine.attention.context import ContextParallel
 from engine.attention.kernels import BackwardInputs, Gradients
 from engine.attention.kernels.cpu import CpuKernel
 from engine.burst import METHOD
-from engine.checkpoint import set_activations
+from engine.checkpoint.recompute import set_activations
+from engine.layers.tiled_mlp import add_mlp_in
+from engine.layers.tiled_projection import project_in
 from engine.model import Decoder
 from engine.settings import Checkpoint, ModelShape, TrialSettings
-from engine.tiled_mlp import add_mlp_in
-from engine.tiled_projection import project_in
 from tests.engine.live_bytes import LiveBytes
 
 TOKENS, TILES = 2048, 32
@@ -92,6 +92,6 @@ def test_a_layers_backward_holds_few_hidden_states(kv_heads: int, states: float,
     assert peak(kv_heads, bisected, projection_tiles=1) > found + 0.9
 
 
-def test_a_held_replay_holds_its_inputs_and_outputs_besides() -> None:
+def test_a_held_recomputation_holds_its_inputs_and_outputs_besides() -> None:
     held, bisected = (Checkpoint(every=4, tail=0, offload="inputs", replay=replay) for replay in ("hold", "bisect"))
     assert peak(1, held) > peak(1, bisected) + 4

@@ -12,14 +12,14 @@ import torch
 
 from engine.attention.context import ContextParallel
 from engine.burst import METHOD
-from engine.checkpoint import set_activations
-from engine.lm_head import fused_loss_sum
+from engine.checkpoint.recompute import set_activations
+from engine.layers.tiled_mlp import add_mlp_in
+from engine.layers.tiled_projection import project_in
+from engine.lm_head.fused import fused_loss_sum
 from engine.model import Decoder
 from engine.optimizer import adamw
 from engine.recipe import Recipe
 from engine.settings import Checkpoint, ModelShape, TrialSettings
-from engine.tiled_mlp import add_mlp_in
-from engine.tiled_projection import project_in
 from tests.engine.live_bytes import LiveBytes
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
@@ -78,7 +78,7 @@ def counted(row: str) -> tuple[float, float]:
         return live.peak / MIB, held / MIB
 
 
-def test_each_lever_saves_what_the_memory_page_says() -> None:
+def test_each_memory_setting_saves_the_bytes_of_the_memory_page() -> None:
     bytes_of = {row: counted(row) for row in ROWS}
     [section] = re.findall(r"^## Counted\n(.*?)^## ", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     found = re.findall(r"^\| ([^|]+) \| ([\d.]+) \| ([\d.]+) \|$", section, re.MULTILINE)

@@ -16,7 +16,7 @@ import torch
 from engine.distributed import check_world_size, limit_threads
 from engine.measurement import Measurement, read_measurement
 from engine.settings import ModelShape, Steps, TrialSettings, to_json
-from engine.task import Refused
+from engine.tasks.task import Refused
 from engine.worker import error_kind, write_error
 from tests.patience import AMPLE
 

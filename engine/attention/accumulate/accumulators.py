@@ -16,19 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.triton_kernels import kernels_for
+from engine.ops.autograd import accumulation_dtype
+from engine.ops.triton_kernels import kernels_for
 
 ROWWISE_KERNELS = "engine.attention.accumulate.rowwise_triton"
 
-# Parts of outputs and of gradients wait to be summed together: one pass over four bf16 parts reads and writes 10 bytes
-# an element, four passes over a running fp32 sum 42. They wait within the memory of four bf16 parts; the running sum
-# takes that of two.
+# Parts of outputs and of gradients are summed together: one pass over four bf16 parts reads and writes 10 bytes an
+# element, four passes over a running fp32 sum 42. Held parts take the memory of four bf16 parts at most; the running
+# sum takes that of two.
 WAITING_PARTS = 4
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64 inputs, fp32 for all others."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +36,12 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire."""
+        """Bytes that are sent."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def tensor_specs(tensors: tuple[Tensor, ...]) -> tuple[TensorSpec, ...]:
-    """What a peer that holds tensors of the same shapes will send."""
+    """Specs of `tensors`: a peer that holds tensors of the same shapes sends these."""
     return tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
 
@@ -61,8 +57,9 @@ def covered_spans(length: int, ranges: Sequence[tuple[int, int]]) -> list[tuple[
 def merge_parts(parts: list[tuple[Tensor, Tensor]], out_BLND: Tensor, lse_BNL: Tensor) -> None:
     """Write attention over the keys of all `parts` (out_BLND, lse_BNL) into `out_BLND`, `lse_BNL`.
 
-    A part's row that has met no key has lse = -inf and out = 0; so has the result where there are no parts. The result
-    may share memory with a part of its own shape. Raises ValueError when a part covers a different number of rows.
+    A row that sees no key in a part has lse = -inf and out = 0 there; so has the result where there are no parts. The
+    result may share memory with a part of its own shape. Raises ValueError when a part covers a different number of
+    rows.
     """
     for part_BLND, part_lse_BNL in parts:
         if part_BLND.shape != out_BLND.shape or part_lse_BNL.shape != lse_BNL.shape:
@@ -95,8 +92,8 @@ def row_dot(dout_BLND: Tensor, out_BLND: Tensor) -> Tensor:
     if kernels is not None:
         delta_BNL: Tensor = kernels.row_dot(dout_BLND, out_BLND)
         return delta_BNL
-    wide = accumulation_dtype(out_BLND.dtype)
-    return (dout_BLND.to(wide) * out_BLND.to(wide)).sum(dim=-1).transpose(1, 2).contiguous()
+    dtype = accumulation_dtype(out_BLND.dtype)
+    return (dout_BLND.to(dtype) * out_BLND.to(dtype)).sum(dim=-1).transpose(1, 2).contiguous()
 
 
 def add_parts(parts: list[Tensor], into: Tensor) -> None:
@@ -135,7 +132,7 @@ class OutputAccumulator:
         self._parts.append(_OutputPart(rows, part_BLND, part_lse_BNL))
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """(out_BLND in the inputs' dtype, lse_BNL). Rows that met no key: out 0, lse -inf. The last call."""
+        """(out_BLND in the inputs' dtype, lse_BNL). Rows that see no key: out 0, lse -inf. The last call."""
         like = self._like_BLND
         if self._running is None and len(self._parts) == 1 and self._parts[0].rows == slice(0, like.shape[1]):
             # One kernel call computed every row: its result is returned without another pass over memory.
@@ -183,12 +180,11 @@ class GradAccumulator:
     """Sum of partial gradients of a shard [B, tokens, heads, D], each of one kernel call over some of its tokens.
 
     Sums are formed in fp32 (float64 for float64 inputs), as late and as many at a time as memory allows. Parts that
-    share no token are kept as the kernel wrote them: nothing was added, so they can cross a link in bf16 without
-    rounding anything twice.
+    share no token are kept as the kernel wrote them and can be sent in bf16 without a second rounding.
 
     Args:
         like: the shard that the gradient belongs to.
-        part_dtype: dtype in which a single kernel result crosses a link, the same on every rank.
+        part_dtype: dtype in which a single kernel result is sent, the same on every rank.
     """
 
     def __init__(self, like: Tensor, part_dtype: torch.dtype) -> None:
@@ -217,7 +213,7 @@ class GradAccumulator:
         return self._summed(dtype)
 
     def over(self, tokens: slice, comm_dtype: torch.dtype | None, unreduced: bool) -> Tensor:
-        """The gradient of `tokens` as it crosses a link, in `comm_dtype` if set. The last call on this object.
+        """The gradient of `tokens` as it is sent, in `comm_dtype` if set. The last call on this object.
 
         `unreduced`: as kernels wrote it, possible where the parts share no token; else a sum in the accumulation dtype.
         """
@@ -228,7 +224,7 @@ class GradAccumulator:
         return self._summed(comm_dtype or self._part_dtype)[:, tokens]
 
     def spec(self, tokens: slice, comm_dtype: torch.dtype | None, unreduced: bool) -> TensorSpec:
-        """Shape and dtype of what a peer's `over` returns with the same arguments."""
+        """Shape and dtype of the tensor that a peer's `over` returns with the same arguments."""
         batch, _, heads, head_dim = self._like.shape
         dtype = comm_dtype or (self._part_dtype if unreduced else accumulation_dtype(self._like.dtype))
         return TensorSpec((batch, tokens.stop - tokens.start, heads, head_dim), dtype)

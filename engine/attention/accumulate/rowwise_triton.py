@@ -1,7 +1,7 @@
 """Row-wise passes of attention as Triton kernels, one pass over memory each.
 
-Their torch twins in `engine.attention.accumulate.accumulators`, `engine.attention.accumulate.accumulators` and `engine.attention.kernels.stand_in` are
-their oracles. Tensors are [B, tokens, heads, D] with unit stride in D; rows are tokens.
+Their reference implementations in torch are in `engine.attention.accumulate.accumulators` and
+`engine.attention.kernels.stand_in`. Tensors are [B, tokens, heads, D] with unit stride in D; rows are tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     if PARTS > 3:
         l3 = tl.load(s3 + batch * s3_b + head * s3_n + row * s3_l, mask=live, other=none)
         top = tl.maximum(top, l3)
-    top = tl.where(top == none, 0.0, top)  # rows that have met no key: all weights become 0
+    top = tl.where(top == none, 0.0, top)  # rows that see no key: all weights become 0
     weight = tl.exp(l0 - top)
     total = weight
     result = weight[:, None] * tl.load(_box(p0, batch, head, row, column, p0_b, p0_l, p0_n), mask=box, other=0.0)
@@ -65,7 +65,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
         result += weight[:, None] * tl.load(_box(p3, batch, head, row, column, p3_b, p3_l, p3_n), mask=box, other=0.0)
     result = result / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(_box(out, batch, head, row, column, out_b, out_l, out_n), result, mask=box)
-    # The result may lie where a part did, and every warp reads the same LSEs: none is overwritten before all are read.
+    # The result may be in a part's memory, and every warp reads the same LSEs: none is overwritten before all are read.
     tl.debug_barrier()
     tl.store(lse + batch * lse_b + head * lse_n + row * lse_l, top + tl.log(total), mask=live)
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from engine.attention.accumulate.accumulators import GradAccumulator, OutputAccumulator, accumulation_dtype
+from engine.attention.accumulate.accumulators import GradAccumulator, OutputAccumulator
 from engine.attention.algorithms.saved import Saved
 from engine.attention.comm.exchange import ChunkSpec, InterNodeGradReduce, RemoteChunk, RingComms
 from engine.attention.comm.link_speed import Link
@@ -31,10 +31,11 @@ from engine.attention.context import ContextParallel
 from engine.attention.geometry.ring import Ring
 from engine.attention.kernels import BackwardInputs, Kernel
 from engine.attention.masks import Mask, imbalance, recompute_share
-from engine.attention.masks.first_rows import FirstRows
+from engine.attention.masks.mask import FirstRows
 from engine.attention.planning.comm_plan import CommPlan, RingStep, comm_plan, reach
 from engine.attention.planning.comm_volume import CallBytes, RingVolume, Shards, cheaper_backward
 from engine.attention.planning.cost_model import Estimate, HardwareModel
+from engine.ops.autograd import accumulation_dtype
 
 KEY_SIDE_DIMS = (1, 1)  # token dimension of K_BLKD, V_BLKD
 QUERY_SIDE_DIMS = (1, 1, 2, 2)  # of Q_BLND, dO_BLND, LSE_BNL, delta_BNL

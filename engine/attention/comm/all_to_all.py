@@ -143,7 +143,7 @@ class _GroupPass:
 
     def __init__(self, all_to_all: GroupAllToAll, token_runs: tuple[TokenRun, ...], num_head_chunks: int) -> None:
         self._all_to_all, self._token_runs, self._num_head_chunks = all_to_all, token_runs, num_head_chunks
-        self._returning: list[Callable[[], tuple[Tensor, ...]]] = []  # results on their way back, oldest first
+        self._returning: list[Callable[[], tuple[Tensor, ...]]] = []  # results being sent back, oldest first
         self._returned = 0  # head chunks whose results are here
         self._whole: tuple[Tensor, ...] = ()  # [B, L, group, head chunks, H, ...]
 

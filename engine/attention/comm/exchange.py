@@ -75,7 +75,7 @@ class GradReturn(Protocol):
     """Returns the gradients of remote chunks to the local ranks that own the chunks."""
 
     def add(self, step: int, grads: tuple[GradAccumulator, ...]) -> None:
-        """Hand in the gradients that this rank computed at `step`: of the chunk of local rank i - step."""
+        """Add the gradients that this rank computed at `step`: of the chunk of local rank i - step."""
         ...
 
     def finish(self) -> tuple[GradAccumulator, ...]:
@@ -207,15 +207,15 @@ class _DirectGradReturn:
         outgoing = _sent_grads(grads, ranges.used[owner, here], comm_dtype, ranges.unreduced[owner, here])
         expected = _expected_grads(self._own, tokens, comm_dtype, ranges.unreduced[here, worker])
         if self._held == HELD_GRADIENTS:
-            # The message that needs a slot is started after the slot's release, on every rank: what a stream waits for
-            # then never lies behind the wait itself, also where the device runs several streams as one.
+            # Every rank starts the message that needs a slot after the slot's release: a stream then never waits for
+            # work queued behind the wait itself, also where the device runs several streams as one.
             self._sum_held()
         transfer = pattern.gradients.start(outgoing, owner, expected, worker)
         self._receive()
         self._pending = (transfer, slice(*tokens))
 
     def _receive(self) -> None:
-        """Wait for the transfer that is under way and add what it brings to this rank's own gradient."""
+        """Wait for the transfer under way and add the received gradients to this rank's own."""
         if self._pending is None:
             return
         transfer, tokens = self._pending
@@ -252,7 +252,7 @@ class InterNodeGradReduce:
         self._pending: tuple[Transfer, slice] | None = None
 
     def add(self, outer_step: int, sums: tuple[GradAccumulator, ...]) -> None:
-        """Hand in this node's sums for the chunk of node - outer_step, same local rank."""
+        """Add this node's sums for the chunk of node - outer_step, same local rank."""
         if outer_step == 0:
             self._own = sums
             if self._nodes > 1:
@@ -288,8 +288,8 @@ class InterNodeGradReduce:
 class RingComms:
     """The communication of one ring: inside a node, and between the same local ranks of different nodes.
 
-    Chunks and gradients have a communicator each: on a shared one the returning gradients would queue behind the chunks,
-    and a group that spans nodes never reaches NVLink speed inside one.
+    Chunks and gradients have a communicator each: on a shared one the returning gradients would queue behind the
+    chunks, and a group that spans nodes never reaches NVLink speed inside one.
     """
 
     intra_node: ExchangePattern
@@ -300,7 +300,7 @@ class RingComms:
 def _sent_grads(
     grads: tuple[GradAccumulator, ...], tokens: TokenRange, comm_dtype: torch.dtype | None, unreduced: bool
 ) -> tuple[Tensor, ...]:
-    """Gradients of some tokens as they cross a link; nothing where there are no tokens."""
+    """Gradients of some tokens as they are sent; nothing where there are no tokens."""
     start, stop = tokens
     return tuple(grad.over(slice(start, stop), comm_dtype, unreduced) for grad in grads if stop > start)
 
@@ -308,7 +308,7 @@ def _sent_grads(
 def _expected_grads(
     grads: tuple[GradAccumulator, ...], tokens: TokenRange, comm_dtype: torch.dtype | None, unreduced: bool
 ) -> tuple[TensorSpec, ...]:
-    """What a peer's `_sent_grads` returns with the same arguments."""
+    """Specs of the tensors that a peer's `_sent_grads` returns with the same arguments."""
     start, stop = tokens
     return tuple(grad.spec(slice(start, stop), comm_dtype, unreduced) for grad in grads if stop > start)
 

@@ -1,7 +1,7 @@
-"""How fast the link between nodes is, measured where it matters: on shared machines it varies from run to run.
+"""Speed of the link between nodes, measured in the process that uses it.
 
-By more than schedules differ, so the cost model asks before it chooses; and a bound formed from another day's link says
-little about a trial.
+On shared machines it varies from run to run by more than schedules differ, so the cost model reads this measurement;
+and a bound formed from another day's link says little about a trial.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The speed of the link between nodes that a choice rests on."""
+    """The speed of the link between nodes that a schedule was chosen with."""
 
     gib: float  # per second and rank
-    measured: bool  # on these nodes, in this process; otherwise the constant of `engine.attention.planning.cost_model.HardwareModel`
+    measured: bool  # on these nodes, in this process; otherwise the constant of `planning.cost_model.HardwareModel`
 
     def __str__(self) -> str:
         """As recorded."""
@@ -34,14 +34,14 @@ class Link:
 
 
 def across_gib_per_second(group: dist.ProcessGroup, node_size: int, message: Tensor) -> float:
-    """GiB per second that a rank sends to the next node while all ranks of `group` do, and receive as much.
+    """GiB per second that each rank sends to the next node, while all ranks of `group` send and receive as much.
 
     Each node holds `node_size` consecutive ranks, and there are several; `message` is of one size on all. The median of
     three rounds, each as slow as its slowest rank: the same number on every rank. Collective over `group`.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     assert node_size < size, "a single node has no link to another"
-    # Not the attention's own count of bytes; the group's own communicator, because the slowest rank is found by it too.
+    # A count of bytes apart from attention's. The group's communicator, which also finds the slowest rank.
     transport = PointToPoint(group, Traffic())
     message = message.detach()
     seconds = []

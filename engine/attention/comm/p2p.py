@@ -22,7 +22,7 @@ _QUOTED_CHARACTERS = 160  # of another error's first line
 
 @dataclass(slots=True)
 class Traffic:
-    """The cost of attention's transfers to this rank: bytes sent to other ranks, and memory to receive into."""
+    """Bytes that attention sends to other ranks, and the memory it holds to receive into."""
 
     sent_bytes: int = 0
     window_bytes: int = 0  # memory held to receive into, outside the allocator's own count
@@ -49,7 +49,7 @@ class Transfer(Protocol):
 
 
 class Transport(Protocol):
-    """Moves tensors from one rank of a group to another."""
+    """Sends tensors from one rank of a group to another."""
 
     def reserve(self, largest: tuple[TensorSpec, ...]) -> None:
         """No later message is larger than `largest`. Collective, with equal arguments on every rank of the group."""
@@ -102,8 +102,8 @@ class PointToPoint:
         self._traffic.add(*sent)
         device = gpu_of(self._group)
         if device is not None and not self._connected:
-            # NCCL forms a group's communicator in its first call, in which all its ranks must take part. A mask may leave
-            # some of them nothing to send or receive in the first message, so one collective call comes before it.
+            # NCCL forms a group's communicator in its first call, in which all its ranks must take part. A mask may
+            # leave some of them nothing to send or receive in the first message, so this call comes before it.
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
         self._connected = True
         here = device or torch.device("cpu")
@@ -116,8 +116,8 @@ class PointToPoint:
         return _SendReceive(received, sent, self._group, peers, works)
 
 
-class NoPeers:
-    """The transport of a rank without peers: every message is empty."""
+class NoTransport:
+    """The transport of a single rank: every message is empty."""
 
     def reserve(self, largest: tuple[TensorSpec, ...]) -> None:
         """Nothing will be sent."""
@@ -146,9 +146,9 @@ class PeerLost(RuntimeError):
 class CallOrder:
     """Shared by the collective calls of one context: after one of them fails, later ones are refused.
 
-    Messages between ranks carry no names: the n-th one sent is the n-th one received, and slots and counters are
-    numbered alike. A rank that leaves a call halfway has sent fewer than its peers wait for, and its next call would
-    receive what is left of the failed one. The peers' wait ends with their group's timeout.
+    Messages between ranks carry no names: the n-th message sent is the n-th received, and slots and counters are
+    numbered in the same way. A rank that fails in the middle of a call has sent fewer messages than its peers wait for,
+    and its next call would receive messages of the failed one. The peers' wait ends with their group's timeout.
     """
 
     def __init__(self) -> None:
@@ -156,12 +156,11 @@ class CallOrder:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Around collective steps. An exception among them, of whatever kind, is the last thing that happens: later
-        steps raise BrokenContext."""
+        """Around collective steps. After an exception of any kind among them, later steps raise BrokenContext."""
         if self._failure is not None:
             raise BrokenContext(
                 f"an earlier attention call failed on this rank between two messages ({self._failure}), so the ranks "
-                "no longer agree on what comes next; end all ranks and start them again, or make a new process group "
+                "no longer agree on the next message; end all ranks and start them again, or make a new process group "
                 "and a new ContextParallel on all of them"
             )
         try:

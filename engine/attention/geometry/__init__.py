@@ -1,1 +1,4 @@
-"""engine.attention.geometry"""
+"""Pure integers: which positions a rank holds, the order of a ring, rectangles of visible pairs.
+
+No torch and no import of any other room.
+"""

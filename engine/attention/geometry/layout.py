@@ -4,7 +4,7 @@ A layout cuts the sequence into equal shards, each a few arithmetic runs of posi
 contiguous shards leaves rank 0 almost idle; zigzag (chunks r and 2P-1-r of 2P) and striped (every P-th token) give all
 ranks equal work. Sources: zigzag, Llama 3 (arXiv:2407.21783, section 3.3.2); striped, arXiv:2311.09431.
 
-Selective checkpointing cuts the sequence into a head, computed again in backward, and a tail, kept. Because shards
+Selective checkpointing cuts the sequence into a head, recomputed in backward, and a tail, saved. Because shards
 ascend in position, a rank's tokens of the head are the first of its local tokens.
 """
 

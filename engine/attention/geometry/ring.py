@@ -1,8 +1,8 @@
 """The order in which ranks receive chunks. Pure integer code.
 
-Flat ring: chunks move one rank on at every step. Double ring (BurstAttention, arXiv:2403.09347, section 3.3; LoongTrain,
-arXiv:2406.18485): in outer step c and inner step t, local rank i of node n holds the chunk of node n - c, local rank
-i - t; a transfer between nodes starts with its outer step and may last as long as the inner steps of it.
+Flat ring: chunks move one rank on at every step. Double ring (BurstAttention, arXiv:2403.09347, section 3.3;
+LoongTrain, arXiv:2406.18485): in outer step c and inner step t, local rank i of node n holds the chunk of node n - c,
+local rank i - t; a transfer between nodes starts with its outer step and may last as long as the inner steps of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """Order in which every rank processes every chunk. node_size == cp_size is the flat ring, smaller the double ring."""
+    """Order in which every rank processes every chunk. node_size == cp_size is the flat ring."""
 
     cp_size: int
     node_size: int  # CP ranks per node; divides cp_size
@@ -36,7 +36,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class RingTraffic:
-    """How much of a ring a mask leaves: 1 where every rank computes on every chunk and needs all of it."""
+    """Steps and bytes of a ring that a mask leaves, as fractions: 1 where every rank needs all of every chunk."""
 
     steps: float = 1.0  # with work, over all steps
     near: float = 1.0  # tokens a rank receives from ranks of its node, over those of their chunks

@@ -1,8 +1,8 @@
-"""The work of one meeting: which rectangles of (queries x keys) a rank computes, and the band visible inside each.
+"""The work of one ring step: which rectangles of (queries x keys) a rank computes, and the band visible inside each.
 
 Every mask the engine knows is, between two runs of positions, a union of bands `lo <= key - query <= hi`. A `Tile` is
 a rectangle of local indices with such a band, already trimmed so that each of its rows sees at least one key: no kernel
-ever meets an empty row, and none has to know about layouts or global positions.
+is given an empty row, and none has to know about layouts or global positions.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def row_blocks(band: Band, rows: int, columns: int, block_rows: int) -> Iterator
 def square_causal(tile: Tile) -> list[Tile]:
     """A causal tile with rows below its diagonal, as a square causal one and a full one.
 
-    Kernels disagree on where the diagonal of an oblong causal tile lies; of a square one there is no doubt.
+    Kernels place the diagonal of an oblong causal tile differently; for a square one they agree.
     """
     if tile.band != CAUSAL or tile.rows == tile.columns:
         return [tile]

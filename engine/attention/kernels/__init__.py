@@ -1,10 +1,10 @@
 """Attention kernels behind one interface: the forward and backward of one tile on one device.
 
-A kernel sees a rectangle of queries and keys with a band of visible pairs (`engine.attention.geometry.tiles.Band`), returns the
-partial output with its log-sum-exp, and computes gradients from the *final* log-sum-exp and delta = rowsum(dO * O) of
-the whole row, less the gradient of the log-sum-exp: d lse / d score is the probability itself, so it enters exactly
-where delta leaves. O itself is never an input: that is what lets the backward ring leave O at home. Kernels whose
-backward insists on O get the stand-in of `engine.attention.kernels.stand_in`.
+A kernel sees a rectangle of queries and keys with a band of visible pairs (`engine.attention.geometry.tiles.Band`),
+returns the partial output with its log-sum-exp, and computes gradients from the *final* log-sum-exp and delta =
+rowsum(dO * O) of the whole row, less the gradient of the log-sum-exp: d lse / d score is the probability itself, so it
+is subtracted from delta. O itself is never an input, so the backward ring does not send it. Kernels whose backward
+needs O get the stand-in of `engine.attention.kernels.stand_in`.
 
 Shape letters: B batch, L query tokens, M key tokens, N query heads, K KV heads, D head dim.
 """
@@ -27,19 +27,19 @@ KERNELS = ("fa4", "cudnn", "fa2", "flex", "cpu", "reference")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What a kernel must know to say whether it can run: nothing here is data."""
+    """The facts that decide whether a kernel can run; no tensors."""
 
     device: torch.device
     dtype: torch.dtype
     heads: int
     kv_heads: int
     head_dim: int
-    bands: frozenset[str] = frozenset({"full"})  # kinds of band it will meet: full, causal, band
+    bands: frozenset[str] = frozenset({"full"})  # kinds of band in its tiles: full, causal, band
     deterministic: bool = False
 
 
 class BackwardInputs(NamedTuple):
-    """What backward starts from, query side first. `lse` and `delta` belong to whole rows, not to these keys alone."""
+    """Inputs of backward, query side first. `lse` and `delta` belong to whole rows, not to these keys alone."""
 
     q_BLND: Tensor
     dout_BLND: Tensor
@@ -49,7 +49,7 @@ class BackwardInputs(NamedTuple):
     v_BMKD: Tensor
 
     def tokens(self, queries: slice, keys: slice) -> BackwardInputs:
-        """Those of some rows and columns."""
+        """The inputs of some rows and columns."""
         q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = self
         return BackwardInputs(
             q_BLND[:, queries],
@@ -61,7 +61,7 @@ class BackwardInputs(NamedTuple):
         )
 
     def heads(self, queries: slice, keys: slice) -> BackwardInputs:
-        """Those of some query heads, and of the KV heads that they read."""
+        """The inputs of some query heads, and of the KV heads that they read."""
         q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = self
         return BackwardInputs(
             q_BLND[:, :, queries],
@@ -89,7 +89,7 @@ class Kernel(Protocol):
 
     @property
     def takes_delta(self) -> bool:
-        """Backward takes any delta; else only one that is a rowsum(dO * O), because it forms that itself."""
+        """Backward takes any delta; else only a rowsum(dO * O), because the kernel forms that itself."""
         ...
 
     def unsupported_reason(self) -> str | None:

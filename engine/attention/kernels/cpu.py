@@ -3,8 +3,8 @@
 The op aligns its causal mask top-left. Other bands go in as additive masks, of which the op computes every element,
 hidden or not. Such a tile is computed in blocks of queries, each against the keys that its queries see, so that time
 and memory follow the visible pairs. Inputs narrower than fp32 are widened first, so that partial results are not
-rounded before they are summed: the error of a bf16 run is then the same on any number of ranks. The op is as fast
-either way.
+rounded before they are summed: the error of a bf16 run is then the same on any number of ranks. The op is equally
+fast in both.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.attention.accumulate.accumulators import accumulation_dtype
 from engine.attention.geometry.tiles import Band, Tile, row_blocks
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
-from engine.attention.kernels.heads import repeat_heads, sum_heads
+from engine.attention.kernels.shared import repeat_heads, sum_heads
 from engine.attention.kernels.stand_in import output_stand_in
+from engine.ops.autograd import accumulation_dtype
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -30,7 +30,7 @@ _BLOCK_ROWS = 128
 
 
 def _additive(band: Band, rows: int, columns: int, dtype: torch.dtype) -> Tensor | None:
-    """The band as an additive mask, or None when the op's own causal flag says it all."""
+    """The band as an additive mask, or None when the op's causal flag is enough."""
     if band.kind != "band":
         return None
     mask = torch.zeros(rows, columns, dtype=dtype)
@@ -42,7 +42,7 @@ def _additive(band: Band, rows: int, columns: int, dtype: torch.dtype) -> Tensor
 
 
 def _calls(band: Band, rows: int, columns: int, dtype: torch.dtype) -> Iterator[tuple[Tile, Tensor | None]]:
-    """The calls of the op that compute a tile: what each covers, and its additive mask."""
+    """The calls of the op that compute a tile: the rectangle of each, and its additive mask."""
     alike, mask = None, None
     for tile in row_blocks(band, rows, columns, _BLOCK_ROWS if band.kind == "band" else rows):
         shape = (tile.band, tile.rows, tile.columns)
@@ -73,12 +73,12 @@ class CpuKernel:
     def forward(
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float
     ) -> tuple[Tensor, Tensor]:
-        heads, wide = q_BLND.shape[2], accumulation_dtype(q_BLND.dtype)
+        heads, dtype = q_BLND.shape[2], accumulation_dtype(q_BLND.dtype)
         q_BNLD = _heads_first(q_BLND)
         k_BNMD, v_BNMD = (_heads_first(repeat_heads(kv_BMKD, heads)) for kv_BMKD in (k_BMKD, v_BMKD))
-        out_BLND = q_BLND.new_empty(q_BLND.shape, dtype=wide)
+        out_BLND = q_BLND.new_empty(q_BLND.shape, dtype=dtype)
         lse_BNL = q_BNLD.new_empty(q_BNLD.shape[:3])
-        for tile, mask in _calls(band, q_BLND.shape[1], k_BMKD.shape[1], wide):
+        for tile, mask in _calls(band, q_BLND.shape[1], k_BMKD.shape[1], dtype):
             part_BNLD, lse_BNL[:, :, tile.q] = _forward(
                 q_BNLD[:, :, tile.q],
                 k_BNMD[:, :, tile.k],
@@ -94,14 +94,14 @@ class CpuKernel:
     def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
         q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
         heads, kv_heads = q_BLND.shape[2], k_BMKD.shape[2]
-        wide = accumulation_dtype(q_BLND.dtype)
-        dout_BLND = dout_BLND.to(wide)
+        dtype = accumulation_dtype(q_BLND.dtype)
+        dout_BLND = dout_BLND.to(dtype)
         dout_BNLD, out_BNLD = (t.transpose(1, 2) for t in (dout_BLND, output_stand_in(dout_BLND, delta_BNL)))
         q_BNLD = _heads_first(q_BLND)
         k_BNMD, v_BNMD = (_heads_first(repeat_heads(kv_BMKD, heads)) for kv_BMKD in (k_BMKD, v_BMKD))
-        dq_BLND = q_BLND.new_empty(q_BLND.shape, dtype=wide)
-        dk_BMND, dv_BMND = (k_BMKD.new_zeros(*k_BMKD.shape[:2], *q_BLND.shape[2:], dtype=wide) for _ in range(2))
-        for tile, mask in _calls(band, q_BLND.shape[1], k_BMKD.shape[1], wide):
+        dq_BLND = q_BLND.new_empty(q_BLND.shape, dtype=dtype)
+        dk_BMND, dv_BMND = (k_BMKD.new_zeros(*k_BMKD.shape[:2], *q_BLND.shape[2:], dtype=dtype) for _ in range(2))
+        for tile, mask in _calls(band, q_BLND.shape[1], k_BMKD.shape[1], dtype):
             parts_BNLD = _backward(
                 dout_BNLD[:, :, tile.q],
                 q_BNLD[:, :, tile.q],

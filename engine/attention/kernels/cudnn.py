@@ -1,4 +1,4 @@
-"""Kernel `cudnn`: cuDNN's fused attention through torch's own op. ChunkRanges nothing beyond torch on Ampere and newer."""
+"""Kernel `cudnn`: cuDNN's fused attention through torch's own op. Needs nothing but torch, on Ampere and newer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from torch import Tensor
 
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
-from engine.attention.kernels.cuda import band_unsupported_reason, gpu_missing, half_precision_unsupported_reason
+from engine.attention.kernels.shared import (
+    band_unsupported_reason,
+    gpu_unsupported_reason,
+    half_precision_unsupported_reason,
+)
 from engine.attention.kernels.stand_in import output_stand_in
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -22,7 +26,7 @@ class CudnnKernel:
     takes_delta = False
 
     def unsupported_reason(self) -> str | None:
-        unsupported_reason = gpu_missing(self.name, (8, 0))
+        unsupported_reason = gpu_unsupported_reason(self.name, (8, 0))
         if unsupported_reason is None and not torch.backends.cudnn.is_available():
             return "kernel cudnn needs a torch built with cuDNN and this one is not; choose kernel auto"
         return unsupported_reason

@@ -7,7 +7,11 @@ from torch import Tensor
 
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
-from engine.attention.kernels.cuda import band_unsupported_reason, gpu_missing, half_precision_unsupported_reason
+from engine.attention.kernels.shared import (
+    band_unsupported_reason,
+    gpu_unsupported_reason,
+    half_precision_unsupported_reason,
+)
 from engine.attention.kernels.stand_in import output_stand_in
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention
@@ -22,7 +26,7 @@ class FlashAttention2Kernel:
     takes_delta = False
 
     def unsupported_reason(self) -> str | None:
-        return gpu_missing(self.name, (8, 0))
+        return gpu_unsupported_reason(self.name, (8, 0))
 
     def refuse(self, problem: Problem) -> str | None:
         if problem.deterministic:

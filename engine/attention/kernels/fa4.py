@@ -1,4 +1,4 @@
-"""Kernel `fa4`: FlashAttention-4 (flash-attn-4 on PyPI, CuTe DSL), for Hopper and newer. The fastest kernel we know.
+"""Kernel `fa4`: FlashAttention-4 (flash-attn-4 on PyPI, CuTe DSL), for Hopper and newer. The fastest kernel here.
 
 Its backward forms dpsum = rowsum(dO * O) - dlse. Given O = 0 and dlse = -delta, dpsum is exactly delta, so O need not
 exist on the rank that runs the backward.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
-from engine.attention.kernels.cuda import gpu_missing, half_precision_unsupported_reason
+from engine.attention.kernels.shared import gpu_unsupported_reason, half_precision_unsupported_reason
 
 
 @lru_cache(maxsize=1)
@@ -27,7 +27,7 @@ def _interface() -> Any:
 
 
 def _installed() -> bool:
-    """FlashAttention-2 goes by the same name; version 4 is the part `cute` of it."""
+    """FlashAttention-2 has the same module name; version 4 is its submodule `cute`."""
     package = importlib.util.find_spec("flash_attn")
     places = package.submodule_search_locations if package else None
     return any(Path(place, "cute").is_dir() for place in places or ())
@@ -44,7 +44,7 @@ def kv_heads_at_once(q_BLND: Tensor, kv_heads: int) -> int:
     return max(1, min(kv_heads, WORKSPACE_BYTES // per_head))
 
 
-# One row of zeros stands for an output of any number of rows: they all lie in one place.
+# One row of zeros, expanded, is an output of any number of rows.
 _zeros: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
 
@@ -66,7 +66,7 @@ def _window(band: Band, rows: int, columns: int) -> dict[str, Any]:
     left = None if band.lo is None else shift - band.lo
     if left is None and right == 0:
         return {"causal": True}
-    # The kernel has no word for "unlimited on one side" but a side longer than the tile.
+    # "Unlimited on one side" is a side longer than the tile.
     return {
         "window_size_left": rows + columns if left is None else left,
         "window_size_right": rows + columns if right is None else right,
@@ -81,7 +81,7 @@ class FlashAttention4Kernel:
     takes_delta = True
 
     def unsupported_reason(self) -> str | None:
-        unsupported_reason = gpu_missing(self.name, (9, 0))
+        unsupported_reason = gpu_unsupported_reason(self.name, (9, 0))
         if unsupported_reason is None and not _installed():
             return "kernel fa4 needs FlashAttention-4, which is not installed; pip install 'burst-harness[gpu]'"
         return unsupported_reason

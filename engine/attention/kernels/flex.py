@@ -1,8 +1,9 @@
 """Kernel `flex`: torch's flex_attention (arXiv:2412.05496), compiled to Triton: any band on any GPU that bf16 runs on.
 
 Its backward is autograd's own and knows only the tile: it divides by the tile's row sums, where a ring divides by
-those of whole rows. The two differ by one factor per row, w = exp(lse of the tile - lse of the row) <= 1, which goes
-into what the tile's backward is given. With dO' = w * dO, autograd forms P (dO' V^T - rowsum(dO' * O) + dlse), and so
+those of whole rows. The two differ by one factor per row, w = exp(lse of the tile - lse of the row) <= 1, which is
+multiplied into the gradients given to the tile's backward. With dO' = w * dO, autograd forms
+P (dO' V^T - rowsum(dO' * O) + dlse), and so
 
     dlse = rowsum(dO' * O) - w * delta     makes it     w * P (dO V^T - delta),
 
@@ -23,7 +24,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from engine.attention.geometry.tiles import FULL, Band
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
-from engine.attention.kernels.cuda import gpu_missing, half_precision_unsupported_reason
+from engine.attention.kernels.shared import gpu_unsupported_reason, half_precision_unsupported_reason
 
 BLOCK = 128  # tokens per side of the blocks that are skipped, masked, or computed without looking at the mask
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q_BNLD, k_BKMD, v_BKMD -> out_BNLD, lse_BNL
@@ -38,7 +39,7 @@ MAX_GRAPHS = 64
 def _compiled() -> Callable[..., Any]:
     import torch._dynamo  # takes seconds, and processes that never run this kernel load this module too
 
-    # fullgraph: what cannot be compiled is an error; eager flex_attention would hold all scores.
+    # fullgraph: a graph break is an error; eager flex_attention would hold all scores.
     compiled = torch.compile(flex_attention, fullgraph=True)
 
     def call(*tensors: Tensor, **options: Any) -> Any:
@@ -50,7 +51,7 @@ def _compiled() -> Callable[..., Any]:
 
 @lru_cache(maxsize=16)
 def block_mask(band: Band, rows: int, columns: int, device: torch.device) -> BlockMask | None:
-    """`band` in flex's terms, worked out per block of pairs; None when all of them are visible."""
+    """`band` as a block mask of flex; None when all pairs are visible."""
     if band == FULL:
         return None
     lo = -rows if band.lo is None else band.lo
@@ -68,10 +69,10 @@ def block_mask(band: Band, rows: int, columns: int, device: torch.device) -> Blo
     whole = (last_row - first_row == BLOCK - 1) & (last_column - first_column == BLOCK - 1)
     every = (lowest >= lo) & (highest <= hi) & whole
 
-    def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """How many blocks of each row are chosen, and their indices in front of all others."""
-        indices = chosen.int().argsort(dim=-1, descending=True, stable=True)
-        return chosen.sum(-1).int()[None, None].to(device), indices.int()[None, None].contiguous().to(device)
+    def listed(selected: Tensor) -> tuple[Tensor, Tensor]:
+        """How many blocks of each row are selected, and their indices in front of all others."""
+        indices = selected.int().argsort(dim=-1, descending=True, stable=True)
+        return selected.sum(-1).int()[None, None].to(device), indices.int()[None, None].contiguous().to(device)
 
     return BlockMask.from_kv_blocks(
         *listed(some & ~every), *listed(every), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(rows, columns)
@@ -96,9 +97,9 @@ def rescaled_backward(
         out_BNLD, part_lse_BNL = attend(*inputs)
     weight_BNL = (part_lse_BNL.detach() - lse_BNL).exp()
     scaled_BNLD = (dout_BNLD * weight_BNL.unsqueeze(-1)).to(dout_BNLD.dtype)
-    wide = part_lse_BNL.dtype
-    dlse_BNL = (scaled_BNLD.to(wide) * out_BNLD.detach().to(wide)).sum(dim=-1) - weight_BNL * delta_BNL
-    dq, dk, dv = torch.autograd.grad((out_BNLD, part_lse_BNL), inputs, (scaled_BNLD, dlse_BNL.to(wide)))
+    dtype = part_lse_BNL.dtype
+    dlse_BNL = (scaled_BNLD.to(dtype) * out_BNLD.detach().to(dtype)).sum(dim=-1) - weight_BNL * delta_BNL
+    dq, dk, dv = torch.autograd.grad((out_BNLD, part_lse_BNL), inputs, (scaled_BNLD, dlse_BNL.to(dtype)))
     return dq, dk, dv
 
 
@@ -110,7 +111,7 @@ class FlexKernel:
     takes_delta = True
 
     def unsupported_reason(self) -> str | None:
-        unsupported_reason = gpu_missing(self.name, (8, 0))
+        unsupported_reason = gpu_unsupported_reason(self.name, (8, 0))
         if unsupported_reason is None and importlib.util.find_spec("triton") is None:
             return "kernel flex is compiled by Triton, which is not installed; pip install triton"
         return unsupported_reason
@@ -156,7 +157,7 @@ def _attend(band: Band, q_BLND: Tensor, k_BMKD: Tensor, scale: float) -> Attend:
             scale=scale,
             enable_gqa=grouped,
             return_aux=AuxRequest(lse=True),
-            kernel_options={"BACKEND": "TRITON"},  # the one kernel for all lengths, none for decoding a few rows
+            kernel_options={"BACKEND": "TRITON"},  # one kernel for all lengths, and not the one for decoding a few rows
         )
         return out_BNLD, auxiliary.lse
 

@@ -1,4 +1,4 @@
-"""Kernel `reference`: tile attention in plain torch, any device, band and float dtype. The judge of all others.
+"""Kernel `reference`: tile attention in plain torch, any device, band and float dtype. The reference of all others.
 
 Scores are formed for a block of queries at a time, in fp32 or, for float64 inputs, in float64: memory grows with the
 number of keys, not with queries x keys.
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from engine.attention.geometry.tiles import Band, row_blocks
 from engine.attention.kernels import BackwardInputs, Gradients, Problem
-from engine.attention.kernels.heads import repeat_heads, sum_heads
+from engine.attention.kernels.shared import repeat_heads, sum_heads
+from engine.ops.autograd import accumulation_dtype
 
 _BLOCK_ROWS = 128  # queries whose scores are held at once, against the keys that they see
 
@@ -27,9 +28,9 @@ def visible_pairs(band: Band, rows: int, columns: int, device: torch.device) -> 
     return visible
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _heads_first(tensor: Tensor) -> Tensor:
     """[B, tokens, heads, D] as [B, heads, tokens, D] in the accumulation dtype."""
-    return tensor.transpose(1, 2).to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+    return tensor.transpose(1, 2).to(accumulation_dtype(tensor.dtype))
 
 
 def _scores(q_BNLD: Tensor, k_BNMD: Tensor, band: Band, scale: float) -> Tensor:
@@ -54,7 +55,11 @@ class ReferenceKernel:
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float
     ) -> tuple[Tensor, Tensor]:
         heads = q_BLND.shape[2]
-        q_BNLD, k_BNMD, v_BNMD = _wide(q_BLND), _wide(repeat_heads(k_BMKD, heads)), _wide(repeat_heads(v_BMKD, heads))
+        q_BNLD, k_BNMD, v_BNMD = (
+            _heads_first(q_BLND),
+            _heads_first(repeat_heads(k_BMKD, heads)),
+            _heads_first(repeat_heads(v_BMKD, heads)),
+        )
         out_BNLD, lse_BNL = torch.empty_like(q_BNLD), q_BNLD.new_empty(q_BNLD.shape[:3])
         for tile in row_blocks(band, q_BLND.shape[1], k_BMKD.shape[1], _BLOCK_ROWS):
             rows, keys = tile.q, tile.k
@@ -66,8 +71,8 @@ class ReferenceKernel:
     def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
         q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
         heads, kv_heads = q_BLND.shape[2], k_BMKD.shape[2]
-        q_BNLD, dout_BNLD = _wide(q_BLND), _wide(dout_BLND)
-        k_BNMD, v_BNMD = _wide(repeat_heads(k_BMKD, heads)), _wide(repeat_heads(v_BMKD, heads))
+        q_BNLD, dout_BNLD = _heads_first(q_BLND), _heads_first(dout_BLND)
+        k_BNMD, v_BNMD = _heads_first(repeat_heads(k_BMKD, heads)), _heads_first(repeat_heads(v_BMKD, heads))
         dq_BNLD, dk_BNMD, dv_BNMD = torch.empty_like(q_BNLD), torch.zeros_like(k_BNMD), torch.zeros_like(v_BNMD)
         for tile in row_blocks(band, q_BLND.shape[1], k_BMKD.shape[1], _BLOCK_ROWS):
             rows, keys = tile.q, tile.k

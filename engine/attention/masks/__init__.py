@@ -1,4 +1,8 @@
-"""Who sees whom, in global token positions: the same mask means the same thing under every layout and CP size."""
+"""Masks: which keys each query sees, in global positions, the same under every layout and CP size. Public.
+
+A mask is a frozen object of `mask.Mask`, one file per kind; `setting` reads them from experiment files, `balance` says
+how evenly a layout divides their work. Pure integers: no torch tensors, no kernels, no communication.
+"""
 
 from __future__ import annotations
 

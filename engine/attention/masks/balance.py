@@ -1,4 +1,4 @@
-"""What a mask makes of a layout: the tiles of two ranks' rank_pair_tiles, and how evenly the work falls on the ranks."""
+"""A mask under a layout: the tiles of a pair of ranks, and how evenly the work is divided among ranks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from functools import lru_cache
 
 from engine.attention.geometry.layout import Layout, rows_before
 from engine.attention.geometry.tiles import Tile
-from engine.attention.masks.first_rows import FirstRows
-from engine.attention.masks.mask import Mask
+from engine.attention.masks.mask import FirstRows, Mask
 
 
 @lru_cache(maxsize=1024)
 def rank_pair_tiles(
     mask: Mask, layout: Layout, seq_len: int, cp_size: int, q_rank: int, k_rank: int
 ) -> tuple[Tile, ...]:
-    """Tiles of the queries of `q_rank` against the keys of `k_rank`. Raises ValueError with the mask's refusal."""
+    """Tiles of the queries of `q_rank` against the keys of `k_rank`. Raises ValueError for a length the mask
+    does not fit."""
     unsupported_reason = mask.unsupported_reason(seq_len)
     if unsupported_reason:
         raise ValueError(unsupported_reason)
@@ -23,7 +23,7 @@ def rank_pair_tiles(
 
 @lru_cache(maxsize=256)
 def band_kinds(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> frozenset[str]:
-    """Kinds of band the ranks will meet between them: every rank must choose the same kernel."""
+    """Kinds of band in the tiles of all ranks: every rank must choose the same kernel."""
     return frozenset(
         tile.band.kind
         for q_rank in range(cp_size)
@@ -35,7 +35,7 @@ def band_kinds(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> frozen
 def rank_areas(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> list[int]:
     """Visible pairs each rank computes over a whole forward: its queries against all keys.
 
-    Raises ValueError with the mask's refusal.
+    Raises ValueError with the mask's `unsupported_reason`.
     """
     unsupported_reason = mask.unsupported_reason(seq_len)
     if unsupported_reason:
@@ -48,22 +48,23 @@ def rank_areas(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> list[i
 
 @lru_cache(maxsize=256)
 def imbalance(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> float:
-    """Largest share of work over the mean: 1.0 is perfect balance. Raises ValueError with the mask's refusal."""
+    """Most work of a rank over the mean: 1.0 is perfect balance. Raises ValueError for a length the mask
+    does not fit."""
     areas = rank_areas(mask, layout, seq_len, cp_size)
     return max(areas) * cp_size / sum(areas) if sum(areas) else 1.0
 
 
 def kept_share(layout: Layout, seq_len: int, cp_size: int, cut: int) -> float:
-    """Largest fraction of a rank's tokens that lie at or after position `cut`: what the fullest rank keeps."""
+    """Largest fraction of a rank's tokens that lie at or after position `cut`: the largest share any rank saves."""
     heads = [rows_before(layout.segments(seq_len, cp_size, rank), cut) for rank in range(cp_size)]
     return 1 - min(heads) * cp_size / seq_len
 
 
 @lru_cache(maxsize=256)
 def recompute_share(mask: Mask, layout: Layout, seq_len: int, cp_size: int, cut: int) -> float:
-    """Work of the busiest rank in attending for all queries before `cut`, over a rank's mean work in a whole forward.
+    """Work of the busiest rank for all queries before `cut`, over a rank's mean work in a whole forward.
 
-    Raises ValueError with the mask's refusal.
+    Raises ValueError with the mask's `unsupported_reason`.
     """
     areas = rank_areas(FirstRows(mask, cut), layout, seq_len, cp_size)
     whole = mask.area(seq_len)

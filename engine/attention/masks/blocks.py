@@ -1,9 +1,9 @@
 """Tiles of masks that are decided block by block: few, large, disjoint rectangles between any two shards.
 
 Local tokens are in the order of their positions under every layout, so a block of positions is one run of local indices
-whatever the layout, and a run of visible key blocks is one run of local keys. A meeting is then a picture of rectangles
-with at most one diagonal through it: a sweep over the rows keeps a rectangle growing while the same run of keys stays
-visible. Under a causal diagonal, what lies in the future is nobody's concern and is painted as suits the rectangles.
+whatever the layout, and a run of visible key blocks is one run of local keys. The visible pairs of two shards are then
+rectangles with at most one diagonal through them: a sweep over the rows extends a rectangle while the same run of keys
+stays visible. Keys above a causal diagonal are hidden by the diagonal, so a rectangle may include them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from engine.attention.geometry.tiles import Tile, band_area, join, trim, without
 
 # A kernel call per tile: beyond this many between two shards, launching them would take longer than a dense sequence.
 MAX_TILES = 4096
-_FEW_RECTANGLES = 256  # so many are also tried column by column
+_FEW_RECTANGLES = 256  # up to so many are also formed column by column
 
 Run = tuple[int, int]  # [start, stop)
 
 
 class TooManyTiles(ValueError):
-    """The mask is in too many token_runs between two shards to be run under this layout."""
+    """The mask has too many rectangles between two shards to be run under this layout."""
 
 
 class BlockRun(NamedTuple):
@@ -70,12 +70,12 @@ class BlockMask:
         raise NotImplementedError
 
     def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
-        """Work of the shard `q` against the shard `k`. Raises TooManyTiles when it is in too many token_runs to run."""
-        tiles = join([tile for facing in _facings(q, k, self.causal) for tile in _facing_tiles(self, facing)])
+        """Work of the shard `q` against the shard `k`. Raises TooManyTiles when there are too many of them."""
+        tiles = join([tile for pair in _segment_pairs(q, k, self.causal) for tile in _pair_tiles(self, pair)])
         if len(tiles) > MAX_TILES:
             raise TooManyTiles(
-                f"the mask leaves {len(tiles)} rectangles between two shards and {MAX_TILES} is the most that is "
-                "sensible; take larger blocks, or layout contiguous"
+                f"the mask leaves {len(tiles)} rectangles between two shards and {MAX_TILES} is the "
+                "limit; take larger blocks, or layout contiguous"
             )
         return tuple(tiles)
 
@@ -92,7 +92,7 @@ class BlockMask:
         return area
 
     def area(self, seq_len: int) -> int:
-        """Visible (query, key) pairs of a whole sequence, exactly. Raises ValueError with the mask's refusal."""
+        """Visible (query, key) pairs of a whole sequence, exactly. Raises ValueError with `unsupported_reason`."""
         unsupported_reason = self.unsupported_reason(seq_len)
         if unsupported_reason:
             raise ValueError(unsupported_reason)
@@ -132,8 +132,8 @@ def _keys_seen(mask: BlockMask, seq_len: int) -> tuple[tuple[int, int], ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Facing:
-    """Segments of a query shard that face segments of a key shard with one causal limit for all of them."""
+class _SegmentPair:
+    """Segments of a query shard and segments of a key shard with one causal limit for all of them."""
 
     q: tuple[Segment, ...]
     k: tuple[Segment, ...]
@@ -142,12 +142,12 @@ class _Facing:
     hi: int | None  # key j is no later than query i when j - i <= hi, both counted in the segments; None: always
 
 
-def _facings(q: tuple[Segment, ...], k: tuple[Segment, ...], causal: bool) -> Iterator[_Facing]:
+def _segment_pairs(q: tuple[Segment, ...], k: tuple[Segment, ...], causal: bool) -> Iterator[_SegmentPair]:
     if not causal:
-        yield _Facing(q, k, 0, 0, None)
+        yield _SegmentPair(q, k, 0, 0, None)
         return
     if q == k:  # local order is position order
-        yield _Facing(q, k, 0, 0, 0)
+        yield _SegmentPair(q, k, 0, 0, 0)
         return
     q_offsets = itertools.accumulate((segment.count for segment in q), initial=0)
     for q_segment, q_offset in zip(q, q_offsets, strict=False):
@@ -160,33 +160,33 @@ def _facings(q: tuple[Segment, ...], k: tuple[Segment, ...], causal: bool) -> It
                 continue  # every key is in the future
             if hi >= k_segment.count - 1:
                 hi = None  # every key is in the past
-            yield _Facing((q_segment,), (k_segment,), q_offset, k_offset, hi)
+            yield _SegmentPair((q_segment,), (k_segment,), q_offset, k_offset, hi)
 
 
-def _facing_tiles(mask: BlockMask, facing: _Facing) -> Iterator[Tile]:
-    hi = facing.hi
-    for top, bottom, left, right in rectangles(_visible_rows(mask, facing)):
+def _pair_tiles(mask: BlockMask, pair: _SegmentPair) -> Iterator[Tile]:
+    hi = pair.hi
+    for top, bottom, left, right in rectangles(_visible_rows(mask, pair)):
         tile = trim(bottom - top, right - left, None, None if hi is None else hi + top - left)
         if tile is not None:
-            yield from without_upper_bands(tile.shifted(facing.q_offset + top, facing.k_offset + left))
+            yield from without_upper_bands(tile.shifted(pair.q_offset + top, pair.k_offset + left))
 
 
-def _visible_rows(mask: BlockMask, facing: _Facing) -> list[tuple[int, int, list[Run]]]:
-    """(first query, last query, runs of visible keys), in the facing's own indices."""
-    keys = mask.local_blocks(facing.k)
+def _visible_rows(mask: BlockMask, pair: _SegmentPair) -> list[tuple[int, int, list[Run]]]:
+    """(first query, last query, runs of visible keys), in the pair's own indices."""
+    keys = mask.local_blocks(pair.k)
     if not keys:
         return []
     blocks, columns = [run.block for run in keys], keys[-1].stop
     rows = []
-    for queries in mask.local_blocks(facing.q):
+    for queries in mask.local_blocks(pair.q):
         runs: list[Run] = []
         for first, last in mask.visible(queries.block, blocks[0], blocks[-1] + 1):
             start, stop = bisect_left(blocks, first), bisect_left(blocks, last)
             if start == stop:
                 continue  # none of these blocks has a token in this shard
             run = keys[start].start, keys[stop - 1].stop
-            if facing.hi is not None:
-                future = queries.stop + facing.hi  # first key that no query of this row sees
+            if pair.hi is not None:
+                future = queries.stop + pair.hi  # first key that no query of this row sees
                 if run[0] >= future:
                     break
                 run = (run[0], columns) if run[1] >= future else run
@@ -207,7 +207,7 @@ def rectangles(rows: Sequence[tuple[int, int, list[Run]]]) -> list[Rectangle]:
 
 
 def _sweep(rows: Sequence[tuple[int, int, list[Run]]]) -> list[Rectangle]:
-    """Rectangles that grow downwards while the same run goes on."""
+    """Rectangles extended downwards while the same run stays visible."""
     done: list[Rectangle] = []
     growing: dict[Run, int] = {}  # run -> its top row
     for top, _, runs in rows:

@@ -55,12 +55,12 @@ class Documents(BlockMask):
         )
 
     def block_at(self, position: int) -> int:
-        inner_ring, place = divmod(position, self.tokens)
-        return inner_ring * len(self.lengths) + bisect_right(self._starts, place) - 1
+        repeat, place = divmod(position, self.tokens)
+        return repeat * len(self.lengths) + bisect_right(self._starts, place) - 1
 
     def first_position(self, block: int) -> int:
-        inner_ring, index = divmod(block, len(self.lengths))
-        return inner_ring * self.tokens + self._starts[index]
+        repeat, index = divmod(block, len(self.lengths))
+        return repeat * self.tokens + self._starts[index]
 
     def visible(self, block: int, first: int, last: int) -> Iterator[Run]:
         if first <= block < last:

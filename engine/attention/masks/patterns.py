@@ -70,31 +70,31 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class LocalGlobal:
-    """Blocks see those up to `reach` away; the first `global_tokens` blocks see all and are seen by all.
+    """Blocks see those up to `reach` away; the first `global_blocks` blocks see all and are seen by all.
 
     Source: Longformer (arXiv:2004.05150) and BigBird (arXiv:2007.14062), without the random blocks.
     """
 
     reach: int
-    global_tokens: int = 0
+    global_blocks: int = 0
 
     def __post_init__(self) -> None:
-        if self.reach < 0 or self.global_tokens < 0:
+        if self.reach < 0 or self.global_blocks < 0:
             raise ValueError(
-                f"local_global pattern reaches {self.reach} blocks, with {self.global_tokens} global_tokens; give counts >= 0"
+                f"local_global pattern has reach {self.reach} and {self.global_blocks} global blocks; give counts >= 0"
             )
 
     def blocks(self) -> int | None:
         return None
 
     def visible(self, block: int, first: int, last: int) -> Iterator[tuple[int, int]]:
-        if block < self.global_tokens:
+        if block < self.global_blocks:
             yield first, last
             return
-        yield from _within([(0, self.global_tokens), (block - self.reach, block + self.reach + 1)], first, last)
+        yield from _within([(0, self.global_blocks), (block - self.reach, block + self.reach + 1)], first, last)
 
     def __str__(self) -> str:
-        return f"local_global-{self.reach}-{self.global_tokens}"
+        return f"local_global-{self.reach}-{self.global_blocks}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def _within(runs: list[tuple[int, int]], first: int, last: int) -> Iterator[tupl
 
 
 def parse_pattern(text: str) -> Pattern:
-    """Read `strided-STRIDE`, `local_global-REACH-EVERYWHERE`, or a grid as rows of 0 and 1 joined by `/`.
+    """Read `strided-STRIDE`, `local_global-REACH-GLOBAL`, or a grid as rows of 0 and 1 joined by `/`.
 
     Raises ValueError for anything else.
     """
@@ -150,6 +150,6 @@ def parse_pattern(text: str) -> Pattern:
     if re.fullmatch(r"[01]+(/[01]+)*", text):
         return Grid(tuple(text.split("/")))
     raise ValueError(
-        f"block pattern {text!r} is unknown; write strided-STRIDE, local_global-REACH-EVERYWHERE (in blocks) or rows "
+        f"block pattern {text!r} is unknown; write strided-STRIDE, local_global-REACH-GLOBAL (in blocks) or rows "
         "of 0 and 1 joined by /"
     )

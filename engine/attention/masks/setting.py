@@ -25,11 +25,11 @@ def parse_mask(setting: str) -> Mask:
 
     - `full`, `causal`
     - `sliding_window:LEFT`, `sliding_window:LEFT:RIGHT`, `sliding_window:LEFT:RIGHT:GLOBAL`, whose first GLOBAL tokens
-      everybody sees
+      every query sees
     - `documents:LENGTH,LENGTH,...`: lengths that sum to the sequence, or, ending in a literal `...`, repeat until it is
       full; `:full` behind them lets a document's tokens see later ones
     - `block_sparse:BLOCK_SIZE:PATTERN`, `:causal` behind it to hide later keys; the pattern is `strided-STRIDE`,
-      `local_global-REACH-EVERYWHERE` (in blocks) or a grid such as `10/11`, one row per block of queries
+      `local_global-REACH-GLOBAL` (in blocks) or a grid such as `10/11`, one row per block of queries
 
     Raises ValueError for anything else.
     """

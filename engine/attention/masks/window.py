@@ -1,4 +1,4 @@
-"""A band of keys around each query, and a few tokens at the start of the sequence that everybody sees."""
+"""A band of keys around each query, and a few tokens at the start of the sequence that every query sees."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SlidingWindow:
     """A query sees itself, `left` tokens before it and `right` after it.
 
     The sequence's first `global_tokens` tokens are global: every query sees them, and they see every key, but where
-    `right` is 0 nobody sees a later one. Sources: Longformer (arXiv:2004.05150); as attention sinks
+    `right` is 0 no query sees a later one. Sources: Longformer (arXiv:2004.05150); as attention sinks
     StreamingLLM (arXiv:2309.17453).
     """
 

@@ -1,4 +1,7 @@
-"""What one rank does at every stop of a ring, and what backward_side for it: computed once per problem. Integer code."""
+"""One rank's tiles at every step of a ring, and the tokens that are sent for them: computed once per problem.
+
+Integer code.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class ChunkRanges:
 
 @dataclass(frozen=True, slots=True)
 class RingStep:
-    """One step of a ring: the chunk that is here, and the kernel calls on it."""
+    """One step of a ring: the chunk that this rank holds, and the kernel calls on it."""
 
     owner: int  # CP rank of the chunk
     outer_step: int  # the double ring's step between nodes; 0 on a flat ring
@@ -52,7 +55,7 @@ class CommPlan:
 
 @lru_cache(maxsize=256)
 def comm_plan(mask: Mask, layout: Layout, ring: Ring, seq_len: int, cp_rank: int, sends_queries: bool) -> CommPlan:
-    """What `cp_rank` computes, sends and receives when the query side's chunks move along `ring`, or the key side's."""
+    """Tiles and sent tokens of `cp_rank` when the query side's chunks, or the key side's, move along `ring`."""
 
     def tiles(owner: int, worker: int) -> tuple[Tile, ...]:
         q_rank, k_rank = (owner, worker) if sends_queries else (worker, owner)
@@ -120,7 +123,7 @@ def comm_plan(mask: Mask, layout: Layout, ring: Ring, seq_len: int, cp_rank: int
 
 
 def _disjoint(tokens: list[slice]) -> bool:
-    """No token is in two of these tiles, and their gradients wait side by side until they leave."""
+    """No token is in two of these tiles, and all their gradients can be held until they are sent."""
     ordered = sorted((side.start, side.stop) for side in tokens)
     apart = all(before[1] <= after[0] for before, after in itertools.pairwise(ordered))
     return apart and len(tokens) <= WAITING_PARTS

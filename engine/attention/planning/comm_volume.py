@@ -18,7 +18,7 @@ from engine.attention.planning.comm_plan import ChunkRanges, CommPlan, comm_plan
 from engine.attention.planning.cost_model import BACKWARD_SIDES, GIB, HardwareModel
 
 GRAD_COMM_DTYPES = ("fp32", "input_across", "input")
-ALL_RANKS = 8  # up to so many are added up for a choice; of more, a few
+ALL_RANKS = 8  # up to so many ranks are added up for a choice; of more ranks, three
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class CallBytes:
-    """What a rank sends in one call."""
+    """Bytes a rank sends in one call."""
 
     forward: Sent = field(default_factory=Sent)
     backward: Sent = field(default_factory=Sent)
@@ -138,11 +138,11 @@ class RingVolume:
     exchange: str  # relay, direct or copy_engine
 
     def chunks(self, work: CommPlan, cp_rank: int, tokens: int, token_bytes: int) -> Sent:
-        """What `cp_rank` sends of chunks, its own and those it forwards."""
+        """Bytes of chunks that `cp_rank` sends, its own and those it forwards."""
         return self._counted(cp_rank, ((to, count * token_bytes) for to, count in self._posted(work, cp_rank, tokens)))
 
     def gradients(self, work: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool) -> Sent:
-        """What `cp_rank` sends of the gradients of chunks that other ranks own."""
+        """Bytes of gradients that `cp_rank` sends to the ranks that own the chunks."""
         return self._counted(
             cp_rank,
             (
@@ -152,7 +152,7 @@ class RingVolume:
         )
 
     def backward(self, work: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool) -> Sent:
-        """What `cp_rank` sends in backward with one side, chunks and gradients; `work` is the plan of that side."""
+        """Bytes that `cp_rank` sends in backward with one side, chunks and gradients; `work` is that side's plan."""
         out = self.chunks(work, cp_rank, shards.tokens, shards.sent_side(sends_queries))
         return out + self.gradients(work, cp_rank, shards, sends_queries)
 
@@ -199,12 +199,12 @@ class RingVolume:
 def all_to_all_bytes(
     members: tuple[int, ...], cp_rank: int, node_size: int, part: Shards, *, gathered: bool, packed: bool
 ) -> CallBytes:
-    """What `cp_rank` sends around the pass of one part of its heads: `part` is what that pass sees of them.
+    """Bytes that `cp_rank` sends for one chunk of its heads; `part` are the shards of that chunk.
 
     Args:
-        members: CP ranks that trade with each other, `cp_rank` among them.
-        gathered: what arrived in forward is there in backward; else Q, K, V and LSE are sent again.
-        packed: what goes to a rank is one bundle, as long as its widest dtype ranges it to be.
+        members: CP ranks of the all-to-all, `cp_rank` among them.
+        gathered: backward reads what forward received; else Q, K, V and LSE are sent again.
+        packed: all tensors for a rank are one message, rounded up to a multiple of its widest dtype.
     """
     tokens = part.tokens // len(members)
     query, key, row = (tokens * token_bytes for token_bytes in (part.query, part.key, part.row))
@@ -226,8 +226,8 @@ def group_backward_bytes(
 ) -> Sent:
     """Backward bytes of all ranks of a small group, of the first, middle and last of a large one, added up.
 
-    The same on every rank. Added up, because what one rank sends another receives: with contiguous causal shards the
-    first rank sends most with one side and the last with the other, and neither finishes before the other.
+    The same on every rank. Ranks are added up because with contiguous causal shards the first rank sends most with one
+    side and the last rank with the other, and both finish at the same time.
     """
     size = volume.ring.cp_size
     total = Sent()
@@ -242,7 +242,7 @@ def group_backward_bytes(
 def cheaper_backward(
     mask: Mask, layout: Layout, volume: RingVolume, seq_len: int, shards: Shards, hardware: HardwareModel
 ) -> str:
-    """The backward side whose bytes take the links less time; `query` on a tie, as of a rank alone."""
+    """The backward side whose bytes take less time on the links; `query` on a tie, as for a single rank."""
     seconds = {
         side: group_backward_bytes(mask, layout, volume, seq_len, shards, side == "query").seconds(hardware)
         for side in BACKWARD_SIDES
@@ -251,5 +251,5 @@ def cheaper_backward(
 
 
 def _held(ranges: ChunkRanges, local_rank: int, tokens: int) -> int:
-    """Tokens of its shard that a local_rank of this lap starts with."""
+    """Tokens of its chunk that a local rank holds when this inner ring starts."""
     return tokens if ranges.held is None else length(ranges.held[local_rank])

@@ -56,7 +56,7 @@ def test_autocast_changes_no_bit(dtype, kernel) -> None:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_autocast_changes_nothing_of_what_travels(layout) -> None:
+def test_autocast_does_not_change_the_sent_bytes(layout) -> None:
     choices = [
         {"kernel": kernel, "backward": backward, "schedule": schedule}
         for kernel in ("reference", "cpu")

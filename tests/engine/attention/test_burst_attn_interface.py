@@ -34,7 +34,7 @@ ORDER = (
 )
 
 
-def test_arguments_come_in_the_librarys_order() -> None:
+def test_arguments_are_in_the_librarys_order() -> None:
     for call in (burst_attn_func, OpBurstAttn.apply):
         assert tuple(inspect.signature(call).parameters)[:10] == ORDER
 
@@ -133,7 +133,7 @@ def test_communicators_are_made_once_per_group() -> None:
         ({"double_group": 3}, "double_group is a int; pass"),
     ],
 )
-def test_what_it_cannot_take_is_refused(arguments, words) -> None:
+def test_problems_it_cannot_run_are_refused(arguments, words) -> None:
     q, k, v, _ = problem(8, 2, 2)
     with pytest.raises(ValueError, match=words):
         burst_attn_func(q, k, v, **arguments)

@@ -126,7 +126,7 @@ def test_a_call_that_is_refused_before_any_message_breaks_nothing() -> None:
     assert run_on_ranks(2, refused_then_right) == [("ValueError", True)] * 2
 
 
-def test_a_rank_alone_can_call_again_after_a_failure() -> None:
+def test_a_single_rank_can_call_again_after_a_failure() -> None:
     q = torch.randn(1, 8, 2, 8, requires_grad=True)
     plan = plan_attention(q, q, mask=Full(), cp=ContextParallel.single(), kernel="reference")
     failing = with_kernel(plan, "forward")
@@ -148,11 +148,11 @@ def timeouts() -> set[float]:
     return {timeout_of(group).total_seconds() for group in made}
 
 
-def test_the_groups_of_a_context_wait_as_long_as_the_one_it_was_given() -> None:
+def test_the_groups_of_a_context_have_the_timeout_of_its_group() -> None:
     assert run_on_ranks(2, timeouts) == [{77.0}] * 2
 
 
-def test_the_first_failure_is_the_one_that_is_told_also_of_an_interrupt() -> None:
+def test_the_first_failure_is_reported_also_for_an_interrupt() -> None:
     order = CallOrder()
     with pytest.raises(KeyboardInterrupt), order.kept(), order.kept():
         raise KeyboardInterrupt

@@ -13,7 +13,7 @@ import torch
 
 from engine import ContextParallel, burst_attention
 from engine.attention.masks import parse_mask
-from engine.attention_task import dense_gradients
+from engine.tasks.attention import dense_gradients
 from tests.ranks import run_on_ranks
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -39,7 +39,7 @@ def test_a_scale_that_shows_hidden_keys_is_refused(scale) -> None:
 
 
 @pytest.mark.parametrize("mask", ["causal", Causal])
-def test_what_is_no_mask_is_refused(mask) -> None:
+def test_an_argument_that_is_no_mask_is_refused(mask) -> None:
     with pytest.raises(ValueError, match=r"such as Causal\(\)"):
         burst_attention(Q, Q, Q, mask=mask)
 

@@ -69,7 +69,7 @@ def shards_alive(choices: dict[str, Any]) -> dict[str, list[int]]:
     return found
 
 
-def test_heads_that_were_traded_are_kept_for_a_backward_alone() -> None:
+def test_received_heads_are_saved_only_for_a_backward() -> None:
     for alive in run_on_ranks(2, shards_alive, {"schedule": "ulysses", "num_head_chunks": 2}):
         assert alive.pop("gradient") == [1, 2]
         assert alive == {case: [1, 1] for case in WITHOUT_GRADIENT}

@@ -97,7 +97,7 @@ def wrong_on_ranks() -> list[str]:
     return faults
 
 
-def test_they_are_exact_where_shards_travel_and_where_one_rank_alone_uses_its_lse() -> None:
+def test_they_are_exact_where_chunks_are_sent_and_where_only_one_rank_uses_its_lse() -> None:
     assert run_on_ranks(2, wrong_on_ranks) == [[], []]
 
 

@@ -53,7 +53,7 @@ def test_the_query_side_sends_a_quarter_to_a_third_fewer_bytes(wire, gradient_by
     assert 1 - backward["query"] / backward["key_value"] == pytest.approx(saving, abs=0.005)
 
 
-def test_grouped_heads_travel_unrepeated() -> None:
+def test_grouped_heads_are_sent_unrepeated() -> None:
     for forward_bytes, backward_bytes in run_on_ranks(2, posted_bytes, 8, 2, "key_value", "input"):
         assert forward_bytes == 16 * 2 * HEAD_DIM * 4
         assert backward_bytes == 16 * 2 * HEAD_DIM * 8
@@ -73,7 +73,7 @@ def replay() -> tuple[bool, int, list[bool]]:
     return torch.equal(again, out), sent, [torch.equal(f, e) for f, e in zip(found, expected, strict=True)]
 
 
-def test_a_replay_from_storage_sends_nothing_and_gives_the_same_gradients() -> None:
+def test_a_recomputation_from_saved_outputs_sends_nothing_and_gives_the_same_gradients() -> None:
     for same_output, sent, same_gradients in run_on_ranks(2, replay):
         assert same_output
         assert sent == 0
@@ -218,7 +218,7 @@ def direct_bytes() -> tuple[int, int]:
     return forward, cp.traffic.sent_bytes
 
 
-def test_direct_transfers_carry_only_the_tokens_the_mask_lets_the_other_side_see() -> None:
+def test_direct_transfers_send_only_tokens_that_the_receivers_mask_can_see() -> None:
     per_token = 4 * HEAD_DIM * 4  # heads x head_dim x bytes
     rows = 2 * 4 * 4  # LSE and delta of one token
     (forward_0, backward_0), (forward_1, backward_1) = run_on_ranks(2, direct_bytes)
@@ -270,7 +270,7 @@ def bytes_of_a_window_across_nodes() -> tuple[int, int]:
     return forward, cp.traffic.sent_bytes
 
 
-def test_across_nodes_travels_only_what_a_window_needs() -> None:
+def test_only_tokens_that_a_window_needs_are_sent_between_nodes() -> None:
     keys_and_values = 2 * 3 * 4 * HEAD_DIM * 4  # of three tokens
     # Rank 0 sends its last tokens to rank 1 and rank 2 to rank 3. Rank 1's go to rank 3, same slot of the next node,
     # and from there to rank 2. Backward they travel again, and gradients go home, across nodes once.

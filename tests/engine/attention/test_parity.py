@@ -113,7 +113,7 @@ def schedule_cases(schedule: str, layout: str, node_size: int) -> dict[str, floa
 
 
 @combinations({"schedule, world_size, node_size": SCHEDULES, "layout": ["contiguous", "zigzag"]})
-def test_every_schedule_that_trades_heads_equals_dense_float64(schedule, world_size, node_size, layout) -> None:
+def test_every_ulysses_schedule_equals_dense_float64(schedule, world_size, node_size, layout) -> None:
     for errors in run_on_ranks(world_size, schedule_cases, schedule, layout, node_size):
         assert len(errors) == 2 * len(MASKS) * len(ROUTES)
         assert {case: error for case, error in errors.items() if not error < 1e-10} == {}

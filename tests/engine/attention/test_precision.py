@@ -7,7 +7,7 @@ import torch
 
 from engine import ContextParallel, burst_attention
 from engine.attention.masks import Causal
-from engine.attention_task import dense_gradients
+from engine.tasks.attention import dense_gradients
 from tests.ranks import run_on_ranks
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 256, 4, 2, 32
@@ -37,7 +37,7 @@ def bf16_errors(schedule: str, backward: str) -> list[float]:
     ("world_size", "schedule", "backward"),
     [(2, "ring", "query"), (4, "ring", "query"), (4, "ring", "key_value"), (2, "ulysses", "auto")],
 )
-def test_bf16_error_is_that_of_one_device_whatever_the_number_of_ranks(world_size, schedule, backward) -> None:
+def test_bf16_error_is_that_of_one_device_for_any_number_of_ranks(world_size, schedule, backward) -> None:
     [alone] = run_on_ranks(1, bf16_errors, "ring", "query")
     for shared in run_on_ranks(world_size, bf16_errors, schedule, backward):
         for name, error, bound in zip(("out", "dq", "dk", "dv"), shared, alone, strict=True):

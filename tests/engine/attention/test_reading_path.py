@@ -21,7 +21,7 @@ ATTENTION = ROOT / "engine" / "attention"
 # A kernel computes one tile; the reader of a ring takes it for granted.
 KERNELS = (ATTENTION / "kernels", ATTENTION / "geometry" / "tiles.py")
 # Off the path: autocast off, no second derivatives, Triton or torch.
-GUARDS = {"engine/autocast.py", "engine/second_derivative.py", "engine/triton_kernels.py"}
+GUARDS = {"engine/ops/autograd.py", "engine/ops/triton_kernels.py"}
 MOST_FILES, MOST_LINES = 5, 700
 LOCAL_NAMES = {"key_side", "query_side", "local_grads", "chunk_grads"}
 

@@ -111,7 +111,7 @@ def differing_views() -> list[str]:
     return [f"{view.__name__} {case}" for view in VIEWS for case in differing(view, torch.float32, "cpu", routes)]
 
 
-def test_strides_change_nothing_where_shards_travel() -> None:
+def test_strides_do_not_change_sent_shards() -> None:
     assert run_on_ranks(2, differing_views) == [[], []]
 
 
@@ -150,7 +150,7 @@ def test_gradients_that_autograd_expands_are_taken(used) -> None:
 
 
 @pytest.mark.parametrize("view", [heads_first, tokens_first], ids=lambda view: view.__name__)
-def test_what_kernels_read_as_it_lies_is_not_copied(view) -> None:
+def test_a_tensor_that_kernels_can_read_is_not_copied(view) -> None:
     plain = torch.zeros(2, 8, 4, 16)
     assert laid_out(plain) is plain
     strided = view(plain)
@@ -160,7 +160,7 @@ def test_what_kernels_read_as_it_lies_is_not_copied(view) -> None:
 
 
 @pytest.mark.parametrize("view", [view for view in VIEWS if view not in (heads_first, tokens_first)])
-def test_what_is_copied_has_rows_that_any_kernel_reads(view) -> None:
+def test_a_copied_tensor_has_rows_that_any_kernel_reads(view) -> None:
     strided = view(torch.randn(2, 8, 4, 16))
     rows = laid_out(strided)
     assert torch.equal(rows, strided)

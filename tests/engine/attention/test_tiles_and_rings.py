@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.attention.comm.exchange import P2PRing
-from engine.attention.comm.p2p import NoPeers
+from engine.attention.comm.p2p import NoTransport
 from engine.attention.geometry.layout import LAYOUTS, Gathered, layout_named, split_unsupported_reason
 from engine.attention.geometry.ring import Ring
 from engine.attention.geometry.tiles import band_area, row_blocks, trim
@@ -129,7 +129,7 @@ def test_zigzag_gives_each_rank_equal_causal_work_and_contiguous_does_not(cp_siz
     assert imbalance(Full(), contiguous, 64 * cp_size, cp_size) == 1.0
 
 
-def test_zigzag_meetings_are_single_kernel_calls() -> None:
+def test_zigzag_ring_steps_are_single_kernel_calls() -> None:
     for q_rank, k_rank in product(range(4), repeat=2):
         assert len(rank_pair_tiles(Causal(), LAYOUTS["zigzag"], 64, 4, q_rank, k_rank)) == 1
 
@@ -138,18 +138,18 @@ RINGS = [Ring(cp_size=p, node_size=n) for p in range(1, 9) for n in range(1, p +
 
 
 @pytest.mark.parametrize("ring", RINGS, ids=str)
-def test_every_rank_meets_every_shard_once(ring) -> None:
+def test_every_rank_computes_on_every_chunk_once(ring) -> None:
     for rank in range(ring.cp_size):
         assert sorted(ring.owner(rank, hop) for hop in range(ring.cp_size)) == list(range(ring.cp_size))
         assert ring.owner(rank, 0) == rank
 
 
 @pytest.mark.parametrize("ring", RINGS, ids=str)
-def test_every_shard_comes_from_the_peer_that_held_it(ring) -> None:
+def test_every_chunk_is_received_from_the_peer_that_held_it(ring) -> None:
     for rank, hop in product(range(ring.cp_size), range(1, ring.cp_size)):
         node, local_rank = divmod(rank, ring.node_size)
         if hop % ring.node_size:  # handed on inside the node
-            relay = P2PRing(local_rank=local_rank, size=ring.node_size, chunks=NoPeers(), gradients=NoPeers())
+            relay = P2PRing(local_rank=local_rank, size=ring.node_size, chunks=NoTransport(), gradients=NoTransport())
             source, earlier = node * ring.node_size + relay.peers[1], hop - 1
         else:  # crossed from the node before, where the lap before it began with it
             source, earlier = (rank - ring.node_size) % ring.cp_size, hop - ring.node_size
@@ -169,7 +169,7 @@ def links_into(rank: int, ring: Ring, ranks_per_node: int) -> list[tuple[int, in
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (2, 4), (4, 2), (3, 2), (8, 1)])
-def test_a_slow_link_carries_all_shards_of_a_flat_ring_and_one_per_other_node_of_a_double_one(nodes, per_node) -> None:
+def test_a_flat_ring_sends_all_chunks_over_a_slow_link_and_a_double_ring_one_per_other_node(nodes, per_node) -> None:
     ranks = range(nodes * per_node)
     flat, double = (Ring(cp_size=len(ranks), node_size=size) for size in (len(ranks), per_node))
     over_flat = Counter(link for rank in ranks for link in links_into(rank, flat, per_node))
@@ -183,8 +183,8 @@ def test_a_slow_link_carries_all_shards_of_a_flat_ring_and_one_per_other_node_of
 @pytest.mark.parametrize("size", range(1, 9))
 def test_a_peer_that_is_sent_to_receives_from_the_sender(size) -> None:
     for local_rank in range(size):
-        to = P2PRing(local_rank=local_rank, size=size, chunks=NoPeers(), gradients=NoPeers()).peers[0]
-        assert P2PRing(local_rank=to, size=size, chunks=NoPeers(), gradients=NoPeers()).peers[1] == local_rank
+        to = P2PRing(local_rank=local_rank, size=size, chunks=NoTransport(), gradients=NoTransport()).peers[0]
+        assert P2PRing(local_rank=to, size=size, chunks=NoTransport(), gradients=NoTransport()).peers[1] == local_rank
 
 
 @pytest.mark.parametrize("base", [LAYOUTS["contiguous"], LAYOUTS["zigzag"]], ids=str)
@@ -217,7 +217,7 @@ def test_a_length_that_does_not_split_names_the_nearest_that_do(layout, seq_len,
     assert split_unsupported_reason(layout, seq_len, 1) is None
 
 
-def test_masks_are_read_back_from_how_they_are_written() -> None:
+def test_masks_are_parsed_from_their_own_string() -> None:
     for mask in MASKS:
         assert parse_mask(str(mask)) == mask
     for wrong in ("casual", "sliding_window", "sliding_window:-1", "causal:3", "sliding_window:1:2:3:4"):

@@ -14,11 +14,11 @@ import torch
 from engine.burst import METHOD
 from engine.distributed import arrange
 from engine.measurement import MEASUREMENT_FILE, PROGRESS_FILE, read_measurement
-from engine.phases import Phases
 from engine.profile.capture import StepProfiler, step_to_trace
 from engine.profile.categories import CATEGORIES
 from engine.profile.unfinished import TRACE_FILE
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
+from engine.tasks.phases import Phases
 from engine.worker import TASKS, measure
 from tests.ranks import run_on_ranks
 

@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
+from engine.ops.ranges import LM_HEAD, OPTIMIZER, RECOMPUTE
 from engine.profile.categories import CATEGORIES, Category, category_of
-from engine.profile.ranges import LM_HEAD, OPTIMIZER, RECOMPUTE
 
 ENGINE = Path(__file__).parents[3] / "engine"
 FLASH = "kernel_cutlass_kernel_flash_attncuteflash_"
@@ -97,7 +97,7 @@ def test_idle_is_the_last_category_and_every_other_has_a_rule() -> None:
     assert of_ranges | KERNELS.keys() | {"idle"} == set(CATEGORIES)
 
 
-def test_in_a_recomputation_only_attention_is_told_from_the_rest() -> None:
+def test_in_a_recomputation_only_attention_has_its_own_category() -> None:
     found = {category: {category_of(name, {RECOMPUTE}) for name in names} for category, names in KERNELS.items()}
     assert found["attention_forward"] == {"attention_recomputed"}
     assert found["communication"] == {"communication"}
@@ -106,7 +106,7 @@ def test_in_a_recomputation_only_attention_is_told_from_the_rest() -> None:
         assert found[category] == {"recomputed"}
 
 
-def test_a_range_claims_what_has_no_name_of_its_own() -> None:
+def test_a_range_gives_the_category_of_operations_that_no_name_rule_matches() -> None:
     plain = "void at::native::elementwise_kernel<128, 2>"
     assert category_of(plain, {OPTIMIZER}) == "optimizer"
     assert category_of(plain, {LM_HEAD}) == "lm_head"

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.ops.ranges import OPTIMIZER, RECOMPUTE, STEP
 from engine.profile.categories import CATEGORIES, Category
-from engine.profile.ranges import OPTIMIZER, RECOMPUTE, STEP
-from engine.profile.timeline import Span, breakdown_of, shared_out
+from engine.profile.timeline import Span, breakdown_of, seconds_by_category
 
 FLASH = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_knob_3"
 NCCL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
@@ -38,7 +38,7 @@ def microseconds(events: list[dict[str, Any]]) -> dict[Category, int]:
     return {name: round(1e6 * seconds) for name, seconds in breakdown_of(events).seconds.items() if seconds}
 
 
-def test_an_instant_goes_to_the_first_category_of_those_that_run() -> None:
+def test_an_instant_counts_for_the_first_category_of_those_that_run() -> None:
     copy = event("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 0, 100)
     events = [kernel(FLASH, 10, 20), kernel("nvjet_tst", 20, 20), kernel(NCCL, 35, 25), copy]
     assert microseconds(events) == {"attention_forward": 20, "matmul": 10, "communication": 20, "copies": 50}
@@ -69,7 +69,7 @@ def test_categories_add_up_to_the_span_and_agree_with_every_single_instant(spans
     for moment in range(int(first), int(last)):
         running = [span.category for span in spans if span.start <= moment < span.end]
         expected[min(running, key=CATEGORIES.index) if running else "idle"] += 1
-    found = shared_out(spans)
+    found = seconds_by_category(spans)
     assert list(found) == list(CATEGORIES)
     assert {name: round(1e6 * seconds) for name, seconds in found.items()} == expected
     assert sum(found.values()) == pytest.approx((last - first) / 1e6)
@@ -106,7 +106,7 @@ def test_a_driver_call_launches_as_well_as_one_of_the_runtime() -> None:
     }
 
 
-def test_what_began_before_the_step_is_left_out() -> None:
+def test_events_that_began_before_the_step_do_not_count() -> None:
     before, step = kernel(PLAIN, 0, 90), event("user_annotation", STEP, 95, 100)
     after = kernel(NCCL, 200, 50)
     breakdown = breakdown_of([before, step, kernel(FLASH, 100, 10), kernel(FLASH, 120, 10), after])

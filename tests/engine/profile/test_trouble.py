@@ -13,10 +13,10 @@ from engine import worker
 from engine.burst import METHOD
 from engine.distributed import arrange
 from engine.measurement import Measurement, read_measurement, write_measurement
-from engine.phases import Phases
 from engine.profile import capture
 from engine.profile.unfinished import unfinished
 from engine.settings import ModelShape, Steps, TrialSettings
+from engine.tasks.phases import Phases
 from tests.ranks import run_on_ranks
 
 SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=259)
@@ -75,7 +75,7 @@ def measured_in_trouble(
 @pytest.mark.parametrize(
     ("where", "failing"), [("start", 1), ("stop", 1), ("export", 1), ("parse", 1), ("parse", 0), ("write", 0)]
 )
-def test_a_profiler_that_fails_on_one_rank_costs_the_trace_alone(
+def test_a_profiler_error_on_one_rank_loses_only_the_trace(
     tmp_path: Path, where: str, failing: int, measured: int
 ) -> None:
     settings = TrialSettings(
@@ -102,5 +102,5 @@ def step_fails(directory: str) -> bool:
     return torch.autograd._profiler_enabled()
 
 
-def test_what_fails_in_the_traced_step_itself_is_raised_and_the_profiler_stopped(tmp_path: Path) -> None:
+def test_an_error_in_the_traced_step_itself_is_raised_and_the_profiler_stopped(tmp_path: Path) -> None:
     assert run_on_ranks(1, step_fails, str(tmp_path)) == [False]

@@ -47,7 +47,7 @@ def test_a_checkpoint_is_there_only_once_it_was_published(tmp_path: Path) -> Non
     assert damage(path, read_manifest(path).files) == ""
 
 
-def test_newest_come_first_by_number_not_by_name(tmp_path: Path) -> None:
+def test_newest_checkpoints_are_first_by_number_not_by_name(tmp_path: Path) -> None:
     for step in (5, 100_000_000, 20):
         written(tmp_path, step)
     assert names(tmp_path) == ["step-100000000", "step-00000020", "step-00000005"]
@@ -92,7 +92,7 @@ def test_a_checkpoint_without_a_readable_manifest_is_no_checkpoint(tmp_path: Pat
         read_manifest(path)
 
 
-def test_what_cannot_be_used_is_renamed_and_kept(tmp_path: Path) -> None:
+def test_an_unusable_checkpoint_is_renamed_and_kept(tmp_path: Path) -> None:
     written(tmp_path, 1)
     kept = set_aside(checkpoint_path(tmp_path, 1))
     assert kept.name == "broken-step-00000001"

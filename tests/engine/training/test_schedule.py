@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from engine.training.config import Schedule
-from engine.training.schedule import learning_rate
+from engine.training.config import Schedule, learning_rate
 
 
 def rates(steps: int, **schedule: float) -> list[float]:

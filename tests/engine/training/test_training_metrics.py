@@ -25,7 +25,7 @@ def test_lines_of_steps_that_are_done_again_are_dropped(tmp_path: Path) -> None:
     ]
 
 
-def test_event_files_hold_the_same_figures_and_later_starts_replace_what_is_done_again(tmp_path: Path) -> None:
+def test_event_files_hold_the_same_figures_and_later_starts_replace_repeated_steps(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the tensorboard package is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -40,7 +40,7 @@ def test_event_files_hold_the_same_figures_and_later_starts_replace_what_is_done
     assert [event.value for event in events.Scalars("evaluation/loss")] == [9.0]
 
 
-def test_tensorboard_is_refused_where_it_is_missing_and_only_when_asked_for(
+def test_tensorboard_is_refused_where_it_is_missing_and_only_when_configured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)

@@ -125,7 +125,7 @@ def test_one_process_reads_the_parameters_whole_and_refuses_what_has_changed(two
         whole_parameters(run / "checkpoints" / "step-00000006")
 
 
-def test_evaluation_comes_before_the_first_step_when_due_and_at_the_end(two_ranks) -> None:
+def test_evaluation_runs_before_the_first_step_when_due_and_at_the_end(two_ranks) -> None:
     first, *later, last = curve(two_ranks[0], "evaluation")
     assert [line[0] for line in (first, *later, last)] == [0, 3, 6]
     assert last[2] < first[2]
@@ -138,11 +138,11 @@ def test_the_newest_checkpoints_stay_and_the_pointer_names_the_last(two_ranks, f
 
 
 @pytest.mark.parametrize("how", ["alone", "in micro-batches"])
-def test_a_run_goes_on_with_one_rank(two_ranks, one_rank, how: str) -> None:
+def test_a_run_resumes_with_one_rank(two_ranks, one_rank, how: str) -> None:
     assert_same_curve(one_rank[how], two_ranks[0], done=4)
 
 
-def test_a_run_goes_on_with_four_ranks_in_two_replicas_and_with_other_levers(two_ranks, folder: Path) -> None:
+def test_a_run_resumes_with_four_ranks_in_two_replicas_and_other_memory_settings(two_ranks, folder: Path) -> None:
     replicas = {"world_size": 4, "cp_size": 2, "batch_size": 1}
     levers = {"sharding": "hybrid", "emulate_nodes": 2, "optimizer_offload": True, "checkpoint": Checkpoint(tail=0.5)}
     cases = {"replicas": config(**replicas), "levers": config(**replicas, **levers)}
@@ -152,14 +152,14 @@ def test_a_run_goes_on_with_four_ranks_in_two_replicas_and_with_other_levers(two
 
 
 @pytest.mark.parametrize("words", [words for words in CHANGES if words != ALLOWED])
-def test_what_would_change_the_run_is_refused(one_rank, words: str) -> None:
+def test_settings_that_would_change_the_run_are_refused(one_rank, words: str) -> None:
     sentence = one_rank[words]["refused"]
     assert sentence.startswith("checkpoint step-00000004 cannot be gone on from: it was made with")
     assert words in sentence
     assert sentence.endswith("give what it was made with, or start anew without --resume")
 
 
-def test_other_data_are_refused_and_another_course_is_not(one_rank) -> None:
+def test_other_data_are_refused_and_another_schedule_is_not(one_rank) -> None:
     assert "it was made with data of sha256" in one_rank["other data"]["refused"]
     assert one_rank[ALLOWED]["steps_done"] == 5
     assert one_rank[ALLOWED]["metrics"][-1]["learning_rate"] < 0.002
@@ -187,7 +187,7 @@ def test_a_run_cannot_end_before_where_it_is(one_rank) -> None:
         ("newest half written", "its checkpoint.json cannot be read (FileNotFoundError)"),
     ],
 )
-def test_a_checkpoint_that_is_not_whole_is_passed_over_with_a_sentence(two_ranks, one_rank, folder, case, problem):
+def test_a_checkpoint_that_is_not_whole_is_skipped_with_a_sentence(two_ranks, one_rank, folder, case, problem):
     result = one_rank[case]
     assert result["notes"] == [
         f"checkpoint step-00000006 is passed over because {problem}; it is now broken-step-00000006"

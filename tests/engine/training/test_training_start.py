@@ -16,7 +16,7 @@ from engine.data.held_out import spans
 from engine.initialise import initialise
 from engine.model import Decoder
 from engine.training.config import Evaluation
-from engine.training.stop import StopRequest
+from engine.training.run import StopRequest
 from tests.engine.training.training_runs import SHAPE, begin, config, go_on, order, whole
 from tests.ranks import run_on_ranks
 
@@ -53,7 +53,7 @@ def evaluations(cache: str, folder: str) -> list[float]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_evaluation_loss_is_that_of_a_dense_run_whatever_the_ranks_and_each_time(ranks, tmp_path) -> None:
+def test_the_evaluation_loss_is_that_of_a_dense_run_for_any_ranks_and_each_time(ranks, tmp_path) -> None:
     truth = dense_loss(str(tmp_path))
     for found in run_on_ranks(ranks, evaluations, str(tmp_path), str(tmp_path)):
         assert found == pytest.approx([truth] * 4, rel=1e-6)
@@ -104,5 +104,5 @@ def stop_requests(_: str) -> tuple[bool, bool, object]:
     return before, request.asked, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_the_first_signal_asks_and_the_second_would_end_the_process() -> None:
+def test_the_first_signal_requests_a_stop_and_the_second_would_end_the_process() -> None:
     assert run_on_ranks(1, stop_requests, "") == [(False, True, True)]

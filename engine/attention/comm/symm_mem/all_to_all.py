@@ -5,7 +5,8 @@ long run (346 GiB/s between two H200, rows of 512 bytes), so shards are copied f
 reads them. While one head chunk is computed the next is received and the last one's results are sent back. A received
 chunk is copied out of its receive slot only where backward needs it again.
 
-The exchange is that of DeepSpeed-Ulysses (arXiv:2309.14509). Slots and counters: `engine.attention.comm.symm_mem.channel`.
+The exchange is that of DeepSpeed-Ulysses (arXiv:2309.14509). Slots and counters:
+`engine.attention.comm.symm_mem.channel`.
 """
 
 from __future__ import annotations

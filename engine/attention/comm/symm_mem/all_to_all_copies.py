@@ -27,13 +27,13 @@ class Planned:
     """The copies of one message."""
 
     plan: Copies
-    specs: tuple[TensorSpec, ...]  # of what arrives in every rank's slot
+    specs: tuple[TensorSpec, ...]  # of the tensors that arrive in every rank's slot
     away_bytes: int  # that leave this GPU
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A tensor but for its values and its place."""
+    """Shape, strides and dtype of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -52,9 +52,9 @@ class CopyPlanner:
         self.rank, self.size, self.num_head_chunks = rank, size, num_head_chunks
         self._runs: list[list[tuple[int, int, int]]] = [[] for _ in range(size)]
         start = 0
-        for piece in token_runs:  # by member: (offset among its tokens, among the group's, count)
-            self._runs[piece.member].append((piece.offset, start, piece.count))
-            start += piece.count
+        for run in token_runs:  # by member: (offset among its tokens, among the group's, count)
+            self._runs[run.member].append((run.offset, start, run.count))
+            start += run.count
         self._planned: dict[object, Planned] = {}
 
     def send(self, tensors_BLND: tuple[Tensor, ...], index: int) -> Planned:
@@ -114,14 +114,14 @@ class CopyPlanner:
                 yield block, index, to
 
     def _from_the_next(self) -> Iterator[int]:
-        """All ranks, the own one last: at any time every rank is sent to by one other."""
+        """All ranks, this one last: at any time every rank receives from one other."""
         return ((self.rank + step) % self.size for step in range(1, self.size + 1))
 
 
 @lru_cache(maxsize=256)
 def unpack_slot(specs: tuple[TensorSpec, ...], num_head_chunks: int = 1, chunk: int = 0) -> Copies:
-    """From a slot (the only tensor) to allocated tensors (the places), which hold `num_head_chunks` rows of heads for each
-    one received; this chunk's is number `chunk`."""
+    """From a slot (the only tensor) to allocated tensors (the places), which hold `num_head_chunks` rows of heads for
+    each one received; this chunk's is number `chunk`."""
     entries = []
     for index, (spec, place) in enumerate(zip(specs, offsets(specs), strict=True)):
         width = row_bytes(spec, 3 if num_head_chunks > 1 else 2)
@@ -132,14 +132,13 @@ def unpack_slot(specs: tuple[TensorSpec, ...], num_head_chunks: int = 1, chunk: 
 
 
 def in_rows(tensor: Tensor) -> Tensor:
-    """The tensor with the bytes of a token's heads side by side, as a copy engine's rows need them; tokens may lie
-    apart."""
+    """The tensor with the bytes of a token's heads contiguous, as a copy engine's rows need them."""
     expected = 1
     for size, stride in zip(reversed(tensor.shape[2:]), reversed(tensor.stride()[2:]), strict=True):
         if size > 1 and stride != expected:
             return tensor.contiguous()
         expected *= size
-    # Tokens that overlap, as an expanded tensor's do, are no rows to a copy engine.
+    # A copy engine cannot read tokens that overlap, as an expanded tensor's do, as rows.
     return tensor if tensor.shape[1] == 1 or tensor.stride(1) >= expected else tensor.contiguous()
 
 
@@ -153,8 +152,8 @@ def _blocks(
 ) -> Iterator[Block]:
     """Copies of `width` bytes of each token of some runs (token at the source, token at the target, count).
 
-    `first_byte` is where they start in a token at the source; `target` where token 0 of the first sequence goes, with
-    the bytes from one sequence and one token to the next. Two runs of one length, as a zigzag rank holds, are two
+    `first_byte` is where they start in a token at the source; `target` where token 0 of the first sequence is written,
+    with the bytes from one sequence and one token to the next. Two runs of one length, as a zigzag rank holds, are two
     layers of one copy.
     """
     place, sequence_bytes, target_pitch = target

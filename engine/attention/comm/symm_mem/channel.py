@@ -35,20 +35,21 @@ ALIGNMENT = 256  # bytes; every tensor of a message starts on such a boundary
 
 @lru_cache(maxsize=1)
 def copy_engine_unsupported_reason(device: torch.device) -> str | None:
-    """Why this process cannot take part in transfers by copy engine on `device`, or None; `engine.attention.comm.symm_mem.peers` asks
-    whether the GPUs of several can."""
+    """Why this process cannot take part in transfers by copy engine on `device`, or None.
+
+    `engine.attention.comm.symm_mem.peers` finds whether the GPUs of several ranks can."""
     if device.type != "cuda":
         return f"exchange copy_engine needs CUDA GPUs, found {device.type}; choose exchange auto or direct"
-    missing = cuda_driver.driver_unsupported_reason()
-    if missing:
-        return f"exchange copy_engine needs the CUDA driver's stream memory operations ({missing}); choose direct"
+    reason = cuda_driver.driver_unsupported_reason()
+    if reason:
+        return f"exchange copy_engine needs the CUDA driver's stream memory operations ({reason}); choose direct"
     return None
 
 
 @lru_cache(maxsize=1)
 def _release_stream() -> torch.cuda.Stream:
-    """One stream for all release counters: each waits for work that was enqueued before it, so none blocks another for
-    good."""
+    """One stream for all release counters: each waits for work that was enqueued before it, so none blocks another
+    forever."""
     return own_stream(priority=-1)
 
 
@@ -82,32 +83,32 @@ class SymmBuffer:
         self._memory = symmetric_memory.empty(self.nbytes, dtype=torch.uint8, device=device)
         self._memory[: self._counters].zero_()
         # torch zeroes the cells of its barrier on the stream too, and up to 2.11 does not wait for that. Behind a long
-        # kernel it would come after a peer's signal, wipe it out, and the barrier would never end.
+        # kernel it would run after a peer's signal, erase it, and the barrier would never end.
         torch.cuda.synchronize()
         self._handle = symmetric_memory.rendezvous(self._memory, group=group)
         self._bases = [
             int(self._handle.get_buffer(rank, (self.nbytes,), torch.uint8).data_ptr()) for rank in range(self._size)
         ]
-        everyone = range(self._size)
+        all_ranks = range(self._size)
         rank = dist.get_rank(group)
-        self.arrivals = Counters([self._arrived(rank, source) for source in everyone])
-        self.arrival_of = [Counters([self._arrived(rank, source)]) for source in everyone]
-        self.arrived_everywhere = Counters([self._arrived(at, rank) for at in everyone])
-        self.arrived_at = [Counters([self._arrived(at, rank)]) for at in everyone]
-        self.releases = Counters([self._released(rank, by) for by in everyone])
-        self.release_of = [Counters([self._released(rank, by)]) for by in everyone]
-        self.released_everywhere = Counters([self._released(at, rank) for at in everyone])
+        self.arrivals = Counters([self._arrived(rank, source) for source in all_ranks])
+        self.arrival_of = [Counters([self._arrived(rank, source)]) for source in all_ranks]
+        self.arrived_at_all = Counters([self._arrived(at, rank) for at in all_ranks])
+        self.arrived_at = [Counters([self._arrived(at, rank)]) for at in all_ranks]
+        self.releases = Counters([self._released(rank, by) for by in all_ranks])
+        self.release_of = [Counters([self._released(rank, by)]) for by in all_ranks]
+        self.released_at_all = Counters([self._released(at, rank) for at in all_ranks])
         self._views: dict[tuple[int, tuple[TensorSpec, ...]], tuple[Tensor, ...]] = {}
-        self.meet()  # no one writes into a buffer whose counters are not yet zero
+        self.barrier()  # no rank writes into a buffer whose counters are not yet zero
 
-    def meet(self) -> None:
-        """Wait until all ranks have got here and all that they launched before is done."""
+    def barrier(self) -> None:
+        """Wait until all ranks have called this and all that they launched before is done."""
         torch.cuda.synchronize()
         self._handle.barrier()
         torch.cuda.synchronize()
 
     def slot(self, rank: int, message: int) -> int:
-        """Address of the slot of `rank` that `message` lands in."""
+        """Address of the slot of `rank` that receives `message`."""
         return self._bases[rank] + self._counters + message % self.slots * self.slot_bytes
 
     def _arrived(self, at: int, source: int) -> int:
@@ -156,7 +157,7 @@ class SymmMemChannel:
         if self._buffer is not None and self._buffer.slot_bytes >= slot_bytes:
             return
         if self._buffer is not None:
-            self._buffer.meet()  # nobody may still read from or write into the old one
+            self._buffer.barrier()  # no rank may still read from or write into the old one
             self._traffic.window_bytes -= self._buffer.nbytes
         self._buffer, self._messages = None, 0
         self._buffer = SymmBuffer(self._group, self._slots, slot_bytes)
@@ -170,7 +171,7 @@ class SymmMemChannel:
         return message
 
     def follow(self) -> None:
-        """What is sent from here on waits for all that the current stream holds now."""
+        """Later sends wait for all work that the current stream holds now."""
         self._copies.wait_event(torch.cuda.current_stream().record_event())
 
     def send(self, message: Message, to: int, tensors: Sequence[Tensor]) -> None:
@@ -195,7 +196,7 @@ class SymmMemChannel:
         places = [buffer.slot(rank, number) for rank in range(self.size)]
         copies.launch(stream, [tensor.data_ptr() for tensor in tensors], places)
         self._traffic.sent_bytes += away_bytes
-        buffer.arrived_everywhere.set(stream, number + 1)
+        buffer.arrived_at_all.set(stream, number + 1)
 
     def sent(self) -> torch.cuda.Event:
         """Event after which everything sent so far may be overwritten."""
@@ -215,4 +216,4 @@ class SymmMemChannel:
         stream = _release_stream()
         for event in (torch.cuda.current_stream().record_event(), *also):
             stream.wait_event(event)
-        message.buffer.released_everywhere.set(stream.cuda_stream, message.number + 1)
+        message.buffer.released_at_all.set(stream.cuda_stream, message.number + 1)

@@ -1,4 +1,4 @@
-"""Transfers between two ranks of a node by the GPU's copy engines: a `Transport` over `engine.attention.comm.symm_mem.channel`."""
+"""Transfers between two ranks of a node by the GPU's copy engines: a `Transport` over a `SymmMemChannel`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Push:
 
     def wait(self) -> tuple[Tensor, ...]:
         if self._pushed is not None:
-            # The allocator may hand the sent tensors' memory to the current stream once they are dropped here.
+            # The allocator may reuse the sent tensors' memory on the current stream once they are dropped here.
             torch.cuda.current_stream().wait_event(self._pushed)
             self._sent = ()
         if not self._expected:

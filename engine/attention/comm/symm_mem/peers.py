@@ -1,7 +1,7 @@
-"""Whether ranks of a node can write into each other's GPU memory, decided from what each of them sees, alike on all.
+"""Whether ranks of a node can write into each other's GPU memory, decided from the reports of all, alike on all.
 
-A process may see its own GPU alone (CUDA_VISIBLE_DEVICES), and then its device 0 is not its neighbour's: GPUs are told
-apart by UUID. Those it does not see are asked of NVML, which lists the host's.
+A process may see only its own GPU (CUDA_VISIBLE_DEVICES), and then its device 0 is not its neighbour's: GPUs are
+identified by UUID. NVML, which lists the host's GPUs, answers for those that the process does not see.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _UUID_CHARACTERS = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one rank knows of its GPU."""
+    """Facts about the GPU of one rank."""
 
-    missing: str | None = None  # why it cannot copy to any other GPU, as a refusal
+    unsupported_reason: str | None = None  # why it cannot copy to any other GPU
     uuid: str = ""
-    ordinal: int = 0  # by which the process calls it
+    ordinal: int = 0  # of the device in this process
     reaches: frozenset[str] = frozenset()  # UUIDs of the GPUs whose memory it can address
     overlaps: bool = False  # torch may register memory of several ranks under one ordinal
 
 
-def report(device: torch.device, missing: str | None) -> Report:
-    """This rank's report of its GPU `device`; `missing` is what the process lacks by itself."""
-    if missing is not None:
-        return Report(missing=missing)
+def report(device: torch.device, unsupported_reason: str | None) -> Report:
+    """This rank's report of its GPU `device`; `unsupported_reason` is that of the process by itself."""
+    if unsupported_reason is not None:
+        return Report(unsupported_reason=unsupported_reason)
     here = torch.cuda.current_device() if device.index is None else device.index
     uuids = [_bare(str(torch.cuda.get_device_properties(i).uuid)) for i in range(torch.cuda.device_count())]
     seen = {uuid for i, uuid in enumerate(uuids) if i != here and torch.cuda.can_device_access_peer(here, i)}
@@ -51,8 +51,9 @@ def copies_unsupported_reason(reports: Sequence[Report], node_size: int) -> str 
     `reports` are all ranks' in rank order, so that every rank finds the same answer.
     """
     for rank, mine in enumerate(reports):
-        if mine.missing is not None:
-            return mine.missing if all(other.missing for other in reports) else f"rank {rank}: {mine.missing}"
+        if mine.unsupported_reason is not None:
+            alike = all(other.unsupported_reason for other in reports)
+            return mine.unsupported_reason if alike else f"rank {rank}: {mine.unsupported_reason}"
     for (one, mine), (other, theirs) in itertools.combinations(enumerate(reports), 2):
         if one // node_size != other // node_size:
             continue
@@ -82,7 +83,7 @@ def _bare(uuid: str) -> str:
 
 
 def _reached_by_nvml(uuid: str) -> set[str]:
-    """UUIDs of this host's GPUs whose memory the GPU `uuid` can write; none where NVML is not there.
+    """UUIDs of this host's GPUs whose memory the GPU `uuid` can write; none where NVML is not installed.
 
     Source: NVML API reference, nvmlDeviceGetP2PStatus.
     """

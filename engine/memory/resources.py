@@ -1,0 +1,58 @@
+"""Memory that a trial used on this rank, and the software it ran on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import resource
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Peaks of one rank. The GPU's are None without a GPU."""
+
+    allocated_bytes: int | None  # receive windows outside the allocator included
+    reserved_bytes: int | None
+    rss_bytes: int
+    sent_bytes: int  # by attention, in one step
+
+
+def reset_peaks(device: torch.device) -> None:
+    """Reset the GPU's peaks, so that initialisation and warm-up do not count. The host's peak has no reset."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def usage(device: torch.device, sent_bytes: int, window_bytes: int) -> Usage:
+    """Peaks since `reset_peaks`. `window_bytes` of GPU memory are outside the allocator and held throughout."""
+    on_gpu = device.type == "cuda"
+    return Usage(
+        allocated_bytes=torch.cuda.max_memory_allocated(device) + window_bytes if on_gpu else None,
+        reserved_bytes=torch.cuda.max_memory_reserved(device) + window_bytes if on_gpu else None,
+        rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts KiB
+        sent_bytes=sent_bytes,
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or cpu."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def software() -> dict[str, str]:
+    """Versions of the software that the figures depend on."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.cuda.is_available():
+        versions["cuda"] = torch.version.cuda or ""
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        versions["cudnn"] = str(torch.backends.cudnn.version())
+        for package in ("flash-attn-4", "triton"):
+            try:
+                versions[package] = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                continue  # absent packages have no version to record
+    return versions

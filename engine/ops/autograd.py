@@ -1,0 +1,51 @@
+"""What the autograd functions here share: the dtype of sums, autocast switched off, no second derivative."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import ParamSpec, TypeVar
+
+import torch
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+_DEVICE_TYPES = ("cpu", "cuda")  # where the operations run
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64 inputs, fp32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def outside_autocast(operation: Callable[Args, Result]) -> Callable[Args, Result]:
+    """`operation` with autocast off on every device: it computes in its arguments' dtypes or wider.
+
+    For forward and backward of an autograd function: backward runs under the autocast of its caller, not that of the
+    forward. torch's `custom_fwd` would cast the arguments, serve one device type, and restore the forward's autocast in
+    backward.
+    """
+
+    @functools.wraps(operation)
+    def run(*args: Args.args, **named: Args.kwargs) -> Result:
+        with ExitStack() as off:
+            for device_type in _DEVICE_TYPES:
+                if torch.is_autocast_enabled(device_type):
+                    off.enter_context(torch.autocast(device_type, enabled=False))
+            return operation(*args, **named)
+
+    return run
+
+
+def refuse_second_derivative(operation: str) -> None:
+    """First line of a backward that computes gradients of `operation` which autograd cannot differentiate.
+
+    torch's `once_differentiable` raises nothing where the incoming gradient is a constant, as that of a loss is: a
+    penalty on the gradients is then part of the loss and not of the gradients.
+
+    Raises ValueError where backward runs under create_graph.
+    """
+    if torch.is_grad_enabled():
+        raise ValueError(f"create_graph is set and {operation} has no second derivative; take gradients without it")

@@ -1,0 +1,65 @@
+"""Rotary positions (arXiv:2104.09864): the pairs (x[i], x[i + D/2]) turned by their position's angles.
+
+Halves are paired as in Hugging Face's Llama. The gradient of a rotation is the inverse rotation of the gradient.
+Shape letters: B batch, L tokens held here, N heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.ops.triton_kernels import kernels_for
+
+KERNELS = "engine.ops.elementwise_triton"
+
+
+def rotate(x_BLND: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply RoPE, return the dtype of x.
+
+    `rotary` is (cos_LD, sin_LD) over half of the head dim, fp32 or wider; its precision is that of the arithmetic.
+    """
+    return _Rotate.apply(x_BLND, *rotary, False)
+
+
+def rotate_into(out_TND: Tensor, x_TND: Tensor, rotary: tuple[Tensor, Tensor], *, inverse: bool = False) -> None:
+    """Write the rotation of `rotate`, or its inverse, into `out_TND`, which is contiguous and not x. No autograd.
+
+    T tokens of one sequence; `rotary` holds their angles.
+    """
+    kernels = kernels_for(x_TND, KERNELS)
+    cos_TD, sin_TD = rotary
+    if kernels is not None:
+        kernels.rotate(x_TND[None], cos_TD, sin_TD, inverse, out_TND[None])
+    else:
+        _rotated(x_TND, cos_TD, -sin_TD if inverse else sin_TD, out_TND)
+
+
+class _Rotate(torch.autograd.Function):
+    """(x_BLND, cos_LD, sin_LD, whether backwards) -> the rotated x. Its own function because autograd would keep fp32
+    copies of q and k."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BLND: Tensor, cos_LD: Tensor, sin_LD: Tensor, inverse: bool) -> Tensor:
+        ctx.save_for_backward(cos_LD, sin_LD)
+        ctx.inverse = inverse
+        kernels = kernels_for(x_BLND, KERNELS)
+        if kernels is not None:
+            return kernels.rotate(x_BLND, cos_LD, sin_LD, inverse)
+        return _rotated(x_BLND, cos_LD, -sin_LD if inverse else sin_LD, torch.empty_like(x_BLND))
+
+    @staticmethod
+    def backward(ctx: Any, grad_BLND: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Rotate.apply(grad_BLND, *ctx.saved_tensors, not ctx.inverse), None, None, None
+
+
+def _rotated(x_LND: Tensor, cos_LD: Tensor, sin_LD: Tensor, out_LND: Tensor) -> Tensor:
+    """The reference implementation in torch, of one sequence or several; returns `out_LND`."""
+    first, second = x_LND.chunk(2, dim=-1)
+    cos, sin = cos_LD[:, None], sin_LD[:, None]  # over heads; fp32, so each product below is formed in fp32
+    out_first, out_second = out_LND.chunk(2, dim=-1)
+    out_first.copy_((first * cos).sub_(second * sin))
+    out_second.copy_((second * cos).add_(first * sin))
+    return out_LND

@@ -1,0 +1,75 @@
+"""Parts of computing over runs of tokens: the length of a run, a recomputed norm, the sum of a weight's gradient.
+
+Tiling of token-wise parts as in ALST (arXiv:2506.13996). Shape letters: T tokens of a run, E features, O outputs and
+I inputs of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import record_function
+
+from engine.ops.autograd import accumulation_dtype
+from engine.ops.norm import MAX_ELEMENTS
+from engine.ops.ranges import RECOMPUTE
+
+
+def run_length(tokens: int, features: int, tiles: int) -> int:
+    """Tokens of a run when `tokens` of them go in `tiles` runs: ceil(tokens / tiles), fewer where a norm takes no
+    more at once (engine.ops.norm)."""
+    return max(1, min(-(-tokens // tiles), MAX_ELEMENTS // features))
+
+
+def runs(length: int, size: int) -> Iterator[slice]:
+    """0 .. length in runs of `size`, the last one shorter."""
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
+
+
+def zeros_for_sum(weight: Tensor) -> Tensor:
+    """Zeros to sum a weight's gradient over the runs in: accumulation dtype, rounded to the weight's dtype once."""
+    return torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
+
+
+class RecomputedNorm:
+    """RMSNorm of one run, recomputed in backward with the graph of its gradient.
+
+    Args:
+        x_TE: the run's input.
+        weight_E: the norm's weight, outside any graph.
+        eps: the norm's epsilon.
+    """
+
+    def __init__(self, x_TE: Tensor, weight_E: Tensor, eps: float | None) -> None:
+        with torch.enable_grad(), record_function(RECOMPUTE):
+            self._leaves = x_TE.detach().requires_grad_(), weight_E.detach().requires_grad_()
+            self._normed_TE = F.rms_norm(self._leaves[0], weight_E.shape, self._leaves[1], eps)
+
+    @property
+    def normed_TE(self) -> Tensor:
+        return self._normed_TE.detach()
+
+    def gradient(self, dnormed_TE: Tensor, dweight_E: Tensor) -> Tensor:
+        """The gradient of the run's input; that of the weight is added to `dweight_E`. To be called once."""
+        dx_TE, dweight_run_E = torch.autograd.grad(self._normed_TE, self._leaves, dnormed_TE)
+        dweight_E += dweight_run_E
+        return dx_TE
+
+
+def add_product(dweight_OI: Tensor, dout_TO: Tensor, in_TI: Tensor) -> None:
+    """dweight += dout^T @ in, summed in the dtype of `dweight`.
+
+    That is fp32 for operands in bf16, so that many tiles are rounded once. T tokens of the tile, O outputs and I
+    inputs of the weight.
+    """
+    if dweight_OI.dtype == in_TI.dtype:
+        dweight_OI.addmm_(dout_TO.T, in_TI)
+    elif in_TI.is_cuda:
+        # bf16 operands, fp32 sum inside the matmul: no temporary of the weight's size, no bf16 rounding per tile.
+        torch.ops.aten.addmm.dtype_out(dweight_OI, dout_TO.T, in_TI, dweight_OI.dtype, out=dweight_OI)
+    else:
+        dweight_OI += dout_TO.T @ in_TI

@@ -1,0 +1,146 @@
+"""Task attention: the method's attention alone, forward and backward, on random q, k and v.
+
+Each call is timed on its slowest rank, from a common start and with a cold L2 cache, as between the matmuls of a
+model. Short problems are also compared with a dense float64 run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from engine.attention.masks import Mask, parse_mask
+from engine.attention.reference import dense_attention
+from engine.distributed import World
+from engine.measurement import Measurement
+from engine.memory.resources import reset_peaks
+from engine.method import NativeMethod
+from engine.ops.ranges import STEP
+from engine.settings import TrialSettings
+from engine.tasks.clock import StepClock
+from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured
+
+CHECKED_TOKENS = 4096  # up to this length the dense float64 run fits anywhere
+_L2_FLUSH_BYTES = 1 << 28  # several times the L2 of any current GPU
+_NAMES = ("out", "dq", "dk", "dv")
+
+
+class AttentionTask:
+    """Inputs and attention of one trial on this rank. Raises ValueError when the settings do not fit together."""
+
+    def __init__(self, settings: TrialSettings, method: NativeMethod, world: World) -> None:
+        self.settings, self.world = settings, world
+        self.cp = context_parallel(settings, method, world)
+        self.attend = RefusingAttention(method.attention(self.cp, settings))
+        # q, k, v and the gradient of out: whole tensors only where they are needed for the comparison.
+        self.checked = settings.seq_len <= CHECKED_TOKENS
+        self.whole = self._inputs(settings.seq_len, seed=settings.seed) if self.checked else None
+        if self.whole is not None:
+            shards = [self.cp.shard(tensor, dim=1) for tensor in self.whole]
+        else:
+            shards = self._inputs(settings.seq_len // self.cp.size, seed=settings.seed + 1 + world.rank)
+        self.q_BLND, self.k_BLKD, self.v_BLKD = (shard.requires_grad_() for shard in shards[:3])
+        self.dout_BLND = shards[3]
+
+    def _inputs(self, tokens: int, seed: int) -> list[Tensor]:
+        """q, k, v, dout of `tokens` tokens, standard normal."""
+        shape, batch = self.settings.model, self.settings.batch_size
+        generator = torch.Generator(self.world.device).manual_seed(seed)
+        return [
+            torch.randn(batch, tokens, heads, shape.head_dim, generator=generator, device=self.world.device).to(
+                DTYPES[self.settings.dtype]
+            )
+            for heads in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+        ]
+
+    def run(self, on_progress: OnProgress, around_step: AroundStep = nullcontext) -> Measurement:
+        """Time forward alone and forward with backward, `steps.measured` times each after the warm-up.
+
+        `around_step` is for forward with backward.
+        """
+        plan, flush = self.settings.steps, self._flush()
+        forward_seconds, step_seconds = [], []
+        for index in range(plan.warmup + plan.measured):
+            if index == plan.warmup:
+                reset_peaks(self.world.device)
+            forward_seconds.append(self._timed(self._forward, flush))
+            self.cp.traffic.reset()
+            with around_step() if index >= plan.warmup else nullcontext():
+                step_seconds.append(self._timed(self._forward_backward, flush))
+            on_progress({"step": index + 1, "of": plan.warmup + plan.measured, "seconds": step_seconds[-1]})
+        figures = measured(
+            self.world,
+            self.cp,
+            step_seconds=self.world.slowest(step_seconds[plan.warmup :]),
+            forward_seconds=self.world.slowest(forward_seconds[plan.warmup :]),
+            chosen=self.attend.resolved(),
+        )
+        if (computed := self.attend.computed_sent_bytes()) is not None:
+            figures.extra["computed_sent_bytes"] = self.world.gather(computed)
+        # Last, because each would raise every peak.
+        if (across := self.cp.measure_link(self.q_BLND)) is not None:
+            # Of the slowest replica, because every rank returns the same figures.
+            figures.extra["across_gib_per_second"] = 1 / self.world.slowest([1 / across])[0]
+        if self.whole is not None:
+            figures.extra["error"] = self._errors(self.whole)
+        return figures
+
+    def again(self) -> None:
+        """One more forward with backward, from the same start as the timed ones."""
+        self._timed(self._forward_backward, self._flush())
+
+    def _flush(self) -> Tensor:
+        """Memory that, when it is written, replaces the content of a GPU's L2 cache; empty on a CPU."""
+        nbytes = _L2_FLUSH_BYTES if self.world.device.type == "cuda" else 0
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.world.device)
+
+    def _forward(self) -> None:
+        with torch.no_grad():
+            self.attend(self.q_BLND, self.k_BLKD, self.v_BLKD)
+
+    def _forward_backward(self) -> tuple[Tensor, ...]:
+        """(out, dq, dk, dv) of this rank's tokens."""
+        out_BLND, _lse = self.attend(self.q_BLND, self.k_BLKD, self.v_BLKD)
+        inputs = (self.q_BLND, self.k_BLKD, self.v_BLKD)
+        return (out_BLND.detach(), *torch.autograd.grad(out_BLND, inputs, self.dout_BLND))
+
+    def _timed(self, work: Callable[[], object], flush: Tensor) -> float:
+        """Seconds of one call on this rank, all ranks starting together."""
+        clock = StepClock(self.world.device)
+        self.world.barrier()
+        flush.zero_()
+        clock.start()
+        with record_function(STEP):
+            work()
+            return clock.stop()[1]
+
+    def _errors(self, whole: list[Tensor]) -> dict[str, float]:
+        """Relative error (Frobenius norms) of out, dq, dk and dv of the whole problem against dense float64."""
+        found = [self.cp.unshard(tensor, dim=1) for tensor in self._forward_backward()]
+        q_BSND, k_BSKD, v_BSKD, dout_BSND = whole
+        expected = dense_gradients(q_BSND, k_BSKD, v_BSKD, dout_BSND, parse_mask(self.settings.mask))
+        return {
+            name: ((value.double() - truth).norm() / truth.norm()).item()
+            for name, value, truth in zip(_NAMES, found, expected, strict=True)
+        }
+
+
+def dense_gradients(
+    q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, dout_BSND: Tensor, mask: Mask
+) -> tuple[Tensor, ...]:
+    """(out, dq, dk, dv) of the whole problem in float64, one KV head at a time to bound the S x S scores."""
+    group = q_BSND.shape[2] // k_BSKD.shape[2]
+    parts = []
+    for head in range(k_BSKD.shape[2]):
+        queries, keys = slice(head * group, (head + 1) * group), slice(head, head + 1)
+        q, k, v = (
+            tensor.detach()[:, :, heads].double().requires_grad_()
+            for tensor, heads in ((q_BSND, queries), (k_BSKD, keys), (v_BSKD, keys))
+        )
+        out, _lse = dense_attention(q, k, v, mask)
+        parts.append((out.detach(), *torch.autograd.grad(out, (q, k, v), dout_BSND[:, :, queries].double())))
+    return tuple(torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True))

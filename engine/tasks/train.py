@@ -1,0 +1,201 @@
+"""Task train: optimizer steps on real text, each timed on its slowest rank.
+
+Loss and gradients are those of the mean over all target tokens of all sequences of the step, for any division into
+ranks and micro-batches: every rank contributes the sum over its tokens divided by the count of the whole step, and
+FSDP2 adds the ranks' gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
+
+from engine.attention.context import ContextParallel
+from engine.data import open_tokens
+from engine.data.sequences import Sequences
+from engine.distributed import World
+from engine.lm_head.plain import IGNORE
+from engine.measurement import Measurement
+from engine.memory.resources import reset_peaks
+from engine.method import NativeMethod
+from engine.model import Decoder
+from engine.ops.ranges import OPTIMIZER, STEP
+from engine.optimizer import adamw
+from engine.parallelize import build_model, sum_across_nodes
+from engine.recipe import Recipe
+from engine.settings import TrialSettings, vocabulary_unsupported_reason
+from engine.tasks.clock import StepClock
+from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """This rank's tokens of one micro-batch."""
+
+    tokens_BL: Tensor
+    positions_L: Tensor  # of the tokens in the whole sequence
+    labels_BL: Tensor
+    targets: Tensor  # how many labels count, over all ranks and micro-batches of the step; 0-dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Outcome of one optimizer step; seconds are this rank's own."""
+
+    loss: float
+    grad_norm: float  # global, before clipping
+    forward_seconds: float
+    step_seconds: float
+
+
+class TrainTask:
+    """Model, optimizer and data of one trial on this rank. Raises ValueError when the settings do not fit together."""
+
+    def __init__(
+        self,
+        settings: TrialSettings,
+        method: NativeMethod,
+        world: World,
+        *,
+        sequences: Sequences | None = None,
+        recipe: Recipe | None = None,
+    ) -> None:
+        """`sequences` are the training data, by default those of the settings in order; `recipe` is the optimizer's."""
+        self.settings, self.world, self.recipe = settings, world, recipe or Recipe()
+        self.store: Sequences = sequences or open_tokens(settings.data)
+        if unsupported_reason := vocabulary_unsupported_reason(settings, self.store.vocabulary):
+            raise ValueError(unsupported_reason)
+        self.cp: ContextParallel = context_parallel(settings, method, world)
+        self.attend = RefusingAttention(method.attention(self.cp, settings))
+        self.model, self._recompute = build_model(settings, self.attend, world.fsdp_mesh)
+        self.optimizer = adamw(self.model, settings.learning_rate, self.recipe, offload=settings.optimizer_offload)
+        self.cp.segments(settings.steps.warmup_seq_len or settings.seq_len)  # raises for a length that does not split
+        self._clock = StepClock(world.device)
+
+    def run(self, on_progress: OnProgress, around_step: AroundStep = nullcontext) -> Measurement:
+        """Warm up, then measure. Raises FloatingPointError when the loss stops being a number."""
+        plan = self.settings.steps
+        steps: list[Step] = []
+        for index in range(plan.warmup + plan.measured):
+            if index == plan.warmup:
+                self._reserve()
+                reset_peaks(self.world.device)
+            self.cp.traffic.reset()
+            with around_step() if index >= plan.warmup else nullcontext():
+                steps.append(self.step(index))
+            on_progress(
+                {
+                    "step": index + 1,
+                    "of": plan.warmup + plan.measured,
+                    "loss": steps[-1].loss,
+                    "seconds": steps[-1].step_seconds,
+                }
+            )
+        timed = steps[plan.warmup :]
+        return measured(
+            self.world,
+            self.cp,
+            step_seconds=self.world.slowest([step.step_seconds for step in timed]),
+            forward_seconds=self.world.slowest([step.forward_seconds for step in timed]),
+            loss=[step.loss for step in steps],
+            grad_norm=[step.grad_norm for step in steps],
+            chosen=self.attend.resolved() | self._found_nodes(),
+            data=self.store.describe(),
+        )
+
+    def again(self) -> None:
+        """The step after the last one measured."""
+        self.step(self.settings.steps.warmup + self.settings.steps.measured)
+
+    def _reserve(self) -> None:
+        """After a warm-up on shorter sequences: lock the host memory for the saved inputs of a step of full length."""
+        settings = self.settings
+        if self._recompute is not None and settings.steps.warmup_seq_len not in (0, settings.seq_len):
+            tokens = settings.batch_size * settings.seq_len // self.cp.size
+            nbytes = tokens * settings.model.hidden * DTYPES[settings.dtype].itemsize
+            self._recompute.reserve(nbytes, self.world.device)
+
+    def _found_nodes(self) -> dict[str, str]:
+        """Over how many ranks hybrid sharding splits parameters: the ranks of one node."""
+        hybrid = self.settings.sharding == "hybrid"
+        return {"sharding_node_size": str(self.world.fsdp_mesh.size(-1))} if hybrid else {}
+
+    def step(self, index: int) -> Step:
+        """One optimizer step on the batch of that index. Collective."""
+        self._clock.start()
+        with record_function(STEP):
+            total = self.gradients(index)
+            with record_function(OPTIMIZER):
+                norm = clip_gradients(self.model, self.recipe.max_grad_norm)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            forward_seconds, step_seconds = self._clock.stop()
+
+        dist.all_reduce(total)
+        outcome = Step(
+            loss=total.item(), grad_norm=norm.item(), forward_seconds=forward_seconds, step_seconds=step_seconds
+        )
+        if not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
+            raise FloatingPointError(
+                f"step {index + 1} has loss {outcome.loss} and gradient norm {outcome.grad_norm}; try a learning_rate "
+                f"below {self.settings.learning_rate}"
+            )
+        return outcome
+
+    def gradients(self, index: int) -> Tensor:
+        """Form the gradients of step `index`; returns this rank's share of the mean loss, 0-dim. Collective."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        batches = self.batches(index)
+        for number, batch in enumerate(batches):
+            if number:
+                self._clock.mark()
+            sum_across_nodes(self.model, now=batch is batches[-1])  # gradients cross the slow links once per step
+            loss = self.forward(batch)
+            self._clock.mark()
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def forward(self, batch: Batch) -> Tensor:
+        """This rank's share of the mean loss, 0 where no label counts: all ranks' and micro-batches' add up to it."""
+        loss_sum = self.model(batch.tokens_BL, batch.positions_L, batch.labels_BL)
+        return loss_sum / batch.targets.clamp(min=1)
+
+    def batches(self, index: int) -> list[Batch]:
+        """This rank's tokens of step `index` by micro-batch, with the labels their global neighbours give them.
+
+        One batch of `gradient_accumulation` times the size would hold the same sequences in the same order. Collective.
+        """
+        settings, device, seq_len = self.settings, self.world.device, self.seq_len(index)
+        # A replica's sequences of a step follow one another, so its micro-batches count as replicas here.
+        turn, micro_batches = index * settings.dp_size + self.world.replica, settings.gradient_accumulation
+        whole = [
+            self.store.batch(turn, number, micro_batches, settings.batch_size, seq_len)
+            for number in range(micro_batches)
+        ]
+        shards = [(self.cp.shard(tokens, dim=1), self.cp.shard(labels, dim=1).to(device)) for tokens, labels in whole]
+        targets = torch.stack([(labels_BL != IGNORE).sum() for _, labels_BL in shards]).sum()
+        dist.all_reduce(targets)
+        positions_L = self.cp.positions(seq_len, device=device)
+        return [
+            Batch(tokens_BL=tokens_BL.to(device), positions_L=positions_L, labels_BL=labels_BL, targets=targets)
+            for tokens_BL, labels_BL in shards
+        ]
+
+    def seq_len(self, index: int) -> int:
+        """Tokens of a sequence of step `index`: warm-up steps may be shorter."""
+        steps = self.settings.steps
+        return (index < steps.warmup and steps.warmup_seq_len) or self.settings.seq_len
+
+
+def clip_gradients(model: Decoder, max_norm: float = 1.0) -> Tensor:
+    """Scale all gradients down to a global norm of `max_norm`; returns the norm before that, 0-dim. Collective."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

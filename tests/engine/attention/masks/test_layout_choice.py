@@ -1,0 +1,91 @@
+"""`layout: auto` takes the most even layout for the mask, and the simplest of those that are as even."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+import engine
+from engine.attention.geometry.layout import LAYOUTS
+from engine.attention.masks import BlockSparse, Causal, Documents, Full, LocalGlobal, SlidingWindow, imbalance
+from engine.burst import AS_GOOD, METHOD, PREFERENCE, choose_layout
+from engine.settings import ModelShape, TrialSettings
+
+CHANCE = random.Random(0)
+LONG_FIRST = Documents((3072, *[64] * 16))
+SHAPE = ModelShape(name="s", layers=1, hidden=8, ffn=8, heads=2, kv_heads=2, head_dim=4, vocab=8)
+
+
+@pytest.mark.parametrize(
+    ("mask", "seq_len", "cp_size", "layout"),
+    [
+        (Full(), 4096, 8, "contiguous"),
+        (Causal(), 4096, 8, "zigzag"),
+        (Causal(), 4096, 1, "contiguous"),
+        (SlidingWindow(4096), 1 << 18, 4, "contiguous"),  # meets one neighbour, and rank 0 lacks little
+        (SlidingWindow(1 << 14), 1 << 18, 4, "contiguous"),
+        (SlidingWindow(1 << 17), 1 << 18, 4, "striped"),  # one rank would wait for the others a third of the time
+        (Documents((512,) * 8), 4096, 8, "contiguous"),  # each rank its own document
+        (Documents((2048,) * 2), 4096, 8, "zigzag"),
+        (Documents((1024, 3072)), 4096, 8, "striped"),  # zigzag balances the sequence, not the documents in it
+        (Documents((4096,)), 4096, 8, "zigzag"),
+        (BlockSparse(LocalGlobal(1), 64), 1 << 16, 4, "contiguous"),
+        (BlockSparse([[True] * 64] * 64, 64, causal=True), 4096, 8, "zigzag"),
+        (Causal(), 12, 4, "striped"),  # 12 tokens are not 8 chunks
+        (Causal(), 4097, 8, "zigzag"),  # no layout can split it: refused as zigzag
+    ],
+    ids=str,
+)
+def test_the_layout_fits_the_mask(mask, seq_len, cp_size, layout) -> None:
+    assert choose_layout(mask, seq_len, cp_size) == layout
+    assert engine.choose_layout is choose_layout
+
+
+@pytest.mark.parametrize("mask", [LONG_FIRST, *[
+    BlockSparse([[CHANCE.random() < row / 32 for _ in range(32)] for row in range(32)], 128) for _ in range(4)
+]], ids=lambda mask: type(mask).__name__)  # fmt: skip
+def test_no_other_layout_is_much_more_even(mask) -> None:
+    chosen = choose_layout(mask, 4096, 4)
+    shares = {name: imbalance(mask, LAYOUTS[name], 4096, 4) for name in (layout.name for layout in PREFERENCE)}
+    assert shares[chosen] <= min(shares.values()) * AS_GOOD
+    assert max(shares.values()) > 1.1
+
+
+def test_a_method_refuses_a_mask_of_another_length_before_ranks_start() -> None:
+    settings = TrialSettings(task="attention", method="burst", model=SHAPE, seq_len=256, mask="documents:64,128")
+    assert "2 documents hold 192 tokens and the sequence has 256" in (METHOD.refuse(settings) or "")
+
+
+def test_a_schedule_with_an_all_to_all_gets_no_striped_layout() -> None:
+    settings = TrialSettings(
+        task="train", method="burst", model=SHAPE, seq_len=4096, cp_size=8, mask="documents:1024,3072"
+    )
+    assert METHOD.layout(settings).name == "striped"
+    assert METHOD.layout(replace(settings, schedule="ulysses")).name != "striped"
+
+
+def test_choosing_for_a_million_tokens_and_many_ranks_looks_at_blocks_not_at_tokens() -> None:
+    class Counted(Documents):
+        asked = 0
+
+        def block_at(self, position: int) -> int:
+            Counted.asked += 1
+            return super().block_at(position)
+
+    assert choose_layout(Counted((1 << 14,) * 64), 1 << 20, 64) == "contiguous"
+    assert 0 < Counted.asked < 64 * 64 * 3 * 2
+
+
+def test_a_layout_that_leaves_too_many_pieces_is_passed_over() -> None:
+    chequered = [[48 <= row < 96 and (row + column) % 2 == 0 for column in range(192)] for row in range(192)]
+    mask = BlockSparse(chequered, 4)
+    assert imbalance(mask, LAYOUTS["striped"], 768, 4) == 1.0
+    assert imbalance(mask, LAYOUTS["zigzag"], 768, 4) == 2.0
+    assert choose_layout(mask, 768, 4) == "zigzag"
+
+
+@pytest.mark.parametrize("mask", [Causal(), Documents((3,)), BlockSparse([[True]], 3)], ids=str)
+def test_fewer_tokens_than_ranks_still_have_a_layout_to_be_refused_for(mask) -> None:
+    assert choose_layout(mask, 3, 8) in LAYOUTS

@@ -1,0 +1,284 @@
+"""The bytes a plan says it will send are those that are posted, and they decide what backward_side in backward."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine import ContextParallel
+from engine.attention.comm.all_to_all import token_runs_in_order
+from engine.attention.comm.symm_mem.all_to_all_copies import CopyPlanner
+from engine.attention.geometry.layout import layout_named
+from engine.attention.geometry.ring import Ring
+from engine.attention.kernels.reference import ReferenceKernel
+from engine.attention.masks import BlockSparse, Causal, Documents, Full, LocalGlobal, Mask, SlidingWindow
+from engine.attention.op import run_attention
+from engine.attention.planning.comm_volume import (
+    CallBytes,
+    RingVolume,
+    Sent,
+    Shards,
+    Widths,
+    all_to_all_bytes,
+    cheaper_backward,
+    group_backward_bytes,
+)
+from engine.attention.planning.cost_model import ULYSSES_SCHEDULES, HardwareModel
+from engine.attention.resolve import plan_attention
+from tests.ranks import run_on_ranks
+from tests.slow import combinations
+
+TOKENS = 8  # of a rank
+MASKS = (
+    Full(),
+    Causal(),
+    SlidingWindow(5),
+    SlidingWindow(3, 4),
+    Documents((5, 6), repeat=True),
+    BlockSparse(LocalGlobal(1, 1), 3),
+    BlockSparse([[False]], 4 * TOKENS),
+)
+HEADS = ((8, 8), (16, 8))
+SIDES = ("query", "key_value")
+
+
+class WritesInputs(ReferenceKernel):
+    """Writes gradients in the inputs' dtype, as all kernels for GPUs do."""
+
+    writes_input_dtype = True
+
+    def backward(self, given, band, scale, deterministic):
+        gradients = super().backward(given, band, scale, deterministic)
+        return tuple(gradient.to(given.q_BLND.dtype) for gradient in gradients)
+
+
+def choices(schedules: tuple[str, ...], layout: str) -> Iterator[dict[str, Any]]:
+    for schedule, exchange, side in itertools.product(schedules, ("relay", "direct"), SIDES):
+        if schedule not in ULYSSES_SCHEDULES or layout != "striped":
+            yield {"schedule": schedule, "exchange": exchange, "backward": side}
+
+
+class Posted:
+    """Bytes passed to torch.distributed for other ranks, while it is used as a context."""
+
+    def __init__(self, cp: ContextParallel) -> None:
+        self.node_size, self.rank = cp.node_size, cp.rank
+        self.sent = Sent()
+        self._point, self._all_to_all = dist.P2POp, dist.all_to_all_single
+
+    def __enter__(self) -> Posted:
+        self._patches = [
+            mock.patch.object(dist, "P2POp", self._operation),
+            mock.patch.object(dist, "all_to_all_single", self._exchange),
+        ]
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+    def _count(self, to: int, nbytes: int) -> None:
+        near = to // self.node_size == self.rank // self.node_size
+        self.sent += Sent(nbytes, 0) if near else Sent(0, nbytes)
+
+    def _operation(self, op, tensor, peer, group):
+        if op is dist.isend:
+            self._count(peer, tensor.numel() * tensor.itemsize)
+        return self._point(op, tensor, peer, group)
+
+    def _exchange(self, received, rows, group, async_op):
+        for to, row in zip(dist.get_process_group_ranks(group), rows, strict=True):
+            if to != self.rank:
+                self._count(to, row.numel() * row.itemsize)
+        return self._all_to_all(received, rows, group=group, async_op=async_op)
+
+
+WIDTHS = (
+    (torch.bfloat16, "fp32"), (torch.bfloat16, "input"), (torch.bfloat16, "input_across"),
+    (torch.float32, "fp32"), (torch.float64, "fp32"),
+)  # fmt: skip
+
+
+def differing(
+    schedules: tuple[str, ...], node_size: int, layout: str, widths: tuple[tuple[torch.dtype, str], ...]
+) -> tuple[int, dict[str, Any]]:
+    """Number of cases, and (computed, posted, counted) bytes of those where they differ."""
+    cp, kernel = ContextParallel(layout=layout, node_size=node_size), WritesInputs()
+    chance = random.Random(0)  # the same on every rank
+    count, found = 0, {}
+    for (heads, kv_heads), mask, choice in itertools.product(HEADS, MASKS, choices(schedules, layout)):
+        dtype, comm_dtype = chance.choice(widths)
+        recompute, chunks = chance.choice((False, True)), chance.choice((1, 2))
+        q, k, v = (torch.ones(2, TOKENS, n, 3, dtype=dtype, requires_grad=True) for n in (heads, kv_heads, kv_heads))
+        with mock.patch("engine.attention.resolve.choose_kernel", return_value=kernel):
+            plan = plan_attention(q, k, mask=mask, cp=cp, grad_comm_dtype=comm_dtype, num_head_chunks=chunks, **choice)
+        cp.traffic.reset()
+        with Posted(cp) as forward:
+            out = run_attention(plan, q, k, v, recompute=recompute)
+        computed = plan.sent_bytes(gathered=not recompute)
+        with Posted(cp) as backward:
+            out.sum().backward()
+        posted, counted = CallBytes(forward.sent, backward.sent), cp.traffic.sent_bytes
+        count += 1
+        if computed != posted or computed.total != counted:
+            case = f"{heads}:{kv_heads} {mask} {dtype} {comm_dtype} {recompute} {chunks} {choice}"
+            found[case] = computed, posted, counted
+    return count, found
+
+
+ALL_SCHEDULES = ("ring", "double_ring", "ulysses", "usp", "usp_transposed")
+
+
+@combinations(
+    {
+        "world_size, node_size, schedules": [(2, 1, ("double_ring",)), (4, 2, ALL_SCHEDULES)],
+        "layout": ["contiguous", "zigzag", "striped"],
+        "first_width, last_width": [(0, 1), (1, len(WIDTHS))],
+    }
+)
+def test_the_bytes_computed_are_the_bytes_posted(
+    world_size, node_size, schedules, layout, first_width, last_width
+) -> None:
+    widths = WIDTHS[first_width:last_width]
+    for count, found in run_on_ranks(world_size, differing, schedules, node_size, layout, widths):
+        assert count >= len(HEADS) * len(MASKS) * 4
+        assert found == {}
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_all_to_all_by_copy_engine_counts_the_bytes_of_its_copies(kept) -> None:
+    ranks, parts, batch, tokens, heads, kv_heads, head_dim = 2, 2, 2, 5, 12, 4, 3
+    token_runs = token_runs_in_order(
+        tuple(layout_named("contiguous").segments(ranks * tokens, ranks, rank) for rank in (0, 1))
+    )
+    planner = CopyPlanner(0, ranks, token_runs, parts)
+
+    def tensor(count: int, n: int, *dims: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(batch, count, n, *dims, dtype=dtype)
+
+    here, share = ranks * tokens, ranks * parts  # of a part: the group's tokens of some heads
+    q, k = tensor(tokens, heads, head_dim), tensor(tokens, kv_heads, head_dim)
+    delta, rows = (tensor(tokens, heads, *dims, dtype=torch.float32) for dims in ((), (2,)))
+    part_q, part_k = tensor(here, heads // share, head_dim), tensor(here, kv_heads // share, head_dim)
+    part_lse = tensor(here, heads // share, dtype=torch.float32)
+    back = (q, delta) if kept else (q, k, k, q, rows)
+    forward = planner.send((q, k, k), 0).away_bytes + planner.send_back((part_q, part_lse)).away_bytes
+    backward = planner.send(back, 0).away_bytes + planner.send_back((part_q, part_k, part_k)).away_bytes
+
+    part = Shards(
+        batch=batch,
+        tokens=here,
+        heads=heads // share,
+        kv_heads=kv_heads // share,
+        head_dim=head_dim,
+        input_bytes=2,
+        intra_node=Widths(unreduced=2, summed=4),
+        inter_node=Widths(unreduced=2, summed=4),
+    )
+    assert all_to_all_bytes((0, 1), 0, 2, part, gathered=kept, packed=False) == CallBytes(Sent(forward), Sent(backward))
+
+
+SEQ_LEN = 1 << 14
+SINK = BlockSparse(LocalGlobal(0, 1), 1024, causal=True)  # all see the first keys, few of which are needed
+
+
+def shards(cp_size: int, heads: int, kv_heads: int, comm_dtype: str = "fp32") -> Shards:
+    """Of bf16 inputs with heads of 128, under a kernel that writes gradients in bf16."""
+    return Shards(
+        batch=1,
+        tokens=SEQ_LEN // cp_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=128,
+        input_bytes=2,
+        intra_node=Widths(unreduced=2, summed=2 if comm_dtype == "input" else 4),
+        inter_node=Widths(unreduced=2, summed=2 if comm_dtype == "input" else 4),
+    )
+
+
+def choice(
+    heads: int,
+    kv_heads: int,
+    mask: Mask,
+    exchange: str,
+    *,
+    layout: str = "contiguous",
+    node_size: int = 4,
+    across_gib: float = 3,
+) -> str:
+    """Backward side of four ranks on a ring made for their nodes."""
+    volume = RingVolume(ring=Ring(cp_size=4, node_size=node_size), node_size=node_size, exchange=exchange)
+    hardware = HardwareModel(across_gib=across_gib)
+    return cheaper_backward(mask, layout_named(layout), volume, SEQ_LEN, shards(4, heads, kv_heads), hardware)
+
+
+@pytest.mark.parametrize("exchange", ["relay", "direct"])
+@pytest.mark.parametrize("node_size", [1, 2, 4])
+def test_equal_heads_send_queries_and_grouped_heads_keys(exchange, node_size) -> None:
+    for mask, layout in itertools.product((Full(), Causal()), ("zigzag", "striped")):
+        where = {"mask": mask, "exchange": exchange, "layout": layout, "node_size": node_size}
+        sides = [choice(heads, kv_heads, **where) for heads, kv_heads in ((32, 32), (32, 4), (8, 4))]
+        assert sides == ["query", "key_value", "key_value"]
+
+
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(100)])
+def test_between_nodes_keys_are_sent_over_fewer_links_to_later_queries(mask) -> None:
+    # Chunks are sent to the next node, which holds the queries that see these keys; queries would cross all nodes.
+    assert choice(32, 32, mask, "direct", node_size=1) == "key_value"
+    assert choice(32, 32, mask, "direct", node_size=4) == "query"
+
+
+def test_all_pairs_p2p_sends_the_few_keys_that_are_needed_rather_than_all_queries() -> None:
+    assert choice(32, 32, SINK, "relay") == "query"
+    assert choice(32, 32, SINK, "direct") == "key_value"
+
+
+def test_bytes_between_nodes_count_more_the_slower_their_link() -> None:
+    # Whole chunks are forwarded inside a node, where queries are fewer bytes; few keys are sent to other nodes.
+    assert choice(32, 32, SINK, "relay", node_size=2, across_gib=3) == "key_value"
+    assert choice(32, 32, SINK, "relay", node_size=2, across_gib=3000) == "query"
+
+
+def test_a_single_rank_sends_nothing_and_resolves_to_the_query_side() -> None:
+    volume = RingVolume(ring=Ring(cp_size=1, node_size=1), node_size=1, exchange="direct")
+    known = (Causal(), layout_named("zigzag"), volume, SEQ_LEN, shards(1, 8, 1))
+    assert cheaper_backward(*known, HardwareModel()) == "query"
+    assert group_backward_bytes(*known, True) == Sent()
+
+
+@pytest.mark.parametrize(("comm_dtype", "saving"), [("input", 0.24), ("fp32", 0.33)])
+def test_a_p2p_ring_of_whole_chunks_sends_the_bytes_of_the_formulas(comm_dtype, saving) -> None:
+    volume = RingVolume(ring=Ring(cp_size=4, node_size=4), node_size=4, exchange="relay")
+    given, gradient = shards(4, 32, 32, comm_dtype), 2 if comm_dtype == "input" else 4
+    query, key_value = (
+        group_backward_bytes(Causal(), layout_named("zigzag"), volume, SEQ_LEN, given, sends_queries).total
+        for sends_queries in (True, False)
+    )
+    sent_tokens = 4 * 3 * SEQ_LEN // 4
+    assert query == sent_tokens * 32 * (128 * (4 + gradient) + 8)
+    assert key_value == sent_tokens * 32 * 128 * (4 + 2 * gradient)
+    assert 1 - query / key_value == pytest.approx(saving, abs=0.005)
+
+
+def resolved_sides() -> list[str]:
+    cp = ContextParallel(layout="contiguous", node_size=2)
+    sides = []
+    for heads, kv_heads, mask in ((4, 4, Causal()), (8, 1, Causal()), (4, 4, BlockSparse(LocalGlobal(0, 1), 2))):
+        q, k = torch.zeros(1, 16, heads, 16), torch.zeros(1, 16, kv_heads, 16)
+        sides.append(plan_attention(q, k, mask=mask, cp=cp, exchange="direct").resolved()["backward"])
+    return sides
+
+
+def test_every_rank_resolves_the_same_backward_side() -> None:
+    first, *others = run_on_ranks(4, resolved_sides)
+    assert first[:2] == ["query", "key_value"]
+    assert all(sides == first for sides in others)

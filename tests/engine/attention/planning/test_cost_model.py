@@ -1,0 +1,150 @@
+"""The cost model weighs bytes, compute and launches the way they are: pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine import ContextParallel, burst_attention
+from engine.attention.geometry.layout import layout_named
+from engine.attention.geometry.ring import Ring, RingTraffic
+from engine.attention.masks import Causal, Full, SlidingWindow
+from engine.attention.planning.comm_plan import ring_traffic
+from engine.attention.planning.cost_model import (
+    HardwareModel,
+    Workload,
+    choose_num_head_chunks,
+    choose_schedule,
+    estimate,
+    schedule_unsupported_reason,
+)
+from engine.attention.resolve import plan_attention
+
+
+def share(tokens: int, *, cp_size: int = 4, node_size: int = 4, heads: int = 32, kv_heads: int = 32) -> Workload:
+    """Causal bf16 attention of `tokens` tokens with heads of 128."""
+    return Workload(
+        cp_size=cp_size,
+        node_size=node_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        query_bytes=tokens // cp_size * heads * 128 * 2,
+        gradient_factor=2.0,
+        forward_flops=2.0 * tokens**2 * heads * 128 / cp_size,
+        rows=tokens // cp_size,
+    )
+
+
+def test_one_node_resolves_to_ulysses_where_its_heads_divide() -> None:
+    for tokens in (8 << 10, 64 << 10, 256 << 10):
+        assert choose_schedule(share(tokens), "zigzag").best == "ulysses"
+        assert choose_schedule(share(tokens, kv_heads=2), "zigzag").best == "ring"
+
+
+def test_longer_shards_are_cut_into_more_head_chunks_and_few_tiles_into_fewer() -> None:
+    parts = [choose_num_head_chunks("ulysses", share(tokens << 10)) for tokens in (8, 32, 64, 256)]
+    assert parts == sorted(parts)
+    assert parts[0] == 1
+    assert parts[-1] > 2
+
+
+def test_the_schedules_of_one_node_cost_the_same_where_only_compute_counts() -> None:
+    (_, best), (_, other) = choose_schedule(share(1 << 20), "zigzag").seconds
+    assert best <= other < 1.1 * best
+
+
+def test_between_nodes_the_slow_link_decides() -> None:
+    two_nodes = choose_schedule(share(64 << 10, node_size=2), "zigzag")
+    seconds = dict(two_nodes.seconds)
+    assert set(seconds) == {"ring", "double_ring", "ulysses", "usp", "usp_transposed"}
+    assert seconds["ring"] > 2 * seconds["double_ring"]
+    # Few KV heads make a ring's shards small; an exchange moves Q and O all the same.
+    grouped = dict(choose_schedule(share(64 << 10, node_size=2, kv_heads=4), "zigzag").seconds)
+    assert min(grouped["double_ring"], grouped["usp"]) < grouped["ulysses"]
+
+
+def test_a_faster_link_never_makes_a_schedule_slower() -> None:
+    for name in ("ring", "double_ring", "ulysses", "usp", "usp_transposed"):
+        slow, fast = (
+            estimate(name, share(64 << 10, node_size=2), HardwareModel(across_gib=across)) for across in (3.0, 30.0)
+        )
+        assert fast <= slow
+
+
+def test_the_given_link_speed_decides() -> None:
+    def best(kv_heads: int, across: float) -> str:
+        problem = share(256 << 10, node_size=2, kv_heads=kv_heads)
+        return choose_schedule(problem, "zigzag", HardwareModel(across_gib=across)).best
+
+    for slow in (1.0, 2.0):
+        assert best(8, slow) == "usp"  # few KV heads: shards around a ring between nodes
+        assert best(32, slow) in ("ulysses", "usp_transposed")
+    # Where bytes cost nothing: no hops, whose tiles are smaller and whose outputs have to be merged.
+    assert best(8, 1e5) == best(32, 1e5) == "ulysses"
+
+
+def test_bytes_inside_a_node_are_slow_in_an_all_to_all_that_spans_nodes() -> None:
+    problem = share(64 << 10, node_size=2)
+    for name, slower in (("ulysses", True), ("usp_transposed", False), ("usp", False)):
+        as_measured, as_if_apart = (estimate(name, problem, HardwareModel(spanning_gib=gib)) for gib in (46.0, 315.0))
+        assert (as_measured > as_if_apart) == slower
+    assert estimate("ulysses", share(64 << 10), HardwareModel(spanning_gib=1.0)) == estimate(
+        "ulysses", share(64 << 10), HardwareModel()
+    )
+
+
+def test_a_short_window_leaves_a_ring_little_to_send_and_an_exchange_of_heads_everything() -> None:
+    tokens, window = 64 << 10, 4095
+    left = ring_traffic(SlidingWindow(window), layout_named("contiguous"), Ring(cp_size=4, node_size=4), tokens)
+    assert left.steps == 2 / 4
+    assert left.near == pytest.approx(window / (3 * tokens / 4))
+    work = 4.0 * 32 * 128 * (window + 1) * tokens / 4
+    windowed = replace(share(tokens), forward_flops=work, left=left)
+    assert choose_schedule(windowed, "contiguous").best == "ring"
+    across = ring_traffic(SlidingWindow(window), layout_named("contiguous"), Ring(cp_size=4, node_size=2), tokens)
+    assert across.far == pytest.approx(window / (tokens / 4))
+
+
+def test_a_full_mask_leaves_a_ring_everything() -> None:
+    left = ring_traffic(Full(), layout_named("zigzag"), Ring(cp_size=4, node_size=2), 4096)
+    assert left == RingTraffic(1.0, 1.0, 1.0)
+
+
+def test_heads_that_cannot_be_shared_out_leave_only_rings() -> None:
+    few = share(8 << 10, heads=6, kv_heads=3)
+    assert [name for name, _ in choose_schedule(few, "zigzag").seconds] == ["ring"]
+    assert "query heads among 4 ranks and 6 do not divide" in (
+        schedule_unsupported_reason("ulysses", few, "zigzag") or ""
+    )
+
+
+def test_striped_shards_do_not_run_an_all_to_all() -> None:
+    assert [name for name, _ in choose_schedule(share(8 << 10), "striped").seconds] == ["ring"]
+    assert "choose zigzag or contiguous" in (schedule_unsupported_reason("usp", share(8 << 10), "striped") or "")
+    # Also where no rank has another to trade with: what follows needs runs of consecutive tokens all the same.
+    assert "choose zigzag" in (schedule_unsupported_reason("usp", share(8 << 10, node_size=1), "striped") or "")
+
+
+def test_a_single_rank_has_nothing_to_choose() -> None:
+    assert choose_schedule(share(8 << 10, cp_size=1, node_size=1), "zigzag").best == "ring"
+
+
+def test_an_unknown_schedule_is_refused_with_the_known_ones() -> None:
+    q = torch.zeros(1, 8, 4, 16)
+    with pytest.raises(ValueError, match="schedule 'spiral' is unknown; choose one of auto, ring, double_ring"):
+        burst_attention(q, q, q, schedule="spiral")
+
+
+def test_without_a_gpu_auto_is_a_ring_and_claims_no_estimate() -> None:
+    q = torch.zeros(1, 8, 4, 16)
+    chosen = plan_attention(q, q, mask=Causal(), cp=ContextParallel()).resolved()
+    assert chosen["schedule"] == "ring"
+    assert "estimate" not in chosen
+
+
+def test_an_estimate_reads_as_milliseconds_by_schedule() -> None:
+    words = str(choose_schedule(share(64 << 10), "zigzag"))
+    assert words.startswith("ulysses ")
+    assert " ms, ring " in words

@@ -1,0 +1,209 @@
+"""A group of layers run again by bisection: equal gradients, few inputs at once, and as many runs as are counted."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine.memory.offload
+from engine.attention.context import ContextParallel
+from engine.burst import METHOD
+from engine.checkpoint.attend_once import AttendOnce
+from engine.checkpoint.counts import inputs_at_once, kept_at_once, kept_places, layers_recomputed
+from engine.checkpoint.recompute import Recompute, set_activations
+from engine.model import Decoder
+from engine.settings import Checkpoint, ModelShape, TrialSettings
+
+LAYERS = 11  # groups of 2, 3, 5 and 8 leave a shorter one at the end
+SHAPE = ModelShape(name="deep", layers=LAYERS, hidden=16, ffn=24, heads=4, kv_heads=2, head_dim=4, vocab=61)
+SEQ_LEN = 16
+INPUT_BYTES = 2 * SEQ_LEN * SHAPE.hidden * 8
+EVERY = (1, 2, 3, 5, 8, 11)
+
+
+class WatchedAttention:
+    """The method's attention. Counts its calls, one for each run of a layer, and the results of runs without a graph
+    that live when the next one begins."""
+
+    def __init__(self, settings: Checkpoint) -> None:
+        trial = TrialSettings(
+            task="train", method="burst", model=SHAPE, seq_len=SEQ_LEN, dtype="fp64", checkpoint=settings
+        )
+        self._attend = METHOD.attention(ContextParallel(), trial)
+        self.calls = self.alive = 0
+        self._results: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, saved: Any = None) -> Any:
+        self.calls += 1
+        self.alive = max(self.alive, len(self._results))
+        out, lse = self._attend(q, k, v, saved=saved)
+        if not torch.is_grad_enabled():
+            self._results.add(out.untyped_storage())
+        return out, lse
+
+    def keep(self, out: Tensor, lse: Tensor, tail: float) -> Any:
+        return self._attend.keep(out, lse, tail)
+
+
+def model_with(settings: Checkpoint) -> tuple[Decoder, WatchedAttention, Recompute | None]:
+    torch.manual_seed(0)
+    model = Decoder(SHAPE).double()
+    torch.nn.init.normal_(model.head.weight, std=0.1)
+    attend = WatchedAttention(settings)
+    for block in model.blocks:
+        block.attend = attend
+    return model, attend, set_activations(settings, list(model.blocks))
+
+
+def loss_of(model: Decoder, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(SHAPE.vocab, (2, SEQ_LEN + 1), generator=generator)
+    return model(tokens[:, :-1], torch.arange(SEQ_LEN), tokens[:, 1:])
+
+
+def gradients(model: Decoder) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def kept() -> list[list[Tensor]]:
+    """Gradients of two batches with everything kept."""
+    found = []
+    for seed in (1, 2):
+        model, _, _ = model_with(Checkpoint(every=0))
+        loss_of(model, seed).backward()
+        found.append(gradients(model))
+    return found
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
+def held_bytes(keeper: Recompute | None) -> int:
+    assert keeper is not None
+    return sum(store.held_bytes for store in {keeper.inputs, keeper.attention})
+
+
+@pytest.mark.parametrize("offload", ["none", "inputs", "all"])
+@pytest.mark.parametrize("tail", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("every", EVERY)
+def test_gradients_are_those_of_keeping_everything(every: int, tail: float, offload: Any, kept) -> None:
+    settings = Checkpoint(every=every, tail=tail, offload=offload, replay="bisect")
+    model, attend, keeper = model_with(settings)
+    loss_of(model).backward()
+    assert_equal(gradients(model), kept[0])
+    # Forward, for its own activations, and for the inputs of those after it.
+    assert attend.calls == 2 * LAYERS + layers_recomputed(settings, LAYERS)
+    assert held_bytes(keeper) == 0
+
+
+def test_a_run_keeps_the_input_halfway_and_halfway_from_there() -> None:
+    assert kept_places(0, 7) == [4, 6]
+    assert kept_places(0, 3) == [2]
+    assert kept_places(4, 5) == kept_places(6, 6) == []
+    for first in range(40):
+        for place in range(first, 40):
+            assert all(first < stop < place for stop in kept_places(first, place))
+
+
+@pytest.mark.parametrize("layers", [1, 7, 11, 64, 80])
+def test_runs_and_inputs_are_those_of_handing_them_out_one_by_one(layers: int) -> None:
+    for every in range(1, layers + 2):
+        settings = Checkpoint(every=every, replay="bisect")
+        runs, most = 0, 0
+        for begin in range(0, layers, every):
+            kept = [0]
+            for place in reversed(range(min(every, layers - begin))):
+                kept = [at for at in kept if at <= place]
+                runs += place - kept[-1]
+                kept += kept_places(kept[-1], place)
+                most = max(most, len({*kept, place}) - 1)
+        assert layers_recomputed(settings, layers) == runs
+        assert inputs_at_once(settings, layers) == most <= math.ceil(math.log2(every))
+
+
+@pytest.mark.parametrize("every", EVERY)
+def test_few_inputs_and_no_attention_exist_at_once(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Checkpoint(every=every, tail=0.5, replay="bisect")
+    monkeypatch.delattr(AttendOnce, "ahead")
+    model, attend, keeper = model_with(settings)
+    assert keeper is not None
+    replayed: weakref.WeakSet[Any] = weakref.WeakSet()
+    alive: list[int] = []
+    held: list[int] = []
+
+    def watched(layer: Any) -> Any:
+        def run(*args: Any) -> Tensor:
+            alive.append(len(replayed))
+            held.append(keeper.inputs.held_bytes)
+            out = layer(*args)
+            if not torch.is_grad_enabled():
+                replayed.add(out.untyped_storage())
+            return out
+
+        return run
+
+    for block in model.blocks:
+        block.layer = watched(block.layer)
+    loss = loss_of(model)
+    before = keeper.inputs.held_bytes
+    assert (len(replayed), before) == (0, -(-LAYERS // every) * INPUT_BYTES)
+    loss.backward()
+    assert max(alive) == inputs_at_once(settings, LAYERS) <= math.ceil(math.log2(every))
+    assert max(held) <= before + kept_at_once(settings, LAYERS) * INPUT_BYTES
+    assert keeper.inputs.held_bytes == 0
+    assert attend.alive == 0
+
+
+@pytest.mark.parametrize("every", EVERY)
+def test_no_more_host_memory_is_locked_than_was_reserved(every: int, monkeypatch: pytest.MonkeyPatch, kept) -> None:
+    settings = Checkpoint(every=every, tail=0.0, offload="inputs", replay="bisect")
+    model, _, keeper = model_with(settings)
+    assert keeper is not None
+    sizes: list[int] = []
+    lock = engine.memory.offload.host_buffer
+    monkeypatch.setattr(
+        engine.memory.offload, "host_buffer", lambda nbytes, device: (sizes.append(nbytes), lock(nbytes, device))[1]
+    )
+    keeper.reserve(INPUT_BYTES, torch.device("cpu"))
+    groups = -(-LAYERS // every)
+    assert sizes == [INPUT_BYTES] * (groups + kept_at_once(settings, LAYERS))
+    reserved = len(sizes)
+    loss_of(model).backward()
+    assert len(sizes) == reserved
+    assert_equal(gradients(model), kept[0])
+
+
+@pytest.mark.parametrize("offload", ["none", "inputs", "all"])
+@pytest.mark.parametrize("every", [5, 11])
+def test_backward_may_run_twice(every: int, offload: Any, kept) -> None:
+    settings = Checkpoint(every=every, tail=0.5, offload=offload, replay="bisect")
+    model, attend, keeper = model_with(settings)
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert_equal(gradients(model), [2 * gradient for gradient in kept[0]])
+    assert attend.calls == LAYERS + 2 * (LAYERS + layers_recomputed(settings, LAYERS))
+    del loss
+    assert held_bytes(keeper) == 0
+
+
+@pytest.mark.parametrize("offload", ["none", "inputs", "all"])
+@pytest.mark.parametrize("every", [5, 11])
+def test_several_forwards_may_be_open_and_evaluation_keeps_nothing(every: int, offload: Any, kept) -> None:
+    model, attend, keeper = model_with(Checkpoint(every=every, tail=0.5, offload=offload, replay="bisect"))
+    losses = [loss_of(model, seed) for seed in (1, 2)]
+    before, calls = held_bytes(keeper), attend.calls
+    with torch.no_grad():
+        loss_of(model, seed=3)
+    assert (held_bytes(keeper), attend.calls) == (before, calls + LAYERS)
+    while losses:
+        losses.pop(0).backward()
+    assert_equal(gradients(model), [one + other for one, other in zip(*kept, strict=True)])
+    assert held_bytes(keeper) == 0

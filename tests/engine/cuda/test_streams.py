@@ -1,0 +1,46 @@
+"""Streams of one's own: never shared by two who are alive, and no more of them after many trials than after one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from engine.cuda.streams import Handles, own_stream
+from engine.tasks.between_trials import clear
+
+POOL = 32  # streams that torch has of each priority
+
+
+def test_two_callers_never_have_one_handle_and_trials_have_the_same_ones() -> None:
+    made = itertools.count()
+    handles = Handles(lambda: next(made))
+    first = [handles.take() for _ in range(5)]
+    for _trial in range(3 * POOL):
+        trial = [handles.take() for _ in range(4)]
+        assert len({*first, *trial}) == 9
+        for handle in trial:
+            handles.give(handle)
+    assert next(made) == 9
+    freed = first.pop()
+    handles.give(freed)
+    assert freed in [handles.take() for _ in range(4)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_no_stream_of_torch_is_one_of_ours_and_trials_share_them() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    seen = []
+    for _trial in range(3):
+        ours = [own_stream(device, priority) for priority in (0, 0, -1, -1)]
+        theirs = [torch.cuda.Stream(device, priority=priority) for priority in (0, -1) for _ in range(POOL)]
+        found = {stream.cuda_stream for stream in (*ours, *theirs, torch.cuda.current_stream(device))}
+        assert len(found) == len(ours) + len(theirs) + 1
+        seen.append({stream.cuda_stream for stream in ours})
+        with torch.cuda.stream(ours[0]):
+            assert torch.ones(8, device=device).sum().item() == 8
+        del ours, theirs
+        clear()
+    assert seen[0] == seen[1] == seen[2]

@@ -1,0 +1,69 @@
+"""What a rank that serves several trials gives back between them."""
+
+import os
+import resource
+import sys
+from functools import lru_cache
+from types import ModuleType
+
+import numpy
+import pytest
+import torch
+
+from engine.attention.kernels import fa4
+from engine.tasks.between_trials import clear
+from engine.tasks.turns import Turns
+from engine.worker import write_error
+
+
+def test_tensors_and_results_that_our_modules_keep_are_dropped_and_those_of_others_stay(monkeypatch):
+    @lru_cache
+    def remembered() -> object:
+        return object()
+
+    ours, theirs = ModuleType("engine.attention.remembers"), ModuleType("somebody.else")
+    for module in (ours, theirs):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    remembered.__module__ = ours.__name__
+    ours.remembered, ours.names = remembered, {"zigzag": 1}
+    theirs.tensors = {1: torch.zeros(1)}
+    first = remembered()
+    key = (torch.device("cpu"), torch.float32)
+    fa4._zeros[key] = torch.zeros(1)
+
+    clear()
+    assert key not in fa4._zeros
+    assert remembered() is not first
+    assert ours.names == {"zigzag": 1}
+    assert theirs.tensors.keys() == {1}
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel cannot reset this peak")
+def test_the_peak_of_host_memory_is_that_of_the_next_trial():
+    clear()  # of what other tests took
+    peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    large = numpy.ones(1 << 26)  # 512 MiB
+    with_it = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    del large
+    clear()
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert with_it > peak_before
+    assert after < with_it - (1 << 18)
+
+
+def test_a_rank_finishes_only_its_own_turn(tmp_path):
+    turns = Turns.named_in(Turns(tmp_path).environment)
+    assert turns is not None
+    assert Turns.named_in({}) is None
+    for rank in (0, 10):
+        turns.finish(1, rank)
+    turns.finish(11, 3)
+    assert (turns.through(1), turns.through(11), turns.through(2)) == ({0, 10}, {3}, set())
+    turns.give(2, tmp_path / "trial")
+    assert turns.wait(2) == tmp_path / "trial"
+
+
+def test_the_first_error_of_a_rank_is_recorded(tmp_path):
+    for words in ("the cause", "what follows from it"):
+        write_error(tmp_path, 0, RuntimeError(words))
+    assert "the cause" in (tmp_path / "errors" / "rank0.json").read_text()

@@ -1,0 +1,146 @@
+"""The training task's own rules: sharding of initial values, refusals, losses that stop being numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import engine.memory.offload
+from engine.burst import METHOD
+from engine.data.build import build_store
+from engine.data.tokenizers import ByteTokenizer
+from engine.distributed import arrange
+from engine.initialise import initialise
+from engine.model import Decoder
+from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
+from engine.tasks.train import TrainTask
+from tests.engine.parity import task_of
+from tests.ranks import run_on_ranks
+
+# 5 rows of a norm over 4 ranks leave the last rank with none.
+SHAPE = ModelShape(name="odd", layers=1, hidden=5, ffn=7, heads=1, kv_heads=1, head_dim=4, vocab=259)
+SETTINGS = TrialSettings(
+    task="train", method="burst", model=SHAPE, seq_len=32, cp_size=1, dtype="fp32", steps=Steps(warmup=0, measured=2)
+)
+
+
+def initial_values(cache: str, settings: TrialSettings) -> dict[str, list[float]]:
+    os.environ["BURST_CACHE"] = cache
+    task = TrainTask(settings, METHOD, arrange(settings, torch.device("cpu")))
+    values = {}
+    for name, parameter in task.model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        values[name] = parameter.full_tensor().flatten().tolist()
+    return values
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_initial_values_do_not_depend_on_the_number_of_ranks(world_size: int, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Decoder(SHAPE)
+    initialise(model, SETTINGS.seed, torch.device("cpu"))
+    whole = {name: parameter.flatten().tolist() for name, parameter in model.named_parameters()}
+    settings = dataclasses.replace(SETTINGS, world_size=world_size)
+    for values in run_on_ranks(world_size, initial_values, str(tmp_path), settings):
+        assert values == whole
+
+
+def outcome(cache: str, settings: TrialSettings) -> str:
+    """The sentence a set-up or a run ends with."""
+    os.environ["BURST_CACHE"] = cache
+    try:
+        TrainTask(settings, METHOD, arrange(settings, torch.device("cpu"))).run(lambda step: None)
+    except (ValueError, FloatingPointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "ran"
+
+
+def outcomes(cache: str, cases: list[TrialSettings]) -> list[str]:
+    return [outcome(cache, settings) for settings in cases]
+
+
+def test_impossible_and_diverging_trials_end_in_one_sentence(tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.vocabulary = 300
+    build_store(["python_docs"], tmp_path / "store", tokenizer)
+    cases = [
+        SETTINGS,
+        dataclasses.replace(SETTINGS, data=str(tmp_path / "store")),
+        dataclasses.replace(SETTINGS, model=dataclasses.replace(SHAPE, vocab=100)),
+        dataclasses.replace(SETTINGS, data="/no/such/text"),
+        dataclasses.replace(SETTINGS, learning_rate=1e38),
+    ]
+    (ran, large, small, missing, diverged) = run_on_ranks(1, outcomes, str(tmp_path), cases)[0]
+    assert ran == "ran"
+    assert large == (
+        f"ValueError: model odd has a vocabulary of 259, but the tokens of {tmp_path}/store need 300; "
+        "choose a model with at least that many"
+    )
+    assert small.startswith("ValueError: model odd has a vocabulary of 100, but the tokens of python_docs need 256")
+    assert missing.startswith("ValueError: data '/no/such/text' is no file and no token store")
+    assert diverged.startswith("FloatingPointError: step 2 has loss nan")
+    assert diverged.endswith("try a learning_rate below 1e+38")
+
+
+def nodes_recorded(cache: str, settings: TrialSettings) -> str:
+    os.environ["BURST_CACHE"] = cache
+    _, task = task_of(settings)
+    return task.run(lambda step: None).chosen["sharding_node_size"]
+
+
+def test_the_nodes_that_hybrid_sharding_found_are_recorded(tmp_path: Path) -> None:
+    for nodes in (1, 2):
+        settings = dataclasses.replace(SETTINGS, world_size=2, sharding="hybrid", emulate_nodes=nodes)
+        assert run_on_ranks(2, nodes_recorded, str(tmp_path), settings) == [str(2 // nodes)] * 2
+
+
+def warmed_up(cache: str, settings: TrialSettings) -> tuple[list[int], int, str]:
+    """Tokens that each step's model was given here, and what was measured and chosen."""
+    os.environ["BURST_CACHE"] = cache
+    task = TrainTask(settings, METHOD, arrange(settings, torch.device("cpu")))
+    seen: list[int] = []
+    task.model.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].shape[1]))
+    measurement = task.run(lambda step: None)
+    assert len(measurement.loss) == settings.steps.warmup + settings.steps.measured
+    return seen, len(measurement.step_seconds), measurement.chosen["schedule"]
+
+
+def test_warm_up_may_take_shorter_sequences_than_the_measured_steps(tmp_path: Path) -> None:
+    steps = Steps(warmup=2, measured=1, warmup_seq_len=16)
+    settings = dataclasses.replace(SETTINGS, cp_size=2, world_size=2, steps=steps)
+    assert run_on_ranks(2, warmed_up, str(tmp_path), settings) == [([8, 8, 16], 1, "ring")] * 2
+
+
+def locked(cache: str, settings: TrialSettings) -> tuple[list[int], list[int]]:
+    """Sizes of the host buffers that were locked before the measured step began, and during it."""
+    os.environ["BURST_CACHE"] = cache
+    task = TrainTask(settings, METHOD, arrange(settings, torch.device("cpu")))
+    sizes: list[int] = []
+    begun: list[int] = []  # how many had been locked when each step's model was called
+    lock = engine.memory.offload.host_buffer
+    engine.memory.offload.host_buffer = lambda nbytes, device: (sizes.append(nbytes), lock(nbytes, device))[1]
+    task.model.register_forward_pre_hook(lambda *_: begun.append(len(sizes)))
+    task.run(lambda step: None)
+    return sizes[: begun[-1]], sizes[begun[-1] :]
+
+
+def test_a_measured_step_after_a_shorter_warm_up_locks_no_host_memory(tmp_path: Path) -> None:
+    steps = Steps(warmup=1, measured=1, warmup_seq_len=16)
+    checkpoint = Checkpoint(every=1, tail=0, offload="inputs")
+    settings = dataclasses.replace(SETTINGS, cp_size=2, world_size=2, steps=steps, checkpoint=checkpoint)
+    shape = settings.model
+    warm_up, whole = (tokens // 2 * shape.hidden * 4 for tokens in (16, settings.seq_len))
+    expected = ([warm_up] * shape.layers + [whole] * shape.layers, [])
+    assert run_on_ranks(2, locked, str(tmp_path), settings) == [expected] * 2
+
+
+def test_a_warm_up_length_that_does_not_split_is_refused(tmp_path: Path) -> None:
+    steps = Steps(warmup=1, measured=1, warmup_seq_len=18)
+    settings = dataclasses.replace(SETTINGS, cp_size=2, world_size=2, steps=steps)
+    for found in run_on_ranks(2, outcome, str(tmp_path), settings):
+        assert "seq_len 18 does not split" in found
