@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import NoReturn
 
+from cluster.inventory.file import named_nodes
 from cluster.inventory.hosts import read_hosts
-from cluster.inventory.named_nodes import named_nodes
 from cluster.inventory.nodes import Node
 from cluster.node_arguments import add_node_arguments
 

@@ -14,16 +14,15 @@ from cluster.active.fleet import Plan, run_active
 from cluster.active.pairing import Pair
 from cluster.check_arguments import chosen_nodes, parser
 from cluster.checks import AnyCheck
-from cluster.files.shown import shown
-from cluster.health import drift, history
+from cluster.discovery.drift import version_drift
+from cluster.files.errors import shown
+from cluster.health import history
 from cluster.health.nodes import NodeReport, check_nodes
 from cluster.inventory.nodes import Node
 from cluster.probing.verdict import EXIT_CODES, worst_level
 from cluster.profiles import Profile, load_profiles
-from cluster.render.json_lines import json_line
 from cluster.render.live import live_table
-from cluster.render.nagios import nagios_line
-from cluster.render.table import table, why_not
+from cluster.render.text import json_line, nagios_line, table, why_not
 from cluster.transport.reach import connection
 from cluster.transport.runner import Connect
 
@@ -82,7 +81,7 @@ def _check(
     except KeyboardInterrupt:
         print(f"{prog}: interrupted when {len(reports)} of {len(nodes)} nodes had answered", file=sys.stderr)
         return EXIT_CODES["unknown"]
-    for name, verdict in drift.judge(list(reports.values())).items():
+    for name, verdict in version_drift({name: report.verdicts for name, report in reports.items()}).items():
         reports[name] = reports[name].also("drift", verdict)
     pairs = _run_active(arguments, nodes, connect, profiles, reports, prog) if arguments.active else {}
     in_order = [reports[node.name] for node in nodes]

@@ -1,23 +1,45 @@
 """The worker of active tests, as it runs on a node.
 
-`speeds` measures the node by itself; `pair` one end of an exchange with another node: node 0 opens a store and prints
-its port, node 1 is told it. Every answer is a marked line of JSON (cluster/active/measurement.py).
+`speeds` measures the node by itself. `pair` is one end of an exchange with another node: node 0 opens a store and
+prints its port, node 1 gets that port as an argument. Every answer is a marked line of JSON (`measurement`).
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
 
-from cluster.active.interface import interface_towards
-from cluster.active.measurement import NodeSpeeds, line, speeds_line
-from cluster.active.sizes import SIZES, Device
+from cluster.active.measurement import SIZES, Device, NodeSpeeds, line, speeds_line
+
+_SIOCGIFADDR = 0x8915  # netdevice(7)
+_ANY_PORT = 9  # nothing is sent: connecting a datagram socket only chooses a route
+
+
+def interface_towards(address: str) -> str | None:
+    """Its name, such as eth0; None when no interface has the source address (IPv6, or several addresses on one)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, _ANY_PORT))
+        except OSError:
+            return None
+        source = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # no IPv4 address on this one
+            if socket.inet_ntoa(answer[20:24]) == source:
+                return name
+    return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cluster.active.kernels import EMULATED, devices, synchronize
-from cluster.active.sizes import SIZES, Device
+from cluster.active.measurement import SIZES, Device
 
 What = Literal["all_reduce", "exchange"]
 

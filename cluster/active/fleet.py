@@ -11,9 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from cluster.active.judge import judge_pairs, judge_speeds
-from cluster.active.measurement import NodeSpeeds, Unavailable, found, read_speeds
+from cluster.active.measurement import Device, NodeSpeeds, Unavailable, found, read_speeds
 from cluster.active.pairing import Pair, rounds, second_pass
-from cluster.active.sizes import Device
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
 from cluster.probing.verdict import Verdict

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from cluster.active.sizes import Device, Sizes
+from cluster.active.measurement import Device, Sizes
 
 EMULATED = 2  # a CPU stands for so many devices, so that every path runs without a GPU
 

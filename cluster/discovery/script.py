@@ -1,4 +1,4 @@
-"""The questions discovery asks a node, as probes of `cluster.probing.probe`: POSIX shell that reads and changes nothing.
+"""Probes of discovery (`cluster.probing.probe`): POSIX shell that reads from a node and changes nothing.
 
 `root` is put before every path below /sys and /proc, so that tests can point the same script at a tree of their own.
 Sources: the kernel's Documentation/ABI (sysfs-class-infiniband, sysfs-class-net, sysfs-bus-pci), ip-route(8).

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cluster.environment.processes import process_values
+from cluster.environment.ranks import process_values
 from cluster.environment.rendering import template
 from cluster.environment.rules import PER_METHOD, PER_TRIAL, adapter_problem, concern, interface_problem
-from cluster.environment.secrets import is_secret, shown
 from cluster.environment.shell_file import Assignment, read_assignments
-from cluster.environment.value import variables
-from cluster.inventory.ray_settings import USAGE_REPORTS
+from cluster.environment.value import is_secret, shown, variables
+from cluster.inventory.software import USAGE_REPORTS
 
 _RENAMED = {
     "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",

@@ -12,13 +12,11 @@ from cluster.discovery.drift import NodeNetwork
 from cluster.discovery.facts import NodeFacts
 from cluster.discovery.hcas import choose_hcas
 from cluster.discovery.interface import choose_interface
-from cluster.environment.network import adapter_values, socket_values
-from cluster.environment.processes import DEFAULT_METHOD, process_values
+from cluster.environment.ranks import DEFAULT_METHOD, adapter_values, process_values, socket_values, trial_values
 from cluster.environment.rules import concern
-from cluster.environment.trial import trial_values
 from cluster.environment.value import Value, overlaid, variables
-from cluster.inventory.ray_settings import USAGE_REPORTS
 from cluster.inventory.site import Site
+from cluster.inventory.software import USAGE_REPORTS
 from cluster.probing.probe import printable
 
 _TEMPLATES = Path(__file__).parent / "templates"

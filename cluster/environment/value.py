@@ -1,4 +1,7 @@
-"""One environment variable with the reason for its value, and how layers of them lie over each other."""
+"""One environment variable with the reason for its value; layers of variables; secrets kept out of output and records.
+
+A secret is a variable whose name says so, or a password inside an address.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
-
-from cluster.environment.secrets import shown
 
 Origin = Literal["default", "method", "discovered", "site", "user"]
 
@@ -47,3 +48,24 @@ def overlaid(values: Iterable[Value], variables: Mapping[str, str], *, by: str, 
 def variables(values: Iterable[Value]) -> dict[str, str]:
     """Name to value, as a process is given them."""
     return {value.name: value.value for value in values}
+
+
+REDACTED = "<redacted>"
+
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|KEY", re.IGNORECASE)
+_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # the user and password of http://user:password@proxy:8080
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether something of this variable must not be shown."""
+    return bool(_SECRET_NAME.search(name) or _IN_ADDRESS.search(value))
+
+
+def shown(name: str, value: str) -> str:
+    """The value as a table, a log or a record may hold it."""
+    return REDACTED if _SECRET_NAME.search(name) else _IN_ADDRESS.sub(REDACTED, value)
+
+
+def redact(environment: Mapping[str, str]) -> dict[str, str]:
+    """The same variables by name in alphabetical order, with what is secret about them hidden."""
+    return {name: shown(name, value) for name, value in sorted(environment.items())}

@@ -17,9 +17,8 @@ from typing import TypeAlias
 import yaml
 from yaml.constructor import SafeConstructor
 
-from cluster.files.errors import UsageError
-from cluster.files.regular_file import read_text
-from cluster.files.shown import shown_value
+from cluster.files.errors import UsageError, shown_value
+from cluster.files.filesystem import read_text
 
 Scalar: TypeAlias = "bool | int | float | str | None"
 Content: TypeAlias = "Scalar | list[Node] | dict[str, Node]"

@@ -17,8 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 from cluster.checks import AnyCheck
-from cluster.files.file_lock import try_lock
-from cluster.files.folders import state_folder
+from cluster.files.filesystem import state_folder, try_lock
 from cluster.health.nodes import NodeReport
 from cluster.probing.verdict import Verdict, merge
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.files.folders import cache_folder
+from cluster.files.filesystem import cache_folder
 from cluster.images.engine import Image, ImageFailed, last_line, save_command
 
 _CHUNK_BYTES = 2**20

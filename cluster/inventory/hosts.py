@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster.files.regular_file import read_text
+from cluster.files.filesystem import read_text
 from cluster.inventory import ranges
 
 SSH_PORT = 22

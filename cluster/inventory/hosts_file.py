@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from cluster.files.errors import UsageError
-from cluster.files.regular_file import read_text
+from cluster.files.filesystem import read_text
 from cluster.inventory.hosts import Host, distinct, parse_hosts, read_hosts
 from cluster.inventory.ranges import fold
 

@@ -1,21 +1,41 @@
-"""Which nodes a cluster would be of, found without starting anything: healthy ones, with the same software."""
+"""The nodes a cluster would have, found without starting anything: healthy ones, with the same software."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from cluster import checks
 from cluster.files.errors import UsageError
+from cluster.health.nodes import check_nodes
 from cluster.inventory.nodes import Inventory, Node
 from cluster.ray_cluster.container import uses_container
-from cluster.ray_cluster.introduction import THIS_MACHINE, Introduction, introduce, own_versions
-from cluster.ray_cluster.means import Means
+from cluster.ray_cluster.introduction import THIS_MACHINE, Introduction, introduce, mismatch, own_versions
 from cluster.ray_cluster.node import NodeError, named, on_all
 from cluster.ray_cluster.ray_commands import MAX_DIRECTORY_CHARACTERS
 from cluster.ray_cluster.state import StartedNode
-from cluster.ray_cluster.versions import mismatch
+from cluster.render.text import why_not
+from cluster.transport.runner import Connect
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Means:
+    """How nodes are reached and judged, and what the caller wants to know of each."""
+
+    connect: Connect
+    unfit: Callable[[Sequence[Node]], dict[str, str]]  # why not, by name of the node
+    # Arguments for the node's Python, run in its checkout: prints one JSON object, of which `versions` (text by name)
+    # must be equal on all nodes. Everything it prints is kept in the state.
+    describe: Sequence[str]
+    ranks: Callable[[Node, dict[str, Any]], int]  # how many fit on a node, by what it said of itself; raises ValueError
+    folder: Path  # our own checkout: where a site names none, the nodes have it at the same path
+    say: Callable[[str], None]
+    known_hosts: Path | None = None
+    seconds: float = 60.0  # for one answer of one node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,3 +131,9 @@ def _meet(nodes: Sequence[Node], means: Means, *, toward: str) -> dict[str, Intr
     if problems := named(nodes, answers):
         raise UsageError(problems)
     return {node.name: answer for node, answer in zip(nodes, answers, strict=True) if not isinstance(answer, str)}
+
+
+def unfit_nodes(nodes: Sequence[Node], connect: Connect, timeout_seconds: float) -> dict[str, str]:
+    """One sentence for every node that is not usable, by name. A node that cannot be asked is one of them."""
+    reports = check_nodes(nodes, connect, checks.discover(), timeout_seconds)
+    return {report.host.name: why_not(report) for report in reports if not report.usable}

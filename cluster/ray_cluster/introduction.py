@@ -6,7 +6,8 @@ import contextlib
 import json
 import socket
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,7 @@ from typing import Any
 from cluster.inventory.hosts import Host
 from cluster.ray_cluster.node import NodeError, ask
 from cluster.ray_cluster.state import StartedNode
-from cluster.ray_cluster.versions import absent
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from cluster.transport.runner import Runner
 
 THIS_MACHINE = "this machine"  # its versions count too: it drives the cluster
@@ -110,3 +110,24 @@ def _resolved(host: Host) -> list[str]:
         found = socket.getaddrinfo(host.address, None, socket.AF_INET, socket.SOCK_STREAM)
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
     return []
+
+
+def mismatch(versions: Mapping[str, Mapping[str, str]]) -> str:
+    """One sentence naming what differs and on which nodes, empty when all agree.
+
+    `versions` is by node and then by what: python, ray, torch, code. The value most nodes have is taken for the right
+    one; on a tie the first node's.
+    """
+    parts = []
+    for what in dict.fromkeys(what for found in versions.values() for what in found):
+        by_node = {node: found.get(what, "not known") for node, found in versions.items()}
+        [(usual, count)] = Counter(by_node.values()).most_common(1)
+        if count < len(by_node):
+            others = ", ".join(f"{value} on {node}" for node, value in by_node.items() if value != usual)
+            parts.append(f"{what} is {usual} on {count} of {len(by_node)} nodes but {others}")
+    return "; ".join(parts) + "; install the same everywhere, or leave those nodes out" if parts else ""
+
+
+def absent(versions: Mapping[str, str]) -> list[str]:
+    """What a node lacks of the packages it was asked for."""
+    return [what for what, version in versions.items() if version == "not installed"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from cluster.inventory.ray_settings import RAY_SETTINGS
 from cluster.inventory.site import RayPorts
+from cluster.inventory.software import RAY_SETTINGS
 
 # Paths of Unix sockets may have 107 characters, and Ray adds `/session_<date>_<pid>/sockets/plasma_store`.
 MAX_DIRECTORY_CHARACTERS = 40

@@ -17,8 +17,7 @@ from typing import Any
 
 from cluster.files import strict_yaml
 from cluster.files.errors import UsageError
-from cluster.files.file_lock import try_lock
-from cluster.files.folders import state_folder
+from cluster.files.filesystem import state_folder, try_lock
 from cluster.inventory.hosts import Host
 
 SCHEMA = 1

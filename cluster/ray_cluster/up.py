@@ -14,15 +14,13 @@ from typing import Any
 
 from cluster.files.errors import UsageError
 from cluster.inventory.nodes import Inventory, Node
-from cluster.ray_cluster.candidates import healthy, intended, ranks_of
+from cluster.ray_cluster.candidates import Means, healthy, intended, ranks_of
 from cluster.ray_cluster.container import interpreter, run_command
 from cluster.ray_cluster.down import docker, end_cluster, end_node
-from cluster.ray_cluster.introduction import HEAD_PORTS, THIS_MACHINE, introduce, own_versions
-from cluster.ray_cluster.means import Means
+from cluster.ray_cluster.introduction import HEAD_PORTS, THIS_MACHINE, introduce, mismatch, own_versions
 from cluster.ray_cluster.node import NodeError, ask, named, on_all
 from cluster.ray_cluster.ray_commands import SETTINGS, fixed_ports, head_command, worker_command
 from cluster.ray_cluster.state import ClusterState, Process, StartedNode, StateDirectory
-from cluster.ray_cluster.versions import mismatch
 from cluster.transport.runner import Unreachable
 
 

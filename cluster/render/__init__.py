@@ -1,3 +1,1 @@
-"""Reports in every form they are asked for: one module each."""
-
-from cluster.render.table import why_not as why_not
+"""Reports of node checks in every form: text, a live table, HTML."""

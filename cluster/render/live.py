@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cluster.health.nodes import NodeReport
 from cluster.inventory.nodes import Node
 from cluster.probing.verdict import Level
-from cluster.render.table import headline
+from cluster.render.text import headline
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -17,7 +17,7 @@ import pytest
 from cluster.discovery.facts import NodeFacts
 from cluster.discovery.read import read_node
 from cluster.inventory.site import Site, Software
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from tests.patience import AMPLE
 
 INFINIBAND = {"link_layer": "InfiniBand", "rate": "400 Gb/sec (4X NDR)"}

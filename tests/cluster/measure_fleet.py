@@ -29,7 +29,7 @@ from cluster.health.nodes import check_nodes
 from cluster.inventory.file import load_inventory
 from cluster.inventory.hosts import Host, this_machine
 from cluster.inventory.nodes import Node
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from cluster.transport.runner import Completed, Runner
 from tests.cluster.gpu_outputs import BUSES, install_node
 from tests.cluster.loopback_sshd import LoopbackSshd, running_sshd

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from cluster.active.__main__ import interface_towards
 from cluster.active.fleet import Plan, run_active, worker_command
-from cluster.active.interface import interface_towards
 from cluster.active.measurement import line
 from cluster.cli import main
 from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Container, NetworkExpectation, Site, Software
 from cluster.profiles import load_profiles
-from cluster.transport.local import connect_local
+from cluster.transport.reach import connect_local
 from cluster.transport.runner import Runner
 
 ROOT = Path(__file__).parents[2]

@@ -2,12 +2,11 @@
 
 import pytest
 
-from cluster.discovery.distance import common_depth, nearest
-from cluster.discovery.drift import NodeNetwork, drift
+from cluster.discovery.drift import NodeNetwork, network_drift
 from cluster.discovery.facts import Device, Gpu, Interface, NodeFacts, Port, Route
-from cluster.discovery.hcas import choose_hcas
+from cluster.discovery.hcas import choose_hcas, common_depth, nearest
 from cluster.discovery.interface import choose_interface
-from cluster.discovery.route_table import interface_for
+from cluster.discovery.read import interface_for
 
 
 def port(name, path=(), *, state="ACTIVE", phys="LinkUp", rate=400.0, layer="InfiniBand", numa=None, number=1):
@@ -141,28 +140,28 @@ def network(node, *, hcas=("mlx5_0",), mtu=1500, interface="eth0", driver="580",
 
 
 def test_equal_nodes_do_not_drift_whatever_their_interfaces_are_called():
-    assert drift([network("a"), network("b", interface="ens1"), network("c", driver=None, nccl=None)]) == []
+    assert network_drift([network("a"), network("b", interface="ens1"), network("c", driver=None, nccl=None)]) == []
 
 
 def test_different_adapters_are_told_by_node_the_majority_first():
     nodes = [network("a", hcas=("mlx5_1",)), network("b"), network("c")]
-    assert drift(nodes) == [
-        "HCA sets differ, with which NCCL can hang without a word: b, c have 1 (mlx5_0:1); a has 1 (mlx5_1:1)"
+    assert network_drift(nodes) == [
+        "HCA sets differ, with which NCCL can hang without an error: b, c have 1 (mlx5_0:1); a has 1 (mlx5_1:1)"
     ]
 
 
 def test_every_kind_of_drift_has_its_sentence():
     other = network("b", hcas=(), mtu=9000, driver="570", nccl="2.26.2")
-    beginnings = [sentence.partition(" ")[0] for sentence in drift([network("a"), other])]
+    beginnings = [sentence.partition(" ")[0] for sentence in network_drift([network("a"), other])]
     assert beginnings == ["HCA", "MTUs", "NVIDIA", "NCCL"]
-    slow = drift([network("a"), network("b", rate=200.0)])
+    slow = network_drift([network("a"), network("b", rate=200.0)])
     assert [sentence.partition(":")[0] for sentence in slow] == [
         "HCA rates or link layers differ, so the slowest sets the pace"
     ]
 
 
 def test_many_nodes_are_counted_after_the_first_names():
-    sentence = drift([network(f"n{i}") for i in range(9)] + [network("x", driver="570")])[0]
+    sentence = network_drift([network(f"n{i}") for i in range(9)] + [network("x", driver="570")])[0]
     assert sentence == "NVIDIA drivers differ: n0, n1, n2, n3, n4, n5 and 3 more have 580; x has 570"
 
 

@@ -5,7 +5,7 @@ import pytest
 from cluster.checks import disk, host_memory
 from cluster.inventory.site import DiskLimit, HostMemoryLimit, Site
 from cluster.probing.probe import Output
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from tests.patience import AMPLE
 
 HEADER = "Filesystem     1024-blocks     Used Available Capacity Mounted on"

@@ -8,11 +8,9 @@ import pytest
 from cluster.discovery.facts import NodeFacts
 from cluster.discovery.hcas import HcaChoice
 from cluster.discovery.interface import InterfaceChoice
-from cluster.environment.network import adapter_values, socket_values
-from cluster.environment.processes import connections
+from cluster.environment.ranks import adapter_values, connections, socket_values
 from cluster.environment.rendering import env_sh, render_node, template
-from cluster.environment.secrets import redact, shown
-from cluster.environment.value import Value, overlaid
+from cluster.environment.value import Value, overlaid, redact, shown
 from cluster.inventory.site import NetworkExpectation, Site, Storage
 from tests.cluster.fake_node import FakeNode, a800, h100, roce
 

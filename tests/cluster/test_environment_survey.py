@@ -8,15 +8,14 @@ import subprocess
 import pytest
 
 from cluster.discovery.facts import NodeFacts
-from cluster.environment.install import install
 from cluster.environment.rendering import env_sh, render_node
 from cluster.environment.show import as_json, table
-from cluster.environment.survey import Wish, head_address, survey
+from cluster.environment.survey import Wish, head_address, install, survey
 from cluster.files.errors import UsageError
 from cluster.inventory.hosts import Host, this_machine
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import NetworkExpectation, Site
-from cluster.transport.local import LocalRunner, connect_local
+from cluster.transport.reach import LocalRunner, connect_local
 from cluster.transport.runner import Unreachable
 from cluster.transport.ssh import SshOptions, connector
 from tests.patience import AMPLE

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from cluster.files.errors import UsageError
-from cluster.files.file_lock import try_lock
+from cluster.files.filesystem import try_lock
 from cluster.ray_cluster.state import StateDirectory
 
 

@@ -16,7 +16,7 @@ from cluster.checks import conclude, gpu_memory, gpus
 from cluster.inventory.site import GpuExpectation, GpuMemoryLimit, Site
 from cluster.probing.probe import Output, parse_outputs, render_script
 from cluster.probing.verdict import Verdict
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from tests.patience import AMPLE
 
 UUID = "GPU-10597eaf-9a20-6f3c-deae-3420ff422ae3"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cluster.images.engine import build_command, find_image
-from cluster.images.targets import tagged
-from cluster.transport.local import LocalRunner
+from cluster.images.push import tagged
+from cluster.transport.reach import LocalRunner
 from harness.cli import main
 from tests.cluster.fake_docker import layers
 

@@ -13,7 +13,7 @@ from cluster.images.engine import ImageFailed, find_image
 from cluster.images.push import Way, push
 from cluster.images.sending import send
 from cluster.inventory.hosts import parse_hosts
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from cluster.transport.ssh import SshOptions, connector
 from cluster.transport.transfer import TransferFailed
 from tests.cluster.fake_docker import layers

@@ -5,9 +5,9 @@ import os
 import pytest
 
 from cluster.images.archive import save
+from cluster.images.delivery import ask_space
 from cluster.images.engine import Image, ImageFailed, find_image
-from cluster.images.space import ask_space
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 
 TOO_LARGE = 2**60
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cluster.ray_cluster.node import NodeError, ask, on_all
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from cluster.transport.runner import Unreachable
 from tests.patience import AMPLE, running, scaled
 

@@ -10,7 +10,7 @@ from cluster.checks import fabric_manager, nvlink, pcie
 from cluster.inventory.site import Site
 from cluster.probing.probe import Output, parse_outputs, render_script
 from cluster.profiles import NO_GPUS
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from tests.cluster import gpu_outputs
 from tests.cluster.gpu_outputs import EIGHT, MODELS, OUTPUTS, STRANGER, board
 from tests.patience import AMPLE

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.inventory.hosts import parse_hosts
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from cluster.transport.runner import MAX_OUTPUT_BYTES, Runner, Unreachable
 from cluster.transport.ssh import SshOptions, connector
 from tests.cluster.loopback_sshd import LoopbackSshd

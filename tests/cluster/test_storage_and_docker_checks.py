@@ -12,7 +12,7 @@ from cluster.inventory.site import Container, SharedPath, Site, Storage
 from cluster.probing.probe import Output
 from cluster.probing.verdict import Verdict
 from cluster.profiles import NO_GPUS
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from tests.cluster.gpu_outputs import EIGHT, board
 from tests.patience import AMPLE
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.inventory.hosts import parse_hosts
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from cluster.transport.runner import Completed
 from cluster.transport.ssh import SshOptions, connector
 from cluster.transport.transfer import TransferFailed, put

@@ -16,7 +16,7 @@ from cluster.health.nodes import NodeReport, check_nodes
 from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import GpuExpectation, GpuMemoryLimit, Site
-from cluster.transport.local import connect_local
+from cluster.transport.reach import connect_local
 from tests.cluster.gpu_outputs import MODELS, Install, install_node, setting
 
 ROOT = Path(__file__).parents[2]

@@ -20,8 +20,7 @@ from cluster.transport.runner import Connect, Runner, Unreachable
 from cluster.transport.ssh.jump import JumpHosts, Tunnel
 from cluster.transport.ssh.known_hosts import HostKey, KnownHosts, host_name
 from cluster.transport.ssh.login import PrivateKeys, log_in
-from cluster.transport.ssh.sentences import FAILURES, explain
-from cluster.transport.ssh.session import SshRunner
+from cluster.transport.ssh.session import FAILURES, SshRunner, explain
 
 CONNECT_SECONDS = 10.0  # each for TCP and for key exchange with login: slower than this is not a node to run on
 # Key exchange and login are our own processor's work, some 3 ms each (docs/inventory.md): more at once only makes all

@@ -1,10 +1,17 @@
-"""Text that a user names on the command line or in a file, read without waiting for it and without end."""
+"""This machine's file systems: text of files that a user names, advisory locks, and folders for state and caches.
+
+`read_text` neither waits for a file's writer nor reads without end. The kernel drops a lock when its holder ends; some
+file systems have no locks. Folders follow the XDG base directory specification.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import stat
 from pathlib import Path
+from typing import IO, Any
 
 from cluster.files.errors import UsageError
 
@@ -48,3 +55,39 @@ def read_text(path: Path, what: str, most_bytes: int = MAX_BYTES) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: byte {error.start} is not UTF-8; save the {what} as UTF-8 text") from error
+
+
+# Lustre mounted without flock, NFS without its lock service, and FUSE file systems that do not implement it.
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+
+
+def try_lock(file: IO[Any] | int, *, shared: bool = False, wait: bool = False) -> bool | None:
+    """Lock a file; returns whether it is ours now, or None where the file system has no locks.
+
+    Without `wait` a lock that another program holds is not waited for. Raises OSError for a file system that fails.
+    """
+    operation = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+    try:
+        fcntl.flock(file, operation)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+    return True
+
+
+def state_folder(name: str) -> Path:
+    """For what must outlive a program: counters of nodes, a cluster that is up."""
+    return _base("XDG_STATE_HOME", Path(".local", "state")) / "burst" / name
+
+
+def cache_folder(name: str) -> Path:
+    """For what can be made again."""
+    return _base("XDG_CACHE_HOME", Path(".cache")) / "burst" / name
+
+
+def _base(variable: str, below_home: Path) -> Path:
+    chosen = Path(os.environ.get(variable, ""))
+    return chosen if chosen.is_absolute() else Path.home() / below_home  # relative ones must be ignored, it says
