@@ -1,7 +1,7 @@
-"""Health checks, one file each: a probe that runs on the node and a pure judgement of what it printed.
+"""Health checks, one file each: a probe that runs on the node and a pure judgement of its output.
 
-A module here that defines `CHECK` is a check; its file name is the check's name. Nothing else lists them. Checks that
-read the same thing give the same probe, which then runs once.
+Every module here defines one `CHECK`; its file name is the check's name. Checks with the same probe share its run.
+Imports `probing`, `profiles`, `inventory` and `files`: a check neither opens a connection nor imports another check.
 """
 
 from __future__ import annotations

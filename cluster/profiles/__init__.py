@@ -1,6 +1,6 @@
-"""What each GPU model must show: one YAML file per model, with the source of every threshold.
+"""Thresholds of each GPU model: one YAML file per model, with the source of every number.
 
-A model without a profile is unknown wherever a threshold depends on the model; it is never taken for healthy.
+A check that needs a threshold is unknown, never ok, for a model without a profile. Imports `files` alone.
 """
 
 from __future__ import annotations
