@@ -24,7 +24,10 @@ _ANY_PORT = 9  # nothing is sent: connecting a datagram socket only chooses a ro
 
 
 def interface_towards(address: str) -> str | None:
-    """Its name, such as eth0; None when no interface has the source address (IPv6, or several addresses on one)."""
+    """Name of the interface towards `address`, such as eth0.
+
+    None when no interface has the source address: IPv6, or several addresses on one interface.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, _ANY_PORT))
@@ -43,15 +46,15 @@ def interface_towards(address: str) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when the answer was measured, 1 when it is a reason."""
+    """0 when the answer was measured, 1 when it is the reason why not."""
     parser = argparse.ArgumentParser(prog="python -m cluster.active", description=__doc__)
-    parser.add_argument("what", choices=["speeds", "pair"])
+    parser.add_argument("test", choices=["speeds", "pair"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--seconds", type=float, default=300.0, help="until a collective must have ended")
     parser.add_argument("--node", type=int, choices=[0, 1], help="which end of the pair this is")
     parser.add_argument("--peer", help="address of the other node")
     parser.add_argument("--port", type=int, default=0, help="of node 0's store")
-    parser.add_argument("--attended", action="store_true", help="end when standard input does: nobody waits any more")
+    parser.add_argument("--attended", action="store_true", help="end when standard input ends")
     arguments = parser.parse_args(argv)
     if arguments.attended:
         threading.Thread(target=_end_with_input, daemon=True).start()
@@ -60,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(line("unavailable", {"reason": reason}), flush=True)
         return 1
     try:
-        if arguments.what == "speeds":
+        if arguments.test == "speeds":
             print(speeds_line(_speeds(arguments.device, arguments.seconds)), flush=True)
         else:
             speed = _exchange(arguments.device, arguments.node, arguments.peer, arguments.port, arguments.seconds)
@@ -73,14 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end_with_input() -> None:
-    """End this process and its ranks when whoever started it has gone; runners give each command its own group."""
+    """End this process and its ranks when the program that started it has ended; each command has its own group."""
     while os.read(0, 4096):  # not sys.stdin, whose lock a thread that waits would hold when the program ends
         pass
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def _unavailable(device: Device) -> str:
-    """Why nothing can be measured here; empty when something can."""
+    """The reason why nothing can be measured here; empty when something can."""
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -119,7 +122,7 @@ def _exchange(kind: Device, node: int, peer: str, port: int, seconds: float) -> 
 
     from cluster.active import collective
 
-    # Left to themselves, both libraries may choose a bridge or loopback.
+    # By default, both libraries may choose a bridge or loopback.
     name = interface_towards(socket.gethostbyname(peer))
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -25,7 +25,7 @@ class NodeSpeeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unavailable:
-    """Why a node cannot run active tests at all."""
+    """The reason why a node cannot run active tests."""
 
     reason: str
 
@@ -53,7 +53,7 @@ def found(text: str, kind: str) -> dict[str, Any] | None:
 
 
 def read_speeds(text: str) -> NodeSpeeds | Unavailable | None:
-    """What a worker said of its node; None when it said nothing of ours."""
+    """The answer of a worker; None when it printed no marked line."""
     unavailable = found(text, "unavailable")
     if unavailable:
         return Unavailable(reason=str(unavailable.get("reason")))
@@ -71,7 +71,7 @@ Device = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Sizes in elements and bytes; each number is the median of `blocks` timings of `repeats` calls."""
+    """Sizes in elements and bytes; each measured number is the median of `blocks` timings of `repeats` calls."""
 
     gemm: int  # rows, columns and inner dimension
     copy_bytes: int

@@ -24,8 +24,8 @@ from cluster.transport.runner import Runner, Unreachable
 def read_node(
     node: str, runner: Runner, site: Site, *, head: str | None, deadline_seconds: float, root: str = ""
 ) -> NodeFacts:
-    """Ask one node. `head` is the head node's IPv4 address, None on a machine that works alone; `root` is put before
-    /sys and /proc. Raises Unreachable when the connection breaks or the node's shell runs nothing."""
+    """Facts of one node. `head` is the head node's IPv4 address, None on a machine that works alone; `root` is put
+    before /sys and /proc. Raises Unreachable when the connection breaks or the node's shell runs nothing."""
     python = site.software.python or sys.executable
     questions = probes(head=head, storage=site.storage.servers, python=python, root=root)
     mark = secrets.token_hex(8)
@@ -34,7 +34,7 @@ def read_node(
     if not outputs:
         complaint = Output(text=completed.stderr).first_line or "no output"
         raise Unreachable(f"{node} answered, but its shell ran no probe ({complaint}); log in and try sh there")
-    # A probe of which nothing came back was still waiting when the connection's deadline passed.
+    # A probe without output was still running when the connection's deadline passed.
     silent = {name: Output(text="", exit_status=None) for name in questions if name not in outputs}
     return parse(node, {**outputs, **silent})
 
@@ -43,7 +43,7 @@ _Record = dict[str, list[str]]
 
 _ROOT_BUS = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 _PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-# What becomes part of a rendered value must be a name; a node that prints anything else is not believed.
+# A part of a rendered value must be a name; anything else that a node prints is dropped.
 _INTERFACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,14}")
 _PORT = re.compile(r"([A-Za-z0-9_.-]+):(\d+)")
 
@@ -74,13 +74,13 @@ def parse(node: str, outputs: Mapping[str, Output]) -> NodeFacts:
 def _unread(outputs: Mapping[str, Output], smi: Output) -> Iterable[str]:
     for name, output in outputs.items():
         if output.timed_out:
-            yield f"the probe {name} did not end in time, so what it reads is unknown"
+            yield f"the probe {name} did not end in time, so its facts are unknown"
     if not smi.timed_out and not nvidia_smi.has_no_gpu(smi) and (trouble := nvidia_smi.trouble(smi)):
         yield trouble.summary
 
 
 def _records(text: str) -> dict[str, _Record]:
-    """Lines `name TAB key TAB value` as name -> key -> values; lines of any other form are passed over."""
+    """Lines `name TAB key TAB value` as name -> key -> values; lines of any other form are left out."""
     records: dict[str, _Record] = {}
     for line in text.splitlines():
         name, *rest = line.split("\t")
@@ -109,8 +109,7 @@ def _device(record: _Record) -> Device:
 
 
 def _interfaces(text: str, listed: list[dict[str, Any]]) -> Iterable[Interface]:
-    """What sysfs says, and what `ip` adds. Where `ip` answers, only what it lists is there: sysfs can be another
-    network namespace's."""
+    """Interfaces from sysfs and `ip`. Where `ip` answers, only its list counts: sysfs can be another namespace's."""
     records = _records(text)
     entries = {str(entry.get("ifname", "")): entry for entry in listed} or {name: {} for name in records}
     for name, entry in entries.items():
@@ -120,7 +119,7 @@ def _interfaces(text: str, listed: list[dict[str, Any]]) -> Iterable[Interface]:
         state = str(entry.get("operstate", "")) or _one(record, "operstate")
         yield Interface(
             name=name,
-            up=state.lower() in ("up", "unknown"),  # loopback and some virtual ones never say up
+            up=state.lower() in ("up", "unknown"),  # loopback and some virtual ones never report up
             mtu=_number(str(entry.get("mtu", "")) or _one(record, "mtu")),
             speed_mbps=_number(_one(record, "speed")),
             device=_device(record),
@@ -143,14 +142,14 @@ def _json_list(text: str) -> list[dict[str, Any]]:
 
 
 def _route(line: str, table: str, interfaces: Iterable[Interface]) -> Route:
-    """One line `address TAB answer of ip`; without an answer, what the kernel's table says."""
+    """One line `address TAB answer of ip`; without an answer, the kernel's table decides."""
     target, _, answer = line.partition("\t")
     found = next(iter(_json_list(answer)), {})
     name, source = str(found.get("dev", "")), found.get("prefsrc")
     if not name:
         name, source = interface_for(target, table), None
     if name == "lo" and not target.startswith("127."):
-        # The address is the node's own, so the way to it is loopback; others reach it at the interface that has it.
+        # The address is the node's own, so its route is loopback; other nodes reach it at the interface that has it.
         name = next((interface.name for interface in interfaces if target in interface.addresses), "")
     if not _INTERFACE.fullmatch(name):
         return Route(target=target, interface="")
@@ -183,7 +182,7 @@ def _link_layer(text: str) -> LinkLayer:
 
 
 def _gpus(text: str, rows: list[dict[str, str]]) -> Iterable[Gpu]:
-    """Those the driver lists, which in a container are not all of the machine's; without a driver those on the bus."""
+    """GPUs that the driver lists, in a container not all of the machine's; without a driver those on the bus."""
     devices = {address: _device(record) for address, record in _records(text).items()}
     if not rows:
         yield from (Gpu(address=address, device=device) for address, device in devices.items())
@@ -205,8 +204,8 @@ _UP, _REJECT = 0x1, 0x200  # RTF_UP, RTF_REJECT
 def interface_for(target: str, table: str) -> str:
     """Interface of the most specific route to an IPv4 address, of equals the one with the smallest metric; "" for none.
 
-    Numbers in the table are in the host's byte order, which is little-endian on every machine we know of with GPUs.
-    The table leaves out a node's own addresses, so the way to one of them is the interface of its network.
+    Numbers in the table are in the host's byte order, which is little-endian on x86-64 and arm64. The table leaves out
+    a node's own addresses, so the interface to one of them is that of its network.
     """
     address = ipaddress.ip_address(target)
     if address.version != 4:

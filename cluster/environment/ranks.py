@@ -18,7 +18,7 @@ def socket_values(choice: InterfaceChoice) -> Iterable[Value]:
     """Interface of NCCL's bootstrap and of Gloo; nothing where no interface could be found."""
     if not choice.name:
         return
-    if choice.name != "lo":  # on one host NCCL finds its way; loopback in a file that is later used on two would not
+    if choice.name != "lo":  # on one host NCCL needs none; loopback would fail in a file that is later used on two
         yield Value(
             name="NCCL_SOCKET_IFNAME",
             value=f"={choice.name}",  # a bare name is a prefix: eth1 also matches eth10
@@ -29,7 +29,7 @@ def socket_values(choice: InterfaceChoice) -> Iterable[Value]:
 
 
 def adapter_values(choice: HcaChoice, *, gid_index: int | None = None) -> Iterable[Value]:
-    """The adapters NCCL may use, by exact names; or none, said once instead of left to be found out by every rank."""
+    """The adapters NCCL may use, by exact names; or none, stated once instead of discovered by every rank."""
     if choice.kept:
         counted = f"{len(choice.kept)} of the {len(choice.ports)} ports"
         yield Value(
@@ -42,12 +42,12 @@ def adapter_values(choice: HcaChoice, *, gid_index: int | None = None) -> Iterab
             yield Value(name="NCCL_IB_GID_INDEX", value=str(gid_index), reason="set by the site file", origin="site")
         return
     if choice.origin == "site":
-        reason = "the site wants no adapter used"
+        reason = "the site uses no adapter"
     elif choice.ports:
         reason = f"none of the {len(choice.ports)} ports can be used"
     else:
         reason = "this node has no RDMA adapter"
-    # NCCL_NET=Socket would say it as well, but would also rule out network plugins, such as the one for EFA.
+    # NCCL_NET=Socket would do it as well, but would also rule out network plugins, such as the one for EFA.
     yield Value(
         name="NCCL_IB_DISABLE",
         value="1",
@@ -74,7 +74,7 @@ def process_values(
     return (
         *_threads(device, cores, ranks),
         *(_cuda(method, compute_capability) if device == "cuda" else ()),
-        Value(name=USAGE_REPORTS, value="0", reason="Ray reports its use to its makers unless told not to"),
+        Value(name=USAGE_REPORTS, value="0", reason="Ray reports its use to its makers by default"),
     )
 
 
@@ -82,7 +82,9 @@ def _threads(device: str, cores: int, ranks: int) -> Iterable[Value]:
     share = max(1, cores // ranks)
     shared = f"{cores} cores shared by {ranks} rank{'s' if ranks > 1 else ''}"
     if device == "cpu":
-        yield Value(name="OMP_NUM_THREADS", value=str(share), reason=f"{shared}; ranks would fight for them otherwise")
+        yield Value(
+            name="OMP_NUM_THREADS", value=str(share), reason=f"{shared}; ranks would compete for them otherwise"
+        )
     else:
         yield Value(
             name="OMP_NUM_THREADS",

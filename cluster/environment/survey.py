@@ -27,7 +27,7 @@ from cluster.transport.transfer import TransferFailed, put
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wish:
-    """What is asked for, the same on all nodes."""
+    """The options of a survey, the same on all nodes."""
 
     head: str | None = None  # IPv4 address of the head node; None: this machine alone
     method: str = DEFAULT_METHOD
@@ -38,11 +38,11 @@ class Wish:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """What came of it, in the order of the nodes."""
+    """The results, in the order of the nodes."""
 
     environments: tuple[NodeEnvironment, ...]
     installed: dict[str, Installed]  # by node
-    silent: dict[str, str]  # nodes that could not be asked, or written to, and why
+    silent: dict[str, str]  # nodes that did not answer, or could not be written to, and the reason
 
     @property
     def drift(self) -> list[str]:
@@ -51,7 +51,7 @@ class Survey:
 
 
 def survey(nodes: Sequence[Node], connect: Connect, wish: Wish, seconds: float) -> Survey:
-    """Ask every node, within `seconds` each, and write to it when that is wished."""
+    """Read every node's facts, within `seconds` each, and install env.sh where `wish` has a path for it."""
 
     def work(node: Node) -> tuple[NodeEnvironment, Installed | Unreachable | None]:
         with connect(node.host, seconds) as runner:
@@ -93,7 +93,7 @@ def head_address(named: str | None, nodes: Sequence[Node]) -> str | None:
         ) from None
 
 
-# Arguments: path, SHA-256 of what is to stand there. Makes the folder, and keeps a copy of what will be replaced.
+# Arguments: path, SHA-256 of the new content. Makes the folder, and keeps a copy of the file to be replaced.
 _MAKE_WAY = """\
 set -eu
 [ ! -d "$1" ] || { echo "$1 is a folder" >&2; exit 3; }
@@ -108,7 +108,7 @@ printf 'replaced %s\\n' "$kept"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Installed:
-    """How a file got onto a node."""
+    """The result of one installation."""
 
     path: str
     what: Literal["written", "replaced", "unchanged"]
@@ -118,13 +118,13 @@ class Installed:
     def sentence(self) -> str:
         if self.what == "replaced":
             return f"{self.path} replaced; the earlier one is {self.kept}"
-        return f"{self.path} {'is as it should be' if self.what == 'unchanged' else 'written'}"
+        return f"{self.path} {'is up to date' if self.what == 'unchanged' else 'written'}"
 
 
 def install(runner: Runner, environment: NodeEnvironment, path: str, *, deadline_seconds: float) -> Installed:
     """Write the node's env.sh to an absolute `path` there, readable by all unless it holds a secret.
 
-    Raises Unreachable with the machine's own words when that fails; what was at `path` is then still there.
+    Raises Unreachable with the machine's own message when that fails; a file at `path` is then unchanged.
     """
     content = env_sh(environment).encode()
     mode = 0o600 if any(is_secret(value.name, value.value) for value in environment.values) else 0o644

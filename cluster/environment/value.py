@@ -25,7 +25,7 @@ class Value:
     origin: Origin = "default"
 
     def __post_init__(self) -> None:
-        # Both come from here or from a reader that has checked them; a wrong one would be a hole in env.sh.
+        # Readers have checked both before; a wrong one could run a command from env.sh.
         assert _NAME.fullmatch(self.name), self.name
         assert "\0" not in self.value, self.name
 
@@ -33,7 +33,7 @@ class Value:
 def overlaid(values: Iterable[Value], variables: Mapping[str, str], *, by: str, origin: Origin) -> tuple[Value, ...]:
     """The values with `variables` over them; a replaced one keeps its place, and its reason names what it replaced.
 
-    `by` says whose variables these are, as in "set by the site file".
+    `by` names their origin, as in "set by the site file".
     """
     result = {value.name: value for value in values}
     for name, text in variables.items():
@@ -46,7 +46,7 @@ def overlaid(values: Iterable[Value], variables: Mapping[str, str], *, by: str, 
 
 
 def variables(values: Iterable[Value]) -> dict[str, str]:
-    """Name to value, as a process is given them."""
+    """Name to value, for a process."""
     return {value.name: value.value for value in values}
 
 
@@ -57,7 +57,7 @@ _IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # the user and password of h
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether something of this variable must not be shown."""
+    """True when a part of this variable must not be shown."""
     return bool(_SECRET_NAME.search(name) or _IN_ADDRESS.search(value))
 
 
@@ -67,5 +67,5 @@ def shown(name: str, value: str) -> str:
 
 
 def redact(environment: Mapping[str, str]) -> dict[str, str]:
-    """The same variables by name in alphabetical order, with what is secret about them hidden."""
+    """The same variables by name in alphabetical order, with secrets hidden."""
     return {name: shown(name, value) for name, value in sorted(environment.items())}

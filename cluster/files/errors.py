@@ -17,7 +17,7 @@ class UsageError(ValueError):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """End of a sentence about an unknown `word`: its nearest neighbour, or every choice when none comes near."""
+    """End of a sentence about an unknown `word`: its nearest neighbour, or every choice when none is near."""
     known = list(choices)
     by_folded = {choice.casefold(): choice for choice in known}
     match = difflib.get_close_matches(word.casefold(), by_folded, n=1)
@@ -31,13 +31,13 @@ def one_of(choices: Iterable[str]) -> str:
 
 
 MAX_CHARACTERS = 1000  # of a line: a path of the longest kind fits beside a sentence
-_END_CHARACTERS = 300  # of them behind the gap, where an error says what to do
+_END_CHARACTERS = 300  # kept of the end of a line, where an error states the next step
 
 
 def shown(text: str, most: int = MAX_CHARACTERS) -> str:
     """The text with control characters written as escapes (`\\x1b`) and every line of at most about `most` characters.
 
-    Line breaks and tabs stay. What is left out of a long line is its middle, and the line says how much that is.
+    Line breaks and tabs stay. A long line loses its middle, and states how many characters are left out.
     """
     if text.isprintable() and len(text) <= most:
         return text

@@ -29,17 +29,17 @@ _KINDS = (
 def read_text(path: Path, what: str, most_bytes: int = MAX_BYTES) -> str:
     """A regular file of UTF-8 text. `what` names the file's role in errors.
 
-    Raises UsageError for anything else: a pipe that nothing is written to or a device without end would never answer.
+    Raises UsageError for anything else: reading an empty pipe or an endless device would never end.
     """
     try:
-        # Not to wait for a pipe's writer: what it is can only be told safely of what is open.
+        # O_NONBLOCK does not wait for a pipe's writer. The kind of a file is certain only once it is open.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         with open(descriptor, "rb") as file:
             mode = os.fstat(descriptor).st_mode
             if not stat.S_ISREG(mode):
                 kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "no file")
                 raise UsageError(f"{path}: the {what} is {kind}; give a regular file")
-            content = file.read(most_bytes + 1)  # files of /proc are of no size until they are read
+            content = file.read(most_bytes + 1)  # files of /proc have size 0 until they are read
     except FileNotFoundError:
         raise UsageError(f"{path}: no such {what}; check the path") from None
     except IsADirectoryError:
@@ -79,15 +79,15 @@ def try_lock(file: IO[Any] | int, *, shared: bool = False, wait: bool = False) -
 
 
 def state_folder(name: str) -> Path:
-    """For what must outlive a program: counters of nodes, a cluster that is up."""
+    """Folder for files that outlive a program: counters of nodes, the state of a cluster."""
     return _base("XDG_STATE_HOME", Path(".local", "state")) / "burst" / name
 
 
 def cache_folder(name: str) -> Path:
-    """For what can be made again."""
+    """Folder for files that can be made again."""
     return _base("XDG_CACHE_HOME", Path(".cache")) / "burst" / name
 
 
 def _base(variable: str, below_home: Path) -> Path:
     chosen = Path(os.environ.get(variable, ""))
-    return chosen if chosen.is_absolute() else Path.home() / below_home  # relative ones must be ignored, it says
+    return chosen if chosen.is_absolute() else Path.home() / below_home  # by the specification

@@ -19,24 +19,24 @@ def check_percent(name: str, value: float) -> None:
 class GpuExpectation:
     """GPUs of every node."""
 
-    count: int | None = None  # null takes whatever is there, 0 expects none
+    count: int | None = None  # null: any number; 0: none
     model: str = ""  # part of the name nvidia-smi prints, such as H200; empty takes any
 
     def __post_init__(self) -> None:
         if self.count is not None and self.count < 0:
-            raise ValueError(f"gpus.count is {self.count}; expected 0 or more, or null for whatever is there")
+            raise ValueError(f"gpus.count is {self.count}; expected 0 or more, or null for any number")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuMemoryLimit:
-    """GPU memory in use beyond which somebody else is on the node.
+    """GPU memory in use above which the node counts as busy.
 
     Sources: 15 MiB on one GPU, facebookresearch/gcm; 100 MB over all of them, check.sh of the BurstEngine artifact.
     """
 
     one_gpu_mib: float = 15.0
     all_gpus_mib: float = 100.0
-    tries: int = 3  # a process that has just ended leaves its memory behind for a moment
+    tries: int = 3  # the memory of a process that has just ended is released a moment later
     wait_seconds: float = 3.0
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class HostMemoryLimit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiskLimit:
-    """One path that must have room. Percentages are of the space an unprivileged user can have, as `df` counts it."""
+    """One path that needs free space. Percentages are of the space an unprivileged user can have, as `df` counts it."""
 
     path: str
     warn_percent: float = 90.0
@@ -89,7 +89,7 @@ class NetworkExpectation:
     interface: str | None = None  # for NCCL's and gloo's sockets; null: the one with the route to the head node
     hcas: tuple[str, ...] | None = None  # exact names, mlx5_2 or mlx5_2:1; null: chosen by discovery; []: none
     mtu: int | None = None  # bytes, of `interface`
-    port_rate_gbps: float | None = None  # least rate of each port in `hcas`; null: what the GPU's profile expects
+    port_rate_gbps: float | None = None  # least rate of each port in `hcas`; null: that of the GPU's profile
     gid_index: int | None = None  # NCCL_IB_GID_INDEX; null leaves the choice to NCCL
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class SharedPath:
     path: str
     write: bool = True  # false: a read-only mount is fine
     min_free_gib: float = 0.0
-    probe_seconds: float = 10.0  # a hanging file server must cost this and not the whole check
+    probe_seconds: float = 10.0  # deadline of this path, so that a hanging file server does not delay the check further
 
     def __post_init__(self) -> None:
         if not self.path.startswith("/"):

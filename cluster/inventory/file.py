@@ -1,4 +1,4 @@
-"""Inventory files: which nodes there are, how each is reached and what is expected of it.
+"""Inventory files: nodes, how each is reached and what its checks expect; and the nodes that a command line names.
 
 ```yaml
 name: lab
@@ -15,7 +15,7 @@ overrides:
 ```
 
 Mappings merge key by key, lists replace: the site, then the file's own sections, then the group's, then the overrides
-in their order. What a target says itself, as in `root@gpu01:2222`, wins over `ssh`.
+in their order. A setting in the target itself, as in `root@gpu01:2222`, wins over `ssh`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SECTIONS = tuple(field.name for field in dataclasses.fields(Site) if field.name
 
 @dataclass(kw_only=True, slots=True)
 class _Member:
-    """One node while its file is read: its target, and what was said about it so far."""
+    """One node while its file is read: its target, and the site sections given for it so far."""
 
     host: Host
     place: str
@@ -85,7 +85,7 @@ def load_inventory(path: Path, site_file: Path | None = None) -> Inventory:
 
 
 def _base(top: Mapping[str, Value], root: Value, path: Path, name: str, site_file: Path | None) -> Value:
-    """What holds for all nodes: the site file or mapping, under the sections of the inventory itself."""
+    """The sections of all nodes: those of the site file or mapping, with the inventory's own over them."""
     base = Value({"name": Value(name, root.place)}, root.place)
     site = top.get("site")
     if site_file:
@@ -102,7 +102,7 @@ def _base(top: Mapping[str, Value], root: Value, path: Path, name: str, site_fil
 
 
 def _members(group: Value) -> list[_Member]:
-    """The nodes of one item of `nodes`: a target, or a mapping that also says more about its hosts."""
+    """The nodes of one item of `nodes`: a target, or a mapping with hosts and their sections."""
     if not isinstance(group.value, dict):
         return [_Member(host=host, place=group.place, layers=[]) for host in _hosts(group)]
     entries = group.value
@@ -127,7 +127,7 @@ def _members(group: Value) -> list[_Member]:
 
 
 def _override(members: Mapping[str, _Member], pattern: str, override: Value) -> None:
-    """Lay what is said about one node, or a range of them, over what was said before."""
+    """Lay the sections of one override over those its nodes have so far."""
     entries = override.mapping(f"overrides.{pattern}")
     _check_keys(entries, ("address",), f"overrides.{pattern}.")
     layer = _sections(entries, override.place)
@@ -145,7 +145,7 @@ def _override(members: Mapping[str, _Member], pattern: str, override: Value) -> 
 
 
 def _exclude(members: dict[str, _Member], entries: Mapping[str, Value]) -> None:
-    """Take out what `exclude` names, exactly: a name that is not there is a mistake that would leave a node in."""
+    """Remove the nodes that `exclude` names. An unknown name is an error: a mistyped one would leave a node in."""
     if "exclude" in entries:
         for item in entries["exclude"].items():
             for name in _names(_text(item, "exclude"), item.place, members):
@@ -153,7 +153,7 @@ def _exclude(members: dict[str, _Member], entries: Mapping[str, Value]) -> None:
 
 
 def _nodes(base: Value, members: Iterable[_Member]) -> tuple[Node, ...]:
-    """Finished nodes; those about which the same was said share one site."""
+    """Finished nodes; those with the same sections share one site."""
     sites: dict[tuple[int, ...], Site] = {}
     nodes = []
     for member in members:
@@ -193,7 +193,7 @@ def _check_keys(entries: Mapping[str, Value], own: Collection[str], prefix: str)
 
 
 def _names(pattern: str, place: str, members: Mapping[str, _Member]) -> list[str]:
-    """Names of nodes that are there. Raises UsageError for a wrong range and for a name that is not."""
+    """Names of the nodes a pattern stands for. Raises UsageError for a wrong range and for an unknown name."""
     names = [pattern] if pattern in members else _at(Value(pattern, place), expand, "the name")
     for name in names:
         if name not in members:
@@ -206,7 +206,7 @@ def _hosts(target: Value) -> list[Host]:
 
 
 def _at(node: Value, read: Callable[[str], T], what: str) -> T:
-    """What `read` makes of a text, its error at the text's place."""
+    """A text parsed by `read`; an error names the text's place."""
     text = _text(node, what)
     try:
         return read(text)
@@ -222,7 +222,7 @@ def _text(node: Value, what: str) -> str:
 
 
 def named_nodes(arguments: argparse.Namespace) -> Inventory:
-    """The nodes asked for; this machine when none is. Raises UsageError."""
+    """The nodes that the options of `node_arguments` name; this machine when they name none. Raises UsageError."""
     if not 0 < arguments.timeout <= 86400:
         raise UsageError(f"--timeout is {arguments.timeout:g}; expected seconds above 0 and at most 86400")
     try:

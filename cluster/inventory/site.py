@@ -29,7 +29,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """Everything a node is compared with and set up by. The defaults describe any one machine: take what is there."""
+    """Everything a node is compared with and set up by. The defaults fit any single machine."""
 
     name: str = "local"
     gpus: GpuExpectation = field(default_factory=GpuExpectation)

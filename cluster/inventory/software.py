@@ -54,7 +54,8 @@ class Container:
     network: str = "host"
     ipc: Literal["host", "private", "shareable"] = "host"
     shm_size: str | None = None  # such as 64g; only without ipc: host, which has the node's own /dev/shm
-    # Registered memory is locked memory, and NCCL's threads want stack: what NVIDIA's containers ask for.
+    # Registered memory is locked memory, and NCCL's threads need stack; NVIDIA documents these limits for its
+    # containers.
     ulimits: Mapping[str, str] = field(default_factory=lambda: {"memlock": "-1", "stack": "67108864"})
     privileged: bool = False
     extra_arguments: tuple[str, ...] = ()  # of `docker run`, each one argument
@@ -125,13 +126,13 @@ USAGE_REPORTS = "RAY_USAGE_STATS_ENABLED"  # Ray sends them to its makers unless
 # Read by Ray's own processes, which inherit them; the ranks do not.
 RAY_SETTINGS: Mapping[str, str] = {
     USAGE_REPORTS: "0",
-    "RAY_memory_monitor_refresh_ms": "0",  # the kernel decides on host memory: a rank should die, not its supervisor
+    "RAY_memory_monitor_refresh_ms": "0",  # out of host memory, the kernel should end a rank, not its supervisor
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SshDefaults:
-    """What hosts that say nothing else are reached with."""
+    """SSH settings of hosts that have none of their own."""
 
     user: str | None = None
     port: int | None = None
@@ -143,4 +144,4 @@ class SshDefaults:
         if self.port is not None and not 0 < self.port < 65536:
             raise ValueError(f"ssh.port is {self.port}; expected a number from 1 to 65535")
         if self.jump is not None:
-            parse_jump(self.jump, None)  # raises what is wrong with it
+            parse_jump(self.jump, None)  # raises ValueError for a wrong one

@@ -1,4 +1,4 @@
-"""Getting to know a node before anything is started on it: versions, address, and what it says of itself."""
+"""Facts of a node before anything is started on it: address, description, and versions, which must match."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEAD_PORTS = ("head_port", "client_port", "dashboard_port")  # of the site's; 0 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Introduction:
-    """What a node said."""
+    """The answer of a node."""
 
     address: str
     interface: str
@@ -42,7 +42,7 @@ def introduce(
     describe: Sequence[str],
     seconds: float,
 ) -> Introduction:
-    """Ask one node. `interface` is the site's word on the one to use; `toward` the head's address, empty for the head.
+    """Ask one node. `interface` is the site's choice, `toward` the head's address, empty for the head.
 
     Raises NodeError for a node that could not take part, Unreachable when the connection breaks.
     """
@@ -113,10 +113,10 @@ def _resolved(host: Host) -> list[str]:
 
 
 def mismatch(versions: Mapping[str, Mapping[str, str]]) -> str:
-    """One sentence naming what differs and on which nodes, empty when all agree.
+    """One sentence naming the versions that differ and their nodes, empty when all agree.
 
-    `versions` is by node and then by what: python, ray, torch, code. The value most nodes have is taken for the right
-    one; on a tie the first node's.
+    `versions` is by node and then by package: python, ray, torch, code. The value most nodes have is taken for the
+    right one; on a tie the first node's. Ray itself refuses another Python patch version late.
     """
     parts = []
     for what in dict.fromkeys(what for found in versions.values() for what in found):
@@ -129,5 +129,5 @@ def mismatch(versions: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def absent(versions: Mapping[str, str]) -> list[str]:
-    """What a node lacks of the packages it was asked for."""
+    """The packages that a node lacks."""
     return [what for what, version in versions.items() if version == "not installed"]

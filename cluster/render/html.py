@@ -48,7 +48,7 @@ def pair_map(speeds: Mapping[Pair, float | None]) -> HeatMap:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Written aside and renamed, so that a reader never meets half a page. Raises UsageError where it cannot be."""
+    """Written aside and renamed, so that a reader never sees half a page. Raises UsageError where it cannot be."""
     try:
         descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -64,7 +64,7 @@ _WEAK, _GOOD = (214, 69, 65), (245, 245, 240)  # of the worst cell, and of the m
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One pair: what stands in its field, and its colour."""
+    """One pair: the text of its field, and its colour."""
 
     text: str
     colour: str  # CSS

@@ -21,9 +21,10 @@ _STYLES: dict[Level, str] = {"ok": "green", "warn": "yellow", "unknown": "magent
 
 @contextlib.contextmanager
 def live_table(nodes: Sequence[Node]) -> Iterator[Show]:
-    """Yields what to call with each report. Shows nothing where stdout is no terminal or rich is not installed.
+    """Yields a function to call with each report. It shows nothing where stdout is no terminal or rich is not
+    installed.
 
-    The table goes when the context is left: what stays is the plain one.
+    The live table is removed at the end; the caller then prints the plain one.
     """
     try:
         from rich.console import Console

@@ -15,7 +15,7 @@ from cluster.probing.probe import printable
 from cluster.probing.verdict import LEVELS, Level, Verdict, worst_level
 
 _HEADER = ("NODE", "CHECK", "VERDICT", "ACTION", "FINDING")
-# Shown however well they are: they say what the node is.
+# Always shown, because they identify the node.
 _ALWAYS = (REACHABILITY, "gpus")
 
 
@@ -58,7 +58,7 @@ def headline(report: NodeReport) -> str:
 
 
 def why_not(report: NodeReport) -> str:
-    """One line that says why a node is not usable, what is worst first."""
+    """One line with the reasons why a node is not usable, the worst first."""
     reasons = [
         f"{name} {verdict.level}: {verdict.summary}"
         for name, verdict in worst_first(report)

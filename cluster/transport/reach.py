@@ -81,7 +81,7 @@ def _feed(pipe: IO[bytes], stdin: str | Iterable[bytes]) -> None:
             for chunk in chunks(stdin):
                 pipe.write(chunk)
     except BrokenPipeError:
-        return  # the command ended without reading all of it, which is its right; its status tells the rest
+        return  # the command ended without reading all of its input, which is no error
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
@@ -92,7 +92,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the command's session: TERM, then KILL for what is left of it. A process stuck in the kernel stays behind."""
+    """End the command's session: TERM, then KILL for what is left of it. A process stuck in the kernel remains."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

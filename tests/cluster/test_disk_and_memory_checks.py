@@ -1,4 +1,4 @@
-"""Host checks judged on what df and /proc/meminfo print (captured on Debian 12 unless a test says otherwise)."""
+"""Host checks judged on output of df and /proc/meminfo (captured on Debian 12 unless a test says otherwise)."""
 
 import pytest
 

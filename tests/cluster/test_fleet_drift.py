@@ -29,7 +29,7 @@ def test_nodes_that_agree_are_ok() -> None:
     assert levels(node("a"), node("b"), node("c")) == {"a": "ok", "b": "ok", "c": "ok"}
 
 
-def test_the_node_that_differs_from_most_is_told() -> None:
+def test_the_node_that_differs_from_most_is_reported() -> None:
     verdicts = version_drift(dict([node("a"), node("b", driver="570"), node("c")]))
     assert {name: verdict.level for name, verdict in verdicts.items()} == {"a": "ok", "b": "warn", "c": "ok"}
     assert verdicts["b"].summary == "driver 570, but 2 of 3 nodes have 580"
@@ -41,7 +41,7 @@ def test_another_vbios_fails_and_outweighs_another_driver() -> None:
     assert verdict.summary == "VBIOS 95.00, but 2 of 3 nodes have 96.00"
 
 
-def test_without_a_majority_all_are_told() -> None:
+def test_without_a_majority_all_are_reported() -> None:
     verdicts = version_drift(dict([node("a", cuda="13.0"), node("b", cuda="12.8")]))
     assert {name: verdict.summary for name, verdict in verdicts.items()} == {
         "a": "CUDA 13.0, but others have 12.8",

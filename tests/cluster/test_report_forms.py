@@ -57,7 +57,7 @@ def test_why_a_node_is_not_usable_begins_with_what_is_worst() -> None:
     )
 
 
-def test_every_check_has_its_row_when_asked_for() -> None:
+def test_every_check_has_its_row_with_all() -> None:
     rows = table([GOOD], every_check=True).splitlines()
     assert len([row for row in rows if " ok " in row]) == len(GOOD.verdicts)
 

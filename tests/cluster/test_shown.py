@@ -1,4 +1,4 @@
-"""What users, files and nodes say is put on a terminal as text: it neither steers nor floods it."""
+"""Text of users, files and nodes on a terminal: it neither controls nor floods it."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""A whole node with eight GPUs, from the probes' one script to the report: nvidia-smi answers as outputs/ says."""
+"""A whole node with eight GPUs, from the one script of the probes to the report; nvidia-smi answers as in outputs/."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_terminal_sees_the_table_fill_and_then_the_whole_one(tmp_path: Path) -
         while True:
             try:
                 chunk = os.read(ours, 65536)
-            except OSError:  # how Linux ends a terminal whose other side is gone
+            except OSError:  # how Linux ends a terminal after its other side has closed
                 break
             shown += chunk
             if not chunk:

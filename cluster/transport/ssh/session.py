@@ -72,7 +72,7 @@ class SshRunner:
         threading.Thread(target=_feed, args=(channel, stdin), daemon=True).start()
         ended = drain_all(readers, ends_at)
         ended = ended and channel.status_event.wait(max(0.0, ends_at - time.monotonic()))
-        if ended and channel.exit_status < 0:  # paramiko's word for a channel that closed without a status
+        if ended and channel.exit_status < 0:  # paramiko's value for a channel that closed without a status
             raise Unreachable(f"{self._host.target} broke the connection while a command ran; look at its sshd")
         return channel.exit_status if ended else None
 
@@ -83,19 +83,19 @@ def _feed(channel: paramiko.Channel, stdin: str | Iterable[bytes]) -> None:
             channel.sendall(chunk)
         channel.shutdown_write()
     except (OSError, EOFError):
-        return  # the command ended without reading all of it, or the connection broke: its status tells which
+        return  # the command ended without reading all of it, or the connection broke; `_finish` raises for the latter
 
 
-# What opening a connection may raise; everything else is a mistake of ours.
+# Exceptions of opening a connection; any other one is a programming error.
 FAILURES = (paramiko.SSHException, OSError, EOFError, UnknownHostKey, ChangedHostKey)
 
 
 def explain(error: Exception, address: str, port: int, user: str, seconds: float, known_hosts: Path) -> str:
-    """The sentence for one of `FAILURES`. `seconds` is how long the host was given."""
+    """The sentence for one of `FAILURES`. `seconds` is the host's deadline."""
     where = f"{address} port {port}"
     if isinstance(error, UnknownHostKey):
         return (
-            f"{where} has a {error.found.kind} host key that {known_hosts} does not know ({error.found.fingerprint}); "
+            f"{where} has a {error.found.kind} host key that is not in {known_hosts} ({error.found.fingerprint}); "
             "compare it with the node's own and rerun with --accept-new-host-keys"
         )
     if isinstance(error, ChangedHostKey) and error.expected is None:
