@@ -14,16 +14,15 @@ from cluster.active.fleet import Plan, run_active
 from cluster.active.pairing import Pair
 from cluster.check_arguments import chosen_nodes, parser
 from cluster.checks import AnyCheck
-from cluster.files.shown import shown
-from cluster.health import drift, history
+from cluster.discovery.drift import version_drift
+from cluster.files.errors import shown
+from cluster.health import history
 from cluster.health.nodes import NodeReport, check_nodes
 from cluster.inventory.nodes import Node
 from cluster.probing.verdict import EXIT_CODES, worst_level
 from cluster.profiles import Profile, load_profiles
-from cluster.render.json_lines import json_line
 from cluster.render.live import live_table
-from cluster.render.nagios import nagios_line
-from cluster.render.table import table, why_not
+from cluster.render.text import json_line, nagios_line, table, why_not
 from cluster.transport.reach import connection
 from cluster.transport.runner import Connect
 
@@ -32,7 +31,7 @@ BAD_USAGE = 3  # argparse's own 2 would read as "a node failed"
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "check_nodes.py") -> int:
-    """Check the nodes and print what was found; the result is the exit code. Raises SystemExit for --help only."""
+    """Check the nodes and print the findings; returns the exit code. Raises SystemExit for --help only."""
     try:
         arguments = parser(prog).parse_args(argv)
         chosen = checks.select(arguments.only, arguments.skip)
@@ -46,10 +45,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "check_nodes.py") -> int
         if arguments.html and not arguments.html.parent.is_dir():
             raise ValueError(f"--html {arguments.html} is in no folder that exists; create it or name another")
         code = _check(arguments, nodes, connect, chosen, profiles, prog)
-        sys.stdout.flush()  # here, where a reader who left can still be told from a mistake
+        sys.stdout.flush()  # here, where a closed pipe can still be distinguished from a mistake
         return code
     except BrokenPipeError:
-        # What is still buffered cannot be written; Python would try once more at its end, and complain.
+        # Buffered output cannot be written; Python would try again at exit, and print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_LEFT
     except ValueError as error:
@@ -82,7 +81,7 @@ def _check(
     except KeyboardInterrupt:
         print(f"{prog}: interrupted when {len(reports)} of {len(nodes)} nodes had answered", file=sys.stderr)
         return EXIT_CODES["unknown"]
-    for name, verdict in drift.judge(list(reports.values())).items():
+    for name, verdict in version_drift({name: report.verdicts for name, report in reports.items()}).items():
         reports[name] = reports[name].also("drift", verdict)
     pairs = _run_active(arguments, nodes, connect, profiles, reports, prog) if arguments.active else {}
     in_order = [reports[node.name] for node in nodes]
@@ -102,7 +101,7 @@ def _run_active(
     reports: dict[str, NodeReport],
     prog: str,
 ) -> Mapping[Pair, float | None]:
-    """Load the usable nodes and add what was found to their reports; the speed of each pair."""
+    """Load the usable nodes and add the findings to their reports; returns the speed of each pair."""
     free = [node for node in nodes if reports[node.name].usable]
 
     def say(sentence: str) -> None:
@@ -120,7 +119,7 @@ def _run_active(
 
 
 def _print(arguments: argparse.Namespace, reports: Sequence[NodeReport]) -> None:
-    """The form that was asked for. Nothing is printed before all nodes have answered: some verdicts compare them."""
+    """Print the chosen form. Nothing is printed before all nodes have answered: some verdicts compare them."""
     if arguments.json:
         for report in reports:
             print(json_line(report))
@@ -137,7 +136,7 @@ def _print(arguments: argparse.Namespace, reports: Sequence[NodeReport]) -> None
 
 
 def _open_history(folder: Path | None, prog: str) -> history.History | None:
-    """The folder asked for must work; the default one is done without where it does not."""
+    """History in `folder`, which must be usable, or in the default folder; None where that one is not usable."""
     try:
         return history.History(folder or history.default_folder())
     except OSError as error:
@@ -149,7 +148,7 @@ def _open_history(folder: Path | None, prog: str) -> history.History | None:
 
 
 def _with_history(report: NodeReport, past: history.History, chosen: Mapping[str, AnyCheck], prog: str) -> NodeReport:
-    """The report and what rose since the last one; a full disk here says nothing about the node."""
+    """The report with a verdict on counters that rose; a full disk here is no finding about the node."""
     name = report.host.target or report.host.name  # two fleets may both call a node gpu01
     now = history.entry_of(report)
     try:

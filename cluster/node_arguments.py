@@ -1,4 +1,4 @@
-"""Options of commands that ask nodes something. A file of its own, because `--help` needs neither YAML nor SSH."""
+"""Options that name nodes. A file of its own, so that `--help` loads neither YAML nor SSH."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def add_node_arguments(parser: argparse.ArgumentParser, timeout_seconds: float = 60.0) -> None:
-    """Which nodes, and how they are logged in to."""
+    """Add the options that name nodes, and those for logging in to them."""
     parser.add_argument(
         "nodes",
         nargs="*",
@@ -15,7 +15,7 @@ def add_node_arguments(parser: argparse.ArgumentParser, timeout_seconds: float =
         help="an inventory file, then names of its nodes for only these; or [user@]host[:port]; ranges as gpu[01-04]; "
         "none: this machine",
     )
-    parser.add_argument("--site", type=Path, metavar="FILE", help="what nodes are like; instead of an inventory's own")
+    parser.add_argument("--site", type=Path, metavar="FILE", help="a site file, instead of the inventory's own")
     parser.add_argument(
         "--key",
         type=Path,
@@ -30,7 +30,7 @@ def add_node_arguments(parser: argparse.ArgumentParser, timeout_seconds: float =
 
 
 def add_host_key_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which host keys are trusted."""
+    """Add the options for trusted host keys."""
     parser.add_argument("--known-hosts", type=Path, metavar="FILE", help="host keys; default: ~/.ssh/known_hosts")
     parser.add_argument(
         "--accept-new-host-keys", action="store_true", help="add unknown hosts to known_hosts; changed keys stay errors"

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from cluster.files.shown import shown
+from cluster.files.errors import shown
 from harness.base.errors import UsageError
 from harness.base.interrupts import heeded
 from harness.commands import Command, all_commands

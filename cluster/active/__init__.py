@@ -1,4 +1,5 @@
-"""Active tests: what nodes measure when they are loaded. `python -m cluster.active` is the part that runs on a node.
+"""Active tests: speeds of loaded nodes. `python -m cluster.active` is the part that runs on a node.
 
-Only `kernels` and `collective` need torch, and import it when they are called: the launching side does without.
+Only `kernels` and `collective` import torch, and only the worker imports these: the launching side runs without torch.
+Imports `probing`, `profiles`, `transport` and rooms below; no check and no report belongs here.
 """

@@ -1,35 +1,60 @@
 """The worker of active tests, as it runs on a node.
 
-`speeds` measures the node by itself; `pair` one end of an exchange with another node: node 0 opens a store and prints
-its port, node 1 is told it. Every answer is a marked line of JSON (cluster/active/measurement.py).
+`speeds` measures the node by itself. `pair` is one end of an exchange with another node: node 0 opens a store and
+prints its port, node 1 gets that port as an argument. Every answer is a marked line of JSON (`measurement`).
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
 
-from cluster.active.interface import interface_towards
-from cluster.active.measurement import NodeSpeeds, line, speeds_line
-from cluster.active.sizes import SIZES, Device
+from cluster.active.measurement import SIZES, Device, NodeSpeeds, line, speeds_line
+
+_SIOCGIFADDR = 0x8915  # netdevice(7)
+_ANY_PORT = 9  # nothing is sent: connecting a datagram socket only chooses a route
+
+
+def interface_towards(address: str) -> str | None:
+    """Name of the interface towards `address`, such as eth0.
+
+    None when no interface has the source address: IPv6, or several addresses on one interface.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, _ANY_PORT))
+        except OSError:
+            return None
+        source = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # no IPv4 address on this one
+            if socket.inet_ntoa(answer[20:24]) == source:
+                return name
+    return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when the answer was measured, 1 when it is a reason."""
+    """0 when the answer was measured, 1 when it is the reason why not."""
     parser = argparse.ArgumentParser(prog="python -m cluster.active", description=__doc__)
-    parser.add_argument("what", choices=["speeds", "pair"])
+    parser.add_argument("test", choices=["speeds", "pair"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--seconds", type=float, default=300.0, help="until a collective must have ended")
     parser.add_argument("--node", type=int, choices=[0, 1], help="which end of the pair this is")
     parser.add_argument("--peer", help="address of the other node")
     parser.add_argument("--port", type=int, default=0, help="of node 0's store")
-    parser.add_argument("--attended", action="store_true", help="end when standard input does: nobody waits any more")
+    parser.add_argument("--attended", action="store_true", help="end when standard input ends")
     arguments = parser.parse_args(argv)
     if arguments.attended:
         threading.Thread(target=_end_with_input, daemon=True).start()
@@ -38,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(line("unavailable", {"reason": reason}), flush=True)
         return 1
     try:
-        if arguments.what == "speeds":
+        if arguments.test == "speeds":
             print(speeds_line(_speeds(arguments.device, arguments.seconds)), flush=True)
         else:
             speed = _exchange(arguments.device, arguments.node, arguments.peer, arguments.port, arguments.seconds)
@@ -51,14 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end_with_input() -> None:
-    """End this process and its ranks when whoever started it has gone; runners give each command its own group."""
+    """End this process and its ranks when the program that started it has ended; each command has its own group."""
     while os.read(0, 4096):  # not sys.stdin, whose lock a thread that waits would hold when the program ends
         pass
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def _unavailable(device: Device) -> str:
-    """Why nothing can be measured here; empty when something can."""
+    """The reason why nothing can be measured here; empty when something can."""
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -97,7 +122,7 @@ def _exchange(kind: Device, node: int, peer: str, port: int, seconds: float) -> 
 
     from cluster.active import collective
 
-    # Left to themselves, both libraries may choose a bridge or loopback.
+    # By default, both libraries may choose a bridge or loopback.
     name = interface_towards(socket.gethostbyname(peer))
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

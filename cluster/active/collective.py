@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from cluster.active.kernels import EMULATED, devices, synchronize
-from cluster.active.sizes import SIZES, Device
+from cluster.active.measurement import SIZES, Device
 
-What = Literal["all_reduce", "exchange"]
+Operation = Literal["all_reduce", "exchange"]
 
 
 def all_reduce_gb_per_second(kind: Device, seconds: float) -> float | None:
@@ -35,7 +35,7 @@ def all_reduce_gb_per_second(kind: Device, seconds: float) -> float | None:
 
 
 def exchange_gb_per_second(kind: Device, address: str, port: int, node: int, local_ranks: int, seconds: float) -> float:
-    """Bytes each way between two nodes, all their devices at once, each with its like: the sum in GB/s.
+    """Bytes each way between two nodes, all their devices at once, each with its counterpart: the sum in GB/s.
 
     `node` is 0 or 1; the store must already listen at `address` and `port`.
     """
@@ -58,7 +58,7 @@ def ranks_per_node(kind: Device) -> int:
 
 def _run_ranks(
     kind: Device,
-    what: What,
+    operation: Operation,
     store: tuple[str, str, int],
     *,
     first_rank: int,
@@ -66,16 +66,18 @@ def _run_ranks(
     ranks: int,
     seconds: float,
 ) -> list[float]:
-    """What every local rank measured. Raises RuntimeError with the first rank's own words when one fails."""
+    """GB/s of every local rank. Raises RuntimeError with the message of the first rank that fails."""
     if local_ranks == 1:
-        return [_rank(kind, what, store, first_rank, 0, ranks, seconds)]
+        return [_rank(kind, operation, store, first_rank, 0, ranks, seconds)]
     # Ranks are forked from a process that has imported torch and nothing else: one import instead of one for each.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed"])
     answers: multiprocessing.Queue[float | str] = context.Queue()
     processes = [
         context.Process(
-            target=_report, args=(answers, kind, what, store, first_rank + local, local, ranks, seconds), daemon=True
+            target=_report,
+            args=(answers, kind, operation, store, first_rank + local, local, ranks, seconds),
+            daemon=True,
         )
         for local in range(local_ranks)
     ]
@@ -102,7 +104,7 @@ def _run_ranks(
 def _report(
     answers: multiprocessing.Queue[float | str],
     kind: Device,
-    what: What,
+    operation: Operation,
     store: tuple[str, str, int],
     rank: int,
     local: int,
@@ -110,15 +112,15 @@ def _report(
     seconds: float,
 ) -> None:
     try:
-        answers.put(_rank(kind, what, store, rank, local, ranks, seconds))
+        answers.put(_rank(kind, operation, store, rank, local, ranks, seconds))
     except Exception as error:  # noqa: BLE001 - any failure of a rank is a measurement that says why
         answers.put(f"rank {rank}: {' '.join(str(error).split())[:300] or type(error).__name__}")
 
 
 def _rank(
-    kind: Device, what: What, store: tuple[str, str, int], rank: int, local: int, ranks: int, seconds: float
+    kind: Device, operation: Operation, store: tuple[str, str, int], rank: int, local: int, ranks: int, seconds: float
 ) -> float:
-    """One rank's GB/s: bus bandwidth of an all-reduce, or bytes sent to and received from its like."""
+    """One rank's GB/s: bus bandwidth of an all-reduce, or bytes sent to and received from its counterpart."""
     form, place, port = store
     timeout = timedelta(seconds=seconds)
     opened: dist.Store = (
@@ -131,7 +133,7 @@ def _rank(
         "gloo" if kind == "cpu" else "nccl", store=opened, rank=rank, world_size=ranks, timeout=timeout
     )
     try:
-        return _all_reduce(device, ranks) if what == "all_reduce" else _exchange(device, rank, ranks)
+        return _all_reduce(device, ranks) if operation == "all_reduce" else _exchange(device, rank, ranks)
     finally:
         dist.destroy_process_group()
 
@@ -158,7 +160,7 @@ def _exchange(device: torch.device, rank: int, ranks: int) -> float:
 
     seconds = _slowest_seconds(exchange, device)
     if not bool((received == peer % 251).all().item()):
-        raise RuntimeError(f"what rank {rank} received is not what rank {peer} sent; do not use these nodes together")
+        raise RuntimeError(f"rank {rank} received other bytes than rank {peer} sent; do not use these nodes together")
     return 2 * sizes.pair_bytes / seconds / 1e9
 
 

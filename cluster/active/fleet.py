@@ -11,9 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from cluster.active.judge import judge_pairs, judge_speeds
-from cluster.active.measurement import NodeSpeeds, Unavailable, found, read_speeds
+from cluster.active.measurement import Device, NodeSpeeds, Unavailable, found, read_speeds
 from cluster.active.pairing import Pair, rounds, second_pass
-from cluster.active.sizes import Device
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
 from cluster.probing.verdict import Verdict
@@ -23,7 +22,7 @@ from cluster.transport.runner import Connect, Runner, Unreachable
 
 _OUR_FOLDER = Path(__file__).parents[2]
 _LIBRARIES = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "UCX_", "LD_LIBRARY_PATH")
-_START_SECONDS = 60.0  # from a command to its first word: an interpreter, torch and a driver have to start
+_START_SECONDS = 60.0  # from a command to its first output: an interpreter, torch and a driver have to start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +34,7 @@ class Plan:
     device: Device = "cuda"
     node_seconds: float = 300.0
     pair_seconds: float = 120.0
-    say: Callable[[str], None] = lambda sentence: None  # told before each step
+    say: Callable[[str], None] = lambda sentence: None  # called before each step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,14 +46,14 @@ class Findings:
 
 
 def run_active(nodes: Sequence[Node], plan: Plan) -> Findings:
-    """Load these nodes. Nobody else may be on them."""
+    """Load these nodes, which must be free."""
     by_name = {node.name: node for node in nodes}
     plan.say(f"active tests: {len(nodes)} nodes by themselves")
-    told: dict[str, NodeSpeeds | Unavailable] = {}
+    answers: dict[str, NodeSpeeds | Unavailable] = {}
     for node, answer in on_each(nodes, partial(_measure, plan), plan.node_seconds + _START_SECONDS):
-        told[node.name] = Unavailable(reason=str(answer)) if isinstance(answer, Unreachable) else answer
-    verdicts = {node: dict(tests) for node, tests in judge_speeds(told, plan.profiles).items()}
-    able = [node.name for node in nodes if isinstance(told[node.name], NodeSpeeds)]
+        answers[node.name] = Unavailable(reason=str(answer)) if isinstance(answer, Unreachable) else answer
+    verdicts = {node: dict(tests) for node, tests in judge_speeds(answers, plan.profiles).items()}
+    able = [node.name for node in nodes if isinstance(answers[node.name], NodeSpeeds)]
     pairs: dict[Pair, float | None] = {}
     reasons: dict[Pair, str] = {}
     for number, group in enumerate(steps := rounds(able), start=1):
@@ -86,7 +85,7 @@ def _measure(plan: Plan, node: Node) -> NodeSpeeds | Unavailable:
     if node.site.container.engine != "none":
         return Unavailable(reason="active tests do not start containers; run them inside one, or with engine: none")
     command = worker_command(node.site, "speeds", "--device", plan.device, "--seconds", f"{plan.node_seconds:g}")
-    with plan.connect(node.host, _START_SECONDS) as runner, _lifeline() as line:
+    with plan.connect(node.host, _START_SECONDS) as runner, _open_stdin() as line:
         done = runner.run(command, stdin=line, deadline_seconds=plan.node_seconds)
     if done.exit_status is None:
         return Unavailable(reason=f"the node's own tests did not end within {plan.node_seconds:g} s; look for a hang")
@@ -111,13 +110,13 @@ def _exchange_all(
 
 
 def exchange(plan: Plan, by_name: Mapping[str, Node], pair: Pair) -> float | str:
-    """GB/s between two nodes, or why there was none."""
+    """GB/s between two nodes, or the reason why there is none."""
     one, other = (by_name[name] for name in pair)
     common = ("--device", plan.device, "--seconds", f"{plan.pair_seconds:g}")
     with (
         plan.connect(one.host, _START_SECONDS) as first,
         plan.connect(other.host, _START_SECONDS) as second,
-        _lifeline() as line,
+        _open_stdin() as line,
     ):
         opener = _Opener()
         command = worker_command(one.site, "pair", *common, "--node", "0", "--peer", _address(other))
@@ -128,7 +127,7 @@ def exchange(plan: Plan, by_name: Mapping[str, Node], pair: Pair) -> float | str
             return f"{one.name}: {opener.why()}"
         arguments = ("--node", "1", "--peer", _address(one), "--port", str(port))
         command = worker_command(other.site, "pair", *common, *arguments)
-        with _lifeline() as other_line:
+        with _open_stdin() as other_line:
             done = second.run(command, stdin=other_line, deadline_seconds=plan.pair_seconds)
         answer = found(done.stdout, "pair")
         if answer is None:
@@ -140,7 +139,7 @@ def exchange(plan: Plan, by_name: Mapping[str, Node], pair: Pair) -> float | str
 
 
 class _Opener:
-    """Node 0 of a pair: its command runs in a thread, while what it prints tells where to connect."""
+    """Node 0 of a pair: its command runs in a thread, and prints the port to connect to."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -149,7 +148,7 @@ class _Opener:
 
     def run(self, runner: Runner, command: Sequence[str], line: Iterable[bytes], seconds: float) -> None:
         try:
-            runner.stream(command, self._hear, stdin=line, deadline_seconds=seconds)
+            runner.stream(command, self._on_line, stdin=line, deadline_seconds=seconds)
         except Unreachable as error:
             self._broken = str(error)
         finally:
@@ -163,15 +162,15 @@ class _Opener:
     def why(self) -> str:
         return self._broken or _why(self.text, "")
 
-    def _hear(self, line: str) -> None:
+    def _on_line(self, line: str) -> None:
         self.text += line.rstrip("\n") + "\n"
         if found(line, "port"):
             self._port_or_end.set()
 
 
 @contextlib.contextmanager
-def _lifeline() -> Iterator[Iterable[bytes]]:
-    """Standard input that stays open until the block is left, or until we are gone: an attended worker ends with it."""
+def _open_stdin() -> Iterator[Iterable[bytes]]:
+    """Standard input that stays open until the block is left, or this program ends: an attended worker ends with it."""
     left = threading.Event()
 
     def hold() -> Iterator[bytes]:
@@ -189,10 +188,10 @@ def _address(node: Node) -> str:
 
 
 def _why(stdout: str, stderr: str) -> str:
-    """The worker's own reason, else the last line of what went wrong."""
+    """The worker's own reason, else the last line of its output."""
     for kind in ("failure", "unavailable"):
         content = found(stdout, kind)
         if content:
             return str(content.get("reason"))
     lines = [line.strip() for line in (stderr or stdout).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "the worker ended without a word"
+    return lines[-1][:300] if lines else "the worker ended without output"

@@ -1,4 +1,4 @@
-"""What measured speeds mean: each device beside the median of its like in the fleet, and what is published."""
+"""Verdicts on measured speeds: each device beside the median of the fleet's devices, and the published figure."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _DEVICE_TOLERANCE = 0.05
 _HOST_TOLERANCE = 0.20
 _PEER_TOLERANCE = 0.10
 _PAIR_TOLERANCE = 0.10
-# A fleet that is slow as a whole has a median that says nothing: below this share of what is published, warn as well.
+# A fleet that is slow as a whole has a slow median: a speed below this share of the published one is a warning too.
 _OF_PUBLISHED = 0.80
 
-Told = Mapping[str, NodeSpeeds | Unavailable]
+Answers = Mapping[str, NodeSpeeds | Unavailable]
 
 
-def judge_speeds(told: Told, profiles: Mapping[str, Profile]) -> dict[str, dict[str, Verdict]]:
+def judge_speeds(answers: Answers, profiles: Mapping[str, Profile]) -> dict[str, dict[str, Verdict]]:
     """Verdicts by node, then by test."""
-    measured = {node: speeds for node, speeds in told.items() if isinstance(speeds, NodeSpeeds)}
+    measured = {node: speeds for node, speeds in answers.items() if isinstance(speeds, NodeSpeeds)}
     verdicts: dict[str, dict[str, Verdict]] = {
         node: {"active": Verdict(level="unknown", summary=speeds.reason)}
-        for node, speeds in told.items()
+        for node, speeds in answers.items()
         if isinstance(speeds, Unavailable)
     }
     groups: dict[str, dict[str, NodeSpeeds]] = defaultdict(dict)
@@ -153,12 +153,12 @@ def _bus(speeds: NodeSpeeds) -> list[float]:
     return [] if speeds.all_reduce_gb_per_second is None else [speeds.all_reduce_gb_per_second]
 
 
-def _named(what: str, verdict: Verdict) -> Verdict:
+def _named(label: str, verdict: Verdict) -> Verdict:
     return Verdict(
         level=verdict.level,
-        summary=f"{what} {verdict.summary}",
+        summary=f"{label} {verdict.summary}",
         action=verdict.action,
-        facts={what.replace(" ", "_"): dict(verdict.facts)},
+        facts={label.replace(" ", "_"): dict(verdict.facts)},
     )
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import torch
 
-from cluster.active.sizes import Device, Sizes
+from cluster.active.measurement import Device, Sizes
 
-EMULATED = 2  # a CPU stands for so many devices, so that every path runs without a GPU
+EMULATED = 2  # a CPU counts as this many devices, so that every path runs without a GPU
 
 
 def devices(kind: Device) -> list[torch.device]:
@@ -63,7 +63,7 @@ def peer_gb_per_second(all_devices: list[torch.device], sizes: Sizes) -> dict[st
 
 
 def synchronize(used: list[torch.device]) -> None:
-    """Wait for what was started on these devices."""
+    """Wait for the work started on these devices."""
     for device in used:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

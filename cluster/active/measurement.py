@@ -1,11 +1,11 @@
-"""What the worker tells the launching side: one marked line of JSON, whatever else a node prints."""
+"""Measurements of active tests: their sizes, their results, and the marked line of JSON that a worker prints."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 MARK = "burst-active "
 
@@ -25,7 +25,7 @@ class NodeSpeeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unavailable:
-    """Why a node cannot run active tests at all."""
+    """The reason why a node cannot run active tests."""
 
     reason: str
 
@@ -53,7 +53,7 @@ def found(text: str, kind: str) -> dict[str, Any] | None:
 
 
 def read_speeds(text: str) -> NodeSpeeds | Unavailable | None:
-    """What a worker said of its node; None when it said nothing of ours."""
+    """The answer of a worker; None when it printed no marked line."""
     unavailable = found(text, "unavailable")
     if unavailable:
         return Unavailable(reason=str(unavailable.get("reason")))
@@ -64,3 +64,35 @@ def read_speeds(text: str) -> NodeSpeeds | Unavailable | None:
         return NodeSpeeds(**content)
     except TypeError:
         return Unavailable(reason="the node runs another version of this project; update it")
+
+
+Device = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Sizes in elements and bytes; each measured number is the median of `blocks` timings of `repeats` calls."""
+
+    gemm: int  # rows, columns and inner dimension
+    copy_bytes: int
+    peer_bytes: int
+    all_reduce_bytes: int  # at least 1 GiB on GPUs: smaller ones measure latency
+    pair_bytes: int
+    blocks: int
+    repeats: int
+
+
+SIZES: dict[Device, Sizes] = {
+    "cuda": Sizes(
+        gemm=8192,
+        copy_bytes=2 * 2**30,
+        peer_bytes=2**28,
+        all_reduce_bytes=2**30,
+        pair_bytes=2**28,
+        blocks=5,
+        repeats=20,
+    ),
+    "cpu": Sizes(
+        gemm=64, copy_bytes=2**20, peer_bytes=2**20, all_reduce_bytes=2**16, pair_bytes=2**16, blocks=3, repeats=2
+    ),
+}

@@ -1,4 +1,4 @@
-"""Which nodes exchange with which: rounds with every node in one pair, and a second pass that finds the culprit."""
+"""Pairs of nodes for exchanges: rounds with every node in one pair, and a second pass that finds the broken node."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 Pair = tuple[str, str]
-MAX_ROUNDS = 15  # all pairs of 16 nodes; of more nodes, each meets 15 others
+MAX_ROUNDS = 15  # all pairs of 16 nodes; of more nodes, each exchanges with 15 others
 
 
 def rounds(nodes: Sequence[str], most: int = MAX_ROUNDS) -> list[list[Pair]]:
@@ -27,7 +27,7 @@ def rounds(nodes: Sequence[str], most: int = MAX_ROUNDS) -> list[list[Pair]]:
 def suspects(worked: Mapping[Pair, bool]) -> list[str]:
     """Nodes that explain the failed exchanges, in the order they occur.
 
-    A broken node fails with everybody, a sound one only with broken ones: those with the most failures are suspected,
+    A broken node fails with every other, a sound one only with broken ones: those with the most failures are suspected,
     their exchanges taken out, and so on until no failure is left. Equals are suspected together.
     """
     left = {pair for pair, good in worked.items() if not good}
@@ -41,7 +41,7 @@ def suspects(worked: Mapping[Pair, bool]) -> list[str]:
 
 
 def second_pass(worked: Mapping[Pair, bool]) -> list[list[Pair]]:
-    """Rounds that pair every suspect with a node that is none: of two that failed together, this tells which.
+    """Rounds that pair every suspect with a node that is none: this separates two nodes that failed together.
 
     Empty when nothing failed, or when no node is beyond doubt.
     """
@@ -55,14 +55,14 @@ def second_pass(worked: Mapping[Pair, bool]) -> list[list[Pair]]:
 
 
 def culprits(worked: Mapping[Pair, bool], again: Mapping[Pair, bool]) -> dict[str, str]:
-    """Suspects by what the second pass says of each: `broken`, `cleared`, or `undecided` where it could not be told."""
+    """Suspects by the result of the second pass: `broken`, `cleared`, or `undecided` for a node without one."""
     verdict_by_good = {True: "cleared", False: "broken"}
-    told = {pair[0]: verdict_by_good[good] for pair, good in again.items()}
-    return {node: told.get(node, "undecided") for node in suspects(worked)}
+    found = {pair[0]: verdict_by_good[good] for pair, good in again.items()}
+    return {node: found.get(node, "undecided") for node in suspects(worked)}
 
 
 def speeds_of(node: str, speeds: Mapping[Pair, float | None]) -> list[float]:
-    """What the exchanges of a node measured."""
+    """The measured speeds of a node's exchanges."""
     return [speed for pair, speed in speeds.items() if node in pair and speed is not None]
 
 

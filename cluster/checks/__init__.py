@@ -1,7 +1,7 @@
-"""Health checks, one file each: a probe that runs on the node and a pure judgement of what it printed.
+"""Health checks, one file each: a probe that runs on the node and a pure judgement of its output.
 
-A module here that defines `CHECK` is a check; its file name is the check's name. Nothing else lists them. Checks that
-read the same thing give the same probe, which then runs once.
+Every module here defines one `CHECK`; its file name is the check's name. Checks with the same probe share its run.
+Imports `probing`, `profiles`, `inventory` and `files`: a check neither opens a connection nor imports another check.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cluster.profiles import NO_GPUS, Board
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rise:
-    """What it means when a counter of a check has grown since the node was last looked at."""
+    """The meaning of a counter that has grown since the node's last check."""
 
     level: Level
     action: Action
@@ -30,12 +30,12 @@ class Rise:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """A question to a node. `judge` sees only outputs of probes that ended by themselves, and is pure.
+    """A probe of a node and its judgement. `judge` sees only outputs of probes that ended by themselves, and is pure.
 
     Counters that a judge puts into the fact `counters` (a mapping of names to whole numbers) are kept from run to run.
     """
 
-    source: str  # who taught us the check or its thresholds
+    source: str  # the document or project that the check or its thresholds are from
     probe: Callable[[Site], Probe]
     judge: Callable[[Output, Site], Verdict]
     rise: Rise | None = None
@@ -81,7 +81,7 @@ def conclude(
 ) -> Verdict:
     """The verdict on a probe however it went: judged when it ended, unknown when it hung or left nothing.
 
-    `complaint` is what the node's shell said instead of running the probes, or "".
+    `complaint` is the message of a node's shell that did not run the probes, or "".
     """
     if output is None:
         return Verdict(level="unknown", summary=f"the probe did not run ({complaint or 'no output'})")

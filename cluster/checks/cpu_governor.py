@@ -1,4 +1,4 @@
-"""CPU governor: do the cores that feed the GPUs keep their clock?"""
+"""CPU governor: do the cores of a node with GPUs keep their clock?"""
 
 from __future__ import annotations
 

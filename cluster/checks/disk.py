@@ -16,7 +16,7 @@ _TAG = "path "
 
 
 def probe(site: Site) -> Probe:
-    """A line `path PATH`, then what df says about it, for each path of the site."""
+    """A line `path PATH`, then df's output, for each path of the site."""
     paths = " ".join(shlex.quote(disk.path) for disk in site.disks)
     return Probe(script=f'for path in {paths}; do printf \'{_TAG}%s\\n\' "$path"; df -P -k -- "$path"; done')
 

@@ -21,13 +21,13 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
     """Fails where a board with NVSwitches has no running fabric manager. Virtual machines with one GPU need none."""
     said = dict(line.partition(" ")[::2] for line in output.text.splitlines())
     if said.get("process") not in ("yes", "no") or "init" not in said:
-        return Verdict(level="unknown", summary=f"the service could not be asked for ({output.first_line})")
+        return Verdict(level="unknown", summary=f"the service's state cannot be read ({output.first_line})")
     if not board.count and not site.gpus.count:
         return Verdict(level="ok", summary="no GPU, so no fabric")
     if board.is_lone(site.gpus.count):
         return Verdict(level="ok", summary="one GPU, so no fabric")
     if board.profile is None:
-        return Verdict(level="unknown", summary=board.stranger)
+        return Verdict(level="unknown", summary=board.no_profile)
     if not board.profile.fabric.manager:
         return Verdict(level="ok", summary=f"{board.name} has no NVSwitches")
     service = said.get("service") or "unknown"
@@ -35,7 +35,7 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
         return Verdict(level="ok", summary="nvidia-fabricmanager is active")
     if said["init"] != "systemd":
         if board.profile.fabric.registration:
-            return Verdict(level="ok", summary="no service manager in this container; gpu_fabric tells what it did")
+            return Verdict(level="ok", summary="no service manager in this container; see gpu_fabric for its result")
         return Verdict(level="unknown", summary="no service manager in this container; check the host itself")
     return Verdict(
         level="fail",

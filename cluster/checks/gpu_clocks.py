@@ -23,7 +23,7 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
 
     verdict = judge_each(output, site, findings, "no slowdown on {count} GPUs")
     if verdict.level == "ok" and board.profile is None and not nvidia_smi.blocked(output, site):
-        return Verdict(level="unknown", summary=f"no slowdown, but the clocks themselves: {board.stranger}")
+        return Verdict(level="unknown", summary=f"no slowdown, but the clocks themselves: {board.no_profile}")
     return verdict
 
 
@@ -32,7 +32,7 @@ def _slowdowns(gpu: GpuReport) -> list[Verdict]:
         reason.rpartition("/")[2]: gpu.text(*(f"{section}/{reason}" for section in _REASONS)) for reason in _HARDWARE
     }
     if not any(states.values()):
-        return [Verdict(level="unknown", summary="does not say why its clocks are what they are")]
+        return [Verdict(level="unknown", summary="does not report the reasons for its clocks")]
     active = [reason for reason, state in states.items() if state == "Active"]
     if active:
         summary = f"is slowed down by its hardware ({', '.join(active)}): look at cooling and power"

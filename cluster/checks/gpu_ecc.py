@@ -39,7 +39,7 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
                 )
             )
         elif sram and board.profile is None:
-            found.append(Verdict(level="unknown", summary=f"has {sram} SRAM errors over its life; {board.stranger}"))
+            found.append(Verdict(level="unknown", summary=f"has {sram} SRAM errors over its life; {board.no_profile}"))
         elif board.profile and sram > board.profile.ecc.return_above_sram_errors:
             limit = board.profile.ecc.return_above_sram_errors
             found.append(

@@ -1,4 +1,4 @@
-"""Fabric registration: has every GPU joined its NVSwitch fabric? Hopper boards say so themselves."""
+"""Fabric registration: has every GPU joined its NVSwitch fabric? Hopper boards report it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
     if board.is_lone(site.gpus.count):
         return Verdict(level="ok", summary="one GPU, so no fabric to join")
     if board.profile is None:
-        return Verdict(level="unknown", summary=board.stranger)
+        return Verdict(level="unknown", summary=board.no_profile)
     if not board.profile.fabric.registration:
         return Verdict(level="ok", summary=f"{board.name} does not register with a fabric")
     return judge_each(output, site, _findings, "{count} GPUs have joined their fabric")

@@ -1,7 +1,7 @@
-"""GPU memory in use: is somebody else on the node, and who?
+"""GPU memory in use: is the node busy, and with which processes?
 
 The artifact this project rebuilds took a node that did not answer for a free one and dropped busy nodes silently. Here
-the memory decides, the process list only names the users: a process in another container is invisible, its memory not.
+the memory in use decides, and the process list only names users: it does not show a process in another container.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROCESS_FIELDS = ("gpu_uuid", "pid", "used_gpu_memory", "process_name")
 def probe(site: Site) -> Probe:
     """Rows tagged `gpu`, `process` and `owner PID USER`; samples again while memory is in use, as the site says.
 
-    A process that is gone by the time its owner is asked for gets no `owner` row.
+    A process that ended before its owner was read has no `owner` row.
     """
     limit = site.gpu_memory
     idle = (
@@ -107,7 +107,7 @@ def _mib(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:
-        return None  # "[N/A]", where the device does not say
+        return None  # "[N/A]", where the device does not report it
 
 
 CHECK = Check(source="facebookresearch/gcm (15 MiB); BurstEngine artifact, check.sh (100 MB)", probe=probe, judge=judge)

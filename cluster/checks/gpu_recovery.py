@@ -1,4 +1,4 @@
-"""Recovery action: what the driver itself wants done with a GPU (drivers from 570 on say so)."""
+"""Recovery action: the one that the driver itself reports for a GPU (570 and newer)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ACTIONS: dict[str, Action] = {"Reset": "reset", "Reboot": "reboot"}  # others b
 
 
 def judge(output: Output, site: Site) -> Verdict:
-    """Fails for anything but None. A driver that has no such field has nothing to say, and says so."""
+    """Fails for anything but None. ok for a driver that has no such field."""
     if "GPU Recovery Action" not in output.text and "Driver Version" in output.text:
         return Verdict(level="ok", summary="this driver names no recovery actions (570 and newer do)")
     return judge_each(output, site, _findings, "the driver asks for no recovery of {count} GPUs")
@@ -23,7 +23,7 @@ def _findings(gpu: GpuReport) -> list[Verdict]:
     if wanted in ("None", "N/A"):
         return []
     action = _ACTIONS.get(wanted, "isolate")
-    return [Verdict(level="fail", summary=f"needs the recovery action {wanted!r} by its driver's word", action=action)]
+    return [Verdict(level="fail", summary=f"needs the recovery action {wanted!r} as its driver reports", action=action)]
 
 
 CHECK = Check(

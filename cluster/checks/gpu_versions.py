@@ -1,4 +1,4 @@
-"""Driver, CUDA and VBIOS versions: the same on all GPUs of a node; cluster/health/drift.py compares the nodes."""
+"""Driver, CUDA and VBIOS versions: the same on all GPUs of a node; cluster/discovery/drift.py compares the nodes."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ def judge(output: Output, site: Site) -> Verdict:
             action="reboot" if len(rows) < expected else "isolate",
             facts=facts,
         )
-    strangers = [name for name in models if site.gpus.model not in name]
-    if strangers:
+    other_models = [name for name in models if site.gpus.model not in name]
+    if other_models:
         return Verdict(
             level="fail",
             summary=f"{found}, but the site expects {site.gpus.model}; correct the site file or take the node out",
@@ -57,7 +57,7 @@ def judge(output: Output, site: Site) -> Verdict:
 def _without_gpu(output: Output, site: Site) -> Verdict:
     reason = "no nvidia-smi" if output.exit_status == nvidia_smi.ABSENT else "nvidia-smi finds no device"
     if not site.gpus.count:
-        wish = "expects none" if site.gpus.count == 0 else "asks for none"
+        wish = "expects none" if site.gpus.count == 0 else "names none"
         return Verdict(level="ok", summary=f"no GPU ({reason}), and the site {wish}", facts={"count": 0})
     return Verdict(
         level="fail",

@@ -1,4 +1,4 @@
-"""Host memory in use: offloading and data loading need room beside what already runs."""
+"""Host memory in use: offloading and data loading need room beside running programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def probe(site: Site) -> Probe:
 
 
 def judge(output: Output, site: Site) -> Verdict:
-    """Warns at the site's percentage. In use is what a new program could not have: total less available."""
+    """Warns at the site's percentage. In use is the total less the available memory."""
     kib = {name: int(value) for name, value in _ROW.findall(output.text)}
     if not kib.get("MemTotal") or "MemAvailable" not in kib:
         return Verdict(level="unknown", summary=f"/proc/meminfo does not say how much is free ({output.first_line})")

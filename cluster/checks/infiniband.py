@@ -103,7 +103,7 @@ def _judge_port(port: _Port, wanted: float | None, board: Board, level: str) -> 
         summary = f"{port.name} is {port.state}, {port.phys_state}; expected ACTIVE, LinkUp"
         return Verdict(level=bad, summary=summary, action=action)  # type: ignore[arg-type]
     if wanted is None and board.count and port.layer == "InfiniBand":
-        return Verdict(level="unknown", summary=f"the rate of {port.name}: {board.stranger}")
+        return Verdict(level="unknown", summary=f"the rate of {port.name}: {board.no_profile}")
     if wanted is not None and (port.rate_gbps is None or port.rate_gbps < wanted):
         rate = "an unreadable rate" if port.rate_gbps is None else f"{port.rate_gbps:g} Gb/s"
         summary = f"{port.name} has {rate}; expected {wanted:g} Gb/s"

@@ -17,7 +17,7 @@ def probe(site: Site) -> Probe:
 
 
 def judge(output: Output, site: Site) -> Verdict:
-    """Warns where the interface differs from the site's; a site that names none takes whatever is up."""
+    """Warns where the interface differs from the site's; a site that names none accepts any."""
     wanted = site.network.interface
     if output.exit_status == 127:
         if wanted is None and site.network.mtu is None:

@@ -12,7 +12,7 @@ from cluster.probing.probe import Output, Probe
 from cluster.probing.verdict import Verdict, merge, with_facts
 from cluster.profiles import NO_GPUS, Board
 
-# Error counters that are zero stay on the node: there are hundreds. Drivers that know no counters end with a status.
+# Error counters that are zero stay on the node: there are hundreds. Drivers without counters end with an error.
 PROBE = Probe(
     script=f"""{nvidia_smi.REQUIRE}
 nvidia-smi nvlink -s || exit
@@ -31,7 +31,7 @@ _SPEED = re.compile(r"([\d.]+) GB/s")
 
 @dataclass(slots=True)
 class _Links:
-    """What one GPU printed."""
+    """The links of one GPU."""
 
     up: set[int] = field(default_factory=set)
     down: set[int] = field(default_factory=set)
@@ -51,7 +51,7 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
     if len(gpus) == 1 and (site.gpus.count or 1) == 1:
         return Verdict(level="ok", summary="one GPU, so no links to others", facts={"counters": counters})
     if board.profile is None:
-        return Verdict(level="unknown", summary=board.stranger)
+        return Verdict(level="unknown", summary=board.no_profile)
     wanted = board.profile.nvlink
     verdicts = []
     for index, gpu in gpus.items():

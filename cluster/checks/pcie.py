@@ -23,7 +23,7 @@ _GENERATIONS = {
     "64.0": 6,
     "64": 6,
 }
-_HIDDEN_WIDTHS = (0, 63, 255)  # what the kernel reads where a hypervisor hides the link
+_HIDDEN_WIDTHS = (0, 63, 255)  # the kernel's values where a hypervisor hides the link
 PROBE = Probe(
     script="""
 value() { v='?'; [ -r "$1" ] && read -r v <"$1"; }
@@ -52,7 +52,7 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
             return Verdict(level="unknown", summary="sysfs shows no GPU; it may not be mounted in this container")
         return Verdict(level="ok", summary="no GPU")
     if board.profile is None:
-        return Verdict(level="unknown", summary=board.stranger)
+        return Verdict(level="unknown", summary=board.no_profile)
     verdicts = [_judge(row, board.profile.pcie) for row in rows]
     merged = merge(verdicts)
     if merged.level != "ok":

@@ -1,4 +1,4 @@
-"""Processes that cannot end: zombies nobody waits for, and those stuck in the kernel."""
+"""Processes that cannot end: zombies, and processes stuck in the kernel."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from cluster.probing.probe import Output, Probe, printable
 from cluster.probing.verdict import Verdict
 
 _SHOWN = 5
-# Both states are normal for a moment, so only what a second look finds again is reported. Threads of the kernel (their
-# parent is process 2) wait in state D by design.
+# Both states are normal for a moment, so only processes that a second look finds again are reported. Threads of the
+# kernel (their parent is process 2) wait in state D by design.
 PROBE = Probe(
     script="""
 look() {

@@ -17,7 +17,7 @@ _ROW = re.compile(r"\s(\d+)\s+\d+\s+(\d+)\s+(?:\d+%|-)\s+/.*$", re.MULTILINE)
 
 
 def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
-    """Warns below 1 GiB for each GPU; a container gets 64 MiB unless told otherwise."""
+    """Warns below 1 GiB for each GPU; a container has 64 MiB by default."""
     match = _ROW.search(output.text)
     if not match:
         return Verdict(level="unknown", summary=f"{_PATH} cannot be read ({output.first_line})")
@@ -26,7 +26,7 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
     if free_gib < wanted:
         return Verdict(
             level="warn",
-            summary=f"{_PATH} has {free_gib:.2g} GiB left, {wanted:g} are wanted; enlarge it (docker: --ipc=host)",
+            summary=f"{_PATH} has {free_gib:.2g} GiB left, expected {wanted:g}; enlarge it (docker: --ipc=host)",
             action="monitor",
         )
     return Verdict(level="ok", summary=f"{_PATH} has {free_gib:.2g} GiB left")

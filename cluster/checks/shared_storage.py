@@ -10,7 +10,7 @@ from cluster.inventory.site import SharedPath, Site
 from cluster.probing.probe import Output, Probe, printable
 from cluster.probing.verdict import Verdict, merge
 
-# $1 path, $2 write or read. The file goes whatever happens; only KILL on a hanging server can leave it behind.
+# $1 path, $2 write or read. The file is removed in every case; only KILL on a hanging server can leave it there.
 _TRY = """
 available() { df -P -k -- "$1" | awk 'NR == 2 { print "available " $4 }'; }
 [ -d "$1" ] || { echo absent; exit 1; }
@@ -46,7 +46,7 @@ echo end
 
 
 def judge(output: Output, site: Site) -> Verdict:
-    """Fails for a path that is absent, cannot be written, hangs, or has less room than the site wants."""
+    """Fails for a path that is absent, cannot be written, hangs, or has less free space than the site requires."""
     lines = output.text.splitlines()
     if not site.storage.shared and "end" in lines:
         return Verdict(level="ok", summary="the site names no shared storage")
@@ -75,7 +75,7 @@ def _judge(shared: SharedPath, status: str, words: str) -> Verdict:
     gib = int(available) / 2**20 if available.isdigit() else None
     if shared.min_free_gib and (gib is None or gib < shared.min_free_gib):
         left = "an unknown amount" if gib is None else f"{gib:.0f} GiB"
-        summary = f"{shared.path} has {left} left; the site wants {shared.min_free_gib:g} GiB: delete old runs"
+        summary = f"{shared.path} has {left} left; the site requires {shared.min_free_gib:g} GiB: delete old runs"
         return Verdict(level="fail", summary=summary, action="isolate")
     return Verdict(level="ok", summary=f"{shared.path} can be {'written and read' if shared.write else 'read'}")
 

@@ -1,4 +1,4 @@
-"""XID: errors that the GPU driver wrote to the kernel log during the last two hours, and what each asks for."""
+"""XID: errors that the GPU driver wrote to the kernel log during the last two hours, and the action for each."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
 def _judge(number: int, where: list[str], board: Board) -> Verdict:
     found = f"XID {number} within 2 hours ({', '.join(where)})"
     if board.profile is None:
-        return Verdict(level="unknown", summary=f"{found}; {board.stranger}", action="monitor")
+        return Verdict(level="unknown", summary=f"{found}; {board.no_profile}", action="monitor")
     if number in board.profile.xids.reboot:
         return Verdict(level="fail", summary=f"{found}: reboot the node", action="reboot")
     if number in board.profile.xids.reset:

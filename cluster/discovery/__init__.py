@@ -1,5 +1,5 @@
-"""Finding out what a node's network is: probes that read it, facts they become, and pure choices made from those.
+"""The network of a node: `script` holds the probes, `read` turns their output into `facts`, `interface` and `hcas`
+choose from those, `drift` compares nodes.
 
-`script` asks, `parse` turns answers into `facts`, `interface` and `hcas` choose, `drift` compares nodes, `read` does
-the first two on a node.
+Imports `probing`, `transport` and rooms below. Choices are pure: they depend on facts and the site alone.
 """

@@ -1,15 +1,25 @@
-"""What differs between nodes that are to work together, said with the names of the nodes."""
+"""Differences between nodes that are to work together: versions as a verdict on each node, networks as sentences."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.discovery.facts import NodeFacts
 from cluster.discovery.hcas import HcaChoice
 from cluster.discovery.interface import InterfaceChoice
+from cluster.probing.verdict import Action, Level, Verdict, merge
 
-_NAMES_SHOWN = 6
+_VERSIONS = "gpu_versions"  # the check whose facts are compared
+# Fact, its name in a sentence, and the verdict on a difference. New firmware needs hands, new software an upgrade.
+_COMPARED: tuple[tuple[str, str, Level, Action], ...] = (
+    ("driver", "driver", "warn", "monitor"),
+    ("cuda", "CUDA", "warn", "monitor"),
+    ("vbios", "VBIOS", "fail", "isolate"),
+)
+_MAX_NAMES = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,32 +31,84 @@ class NodeNetwork:
     hcas: HcaChoice
 
 
-def drift(nodes: Sequence[NodeNetwork]) -> list[str]:
-    """One sentence for every kind of difference. A node that did not tell is not compared."""
+def version_drift(checked: Mapping[str, Mapping[str, Verdict]]) -> dict[str, Verdict]:
+    """A verdict by node name, from the verdicts of every node by check; nodes with the same GPU models are compared.
+
+    The value most nodes have is right, and nodes with another one are reported; without a majority all of them are.
+    """
+    verdicts: dict[str, Verdict] = {}
+    for group in _same_gpus(checked):
+        if len(group) > 1:
+            for node in group:
+                verdicts[node] = merge(_compare(node, group, *compared) for compared in _COMPARED)
+    return verdicts
+
+
+def network_drift(nodes: Sequence[NodeNetwork]) -> list[str]:
+    """One sentence for every kind of difference. A node without the value is not compared."""
+
+    def differ(problem: str, value_of: Callable[[NodeNetwork], str | None]) -> list[str]:
+        groups = _by_value({node.facts.node: value_of(node) for node in nodes})
+        if len(groups) < 2:
+            return []
+        return [f"{problem}: " + "; ".join(f"{_names(names)} {value}" for value, names in groups.items())]
+
     return [
-        *_differ("HCA sets differ, with which NCCL can hang without a word", ((n, _hcas(n)) for n in nodes)),
-        *_differ("HCA rates or link layers differ, so the slowest sets the pace", ((n, _rates(n)) for n in nodes)),
-        *_differ("MTUs of the socket interfaces differ, so large packets can get lost", ((n, _mtu(n)) for n in nodes)),
-        *_differ("GPUs differ", ((n, _gpus(n)) for n in nodes)),
-        *_differ("NVIDIA drivers differ", ((n, n.facts.driver) for n in nodes)),
-        *_differ("NCCL versions differ, which NCCL refuses or hangs on", ((n, n.facts.nccl) for n in nodes)),
+        *differ("HCA sets differ, with which NCCL can hang without an error", _hcas),
+        *differ("HCA rates or link layers differ, so the slowest sets the pace", _rates),
+        *differ("MTUs of the socket interfaces differ, so large packets can get lost", _mtu),
+        *differ("GPUs differ", _gpus),
+        *differ("NVIDIA drivers differ", lambda node: node.facts.driver),
+        *differ("NCCL versions differ, which NCCL refuses or hangs on", lambda node: node.facts.nccl),
     ]
 
 
-def _differ(what: str, told: Iterable[tuple[NodeNetwork, str | None]]) -> list[str]:
-    groups: dict[Hashable, list[str]] = {}
-    for node, value in told:
+def _by_value(found: Mapping[str, str | None]) -> dict[str, list[str]]:
+    """Names of nodes by their value, the most frequent value first, equals in the nodes' order. None is left out."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for node, value in found.items():
         if value is not None:
-            groups.setdefault(value, []).append(node.facts.node)
-    if len(groups) < 2:
-        return []
-    ordered = sorted(groups.items(), key=lambda group: -len(group[1]))  # the majority first, else in the nodes' order
-    return [f"{what}: " + "; ".join(f"{_names(names)} {value}" for value, names in ordered)]
+            groups[value].append(node)
+    return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
+
+
+def _same_gpus(checked: Mapping[str, Mapping[str, Verdict]]) -> list[dict[str, Mapping[str, object]]]:
+    """Facts by node, of nodes with the same GPU models together."""
+    groups: dict[str, dict[str, Mapping[str, object]]] = defaultdict(dict)
+    for node, verdicts in checked.items():
+        verdict = verdicts.get(_VERSIONS)
+        vbios = verdict.facts.get("vbios") if verdict else None
+        if verdict and isinstance(vbios, Mapping):
+            groups[json.dumps(sorted(vbios))][node] = verdict.facts
+    return list(groups.values())
+
+
+def _compare(
+    node: str, group: Mapping[str, Mapping[str, object]], fact: str, word: str, level: Level, action: Action
+) -> Verdict:
+    """One fact of one node beside those of its group."""
+    found: dict[str, str] = {name: _version(facts.get(fact)) for name, facts in group.items()}
+    groups = _by_value(found)
+    common, names = next(iter(groups.items()))
+    majority = len(names) > len(group) / 2
+    if len(groups) == 1 or (majority and found[node] == common):
+        return Verdict(level="ok", summary=f"as {len(group) - 1} other nodes with the same GPUs")
+    if majority:
+        others = f"{len(names)} of {len(group)} nodes have {common}"
+    else:
+        others = "others have " + ", ".join(sorted(groups.keys() - {found[node]}))
+    return Verdict(level=level, summary=f"{word} {found[node]}, but {others}", action=action)
+
+
+def _version(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(" and ".join(map(str, versions)) for _, versions in sorted(value.items()))
+    return "unstated" if value is None else str(value)
 
 
 def _names(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    shown = ", ".join(names[:_MAX_NAMES])
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return f"{shown}{more} {'has' if len(names) == 1 else 'have'}"
 
 

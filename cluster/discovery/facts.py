@@ -1,4 +1,4 @@
-"""What discovery knows about one node, as plain values. Choices are made from these alone."""
+"""Facts about one node, as plain values. Choices are made from these alone."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ LinkLayer = Literal["InfiniBand", "Ethernet", "other"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """Where a device sits in the PCI tree."""
+    """The place of a device in the PCI tree."""
 
-    # Root bus first, then every bridge and switch port, the device last:
-    # ("pci0000:16", "0000:16:01.0", "0000:17:00.0", "0000:18:00.0"). Empty where the kernel tells nothing.
+    # Root bus first, then every bridge and switch port, the device last: ("pci0000:16", "0000:16:01.0", "0000:17:00.0",
+    # "0000:18:00.0"). Empty where the kernel does not show it.
     path: tuple[str, ...] = ()
     numa_node: int | None = None  # None: unknown, or a machine with a single node
 
@@ -63,7 +63,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """The way from a node to an address."""
+    """The route from a node to an address."""
 
     target: str
     interface: str  # "" when there is no route
@@ -79,11 +79,11 @@ class NodeFacts:
     interfaces: tuple[Interface, ...] = ()
     ports: tuple[Port, ...] = ()
     gpus: tuple[Gpu, ...] = ()
-    head_route: Route | None = None  # None: no head address was asked about
+    head_route: Route | None = None  # None: no head address was given
     storage_routes: tuple[Route, ...] = ()
     driver: str | None = None  # NVIDIA driver
     nccl: str | None = None  # version of the NCCL wheel beside the node's torch
-    unread: tuple[str, ...] = ()  # sentences: probes that did not end well
+    unread: tuple[str, ...] = ()  # a sentence for each probe that failed
 
     def interface(self, name: str) -> Interface | None:
         """The interface of that name, or None."""

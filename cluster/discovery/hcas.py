@@ -1,7 +1,10 @@
-"""Which ports of the RDMA adapters NCCL is to use: those that serve GPUs, not those that serve storage.
+"""Ports of the RDMA adapters that NCCL uses: those near GPUs, not those that carry storage traffic.
 
-Left alone, NCCL takes every active port; a slower or a storage adapter among them slows down every ring through it.
-Every port comes back with the reason why it was kept or dropped.
+By default NCCL takes every active port, and a slower or a storage adapter among them slows down every ring through it.
+Every port is returned with the reason why it was kept or dropped. Nearness is the depth of the nearest common ancestor
+in the PCI tree: devices below one PCIe switch share more of their path than devices below one root bus, and devices of
+different root buses share at most a NUMA node. Source: the distances that NCCL and `nvidia-smi topo -m` distinguish
+(PIX, PXB, PHB, NODE, SYS).
 """
 
 from __future__ import annotations
@@ -10,15 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.discovery.distance import common_depth, nearest
-from cluster.discovery.facts import Interface, NodeFacts, Port
+from cluster.discovery.facts import Device, Gpu, Interface, NodeFacts, Port
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PortChoice:
     """One port, and why it is used or not."""
 
-    name: str  # mlx5_2:1; as the site wrote it where the site chose
+    name: str  # mlx5_2:1; in the site's spelling where the site names it
     kept: bool
     reason: str
 
@@ -33,7 +35,7 @@ class HcaChoice:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Names of the ports NCCL is to use, in natural order: mlx5_2 before mlx5_10."""
+        """Names of the ports NCCL uses, in natural order: mlx5_2 before mlx5_10."""
         return tuple(port.name for port in self.ports if port.kept)
 
 
@@ -48,7 +50,7 @@ def choose_hcas(facts: NodeFacts, *, wanted: Sequence[str] | None = None, rate_g
         found = {port.name: why for port in candidates if (why := reason(port, candidates))}
         left = [port for port in candidates if port.name not in found]
         if not left and reason not in (_not_active, _not_verbs):
-            continue  # the only adapters there are must do, whatever else they carry
+            continue  # the only adapters of a node are used, even if they carry storage traffic
         dropped |= found
         candidates = left
     serves = nearest(facts.gpus, candidates)
@@ -73,7 +75,7 @@ def _natural(port: Port) -> tuple[str, int, int, str]:
 def _as_the_site_says(ports: Sequence[Port], wanted: Sequence[str]) -> HcaChoice:
     named = [PortChoice(name=name, kept=True, reason="named by the site file") for name in wanted]
     others = [
-        PortChoice(name=port.name, kept=False, reason="the site file names others" if wanted else "the site wants none")
+        PortChoice(name=port.name, kept=False, reason="the site file names others" if wanted else "the site names none")
         for port in ports
         if port.name not in wanted and port.hca not in wanted
     ]
@@ -86,7 +88,7 @@ def _as_the_site_says(ports: Sequence[Port], wanted: Sequence[str]) -> HcaChoice
     return HcaChoice(ports=(*named, *others), origin="site", warnings=tuple(warnings))
 
 
-# Each of these says why a port is not for NCCL, or "", given the candidates left by those before it.
+# Each returns the reason why a port is not for NCCL, or "", given the candidates left by those before it.
 _Reason = Callable[[Port, Sequence[Port]], str]
 
 
@@ -157,7 +159,7 @@ def _only_ethernet(kept: Sequence[Port], ports: Sequence[Port]) -> list[str]:
 
 
 def _farther(facts: NodeFacts, kept: Sequence[Port], dropped: dict[str, str]) -> list[str]:
-    """A sentence for each GPU that lies nearer to a dropped port of the same kind than to any kept one."""
+    """A sentence for each GPU that is nearer to a dropped port of the same kind than to any kept one."""
     if not kept:
         return []
     rivals = [port for port in facts.ports if port.name in dropped and port.link_layer == kept[0].link_layer]
@@ -171,3 +173,34 @@ def _farther(facts: NodeFacts, kept: Sequence[Port], dropped: dict[str, str]) ->
                 f"the nearest, {closest.name}, {dropped[closest.name]}"
             )
     return warnings
+
+
+def common_depth(one: Device, other: Device) -> int:
+    """How many steps from the root their paths share; 0 when they share the CPU alone, or a path is unknown."""
+    depth = 0
+    for ours, theirs in zip(one.path, other.path, strict=False):
+        if ours != theirs:
+            break
+        depth += 1
+    return depth
+
+
+def nearest(gpus: Sequence[Gpu], ports: Sequence[Port]) -> dict[str, str]:
+    """Names of the ports nearest to some GPU, each with the reason; all ports where the distances are unknown."""
+    reasons: dict[str, list[tuple[int, str]]] = {}
+    for number, gpu in enumerate(gpus):
+        depth = max((common_depth(gpu.device, port.device) for port in ports), default=0)
+        for port in ports:
+            if depth and common_depth(gpu.device, port.device) == depth:
+                reasons.setdefault(port.name, []).append((number, gpu.device.path[depth - 1]))
+            elif not depth and gpu.device.numa_node is not None and gpu.device.numa_node == port.device.numa_node:
+                reasons.setdefault(port.name, []).append((number, f"NUMA node {gpu.device.numa_node}"))
+    if not reasons:
+        why = "active, and the PCI tree shows no nearer port for any GPU" if gpus else "active; the node has no GPU"
+        return {port.name: why for port in ports}
+    return {port.name: _reason(reasons[port.name]) for port in ports if port.name in reasons}
+
+
+def _reason(served: Sequence[tuple[int, str]]) -> str:
+    numbers = ", ".join(str(number) for number, _ in served)
+    return f"nearest to GPU{'s' if len(served) > 1 else ''} {numbers} (they share {served[0][1]})"

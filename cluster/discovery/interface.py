@@ -1,6 +1,6 @@
-"""Which interface carries a node's socket traffic: the one with the route to the head node.
+"""The interface for a node's socket traffic: the one with the route to the head node.
 
-NCCL's own guess can be a bridge of docker or a veth, and Gloo's can be loopback; the route says which one is right.
+NCCL by itself may choose a docker bridge or a veth, and Gloo loopback; the route determines the right one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from cluster.discovery.facts import NodeFacts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InterfaceChoice:
-    """The interface, and why. An empty name means that none could be found; the reason then says what to do."""
+    """The interface, and why. An empty name means that none was found; a warning then states the next step."""
 
     name: str
     reason: str
@@ -22,9 +22,9 @@ class InterfaceChoice:
 
 
 def choose_interface(facts: NodeFacts, *, wanted: str | None = None, mtu: int | None = None) -> InterfaceChoice:
-    """The site's own choice `wanted` wins, then the route to the head; a node asked about no head is on its own.
+    """The site's own choice `wanted` wins, then the route to the head; without a head the node works alone.
 
-    `mtu` is what the site expects of it, None takes any.
+    `mtu` is the one that the site expects, None accepts any.
     """
     if wanted is not None:
         return _checked(facts, InterfaceChoice(name=wanted, reason="named by the site file", origin="site"), mtu)
@@ -52,7 +52,7 @@ def choose_interface(facts: NodeFacts, *, wanted: str | None = None, mtu: int | 
 
 
 def _checked(facts: NodeFacts, choice: InterfaceChoice, mtu: int | None) -> InterfaceChoice:
-    """The same choice, with a warning for everything about the interface that will hurt."""
+    """The same choice, with a warning for each problem of the interface."""
     interface = facts.interface(choice.name)
     warnings = []
     if interface is None:

@@ -1,4 +1,4 @@
-"""The questions discovery asks a node, as probes of `cluster.probing.probe`: POSIX shell that reads and changes nothing.
+"""Probes of discovery (`cluster.probing.probe`): POSIX shell that reads from a node and changes nothing.
 
 `root` is put before every path below /sys and /proc, so that tests can point the same script at a tree of their own.
 Sources: the kernel's Documentation/ABI (sysfs-class-infiniband, sysfs-class-net, sysfs-bus-pci), ip-route(8).
@@ -15,7 +15,7 @@ from cluster.probing.probe import Probe
 STORAGE_MOUNTS = ("nfs", "nfs4", "lustre", "ceph", "glusterfs")  # file systems whose mount names a server's address
 MAX_STORAGE_ROUTES = 32  # a Lustre client may list every server of a site
 
-# The first line of a file or nothing, whatever reading it does: `speed` of an interface that is down is an error.
+# The first line of a file, or nothing where reading fails: `speed` of an interface that is down is an error.
 _SHELL = """\
 first() { [ -r "$1" ] && head -n 1 -- "$1" 2>/dev/null; }
 fact() { printf '%s\\t%s\\t%s\\n' "$1" "$2" "$3"; }
@@ -60,8 +60,8 @@ NVIDIA_FIELDS = ("pci.bus_id", "name", "compute_cap", "driver_version")
 
 
 def probes(*, head: str | None, storage: Sequence[str] = (), python: str, root: str = "") -> dict[str, Probe]:
-    """What to run on a node. `head` is the head node's IPv4 address, `storage` those of file servers known beforehand;
-    `python` is the interpreter on the node whose NCCL is asked about."""
+    """Probes of a node by name. `head` is the head node's IPv4 address, `storage` those of file servers known
+    beforehand; `python` is the node's interpreter, whose NCCL version is read."""
     begin = f"root={shlex.quote(root)}\n{_SHELL}"
     addresses = " ".join(map(shlex.quote, storage))
     mounts = "|".join(STORAGE_MOUNTS)
@@ -69,7 +69,7 @@ def probes(*, head: str | None, storage: Sequence[str] = (), python: str, root: 
         # nproc would take the caller's OMP_NUM_THREADS for the number of cores.
         "cores": Probe(script="unset OMP_NUM_THREADS OMP_THREAD_LIMIT; nproc"),
         "interfaces": Probe(script=begin + _INTERFACES),
-        # Linux 4.14's iproute2 and newer print JSON on one line; any other leaves the kernel's table to go by.
+        # Linux 4.14's iproute2 and newer print JSON on one line; for any other the kernel's table is used.
         "addresses": Probe(script="ip -json addr 2>/dev/null || :"),
         "table": Probe(script=begin + 'cat -- "$root/proc/net/route" 2>/dev/null || :'),
         "head": Probe(script=_ROUTE + (f"route {shlex.quote(head)}" if head else ":")),
@@ -89,7 +89,7 @@ for server in {addresses} $some; do route "$server"; done
     }
 
 
-# The wheel's version costs nothing to read; asking torch itself would import it, which takes seconds.
+# The version is read from the wheel's metadata: importing torch would take seconds.
 _NCCL = """\
 from importlib.metadata import distributions
 for found in distributions():

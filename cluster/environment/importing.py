@@ -1,4 +1,4 @@
-"""Taking over an env.sh that exists already: what is kept, what changes, what is left out, each with the reason.
+"""Import of an existing env.sh: each statement is kept, changed or left out, with the reason.
 
 The result is a fragment of a site file: networks by their exact names, everything else below `environment`.
 """
@@ -11,20 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cluster.environment.processes import process_values
+from cluster.environment.ranks import process_values
 from cluster.environment.rendering import template
 from cluster.environment.rules import PER_METHOD, PER_TRIAL, adapter_problem, concern, interface_problem
-from cluster.environment.secrets import is_secret, shown
 from cluster.environment.shell_file import Assignment, read_assignments
-from cluster.environment.value import variables
-from cluster.inventory.ray_settings import USAGE_REPORTS
+from cluster.environment.value import is_secret, shown, variables
+from cluster.inventory.software import USAGE_REPORTS
 
 _RENAMED = {
     "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "TORCH_FR_BUFFER_SIZE",
 }
-# What finds programs and libraries is a matter of the environment they are installed in.
+# Variables that find programs and libraries belong to the environment those are installed in.
 _INSTALLATION = re.compile(
     r"(LD_(LIBRARY_PATH|PRELOAD)|PATH|PYTHON(PATH|HOME)|VIRTUAL_ENV|CONDA_.*|HOME|SHELL|USER|PWD)"
 )
@@ -36,7 +35,7 @@ _DEFAULTS = variables(process_values(device="cuda", cores=1, ranks=1))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What becomes of one line."""
+    """The result for one line."""
 
     line: int
     name: str  # "" for a command
@@ -55,7 +54,7 @@ class Import:
     findings: tuple[Finding, ...]
 
     def site_fragment(self) -> str:
-        """The part of a site file that says what is kept and changed; valid as a site file of its own."""
+        """The kept and changed values as a part of a site file; valid as a site file of its own."""
         network, environment = {}, {}
         for finding in self.findings:
             section, _, key = finding.key.partition(".")
@@ -83,7 +82,7 @@ def import_env(text: str, origin: str) -> Import:
             finding = _judge(assignment)
         earlier = taken.get(finding.key) if finding.key else None
         if earlier is not None:
-            also = "says the same" if earlier.value == finding.value else "says otherwise and stands first"
+            also = "has the same value" if earlier.value == finding.value else "has another value and comes first"
             finding = replace(
                 finding, fate="drop", reason=f"{earlier.name} on line {earlier.line} {also}", key="", value=""
             )
@@ -113,11 +112,11 @@ def _judge(assignment: Assignment) -> Finding:
     if is_secret(name, value):
         return _finding(assignment, "drop", "is a secret, and site files are shared; set it in your own shell")
     if assignment.is_conditional:
-        return _finding(assignment, "drop", "stands in a branch, loop or function, which is not run; write it out it")
+        return _finding(assignment, "drop", "is in a branch, loop or function, which is not run; move it out")
     if assignment.is_expanded:
         return _finding(assignment, "drop", "would be expanded by a shell; write its value out and import again")
     if name == USAGE_REPORTS:
-        return _finding(assignment, "drop", "is 0 on every node whatever a file says")
+        return _finding(assignment, "drop", "is always 0, on every node")
     if name == "NCCL_IB_HCA":
         return _adapters(assignment)
     if name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
@@ -133,7 +132,7 @@ def _judge(assignment: Assignment) -> Finding:
         return _finding(assignment, "drop", "is rendered with this value anyway")
     if renamed != name:
         return _finding(assignment, "change", f"is called {renamed} now", f"environment.{renamed}", value)
-    return _finding(assignment, "keep", "goes on as it is", f"environment.{name}", value)
+    return _finding(assignment, "keep", "is kept as it is", f"environment.{name}", value)
 
 
 def _adapters(assignment: Assignment) -> Finding:

@@ -12,13 +12,11 @@ from cluster.discovery.drift import NodeNetwork
 from cluster.discovery.facts import NodeFacts
 from cluster.discovery.hcas import choose_hcas
 from cluster.discovery.interface import choose_interface
-from cluster.environment.network import adapter_values, socket_values
-from cluster.environment.processes import DEFAULT_METHOD, process_values
+from cluster.environment.ranks import DEFAULT_METHOD, adapter_values, process_values, socket_values, trial_values
 from cluster.environment.rules import concern
-from cluster.environment.trial import trial_values
 from cluster.environment.value import Value, overlaid, variables
-from cluster.inventory.ray_settings import USAGE_REPORTS
 from cluster.inventory.site import Site
+from cluster.inventory.software import USAGE_REPORTS
 from cluster.probing.probe import printable
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -27,7 +25,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.,:%/-]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeEnvironment:
-    """Everything `burst env` says about one node."""
+    """Everything `burst env` shows about one node."""
 
     values: tuple[Value, ...]
     network: NodeNetwork
@@ -39,7 +37,7 @@ class NodeEnvironment:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Name to value, as processes on the node are given them."""
+        """Name to value, for processes on the node."""
         return variables(self.values)
 
 
@@ -57,7 +55,7 @@ def render_node(
     hcas = choose_hcas(facts, wanted=site.network.hcas, rate_gbps=site.network.port_rate_gbps)
     values = (
         *socket_values(interface),
-        # Without a GPU and an adapter there is no NCCL to tell anything.
+        # Without a GPU and an adapter NCCL is not used.
         *(adapter_values(hcas, gid_index=site.network.gid_index) if facts.gpus or hcas.ports else ()),
         *process_values(
             device="cuda" if facts.gpus else "cpu",
@@ -80,7 +78,7 @@ def render_node(
 
 
 def site_variables(site: Site) -> tuple[dict[str, str], list[str]]:
-    """The site's own variables, less the one it cannot have, and the sentence that says so."""
+    """The site's own variables without RAY_USAGE_STATS_ENABLED, and a warning where the site sets it."""
     own = dict(site.environment)
     if own.pop(USAGE_REPORTS, "0") != "0":
         return own, [f"the site sets {USAGE_REPORTS}, which stays 0: nothing started here reports; remove it"]
@@ -94,7 +92,7 @@ def env_sh(environment: NodeEnvironment) -> str:
 
 def template(name: str) -> jinja2.Template:
     """One of our templates, with the filters that keep a value from being read as anything but a value."""
-    # What is written is shell and YAML, for which HTML's escaping would be wrong; each has its own filter.
+    # The templates are shell and YAML, for which HTML's escaping would be wrong; each has its own filter.
     renderer = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         undefined=jinja2.StrictUndefined,

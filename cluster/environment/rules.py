@@ -1,4 +1,4 @@
-"""What is known to go wrong with variables people set: used on a site's own, and on a file that is taken over."""
+"""Known problems of variables that users set: applied to a site's own, and to an imported file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 _BARE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]*")
 
 PER_METHOD = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "belongs to a method: Megatron-LM wants 1 before Blackwell, FSDP2 many queues",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "belongs to a method: Megatron-LM needs 1 before Blackwell, FSDP2 many queues",
 }
 PER_TRIAL = {
     **dict.fromkeys(
@@ -34,7 +34,7 @@ _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def concern(name: str, value: str) -> str:
-    """Why this value is likely to hurt, as one sentence that names the variable; "" when nothing is known."""
+    """The known problem of this value, as one sentence that names the variable; "" when there is none."""
     problem = PER_METHOD.get(name) or PER_TRIAL.get(name) or _problem(name, value)
     return f"{name}={value} {problem}" if problem else ""
 
@@ -45,14 +45,14 @@ def _problem(name: str, value: str) -> str:
     if name in _INTERFACES:
         return interface_problem(name, value)
     if name == "NCCL_IB_GID_INDEX":
-        return "is right for the node it was tried on at best; NCCL finds the index by itself"
+        return "is right on one node at best; NCCL finds the index by itself"
     if name.startswith(("UCX_", "OMPI_", "I_MPI_")):
         return "matters to UCX and MPI alone, which take no part here"
     return ""
 
 
 def adapter_problem(value: str) -> str:
-    """What is wrong with a value of NCCL_IB_HCA: a list of prefixes, exact names behind '=', or '^' for all others."""
+    """The problem of a value of NCCL_IB_HCA: a list of prefixes, exact names behind '=', or '^' for all others."""
     if value.startswith("^"):
         return "leaves adapters out by name and so takes every other one, those for storage too"
     if not value.startswith("="):
@@ -61,9 +61,9 @@ def adapter_problem(value: str) -> str:
 
 
 def interface_problem(name: str, value: str) -> str:
-    """What is wrong with a value of NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME."""
+    """The problem of a value of NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME."""
     if "^" in value:
-        why = "which Gloo takes for a name" if name.startswith("GLOO") else "so whatever else is there can be chosen"
+        why = "which Gloo takes for a name" if name.startswith("GLOO") else "so any other interface can be chosen"
         return f"leaves interfaces out, {why}; the route to the head names the right one"
     if "," in value:
         return "names several interfaces; the route to the head names the right one"

@@ -1,6 +1,6 @@
 """Reading the assignments of an existing env.sh. Nothing in it is ever executed or expanded.
 
-Quoting is that of the POSIX shell, by `shlex`; what only a shell could work out (`$HOME`, `$(hostname)`) is marked.
+Quoting is that of the POSIX shell, by `shlex`; a value that only a shell can expand (`$HOME`, `$(hostname)`) is marked.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _EXPORTS = (("export",), ("declare", "-x"), ("typeset", "-x"))
 _OPEN = frozenset({"if", "for", "while", "until", "case", "select"})
 _CLOSE = frozenset({"fi", "done", "esac", "}"})
 _CONTINUE = frozenset({"then", "else", "do"})  # which a statement may follow on the same line
-# Stand-ins, from Unicode's private area, for the two characters where quotes or a backslash took their meaning away.
+# Stand-ins, from Unicode's private area, for the two characters where quotes or a backslash make them literal.
 _LITERAL = {"$": "\ue000", "`": "\ue001"}
 _BACK = {ord(stand_in): character for character, stand_in in _LITERAL.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """`export NAME=VALUE`, or a line that is none of that."""
+    """`export NAME=VALUE`, or any other line."""
 
     line: int  # from 1
     name: str  # "" for a command
     value: str  # as the shell would pass it on; a command's own text where there is no name
-    is_expanded: bool = False  # the shell would put something else in place of a part of it
+    is_expanded: bool = False  # the shell would replace a part of it
     is_conditional: bool = False  # it stands in a branch, a loop or a function, which may or may not be run
 
 
@@ -58,7 +58,7 @@ def _deeper(words: list[str]) -> int:
 def _assignments(line: int, words: list[str], statement: str) -> Iterator[Assignment]:
     exported = next((prefix for prefix in _EXPORTS if tuple(words[: len(prefix)]) == prefix), ())
     matches = [_ASSIGNMENT.fullmatch(word) for word in words[len(exported) :]]
-    if not exported and None in matches:  # also `NAME=VALUE program`, which sets nothing for anyone else
+    if not exported and None in matches:  # also `NAME=VALUE program`, which sets nothing for other programs
         yield Assignment(line=line, name="", value=statement)
         return
     for match in filter(None, matches):  # `export NAME` has its value elsewhere
@@ -96,5 +96,5 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _escaped(character: str) -> str:
-    """What a backslash before this character leaves for `shlex`: a line goes on, an expansion is none."""
+    """A character after a backslash, as `shlex` should read it: a line continues, an expansion becomes literal."""
     return "" if character == "\n" else _LITERAL.get(character, "\\" + character)

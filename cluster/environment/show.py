@@ -7,8 +7,8 @@ from typing import Any
 
 from cluster.environment.importing import Import, summary
 from cluster.environment.rendering import NodeEnvironment
-from cluster.environment.secrets import shown
 from cluster.environment.survey import Survey
+from cluster.environment.value import shown
 from cluster.probing.probe import printable
 
 

@@ -1,26 +1,33 @@
-"""The environments of many nodes: every node asked at once, and what differs between them."""
+"""The environments of many nodes: read from all at once, compared, and installed as env.sh when asked.
+
+A file is written to a node whole or not at all, and the file it replaces is kept beside it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from cluster.discovery.drift import drift
+from cluster.discovery.drift import network_drift
 from cluster.discovery.read import read_node
-from cluster.environment.install import Installed, install
-from cluster.environment.processes import DEFAULT_METHOD
-from cluster.environment.rendering import NodeEnvironment, render_node
+from cluster.environment.ranks import DEFAULT_METHOD
+from cluster.environment.rendering import NodeEnvironment, env_sh, render_node
+from cluster.environment.value import is_secret
 from cluster.files.errors import UsageError
 from cluster.inventory.nodes import Node
+from cluster.probing.probe import Output
 from cluster.transport.fleet import on_each
-from cluster.transport.runner import Connect, Unreachable
+from cluster.transport.runner import Connect, Runner, Unreachable
+from cluster.transport.transfer import TransferFailed, put
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wish:
-    """What is asked for, the same on all nodes."""
+    """The options of a survey, the same on all nodes."""
 
     head: str | None = None  # IPv4 address of the head node; None: this machine alone
     method: str = DEFAULT_METHOD
@@ -31,20 +38,20 @@ class Wish:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """What came of it, in the order of the nodes."""
+    """The results, in the order of the nodes."""
 
     environments: tuple[NodeEnvironment, ...]
     installed: dict[str, Installed]  # by node
-    silent: dict[str, str]  # nodes that could not be asked, or written to, and why
+    silent: dict[str, str]  # nodes that did not answer, or could not be written to, and the reason
 
     @property
     def drift(self) -> list[str]:
         """Differences between the nodes that answered."""
-        return drift([environment.network for environment in self.environments])
+        return network_drift([environment.network for environment in self.environments])
 
 
 def survey(nodes: Sequence[Node], connect: Connect, wish: Wish, seconds: float) -> Survey:
-    """Ask every node, within `seconds` each, and write to it when that is wished."""
+    """Read every node's facts, within `seconds` each, and install env.sh where `wish` has a path for it."""
 
     def work(node: Node) -> tuple[NodeEnvironment, Installed | Unreachable | None]:
         with connect(node.host, seconds) as runner:
@@ -84,3 +91,52 @@ def head_address(named: str | None, nodes: Sequence[Node]) -> str | None:
         raise UsageError(
             f"the head {name} has no IPv4 address known here; give --head the address the other nodes reach it at"
         ) from None
+
+
+# Arguments: path, SHA-256 of the new content. Makes the folder, and keeps a copy of the file to be replaced.
+_MAKE_WAY = """\
+set -eu
+[ ! -d "$1" ] || { echo "$1 is a folder" >&2; exit 3; }
+mkdir -p -- "$(dirname -- "$1")"
+if [ ! -e "$1" ] && [ ! -L "$1" ]; then echo written; exit 0; fi
+if [ ! -L "$1" ] && [ "$(sha256sum < "$1" | cut -d' ' -f1)" = "$2" ]; then echo unchanged; exit 0; fi
+kept=$1.$(date +%Y%m%d-%H%M%S).$$
+cp -pP -- "$1" "$kept"
+printf 'replaced %s\\n' "$kept"
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Installed:
+    """The result of one installation."""
+
+    path: str
+    what: Literal["written", "replaced", "unchanged"]
+    kept: str = ""  # where the file that was replaced is now
+
+    @property
+    def sentence(self) -> str:
+        if self.what == "replaced":
+            return f"{self.path} replaced; the earlier one is {self.kept}"
+        return f"{self.path} {'is up to date' if self.what == 'unchanged' else 'written'}"
+
+
+def install(runner: Runner, environment: NodeEnvironment, path: str, *, deadline_seconds: float) -> Installed:
+    """Write the node's env.sh to an absolute `path` there, readable by all unless it holds a secret.
+
+    Raises Unreachable with the machine's own message when that fails; a file at `path` is then unchanged.
+    """
+    content = env_sh(environment).encode()
+    mode = 0o600 if any(is_secret(value.name, value.value) for value in environment.values) else 0o644
+    command = ["env", "LC_ALL=C", "sh", "-c", _MAKE_WAY, "sh", path, hashlib.sha256(content).hexdigest()]
+    done = runner.run(command, deadline_seconds=deadline_seconds)
+    what, _, kept = done.stdout.rstrip("\n").partition(" ")
+    if done.exit_status != 0 or what not in ("written", "replaced", "unchanged"):
+        complaint = Output(text=done.stderr).first_line or "no answer in time"
+        raise Unreachable(f"{path} was not written ({complaint}); check the path and its folder")
+    if what != "unchanged":
+        try:
+            put(runner, content, path, deadline_seconds=deadline_seconds, mode=mode)
+        except TransferFailed as error:
+            raise Unreachable(str(error)) from None
+    return Installed(path=path, what=what, kept=kept)  # type: ignore[arg-type]  # one of the three, as just checked

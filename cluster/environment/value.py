@@ -1,4 +1,7 @@
-"""One environment variable with the reason for its value, and how layers of them lie over each other."""
+"""One environment variable with the reason for its value; layers of variables; secrets kept out of output and records.
+
+A secret is a variable whose name says so, or a password inside an address.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
-
-from cluster.environment.secrets import shown
 
 Origin = Literal["default", "method", "discovered", "site", "user"]
 
@@ -24,7 +25,7 @@ class Value:
     origin: Origin = "default"
 
     def __post_init__(self) -> None:
-        # Both come from here or from a reader that has checked them; a wrong one would be a hole in env.sh.
+        # Readers have checked both before; a wrong one could run a command from env.sh.
         assert _NAME.fullmatch(self.name), self.name
         assert "\0" not in self.value, self.name
 
@@ -32,7 +33,7 @@ class Value:
 def overlaid(values: Iterable[Value], variables: Mapping[str, str], *, by: str, origin: Origin) -> tuple[Value, ...]:
     """The values with `variables` over them; a replaced one keeps its place, and its reason names what it replaced.
 
-    `by` says whose variables these are, as in "set by the site file".
+    `by` names their origin, as in "set by the site file".
     """
     result = {value.name: value for value in values}
     for name, text in variables.items():
@@ -45,5 +46,26 @@ def overlaid(values: Iterable[Value], variables: Mapping[str, str], *, by: str, 
 
 
 def variables(values: Iterable[Value]) -> dict[str, str]:
-    """Name to value, as a process is given them."""
+    """Name to value, for a process."""
     return {value.name: value.value for value in values}
+
+
+REDACTED = "<redacted>"
+
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|KEY", re.IGNORECASE)
+_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # the user and password of http://user:password@proxy:8080
+
+
+def is_secret(name: str, value: str) -> bool:
+    """True when a part of this variable must not be shown."""
+    return bool(_SECRET_NAME.search(name) or _IN_ADDRESS.search(value))
+
+
+def shown(name: str, value: str) -> str:
+    """The value as a table, a log or a record may hold it."""
+    return REDACTED if _SECRET_NAME.search(name) else _IN_ADDRESS.sub(REDACTED, value)
+
+
+def redact(environment: Mapping[str, str]) -> dict[str, str]:
+    """The same variables by name in alphabetical order, with secrets hidden."""
+    return {name: shown(name, value) for name, value in sorted(environment.items())}

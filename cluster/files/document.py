@@ -1,9 +1,9 @@
 """YAML read strictly: every value keeps the place it was written at, so that an error can point to it.
 
-Serves experiment, model, hardware and site files alike; here because `cluster` stands alone and the harness imports it.
+Experiment, model, hardware and site files are all read with it; it is part of `cluster`, which imports nothing else.
 
-Values are those of `yaml.safe_load`, minus what YAML 1.1 reads differently from what people mean: bare yes/no/on/off,
-base-60 and octal numbers, dates. Duplicate keys, aliases and foreign tags are errors too.
+Values are those of `yaml.safe_load`. Errors are values that YAML 1.1 reads in a surprising way (bare yes/no/on/off,
+base-60 and octal numbers, dates), duplicate keys, aliases and foreign tags.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import TypeAlias
 import yaml
 from yaml.constructor import SafeConstructor
 
-from cluster.files.errors import UsageError
-from cluster.files.regular_file import read_text
-from cluster.files.shown import shown_value
+from cluster.files.errors import UsageError, shown_value
+from cluster.files.filesystem import read_text
 
 Scalar: TypeAlias = "bool | int | float | str | None"
 Content: TypeAlias = "Scalar | list[Node] | dict[str, Node]"
@@ -82,7 +81,7 @@ def parse_yaml(text: str, origin: str, place_of_line: Callable[[int], str]) -> N
         raise UsageError(f"{place}: not readable as YAML ({problem}); correct the syntax there") from error
     except yaml.YAMLError as error:
         problem = " ".join(str(error).split())
-        raise UsageError(f"{origin}: not readable as YAML ({problem}); remove what is not text") from error
+        raise UsageError(f"{origin}: not readable as YAML ({problem}); remove everything that is not text") from error
     except RecursionError:
         raise UsageError(f"{origin}: nested too deeply to be read; expected a few levels of keys") from None
 
@@ -106,7 +105,7 @@ class _Converter:
         self._scalars = SafeConstructor()
 
     def convert(self, node: yaml.Node, place: str | None = None) -> Node:
-        """`place` is that of the key a value belongs to: an error is looked for where the key stands."""
+        """`place` is the place of the value's key, which errors name."""
         place = place or self._place_of_line(node.start_mark.line + 1)
         # Only an alias leads to the same node twice; refusing it also bounds what a small file can expand to.
         if id(node) in self._seen:

@@ -1,4 +1,7 @@
-"""What a user did wrong, said in one sentence: what was found, what was expected, and what to do next."""
+"""Sentences for a user: errors (found, expected, next step), and text made safe for a terminal.
+
+No control character of a file, a node or a user reaches the terminal, and no line is endless.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ class UsageError(ValueError):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """End of a sentence about an unknown `word`: its nearest neighbour, or every choice when none comes near."""
+    """End of a sentence about an unknown `word`: its nearest neighbour, or every choice when none is near."""
     known = list(choices)
     by_folded = {choice.casefold(): choice for choice in known}
     match = difflib.get_close_matches(word.casefold(), by_folded, n=1)
@@ -25,3 +28,36 @@ def one_of(choices: Iterable[str]) -> str:
     """The choices as prose: `a`, `a or b`, `a, b or c`."""
     *head, last = [str(choice) for choice in choices]
     return f"{', '.join(head)} or {last}" if head else last
+
+
+MAX_CHARACTERS = 1000  # of a line: a path of the longest kind fits beside a sentence
+_END_CHARACTERS = 300  # kept of the end of a line, where an error states the next step
+
+
+def shown(text: str, most: int = MAX_CHARACTERS) -> str:
+    """The text with control characters written as escapes (`\\x1b`) and every line of at most about `most` characters.
+
+    Line breaks and tabs stay. A long line loses its middle, and states how many characters are left out.
+    """
+    if text.isprintable() and len(text) <= most:
+        return text
+    return "\n".join(_line(line, most) for line in text.split("\n"))
+
+
+def shown_value(text: str) -> str:
+    """One value inside a sentence or a table: on one line, and short."""
+    return shown(text, 200).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _line(line: str, most: int) -> str:
+    if len(line) > most:
+        end = min(_END_CHARACTERS, most // 3)
+        left_out = len(line) - most
+        line = f"{line[: most - end]}... ({left_out:,} characters left out) ...{line[len(line) - end :]}"
+    if line.isprintable():
+        return line
+    return "".join(one if one.isprintable() or one == "\t" else _escape(one) for one in line)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")

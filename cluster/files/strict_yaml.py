@@ -34,8 +34,8 @@ def build(cls: type[T], node: Node, where: str = "") -> T:
     """One mapping as the dataclass `cls`; `where` is the dotted key it stands at, "" for a whole file.
 
     Fields are scalars, paths, literals, dataclasses, tuples of them, mappings from text to text, or any of these or
-    null. Raises UsageError for a file that cannot be read or parsed, a key `cls` does not have or that appears twice,
-    a value of the wrong type, and whatever the dataclasses themselves refuse.
+    null. Raises UsageError for a file that cannot be read or parsed, a key `cls` does not have or that appears twice, a
+    value of the wrong type, and a value that a dataclass itself refuses.
     """
     result: T = _build(cls, node, where)
     return result
@@ -76,7 +76,7 @@ def _value(hint: Any, node: Node, where: str) -> Any:
         structured = [
             kind for kind in typing.get_args(hint) if typing.get_origin(kind) or dataclasses.is_dataclass(kind)
         ]
-        if structured:  # `... | None`: null, or what it says without it
+        if structured:  # `... | None`: null, or a value of the other type
             return None if found is None else _value(structured[0], node, where)
     origin = typing.get_origin(hint)
     if origin is tuple:

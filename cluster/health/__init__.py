@@ -1,1 +1,4 @@
-"""cluster.health"""
+"""Node checks as a whole: all nodes at once, a report for each, and error counters from one run to the next.
+
+Imports `checks`, `profiles`, `probing`, `transport` and rooms below; nothing here formats a report.
+"""

@@ -1,4 +1,4 @@
-"""What nodes counted when they were last looked at: errors that rise matter more than errors that are there.
+"""Error counters of nodes from earlier checks: a counter that rises matters more than one that is not 0.
 
 One file of JSON lines per node. Only counters and the verdict are kept, nothing about users or processes.
 """
@@ -17,8 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 from cluster.checks import AnyCheck
-from cluster.files.file_lock import try_lock
-from cluster.files.folders import state_folder
+from cluster.files.filesystem import state_folder, try_lock
 from cluster.health.nodes import NodeReport
 from cluster.probing.verdict import Verdict, merge
 
@@ -28,7 +27,7 @@ _TAIL_BYTES = 256 * 1024  # where the last entry is looked for
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One look at one node: counters by check, then by name."""
+    """One check of one node: counters by check, then by name."""
 
     time: str  # ISO 8601, UTC
     verdict: str
@@ -36,12 +35,12 @@ class Entry:
 
 
 def default_folder() -> Path:
-    """Where counters are kept when nobody says."""
+    """The default folder for counters."""
     return state_folder("nodes")
 
 
 def entry_of(report: NodeReport, now: datetime | None = None) -> Entry:
-    """What is kept of a report."""
+    """The part of a report that is kept."""
     counters = {}
     for name, verdict in report.verdicts.items():
         found = verdict.facts.get("counters")
@@ -56,9 +55,9 @@ def rises(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
 
 
 def judge(before: Entry | None, now: Entry, checks: Mapping[str, AnyCheck]) -> Verdict:
-    """What the growth since the last look means, by the `rise` of the checks that count."""
+    """A verdict on the growth since the last entry, by the `rise` of each check."""
     if before is None:
-        return Verdict(level="ok", summary="first look at this node, so nothing to compare with")
+        return Verdict(level="ok", summary="first check of this node, so nothing to compare with")
     verdicts = []
     for name, counters in now.counters.items():
         rise = checks[name].rise if name in checks else None
@@ -88,7 +87,7 @@ class History:
         folder.mkdir(parents=True, exist_ok=True)
 
     def last(self, node: str) -> Entry | None:
-        """The newest entry that can be read; a line torn by a crash is passed over."""
+        """The newest entry that can be read; a line cut short by a crash is left out."""
         try:
             with open(self._path(node), "rb") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -129,7 +128,7 @@ class History:
 
 
 def _parse(line: bytes) -> Entry | None:
-    """One entry, or None for what is no entry of ours."""
+    """One entry, or None for a line that is none."""
     try:
         found: Any = json.loads(line)
         counters = {

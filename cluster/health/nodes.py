@@ -1,4 +1,4 @@
-"""Checking nodes: all at once, one remote command each, a report for every one of them whatever happened."""
+"""Checking nodes: all at once, one remote command each, and a report for every node."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from cluster.transport.runner import Connect, Unreachable
 
 REACHABILITY = "reachability"
 CLOCK = "clock"
-_GPUS = "gpus"  # the check that also says which model's thresholds hold
+_GPUS = "gpus"  # the check that also finds the model, whose thresholds hold
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeReport:
-    """Everything found out about one node."""
+    """All findings about one node."""
 
     host: Host
     verdicts: Mapping[str, Verdict]  # by check; reachability always, the others only when the node answered
@@ -40,22 +40,22 @@ class NodeReport:
 
     @property
     def action(self) -> Action:
-        """The strongest that any check asks for."""
+        """The strongest action of all checks."""
         return strongest_action(verdict.action for verdict in self.verdicts.values())
 
     @property
     def busy(self) -> bool:
-        """True when somebody else is using the node."""
+        """True when other processes use the node."""
         return any(verdict.busy for verdict in self.verdicts.values())
 
     @property
     def answered(self) -> bool:
-        """True when the node could be asked at all."""
+        """True when the node answered."""
         return self.verdicts[REACHABILITY].level == "ok"  # added first, for every node
 
     @property
     def usable(self) -> bool:
-        """True when work may be placed here: it answered, nothing failed or stayed unknown, and nobody else uses it."""
+        """True when work may be placed here: it answered, nothing failed or stayed unknown, and it is not busy."""
         return self.level in ("ok", "warn") and not self.busy
 
     def also(self, name: str, verdict: Verdict) -> NodeReport:
@@ -91,7 +91,7 @@ def check_node(
     profiles: Mapping[str, Profile],
     timeout_seconds: float,
 ) -> NodeReport:
-    """Connect, run the probes of all checks in one command, judge what came back by the node's own site."""
+    """Connect, run the probes of all checks in one command, judge their output by the node's own site."""
     started = time.monotonic()
     host, site = node.host, node.site
     probes = {name: check.probe(site) for name, check in checks.items()}
@@ -130,7 +130,7 @@ def check_node(
 
 
 def _carriers(probes: Mapping[str, Probe]) -> dict[Probe, str]:
-    """Each distinct probe and the first check that gave it: what several checks read is read once."""
+    """Each distinct probe and the first check that gave it: a probe that several checks share runs once."""
     carriers: dict[Probe, str] = {}
     for name, probe in probes.items():
         carriers.setdefault(probe, name)

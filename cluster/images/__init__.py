@@ -1,5 +1,5 @@
-"""Container images: built here, saved once, brought to every node that lacks them, and verified there.
+"""Container images: built and saved here, delivered to every node that lacks them, and verified there.
 
-`engine` is what is said to docker, `archive` the saved image, `sending` its way to a node, `delivery` everything that
-happens on one node, `push` all nodes at once.
+`engine` holds docker's command lines, `archive` the saved image, `sending` one transfer, `delivery` the work on one
+node, `push` all nodes. Imports `transport`, `inventory` and `files`; nothing of checks or environments.
 """

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.files.folders import cache_folder
+from cluster.files.filesystem import cache_folder
 from cluster.images.engine import Image, ImageFailed, last_line, save_command
 
 _CHUNK_BYTES = 2**20
@@ -31,19 +31,19 @@ class Archive:
 
     @property
     def file_name(self) -> str:
-        """What it is called on nodes: another content is another name."""
+        """Its name on nodes, by its content."""
         return f"{self.sha256}{''.join(self.path.suffixes[-2:])}"
 
 
 def default_folder() -> Path:
-    """Where archives are kept until every node has them."""
+    """The folder for archives until every node has its image."""
     return cache_folder("images")
 
 
 def save(image: Image, folder: Path, on_bytes: Callable[[int], None]) -> Archive:
     """Save the image below `folder`, or take the archive that an earlier call left there.
 
-    Written aside and renamed, so that a file of that name is whole. `on_bytes` hears how much is written or read.
+    Written aside and renamed, so that a file of that name is whole. `on_bytes` gets the bytes written or read so far.
     Raises ImageFailed when the disk has no room, a program is missing or docker fails; nothing is left then.
     """
     program, options, ending = _compressor()
@@ -53,7 +53,7 @@ def save(image: Image, folder: Path, on_bytes: Callable[[int], None]) -> Archive
         raise ImageFailed(
             f"{folder} cannot be made ({error.strerror}); give --archives a folder for saved images"
         ) from error
-    # The archive carries the name beside the content, hence both are in its own.
+    # The archive holds the image's name beside its content, hence both are in the key.
     key = hashlib.sha256(f"{image.name}\n{image.image_id}".encode()).hexdigest()[:32]
     path = folder / f"{key}{ending}"
     if not path.exists():
@@ -82,7 +82,7 @@ def _compressor() -> tuple[str, list[str], str]:
 
 
 def _write(image: Image, compressor: list[str], path: Path, on_bytes: Callable[[int], None]) -> None:
-    """`docker image save | compressor > path`, with the exit status of both looked at."""
+    """`docker image save | compressor > path`, with the exit status of both checked."""
     descriptor, aside_name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
     aside = Path(aside_name)
     try:
@@ -99,7 +99,7 @@ def _write(image: Image, compressor: list[str], path: Path, on_bytes: Callable[[
                     written += len(chunk)
                     on_bytes(written)
             finally:
-                compressing.stdout.close()  # ends both when we left early: nobody reads them any more
+                compressing.stdout.close()  # ends both programs when the loop ended early
                 statuses = (saving.wait(), compressing.wait())
             said.seek(0)
             if any(statuses):

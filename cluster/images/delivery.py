@@ -1,4 +1,4 @@
-"""What happens on one node: is the image there, does it fit, bring it, load it, verify it."""
+"""The work on one node: look for the image, check the disk, send the archive, load it, verify it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from functools import partial
 from typing import Literal, Protocol
 
 from cluster.images.archive import Archive
-from cluster.images.engine import Image, ImageFailed, complaint, find_image, load_command
+from cluster.images.engine import Image, ImageFailed, complaint, find_image, last_line, load_command
 from cluster.images.sending import send
-from cluster.images.space import ask_space
 from cluster.inventory.hosts import Host
 from cluster.transport.runner import Connect, Runner, Unreachable
 from cluster.transport.transfer import TransferFailed
@@ -25,7 +24,7 @@ Stage = Literal["asking", "sending", "comparing", "loading"]
 
 
 class Watch(Protocol):
-    """Is told how far each node is, from several threads."""
+    """Receives the progress of each node, from several threads."""
 
     def stage(self, node: str, stage: Stage) -> None: ...
 
@@ -34,7 +33,7 @@ class Watch(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """One node, what it is to have, and how it is reached."""
+    """One node, the image it should have, and how it is reached."""
 
     name: str
     host: Host
@@ -44,7 +43,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivered:
-    """What bringing an image to a node took."""
+    """The result of delivering an image to a node."""
 
     node_image: Image
     sent_bytes: int  # in the attempt that succeeded
@@ -59,7 +58,7 @@ def look(target: Target, connect: Connect, seconds: float, watch: Watch) -> Imag
 
 
 def deliver(target: Target, archive: Archive, connect: Connect, seconds: float, watch: Watch) -> Delivered:
-    """Send the archive to a place of the node's own, load it and remove it there. Raises ImageFailed or Unreachable."""
+    """Send the archive to the node's own disk, load it and remove it there. Raises ImageFailed or Unreachable."""
 
     def once(runner: Runner, ends_at: float) -> Delivered:
         place, sent = _bring(runner, target, archive, ends_at, watch, unpacked_here=True)
@@ -81,7 +80,7 @@ def deposit(target: Target, archive: Archive, connect: Connect, seconds: float, 
 
 
 def collect(target: Target, archive: Archive, connect: Connect, seconds: float, watch: Watch) -> Delivered:
-    """Load the archive that `deposit` left in the shared folder, after comparing what this node sees of it."""
+    """Load the archive that `deposit` left in the shared folder, after comparing its checksum as this node reads it."""
 
     def once(runner: Runner, ends_at: float) -> Delivered:
         ask_space(runner, target.folder, _left(ends_at)).check(0, archive.image.size_bytes)
@@ -95,13 +94,13 @@ def collect(target: Target, archive: Archive, connect: Connect, seconds: float, 
 
 
 def withdraw(target: Target, archive: Archive, connect: Connect, seconds: float) -> None:
-    """Remove what `deposit` left, and nothing else. Raises Unreachable."""
+    """Remove the archive that `deposit` left, and nothing else. Raises Unreachable."""
     with connect(target.host, seconds) as runner:
         _remove(runner, shared_place(target, archive))
 
 
 def shared_place(target: Target, archive: Archive) -> str:
-    """Where the archive lies in a shared folder: the same on all nodes."""
+    """Path of the archive in a shared folder, the same on all nodes."""
     assert target.folder is not None, target
     return f"{target.folder}/{archive.file_name}"
 
@@ -109,8 +108,10 @@ def shared_place(target: Target, archive: Archive) -> str:
 def _attempts(
     target: Target, connect: Connect, seconds: float, once: Callable[[Runner, float], Delivered]
 ) -> Delivered:
-    """Try again, on a new connection, what a broken connection or a damaged transfer ended. What the node itself
-    refuses is refused again, so it is not asked twice."""
+    """Repeat `once`, on a new connection, after a broken connection or a damaged transfer.
+
+    An error of the node itself is final.
+    """
     ends_at = time.monotonic() + seconds
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -129,7 +130,7 @@ def _bring(
 ) -> tuple[str, int]:
     """The archive's path on the node and the bytes sent for it."""
     space = ask_space(runner, target.folder, _left(ends_at))
-    # A folder of one node may be several nodes' home: their names keep them from writing into one file.
+    # Several nodes may share this folder: the node's name in the path keeps them from writing into one file.
     name = f"{target.name}-{archive.file_name}" if unpacked_here else archive.file_name
     place = f"{space.folder}/{name}"
     watch.stage(target.name, "sending")
@@ -141,14 +142,14 @@ def _bring(
 
 
 def _bytes_there(runner: Runner, place: str, ends_at: float) -> int:
-    """Of an earlier attempt, which need no room any more."""
+    """Bytes that an earlier attempt left, which need no more room."""
     script = 'for file; do stat -c %s -- "$file" 2>/dev/null; done; :'
     done = runner.run(["sh", "-c", script, "sh", place, f"{place}.part"], deadline_seconds=_left(ends_at))
     return sum(int(line) for line in done.stdout.split())
 
 
 def _compare(runner: Runner, archive: Archive, place: str, ends_at: float) -> None:
-    """What was sent through another node is compared here: this node may see another file, or none."""
+    """Compare an archive that was sent through another node: this node may see another file, or none."""
     found = runner.run(["env", "LC_ALL=C", "sha256sum", "--", place], deadline_seconds=_left(ends_at))
     if found.exit_status != 0:
         raise ImageFailed(f"{place} cannot be read on this node; look whether that folder is mounted there")
@@ -158,17 +159,17 @@ def _compare(runner: Runner, archive: Archive, place: str, ends_at: float) -> No
 
 
 def _load(runner: Runner, target: Target, archive: Archive, place: str, ends_at: float, watch: Watch) -> Image:
-    """Load, and compare what docker then has."""
+    """Load, and compare the image that docker then has."""
     watch.stage(target.name, "loading")
     done = runner.run(load_command(place), deadline_seconds=_left(ends_at))
     if done.exit_status != 0:
         raise ImageFailed(complaint(done, "docker did not load it", f"{place} is kept for the next push"))
     loaded = find_image(runner, target.image, min(_ASK_SECONDS, _left(ends_at)))
     if loaded is None or not loaded.same_as(archive.image):
-        what = loaded.image_id[:19] if loaded else "nothing"
+        found = loaded.image_id[:19] if loaded else "nothing"
         raise ImageFailed(
-            f"after loading, docker has {what} as {target.image}, expected {archive.image.image_id[:19]}; "
-            "look who else loads images there, then push again"
+            f"after loading, docker has {found} as {target.image}, expected {archive.image.image_id[:19]}; "
+            "find the other program that loads images there, then push again"
         )
     return loaded
 
@@ -179,3 +180,74 @@ def _remove(runner: Runner, place: str) -> None:
 
 def _left(ends_at: float) -> float:
     return max(1.0, ends_at - time.monotonic())
+
+
+# $1 is the folder for archives; empty: one of our own on the node's disk. This user must own it: an archive is loaded
+# just after its checksum was compared, and only the folder's owner could change it in between.
+_ASK = """\
+set -eu
+umask 022
+if [ -n "$1" ]; then
+  mkdir -p -- "$1"; folder=$1
+else
+  folder=/var/tmp/burst-images-$(id -u)
+  mkdir -p -m 700 -- "$folder"
+  { [ -O "$folder" ] && [ ! -L "$folder" ]; } || { echo "$folder belongs to another user" >&2; exit 3; }
+fi
+[ -w "$folder" ] || { echo "$folder is not writable" >&2; exit 3; }
+printf 'folder %s\\n' "$folder"
+printf 'archives %s\\n' "$(stat -f -c '%i %a %S' -- "$folder")"
+root=$(docker info --format '{{.DockerRootDir}}' 2>/dev/null) || root=
+if [ -n "$root" ] && room=$(stat -f -c '%i %a %S' -- "$root" 2>/dev/null); then printf 'engine %s\\n' "$room"; fi
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Room:
+    """Free space of one file system."""
+
+    file_system: str
+    free_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """The folder for archives on a node, and the free space for them and for docker's images."""
+
+    folder: str
+    archives: _Room
+    engine: _Room | None  # None: docker's folder cannot be seen, as when its daemon runs elsewhere
+
+    def check(self, archive_bytes: int, image_bytes: int) -> None:
+        """Raises ImageFailed when one of the two does not fit. `archive_bytes` are still to be written."""
+        shared = self.engine is not None and self.engine.file_system == self.archives.file_system
+        _fits(self.folder, self.archives, archive_bytes + (image_bytes if shared else 0))
+        if self.engine is not None and not shared:
+            _fits("docker's folder", self.engine, image_bytes)
+
+
+def ask_space(runner: Runner, folder: str | None, deadline_seconds: float) -> Space:
+    """Make the folder for archives where it is absent, and look at both file systems. Raises ImageFailed."""
+    done = runner.run(["env", "LC_ALL=C", "sh", "-c", _ASK, "sh", folder or ""], deadline_seconds=deadline_seconds)
+    if done.exit_status != 0:
+        said = last_line(done.stderr) if done.exit_status else "no answer in time"
+        raise ImageFailed(f"there is no place for the archive ({said}); give --folder a path this user can write there")
+    said_of = dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
+    return Space(
+        folder=said_of["folder"],
+        archives=_room(said_of["archives"]),
+        engine=_room(said_of["engine"]) if "engine" in said_of else None,
+    )
+
+
+def _room(text: str) -> _Room:
+    file_system, blocks, block_bytes = text.split()
+    return _Room(file_system=file_system, free_bytes=int(blocks) * int(block_bytes))
+
+
+def _fits(where: str, room: _Room, needed_bytes: int) -> None:
+    if room.free_bytes < needed_bytes:
+        raise ImageFailed(
+            f"{where} has {room.free_bytes / 2**30:.1f} GiB free, the image needs {needed_bytes / 2**30:.1f} GiB; "
+            "make room there, or give --folder another disk"
+        )

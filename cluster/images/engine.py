@@ -1,4 +1,4 @@
-"""What is asked of docker, on this machine and on nodes: command lines as pure functions, and one question."""
+"""Docker on this machine and on nodes: command lines as pure functions, and the look-up of an image."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from cluster.transport.runner import Completed, Runner
 
 # Engines that keep images in containerd count ids in another way, so the same image has two ids where fleets are mixed.
-# When it was created, its layers and its labels come out of the image's own configuration, which both keep.
+# Creation time, layers and labels are from the image's own configuration, which both keep.
 _INSPECTED = "{{.Id}} {{.Size}} {{.Created}} {{json .RootFS.Layers}} {{json .Config.Labels}}"
 
 DOCKER = ("env", "LC_ALL=C", "docker")  # `env` answers 127 where there is no docker, as a shell would
@@ -18,16 +18,16 @@ NOT_FOUND = 127
 
 
 class ImageFailed(Exception):
-    """An image that cannot be found, saved, loaded or verified: one sentence says why and what to do."""
+    """An image that cannot be found, saved, loaded or verified: one sentence with the reason and the next step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Image:
     """One image as an engine shows it."""
 
-    name: str  # name:tag, as it was asked for
+    name: str  # name:tag, as the caller gave it
     image_id: str  # sha256:...
-    content: str  # SHA-256 of what its configuration says of it: creation, layers, labels
+    content: str  # SHA-256 of a part of its configuration: creation, layers, labels
     size_bytes: int  # unpacked
 
     def same_as(self, other: Image) -> bool:
@@ -47,7 +47,7 @@ def build_command(folder: Path, *, tag: str, arguments: Mapping[str, str | None]
 
 
 def inspect_command(image: str) -> list[str]:
-    """Print id, size and what identifies the content of an image."""
+    """Print id, size, creation time, layers and labels of an image."""
     return [*DOCKER, "image", "inspect", "--format", _INSPECTED, "--", image]
 
 
@@ -84,7 +84,7 @@ def complaint(done: Completed, what: str, advice: str) -> str:
 
 
 def last_line(text: str) -> str:
-    """The last thing a program said, which is where programs say what went wrong."""
+    """The last line that a program printed, which usually names its error."""
     lines: Sequence[str] = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:200] if lines else "no reason given"
 

@@ -1,4 +1,4 @@
-"""An image to all nodes: look at each, save it once, bring it to those that lack it, verify."""
+"""An image to all nodes: choose each node's image, look for it there, save it once, deliver it where it is missing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from cluster.files.errors import UsageError
 from cluster.images.archive import Archive, save
 from cluster.images.delivery import Delivered, Target, Watch, collect, deliver, deposit, look, withdraw
 from cluster.images.engine import Image, ImageFailed
+from cluster.inventory.nodes import Node
 from cluster.transport.fleet import on_each
 from cluster.transport.runner import Connect, Unreachable
 
@@ -21,26 +23,26 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How one node came out of a push."""
+    """The result of a push on one node."""
 
     node: str
     image: str
     state: Literal["present", "loaded", "failed"]
     finding: str  # a sentence
     sent_bytes: int = 0
-    seconds: float = 0.0  # from its turn to its end, where something was brought
+    seconds: float = 0.0  # from its turn to its end, where an image was delivered
 
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """Why a node has no answer."""
+    """The reason why a node has no result."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """How images travel."""
+    """How images are delivered."""
 
     connect: Connect
     shared: bool  # one copy in a folder all nodes see, instead of one for each
@@ -53,9 +55,9 @@ class Way:
 
 
 def push(targets: Sequence[Target], images: Mapping[str, Image], way: Way) -> list[Outcome]:
-    """Bring to each target the image of its name, which `images` has as it is here; outcomes in the targets' order.
+    """Deliver to each target the image of its name, which `images` holds as it is here; outcomes in the targets' order.
 
-    What one node does not manage is its own outcome; an image that cannot be saved here is that of all nodes it is for.
+    A failure of one node is its own outcome; an image that cannot be saved here fails on all nodes it is for.
     """
     outcomes: dict[str, Outcome] = {}
     for target, found in _asked(targets, way, partial(_look, way=way)):
@@ -83,7 +85,7 @@ def _look(target: Target, way: Way) -> Image | None:
 
 
 def _by_shared_folder(targets: Sequence[Target], archive: Archive, way: Way) -> list[Outcome]:
-    """One copy for each folder, written through the first node that manages it; then all nodes load it."""
+    """One copy for each folder, written through the first node that can; then all nodes load it."""
     outcomes: list[Outcome] = []
     for folder in dict.fromkeys(target.folder for target in targets):
         those = [target for target in targets if target.folder == folder]
@@ -148,7 +150,7 @@ def _asked(
 
 
 def _has(found: Image, here: Image) -> str:
-    """What the node has, and a word when its engine counts ids differently."""
+    """The node's image, with a note when its engine counts ids differently."""
     if found.image_id == here.image_id:
         return found.image_id[:19]
     return f"the same content as {here.image_id[:19]}, which this node's engine calls {found.image_id[:19]}"
@@ -164,4 +166,60 @@ def _outcome(
 ) -> Outcome:
     return Outcome(
         node=target.name, image=target.image, state=state, finding=finding, sent_bytes=sent_bytes, seconds=seconds
+    )
+
+
+SHARED_FOLDER = "burst-images"  # below the first writable folder of the site's storage.shared
+
+
+def targets_of(nodes: Sequence[Node], *, image: str | None, folder: str | None, shared: bool) -> list[Target]:
+    """One target per node: `image`, or that of its site's container; `folder`, or the one its site shares.
+
+    Raises UsageError for a node that has neither.
+    """
+    return [
+        Target(
+            name=node.name,
+            host=node.host,
+            image=tagged(image or _site_image(node)),
+            folder=folder or (_shared_folder(node) if shared else None),
+        )
+        for node in nodes
+    ]
+
+
+def check_ids(nodes: Sequence[Node], images: Mapping[str, Image]) -> None:
+    """Raises UsageError when a site names another id for an image than the one here has."""
+    for node in nodes:
+        container = node.site.container
+        here = images.get(tagged(container.image)) if container.image else None
+        if here is not None and container.image_id is not None and container.image_id != here.image_id:
+            raise UsageError(
+                f"{node.name} is to have {here.name} with the id {container.image_id[:19]}, but here it is "
+                f"{here.image_id[:19]}; build that one, or correct container.image_id"
+            )
+
+
+def tagged(image: str) -> str:
+    """The name with its tag: docker reads one without as `latest`, but saves all tags of it.
+
+    Raises UsageError for an image given by its digest or id, which has no name that nodes could find it by.
+    """
+    if "@" in image or image.startswith("sha256:"):
+        raise UsageError(f"the image {image} has no name to load it under; give it one with docker tag, and name that")
+    return image if ":" in image.rpartition("/")[2] else f"{image}:latest"
+
+
+def _site_image(node: Node) -> str:
+    if node.site.container.image is None:
+        raise UsageError(f"no image is named for {node.name}; give --image, or container.image in its site")
+    return node.site.container.image
+
+
+def _shared_folder(node: Node) -> str:
+    for path in node.site.storage.shared:
+        if path.write:
+            return f"{path.path.rstrip('/')}/{SHARED_FOLDER}"
+    raise UsageError(
+        f"no writable shared folder is named for {node.name}; give --folder, or storage.shared in its site"
     )

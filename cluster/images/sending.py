@@ -1,4 +1,4 @@
-"""Sending a large file to a host so that a broken transfer goes on where it broke off."""
+"""Sending a large file to a host; a broken transfer is resumed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cluster.transport.transfer import TransferFailed
 
 _CHUNK_BYTES = 2**20
 
-# $1 is the file, $2 the place aside. The part is read whole: only what it holds tells whether it can be gone on with.
+# $1 is the file, $2 the unfinished one. The part is read whole: its checksum decides whether it can be resumed.
 _STATE = """\
 set -eu
 digest() { sha256sum < "$1" | cut -d' ' -f1; }
@@ -30,10 +30,10 @@ OnProgress = Callable[[int, int], None]  # bytes there so far, bytes in all; cal
 
 
 def send(runner: Runner, archive: Archive, remote: str, *, ends_at: float, on_progress: OnProgress) -> int:
-    """Bring the archive to the absolute path `remote`, compared by SHA-256; returns how many bytes went over the wire.
+    """Send the archive to the absolute path `remote`, compared by SHA-256; returns the number of bytes sent.
 
-    What an earlier attempt left in `remote`.part is kept when it is the beginning of this archive. On failure it stays
-    for the next attempt, except when the checksum of the whole is wrong. Raises TransferFailed, or Unreachable when the
+    `remote`.part of an earlier attempt is kept when it is the beginning of this archive. On failure it stays for the
+    next attempt, except when the checksum of the whole is wrong. Raises TransferFailed, or Unreachable when the
     connection breaks.
     """
     part = f"{remote}.part"
@@ -57,7 +57,7 @@ def send(runner: Runner, archive: Archive, remote: str, *, ends_at: float, on_pr
 
 
 def _usable(part: str, archive: Archive) -> int:
-    """How many bytes of the part on the host are the archive's own; 0 when it begins otherwise."""
+    """Bytes of the part on the host that are the beginning of the archive; 0 when they differ from it."""
     size, _, digest = part.partition(" ")
     if not size.isdigit() or not 0 < int(size) <= archive.size_bytes:
         return 0
@@ -101,7 +101,7 @@ def _attempt(runner: Runner, arguments: list[str], ends_at: float, stdin: _Piece
 
 def _output(done: Completed, path: str) -> str:
     if done.exit_status is None:
-        raise TransferFailed(f"{path} was not written in time; repeat the push, which goes on from there")
+        raise TransferFailed(f"{path} was not written in time; repeat the push, which resumes there")
     if done.exit_status != 0:
         raise TransferFailed(f"{path} cannot be written ({last_line(done.stderr)}); check folder and disk there")
     return done.stdout

@@ -1,4 +1,4 @@
-"""How far a push is, while it runs, and how it ended."""
+"""Progress of a push, and its results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def progress_on_stderr() -> Iterator[ProgressBars]:
 
 
 class ProgressBars:
-    """The `Watch` of a push, and the receiver of what saving an image tells."""
+    """The `Watch` of a push, and the receiver of the progress of saving an image."""
 
     def __init__(self, bars: Progress | None) -> None:
         self._bars = bars
@@ -52,7 +52,7 @@ class ProgressBars:
             self._bars.update(self._tasks[node], completed=done_bytes, total=all_bytes)
 
     def saved(self, image: str, written_bytes: int) -> None:
-        """An image is being saved here; nobody knows beforehand how large it will be compressed."""
+        """An image is being saved here; its compressed size is not known yet."""
         if image not in self._tasks:
             self._enter(image, "saving")
         if self._bars is not None:
@@ -69,7 +69,7 @@ class ProgressBars:
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Table:
-    """One row per node: what became of it, what was sent and how long it took."""
+    """One row per node: its state, the bytes sent and the time taken."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

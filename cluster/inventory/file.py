@@ -1,4 +1,4 @@
-"""Inventory files: which nodes there are, how each is reached and what is expected of it.
+"""Inventory files: nodes, how each is reached and what its checks expect; and the nodes that a command line names.
 
 ```yaml
 name: lab
@@ -15,13 +15,14 @@ overrides:
 ```
 
 Mappings merge key by key, lists replace: the site, then the file's own sections, then the group's, then the overrides
-in their order. What a target says itself, as in `root@gpu01:2222`, wins over `ssh`.
+in their order. A setting in the target itself, as in `root@gpu01:2222`, wins over `ssh`.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -30,8 +31,8 @@ from cluster.files import strict_yaml
 from cluster.files.document import Node as Value
 from cluster.files.document import merge, read_yaml
 from cluster.files.errors import UsageError, nearest
-from cluster.inventory.hosts import SSH_PORT, Host, expand, expand_addresses, parse_hosts, read_hosts
-from cluster.inventory.nodes import Inventory, Node, from_hosts, reached
+from cluster.inventory.hosts import SSH_PORT, Host, expand, expand_addresses, parse_hosts, read_hosts, this_machine
+from cluster.inventory.nodes import Inventory, Node, from_hosts, opened_by, reached
 from cluster.inventory.site import Site, load_site
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ _SECTIONS = tuple(field.name for field in dataclasses.fields(Site) if field.name
 
 @dataclass(kw_only=True, slots=True)
 class _Member:
-    """One node while its file is read: its target, and what was said about it so far."""
+    """One node while its file is read: its target, and the site sections given for it so far."""
 
     host: Host
     place: str
@@ -84,7 +85,7 @@ def load_inventory(path: Path, site_file: Path | None = None) -> Inventory:
 
 
 def _base(top: Mapping[str, Value], root: Value, path: Path, name: str, site_file: Path | None) -> Value:
-    """What holds for all nodes: the site file or mapping, under the sections of the inventory itself."""
+    """The sections of all nodes: those of the site file or mapping, with the inventory's own over them."""
     base = Value({"name": Value(name, root.place)}, root.place)
     site = top.get("site")
     if site_file:
@@ -101,7 +102,7 @@ def _base(top: Mapping[str, Value], root: Value, path: Path, name: str, site_fil
 
 
 def _members(group: Value) -> list[_Member]:
-    """The nodes of one item of `nodes`: a target, or a mapping that also says more about its hosts."""
+    """The nodes of one item of `nodes`: a target, or a mapping with hosts and their sections."""
     if not isinstance(group.value, dict):
         return [_Member(host=host, place=group.place, layers=[]) for host in _hosts(group)]
     entries = group.value
@@ -126,7 +127,7 @@ def _members(group: Value) -> list[_Member]:
 
 
 def _override(members: Mapping[str, _Member], pattern: str, override: Value) -> None:
-    """Lay what is said about one node, or a range of them, over what was said before."""
+    """Lay the sections of one override over those its nodes have so far."""
     entries = override.mapping(f"overrides.{pattern}")
     _check_keys(entries, ("address",), f"overrides.{pattern}.")
     layer = _sections(entries, override.place)
@@ -144,7 +145,7 @@ def _override(members: Mapping[str, _Member], pattern: str, override: Value) -> 
 
 
 def _exclude(members: dict[str, _Member], entries: Mapping[str, Value]) -> None:
-    """Take out what `exclude` names, exactly: a name that is not there is a mistake that would leave a node in."""
+    """Remove the nodes that `exclude` names. An unknown name is an error: a mistyped one would leave a node in."""
     if "exclude" in entries:
         for item in entries["exclude"].items():
             for name in _names(_text(item, "exclude"), item.place, members):
@@ -152,7 +153,7 @@ def _exclude(members: dict[str, _Member], entries: Mapping[str, Value]) -> None:
 
 
 def _nodes(base: Value, members: Iterable[_Member]) -> tuple[Node, ...]:
-    """Finished nodes; those about which the same was said share one site."""
+    """Finished nodes; those with the same sections share one site."""
     sites: dict[tuple[int, ...], Site] = {}
     nodes = []
     for member in members:
@@ -192,7 +193,7 @@ def _check_keys(entries: Mapping[str, Value], own: Collection[str], prefix: str)
 
 
 def _names(pattern: str, place: str, members: Mapping[str, _Member]) -> list[str]:
-    """Names of nodes that are there. Raises UsageError for a wrong range and for a name that is not."""
+    """Names of the nodes a pattern stands for. Raises UsageError for a wrong range and for an unknown name."""
     names = [pattern] if pattern in members else _at(Value(pattern, place), expand, "the name")
     for name in names:
         if name not in members:
@@ -205,7 +206,7 @@ def _hosts(target: Value) -> list[Host]:
 
 
 def _at(node: Value, read: Callable[[str], T], what: str) -> T:
-    """What `read` makes of a text, its error at the text's place."""
+    """A text parsed by `read`; an error names the text's place."""
     text = _text(node, what)
     try:
         return read(text)
@@ -218,3 +219,35 @@ def _text(node: Value, what: str) -> str:
         return node.value
     hint = "; a range in a list is written in quotes, 'gpu[01-04]'" if isinstance(node.value, list) else ""
     raise UsageError(f"{node.place}: {what} is {node.describe()}; expected text{hint}")
+
+
+def named_nodes(arguments: argparse.Namespace) -> Inventory:
+    """The nodes that the options of `node_arguments` name; this machine when they name none. Raises UsageError."""
+    if not 0 < arguments.timeout <= 86400:
+        raise UsageError(f"--timeout is {arguments.timeout:g}; expected seconds above 0 and at most 86400")
+    try:
+        inventory = _inventory(arguments.nodes, arguments.site)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if arguments.key is None:
+        return inventory
+    if not arguments.key.expanduser().is_file():
+        raise UsageError(f"the private key {arguments.key} is no file; give the path of the key that opens the nodes")
+    return opened_by(inventory, arguments.key)
+
+
+def _inventory(targets: Sequence[str], site_file: Path | None) -> Inventory:
+    site = load_site(site_file) if site_file else Site()
+    if not targets:
+        return Inventory(name="this machine", nodes=(Node(host=this_machine(), site=site),))
+    first, *others = targets
+    if _is_file(first):
+        inventory = read_inventory(Path(first), site_file)
+        return inventory.select(others) if others else inventory
+    if misplaced := next(filter(_is_file, others), None):
+        raise UsageError(f"{misplaced} is a file behind hosts; give one inventory, then the names of nodes in it")
+    return from_hosts([host for target in targets for host in parse_hosts(target)], site)
+
+
+def _is_file(target: str) -> bool:
+    return target.endswith((".yaml", ".yml")) or Path(target).is_file()

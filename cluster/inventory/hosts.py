@@ -1,4 +1,4 @@
-"""Who the nodes are: `user@gpu[01-04]:2222` on the command line, or one such target per line in a file."""
+"""Hosts as a user names them: `user@gpu[01-04]:2222` on the command line, or one such target per line in a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster.files.regular_file import read_text
+from cluster.files.filesystem import read_text
 from cluster.inventory import ranges
 
 SSH_PORT = 22
@@ -23,7 +23,7 @@ _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\$?")
 class Host:
     """One node. An empty address is this machine, reached without SSH; None leaves the choice to SSH's defaults."""
 
-    name: str  # how tables and `--free` call it
+    name: str  # its name in tables and `--free`
     address: str = ""  # DNS name or IP address
     user: str | None = None
     port: int | None = None
@@ -37,12 +37,12 @@ class Host:
 
     @property
     def target(self) -> str:
-        """What a connection is made to, as `user@address:port` with only the parts that were given."""
+        """The target of a connection: `user@address:port` with only the parts that were given."""
         address = f"[{self.address}]" if ":" in self.address else self.address
         return (f"{self.user}@" if self.user else "") + address + (f":{self.port}" if self.port else "")
 
     def with_defaults(self, *, user: str | None, port: int | None, key: Path | None, jump: Host | None = None) -> Host:
-        """The same host with what its own target left open filled in."""
+        """The same host, with these values for the parts that its own target left out."""
         return replace(
             self, user=self.user or user, port=self.port or port, key=self.key or key, jump=self.jump or jump
         )
@@ -68,7 +68,7 @@ def parse_hosts(target: str) -> list[Host]:
 
 
 def expand(pattern: str) -> list[str]:
-    """Names a pattern stands for, each a host name or an IPv4 address. Raises ValueError for what no host is called."""
+    """Names a pattern stands for, each a host name or an IPv4 address. Raises ValueError for an invalid name."""
     names = ranges.expand(pattern)
     for name in names:
         if not _NAME.fullmatch(name):
@@ -118,7 +118,7 @@ def read_hosts(path: Path) -> list[Host]:
 
 
 def distinct(hosts: Iterable[Host]) -> list[Host]:
-    """The hosts in order, each once; different hosts that share a name are called by their whole target instead."""
+    """The hosts in order, each once; different hosts with one name get their whole target as name."""
     once = list(dict.fromkeys(hosts))
     uses = Counter(host.name for host in once)
     return [replace(host, name=host.target) if uses[host.name] > 1 else host for host in once]

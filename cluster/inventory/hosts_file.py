@@ -1,4 +1,4 @@
-"""Taking over the nodes of an /etc/hosts style file, or of a plain list, as an inventory."""
+"""An inventory from an /etc/hosts style file, or from a plain list of hosts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 import yaml
 
 from cluster.files.errors import UsageError
-from cluster.files.regular_file import read_text
+from cluster.files.filesystem import read_text
 from cluster.inventory.hosts import Host, distinct, parse_hosts, read_hosts
 from cluster.inventory.ranges import fold
 
 _HEADER = """\
-# Taken over from {source}: {count} nodes. docs/inventory.md says what else can be written here.
-# site: a site file beside this one, or its sections; without it nothing is expected of the nodes.
+# Imported from {source}: {count} nodes. docs/inventory.md lists every key of this file. site: a site file beside this
+# one, or its sections; without it nothing is expected of the nodes.
 """
 
 
@@ -26,7 +26,7 @@ def import_hosts(path: Path) -> list[Host]:
     """Hosts of an /etc/hosts style file (address, name, aliases) or of a plain list (see `read_hosts`).
 
     A file is of the first kind when each of its lines begins with an IP address and goes on with a name. Of that kind,
-    the entries every system has are passed over: loopback, link-local and multicast addresses. Raises ValueError.
+    the entries every system has are left out: loopback, link-local and multicast addresses. Raises ValueError.
     """
     lines = read_text(path, "hosts file").splitlines()
     entries = [(number, fields) for number, line in enumerate(lines, 1) if (fields := line.partition("#")[0].split())]
@@ -60,7 +60,7 @@ def render_inventory(hosts: Sequence[Host], source: str) -> str:
 
 
 def _groups(hosts: Sequence[Host]) -> list[list[Host]]:
-    """Neighbours that one item of `nodes` can say."""
+    """Runs of hosts that one item of `nodes` can express."""
     groups: list[list[Host]] = []
     for host in hosts:
         if groups and _folded([*groups[-1], host]):
@@ -93,7 +93,7 @@ def _group(group: Sequence[Host]) -> Any:
 
 
 def _called(host: Host) -> str:
-    """A name that an inventory can hold: of hosts that share one, `distinct` made a whole target of it."""
+    """A name that an inventory can hold: where hosts share one, `distinct` replaced it by the whole target."""
     return host.name if host.name == host.address else re.sub(r"[^A-Za-z0-9_.]+", "-", host.name)
 
 

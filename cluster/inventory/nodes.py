@@ -13,14 +13,14 @@ from cluster.inventory.site import Site
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """One node: how it is reached, and the site with everything that was said about this node laid over it."""
+    """One node: how it is reached, and its site with the node's own sections laid over it."""
 
     host: Host
     site: Site
 
     @property
     def name(self) -> str:
-        """How tables, `--free` and a quarantine call it; unique in its inventory."""
+        """Its name in tables, `--free` and a quarantine; unique in its inventory."""
         return self.host.name
 
 
@@ -41,7 +41,7 @@ class Inventory:
 
 
 def from_hosts(hosts: Iterable[Host], site: Site, name: str = "hosts") -> Inventory:
-    """An inventory of targets that all expect the same; each host once."""
+    """An inventory of targets with one site; each host once."""
     once = distinct(reached(host, site) for host in hosts)
     return Inventory(name=name, nodes=tuple(Node(host=host, site=site) for host in once))
 
@@ -58,7 +58,7 @@ def opened_by(inventory: Inventory, key: Path) -> Inventory:
 
 
 def reached(host: Host, site: Site) -> Host:
-    """The host with what its target left open filled in from the site's `ssh`."""
+    """The host, with the site's `ssh` for the parts that its target left out."""
     if host.is_local:
         return host
     ssh = site.ssh

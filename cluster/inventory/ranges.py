@@ -16,7 +16,7 @@ _DIGITS = re.compile(r"([0-9]+)")
 def expand(pattern: str) -> list[str]:
     """Names a pattern stands for: `gpu[01-03]` is gpu01, gpu02, gpu03; zero padding is kept, several ranges multiply.
 
-    Raises ValueError for an empty, reversed or far too long range; what stands around the brackets is not looked at.
+    Raises ValueError for an empty, reversed or far too long range; text around the brackets is not checked.
     """
     pieces: list[list[str]] = []
     end = 0
@@ -33,7 +33,7 @@ def expand(pattern: str) -> list[str]:
 
 
 def fold(names: Sequence[str]) -> str | None:
-    """The pattern that expands to exactly these names in this order; None when one range cannot say it.
+    """The pattern that expands to exactly these names in this order; None when one range cannot express them.
 
     At most one number may differ between them: r1n01, r1n02 fold, r1n01, r2n02 do not.
     """
@@ -51,7 +51,7 @@ def fold(names: Sequence[str]) -> str | None:
 
 
 def _range(numbers: Sequence[str]) -> str:
-    """`01-03,07` of 01, 02, 03, 07: what `_numbers` reads back as exactly these."""
+    """`01-03,07` of 01, 02, 03, 07: `_numbers` expands it to exactly these."""
     runs: list[list[str]] = []
     for number in numbers:
         if runs and number == _successor(runs[-1]):
@@ -68,7 +68,7 @@ def _successor(run: Sequence[str]) -> str:
 
 
 def _numbers(text: str, pattern: str) -> list[str]:
-    """What stands between two brackets: `01-03,07` is 01, 02, 03, 07."""
+    """The numbers between two brackets: `01-03,07` is 01, 02, 03, 07."""
     numbers: list[str] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part)

@@ -1,7 +1,7 @@
-"""Clock skew of a node, from the times around the one command that carries its probes.
+"""Clock skew of a node, from the times around the one command that runs its probes.
 
-The four-timestamp method of NTP (RFC 5905, section 8): however long the probes take, only the two ways count. It is
-measured by the connection itself, as reachability is, and so is no file of cluster/checks.
+The four-timestamp method of NTP (RFC 5905, section 8): the duration of the probes cancels out. The connection itself
+measures it, as it does reachability, so it is no file of cluster/checks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ WARN_SECONDS = 1.0  # this project's judgement: logs of several nodes can no lon
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClockReading:
-    """Seconds since 1970: ours before and after the command, the node's at its begin and end; None: not said."""
+    """Seconds since 1970: ours before and after the command, the node's at its begin and end; None: not printed."""
 
     sent: float
     begun: float | None
@@ -31,7 +31,7 @@ class ClockReading:
 
     @property
     def uncertainty_seconds(self) -> float:
-        """Half of what both ways took: the offset may be wrong by so much."""
+        """Half the duration of both transfers: the offset may be wrong by this much."""
         assert self.begun is not None
         assert self.ended is not None
         return max(0.0, ((self.begun - self.sent) - (self.ended - self.received)) / 2)
@@ -40,7 +40,7 @@ class ClockReading:
 def judge(reading: ClockReading) -> Verdict:
     """Warns when the node is certainly more than a second ahead or behind."""
     if reading.begun is None or reading.ended is None:
-        return Verdict(level="unknown", summary="the node did not say its time; its date command may be no GNU date")
+        return Verdict(level="unknown", summary="the node did not print its time; its date command may be no GNU date")
     offset, uncertainty = reading.offset_seconds, reading.uncertainty_seconds
     facts = {"offset_seconds": round(offset, 3), "uncertainty_seconds": round(uncertainty, 3)}
     if abs(offset) - uncertainty > WARN_SECONDS:

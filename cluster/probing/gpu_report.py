@@ -1,7 +1,7 @@
-"""`nvidia-smi -q`: everything the driver says about each GPU, read once for all checks that judge it.
+"""`nvidia-smi -q`: everything the driver reports about each GPU, read once for all checks that judge it.
 
-The text form is the one that old and new drivers share: a field a driver does not know is absent or `N/A` and fails
-nothing else, while one unknown field makes the whole of a `--query-gpu` fail.
+Old and new drivers share this text form: a field that a driver lacks is absent or `N/A`, while one unknown field makes
+a whole `--query-gpu` fail.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GpuReport:
     entries: Mapping[str, str]
 
     def text(self, *paths: str) -> str | None:
-        """The first of these entries that says something."""
+        """The first of these entries that has a value."""
         for path in paths:
             value = self.entries.get(path, "")
             if value and value not in ("N/A", "[N/A]", "Unknown Error", "Requested functionality has been deprecated"):
@@ -66,7 +66,7 @@ class GpuReport:
 
 @functools.lru_cache(maxsize=64)  # seven checks read the same report, and nodes are judged side by side
 def parse(text: str) -> tuple[Mapping[str, str], tuple[GpuReport, ...]]:
-    """What the report says of the node (`Driver Version`, `CUDA Version`), and of each GPU in order."""
+    """The report's entries for the node (`Driver Version`, `CUDA Version`), and for each GPU in order."""
     node: dict[str, str] = {}
     gpus: list[tuple[str, dict[str, str]]] = []
     parents: list[tuple[int, str]] = []
@@ -97,7 +97,7 @@ def judge_each(
 ) -> Verdict:
     """All GPUs of a report judged one by one; `findings` returns nothing for a healthy one.
 
-    Sentences about a GPU begin with its index; `healthy` is said when there are none. Counters are joined.
+    Sentences about a GPU begin with its index; `healthy` is the summary when there are none. Counters are joined.
     """
     blocked = nvidia_smi.blocked(output, site)
     if blocked:

@@ -1,4 +1,4 @@
-"""Reading nvidia-smi: queries as shell text, rows as dictionaries, and what its exit status says about the node.
+"""Reading nvidia-smi: queries as shell text, rows as dictionaries, and the meaning of its exit status.
 
 Exit statuses: the nvidia-smi manual, "Return value"; the actions follow Azure/azurehpc-health-checks where it has one.
 """
@@ -25,12 +25,12 @@ _EXITS: dict[int, tuple[str, Action]] = {
     9: ("cannot talk to the driver: it is not loaded", "reboot"),
     10: ("reports an interrupt problem with a GPU", "reboot"),
     12: ("does not find the NVML library: the driver is installed incompletely", "isolate"),
-    13: ("meets an NVML library of another version", "reboot"),
+    13: ("finds an NVML library of another version", "reboot"),
     14: ("reports a corrupted InfoROM", "isolate"),
     15: ("finds that a GPU has fallen off the bus", "reboot"),
-    18: ("meets a kernel driver of another version than its library", "reboot"),
+    18: ("finds a kernel driver of another version than its library", "reboot"),
 }
-# What it prints about single GPUs, sometimes with status 0 or 255.
+# Messages about single GPUs, sometimes with status 0 or 255.
 _MESSAGES: tuple[tuple[str, Action], ...] = (
     ("Unable to determine the device handle", "reboot"),
     ("GPU is lost", "reboot"),
@@ -64,7 +64,7 @@ def has_no_gpu(output: Output) -> bool:
 
 
 def trouble(output: Output) -> Verdict | None:
-    """What exit status and messages complain about, or None."""
+    """The problem that exit status or messages report, or None."""
     status = output.exit_status
     if status in _EXITS:
         meaning, action = _EXITS[status]
@@ -87,9 +87,9 @@ def trouble(output: Output) -> Verdict | None:
 
 
 def blocked(output: Output, site: Site) -> Verdict | None:
-    """The verdict of a check that needs what nvidia-smi could not say; None when there is something to judge.
+    """The verdict of a check whose input nvidia-smi could not print; None when there is something to judge.
 
-    The check `gpus` names the fault and its cure; here only what it hides is said, so that one fault is one failure.
+    The check `gpus` names the fault and its remedy; the other checks are unknown, so that one fault is one failure.
     """
     if has_no_gpu(output):
         if site.gpus.count:

@@ -1,9 +1,9 @@
-"""All probes of a node in one shell script, and the way back from its output to each probe's.
+"""All probes of a node in one shell script, and the output of each probe, read from that of the script.
 
-One remote command carries every check (the idea of facebookresearch/gcm's checks, but one round trip instead of one
-each). The probes run side by side, each under its own `timeout`, and every line comes back as it is printed, marked
-with the probe's name: one that hangs, even in the kernel, takes nothing from the others. The node's time at begin and
-end comes along.
+One remote command runs every check (the idea of facebookresearch/gcm's checks, but one round trip instead of one each).
+The probes run side by side, each under its own `timeout`, and every line is sent as it is printed, marked with the
+probe's name: a probe that hangs, even in the kernel, does not affect the others. The node's time at begin and end is
+printed too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 _PROBE_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _BEGIN, _END = "@begin", "@end"  # no probe's name
-_KILLED = (124, 137)  # what timeout(1) exits with when it ended its command with TERM or had to use KILL
+_KILLED = (124, 137)  # exit statuses of timeout(1) when it ended its command with TERM, or with KILL
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """What a probe printed, both streams together, and how it exited."""
+    """The output of a probe, both streams together, and its exit status."""
 
     text: str
     exit_status: int | None = 0  # None: still running when the node's deadline passed
@@ -41,7 +41,7 @@ class Output:
 
     @property
     def first_line(self) -> str:
-        """The first line that says something, shortened and printable; "" when there is none."""
+        """The first line that is not blank, shortened and printable; "" when there is none."""
         for line in self.text.splitlines():
             if line.strip():
                 return printable(line.strip()[:160])
@@ -83,7 +83,7 @@ main
 
 
 def parse_outputs(text: str, mark: str) -> dict[str, Output]:
-    """Output of each probe by name, from what the script printed so far; lines of other origin are passed over."""
+    """Output of each probe by name, from what the script printed so far; other lines are left out."""
     lines: dict[str, list[str]] = {}
     for line in text.splitlines():
         start, _, rest = line.partition(" ")
@@ -105,7 +105,7 @@ def parse_times(text: str, mark: str) -> tuple[float | None, float | None]:
 
 
 def printable(text: str) -> str:
-    """The text without control characters, so that what a node prints cannot steer the reader's terminal."""
+    """The text without control characters, so that a node's output cannot control the reader's terminal."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 

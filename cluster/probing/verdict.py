@@ -1,4 +1,4 @@
-"""What a check concludes: how serious, one sentence, what to do about it, and the facts it read."""
+"""The result of a check: its level, one sentence, the action to take, and the facts it read."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Literal
 Level = Literal["ok", "warn", "fail", "unknown"]
 Action = Literal["none", "monitor", "reset", "reboot", "isolate"]
 
-# From harmless to serious. A proven fault weighs more than not knowing, as in the Nagios plugin guidelines; not knowing
-# weighs more than a warning, because a node nobody could look at must not be used.
+# From harmless to serious. `fail` is above `unknown`, as in the Nagios plugin guidelines; `unknown` is above `warn`,
+# because a node that could not be checked must not be used.
 LEVELS: tuple[Level, ...] = ("ok", "warn", "unknown", "fail")
 ACTIONS: tuple[Action, ...] = ("none", "monitor", "reset", "reboot", "isolate")
 EXIT_CODES: dict[Level, int] = {"ok": 0, "warn": 1, "fail": 2, "unknown": 3}
@@ -21,9 +21,9 @@ class Verdict:
     """The result of one check on one node."""
 
     level: Level
-    summary: str  # one sentence: what was found and, unless ok, what was expected
+    summary: str  # one sentence: the finding and, unless ok, the expectation
     action: Action = "none"
-    busy: bool = False  # somebody else is using the node: healthy perhaps, but not free
+    busy: bool = False  # other processes use the node: healthy perhaps, but not free
     facts: Mapping[str, object] = field(default_factory=dict)  # JSON values, for machines and for comparing nodes
 
 
@@ -43,7 +43,7 @@ def with_facts(verdict: Verdict, **facts: object) -> Verdict:
 
 
 def merge(verdicts: Iterable[Verdict]) -> Verdict:
-    """One verdict for the several things one check looked at: the worst level, every sentence of that level.
+    """One verdict from several: the worst level, and every sentence of that level.
 
     Facts with the same name are replaced by the later ones.
     """

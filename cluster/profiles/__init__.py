@@ -1,6 +1,6 @@
-"""What each GPU model must show: one YAML file per model, with the source of every threshold.
+"""Thresholds of each GPU model: one YAML file per model, with the source of every number.
 
-A model without a profile is unknown wherever a threshold depends on the model; it is never taken for healthy.
+A check that needs a threshold is unknown, never ok, for a model without a profile. Imports `files` alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Board:
-    """The GPUs of one node, as far as it could be found out before its checks are judged."""
+    """The GPUs of one node, as known before its checks are judged."""
 
     name: str = ""  # as nvidia-smi prints it; empty: none
     count: int = 0
@@ -28,8 +28,8 @@ class Board:
         return self.count == 1 and (expected or 1) == 1
 
     @property
-    def stranger(self) -> str:
-        """The sentence of a check whose threshold this model has not."""
+    def no_profile(self) -> str:
+        """The sentence of a check without a threshold for this model."""
         return (
             f"{self.name or 'this GPU'} has no profile, so there is nothing to compare with; "
             "write one after cluster/profiles/h200.yaml and pass its folder with --profiles"
@@ -40,7 +40,7 @@ NO_GPUS = Board()
 
 
 def load_profiles(*folders: Path) -> dict[str, Profile]:
-    """Profiles by the GPU names they are for, ours and those of `folders`, whose later ones win.
+    """Profiles by GPU name: those of this project and of `folders`; a later folder wins.
 
     Raises UsageError for a file that is not a valid profile and for a folder that holds none.
     """
@@ -56,7 +56,7 @@ def load_profiles(*folders: Path) -> dict[str, Profile]:
 
 
 def find(name: str, profiles: Mapping[str, Profile]) -> Profile | None:
-    """The profile of a full GPU name, or of the model a site writes (`H200`) when just one profile is titled so."""
+    """The profile of a full GPU name, or of the model a site writes (`H200`) when one profile has that title."""
     if name in profiles:
         return profiles[name]
     titled = {profile.model: profile for profile in profiles.values()}

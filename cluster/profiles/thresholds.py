@@ -1,4 +1,4 @@
-"""The thresholds of one GPU model. Each names where its numbers come from."""
+"""The thresholds of one GPU model. Each names its source."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Sourced:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nvlink(_Sourced):
-    """Links of every GPU; `warn_errors` counted errors on a GPU, or more, are worth a look."""
+    """Links of every GPU; `warn_errors` counted errors on a GPU, or more, are a warning."""
 
     links: int
     warn_errors: int = 5
@@ -32,7 +32,7 @@ class Pcie(_Sourced):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fabric(_Sourced):
-    """NVSwitch boards need a fabric manager; from Hopper on each GPU also says whether it has joined the fabric."""
+    """NVSwitch boards need a fabric manager; from Hopper on each GPU also reports whether it has joined the fabric."""
 
     manager: bool
     registration: bool
@@ -47,7 +47,7 @@ class Port(_Sourced):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ecc(_Sourced):
-    """Uncorrectable SRAM errors over the board's life beyond which the vendor takes it back."""
+    """Uncorrectable SRAM errors over the board's life above which the vendor replaces it."""
 
     return_above_sram_errors: int
 
@@ -63,7 +63,7 @@ class Clocks(_Sourced):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Xids(_Sourced):
-    """What to do when the driver logs one of these error numbers; numbers in no list are worth monitoring."""
+    """Actions by the error number that the driver logs; a number in no list is monitored."""
 
     reboot: tuple[int, ...]
     reset: tuple[int, ...]
@@ -79,7 +79,7 @@ class Xids(_Sourced):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gemm(_Sourced):
-    """bf16 GEMM of a healthy GPU, in TFLOP/s: shown beside the fleet's median, which judges."""
+    """bf16 GEMM of a healthy GPU, in TFLOP/s: shown beside the fleet's median, which decides."""
 
     tflops: float
 

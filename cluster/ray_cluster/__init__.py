@@ -1,6 +1,6 @@
-"""Ray on the hosts of an inventory: started over SSH on healthy nodes with matching versions, ended without a rest.
+"""Ray on the nodes of an inventory: started over SSH on healthy nodes with equal versions, and ended completely.
 
-A small program (`node_program`) is sent to each node's own interpreter through standard input, so that nothing has to
-be installed beside the project and no secret stands in a command line. What was started is written to a state
-directory before it is started: `status` and `down` work from there, also after the program that ran `up` has died.
+`node_program` is sent to each node's interpreter through standard input: nothing more needs to be installed there, and
+no command line holds a secret. A state directory records every process before it starts, so `status` and `down` work
+after a crash of `up`. The top room: it imports any other one, and only the harness imports it.
 """

@@ -12,7 +12,7 @@ LABEL = "burst.ray.node"  # carries the same mark as the environment of our proc
 def run_command(container: Container, *, mark: str, name: str) -> list[str]:
     """Start the node's container, which then idles: Ray is started inside it. Prints the container's id.
 
-    No --privileged unless the site says so; `--init` because somebody must reap what Ray's workers leave.
+    No --privileged unless the site says so; `--init` reaps the zombies that Ray's workers leave.
     """
     command = ["docker", "run", "--detach", "--init", "--name", name, "--label", f"{LABEL}={mark}"]
     command += ["--network", container.network, "--ipc", container.ipc]
@@ -32,7 +32,7 @@ def run_command(container: Container, *, mark: str, name: str) -> list[str]:
 
 
 def find_command(mark: str) -> list[str]:
-    """Print ids of the containers with our mark, running or not: after a crash nobody else knows them."""
+    """Print ids of the containers with our mark, running or not: after a crash only the mark identifies them."""
     return ["docker", "ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={LABEL}={mark}"]
 
 

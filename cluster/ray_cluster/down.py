@@ -1,4 +1,4 @@
-"""Ending a cluster: what we started on each node, and nothing else."""
+"""Ending a cluster: the processes and containers we started on each node, and no others."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ STOP_SECONDS = 40.0  # TERM, KILL, and a process that takes its time in a driver
 def end_cluster(states: StateDirectory, state: ClusterState, connect: Connect, seconds: float) -> dict[str, str]:
     """End everything of this cluster that can be reached; returns one sentence for each node where that failed.
 
-    Nodes where nothing was begun are not asked, because that may be what they could not answer. Those where nothing is
-    left are dropped from the state, the others stay in it for the next attempt.
+    Nodes where nothing was started are skipped, because they may be the ones that do not answer. Nodes where nothing is
+    left are removed from the state; the others stay in it for the next attempt.
     """
     begun = [node for node in state.nodes if node.begun]
     answers = on_all(begun, lambda node: end_node(node, connect, seconds))
@@ -39,7 +39,7 @@ def end_cluster(states: StateDirectory, state: ClusterState, connect: Connect, s
 
 
 def end_node(node: StartedNode, connect: Connect, seconds: float) -> int:
-    """End what we started on one node; the number of processes or containers. Raises NodeError and Unreachable."""
+    """End our processes or containers on one node; returns their number. Raises NodeError and Unreachable."""
     with connect(node.host, seconds) as runner:
         if node.container:
             return remove_containers(runner, node.mark, seconds)
@@ -51,13 +51,13 @@ def end_node(node: StartedNode, connect: Connect, seconds: float) -> int:
 
 
 def identity(node: StartedNode) -> dict[str, Any]:
-    """What the node program needs to tell our processes from all others."""
+    """The fields by which the node program recognises our processes."""
     processes = [dataclasses.asdict(process) for process in node.processes]
     return {"mark": node.mark, "directory": node.directory, "session": node.session, "processes": processes}
 
 
 def remove_containers(runner: Runner, mark: str, seconds: float) -> int:
-    """Remove the containers labelled with exactly this mark; there is at most one unless somebody meddled."""
+    """Remove the containers labelled with exactly this mark; normally there is at most one."""
     found = docker(runner, find_command(mark), seconds)
     ids = found.stdout.split()
     if ids:

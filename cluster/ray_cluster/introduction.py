@@ -1,4 +1,4 @@
-"""Getting to know a node before anything is started on it: versions, address, and what it says of itself."""
+"""Facts of a node before anything is started on it: address, description, and versions, which must match."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import json
 import socket
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,7 @@ from typing import Any
 from cluster.inventory.hosts import Host
 from cluster.ray_cluster.node import NodeError, ask
 from cluster.ray_cluster.state import StartedNode
-from cluster.ray_cluster.versions import absent
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from cluster.transport.runner import Runner
 
 THIS_MACHINE = "this machine"  # its versions count too: it drives the cluster
@@ -24,7 +24,7 @@ HEAD_PORTS = ("head_port", "client_port", "dashboard_port")  # of the site's; 0 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Introduction:
-    """What a node said."""
+    """The answer of a node."""
 
     address: str
     interface: str
@@ -42,7 +42,7 @@ def introduce(
     describe: Sequence[str],
     seconds: float,
 ) -> Introduction:
-    """Ask one node. `interface` is the site's word on the one to use; `toward` the head's address, empty for the head.
+    """Ask one node. `interface` is the site's choice, `toward` the head's address, empty for the head.
 
     Raises NodeError for a node that could not take part, Unreachable when the connection breaks.
     """
@@ -110,3 +110,24 @@ def _resolved(host: Host) -> list[str]:
         found = socket.getaddrinfo(host.address, None, socket.AF_INET, socket.SOCK_STREAM)
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
     return []
+
+
+def mismatch(versions: Mapping[str, Mapping[str, str]]) -> str:
+    """One sentence naming the versions that differ and their nodes, empty when all agree.
+
+    `versions` is by node and then by package: python, ray, torch, code. The value most nodes have is taken for the
+    right one; on a tie the first node's. Ray itself refuses another Python patch version late.
+    """
+    parts = []
+    for what in dict.fromkeys(what for found in versions.values() for what in found):
+        by_node = {node: found.get(what, "not known") for node, found in versions.items()}
+        [(usual, count)] = Counter(by_node.values()).most_common(1)
+        if count < len(by_node):
+            others = ", ".join(f"{value} on {node}" for node, value in by_node.items() if value != usual)
+            parts.append(f"{what} is {usual} on {count} of {len(by_node)} nodes but {others}")
+    return "; ".join(parts) + "; install the same everywhere, or leave those nodes out" if parts else ""
+
+
+def absent(versions: Mapping[str, str]) -> list[str]:
+    """The packages that a node lacks."""
+    return [what for what, version in versions.items() if version == "not installed"]

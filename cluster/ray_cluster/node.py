@@ -1,4 +1,4 @@
-"""Asking a node: the node program, a request, one answer. The same for a host, a container on it, and this machine."""
+"""Requests to a node: the node program, a request, one answer. A node is a host, a container on it, or this machine."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ R = TypeVar("R")
 
 
 class NodeError(Exception):
-    """A node that answered, but not as it should have; one sentence."""
+    """A node whose answer is an error; one sentence."""
 
 
 def ask(runner: Runner, python: Sequence[str], action: str, *, seconds: float, **fields: Any) -> dict[str, Any]:
     """Run one action of the node program on the node and return its answer.
 
     `python` is the interpreter's command there, such as ["/opt/burst/bin/python"] or one inside a container. Program
-    and request, which may hold a token, travel through standard input alone.
-    Raises NodeError for anything but an answer, Unreachable when the connection breaks.
+    and request, which may hold a token, are sent through standard input alone. Raises NodeError for anything but an
+    answer, Unreachable when the connection breaks.
     """
     source = resources.files(__package__).joinpath("node_program.py").read_text(encoding="utf-8")
     request = json.dumps({"action": action, **fields})
@@ -50,14 +50,14 @@ def ask(runner: Runner, python: Sequence[str], action: str, *, seconds: float, *
 
 
 class Named(Protocol):
-    """A node, whatever else is known of it."""
+    """Anything with the name of a node."""
 
     @property
     def name(self) -> str: ...
 
 
 def named(nodes: Sequence[Named], answers: Sequence[object]) -> str:
-    """The sentences among what `on_all` gave, each with its node; empty when all nodes did their work."""
+    """The sentences among the results of `on_all`, each with its node; empty when all nodes did their work."""
     found = zip(nodes, answers, strict=True)
     return "; ".join(f"{node.name}: {answer}" for node, answer in found if isinstance(answer, str))
 

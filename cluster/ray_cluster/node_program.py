@@ -1,7 +1,7 @@
 """The part of `burst cluster` that runs on a node: sent there through standard input, with a request behind it.
 
-Standard library only, and no import of ours: the node's checkout may be another one, which is what `facts` finds out.
-Each action takes the request's fields and returns what goes back as one line of JSON.
+Standard library only, and no import of ours: the node's checkout may be another one, which `facts` finds out. Each
+action takes the request's fields and returns the answer, which is sent back as one line of JSON.
 
 Three things together say that a process is ours, because none alone is enough: a variable in its environment (some of
 Ray's agents overwrite theirs with a title), its number with its start time (a number alone is given out again), and
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 MARK = "BURST_RAY_NODE"  # names cluster and node in the environment of everything started there
-USER_GPUS = "BURST_CUDA_VISIBLE_DEVICES"  # what the node's shell says, because Ray sets its own for its workers
+USER_GPUS = "BURST_CUDA_VISIBLE_DEVICES"  # the value of the node's shell, because Ray sets its own for its workers
 REPLY = "burst-node-reply "  # begins the line that holds the answer: a login shell may print a banner before it
 LOG = "ray-start.log"
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>: an interface's IPv4 address
@@ -38,7 +38,7 @@ _GIVE_UP_SECONDS = 20.0  # a process stuck in a driver call dies late; longer is
 def facts(
     *, candidates: list[str], toward: str, interface: str | None, describe: list[str], folder: str, ports: int
 ) -> dict[str, Any]:
-    """Versions, the address to give to Ray, `ports` free ports, and what the program `describe` says of this node.
+    """Versions, the address to give to Ray, `ports` free ports, and the output of the program `describe`.
 
     The address is that of `interface`, else the first of `candidates` that this node has, else the one from which it
     would reach `toward`.
@@ -82,7 +82,7 @@ def start(
 ) -> dict[str, Any]:
     """Run `command` in a session of its own and say which processes it left; `token` goes to a file only we can read.
 
-    Refuses where one of `ports`, by the name of its setting, is in use: Ray would not say so, and only after a while.
+    Refuses where one of `ports`, by the name of its setting, is in use: Ray itself fails later, and does not name it.
     """
     if taken := [f"{name} {port}" for name, port in (ports or {}).items() if not _is_free(port)]:
         return {"error": f"{', '.join(taken)} is in use there; set another in the site's ray section, or 0 for any"}
@@ -129,7 +129,7 @@ def status(*, mark: str, session: int, processes: list[dict[str, str]]) -> dict[
 
 
 def stop(*, mark: str, directory: str, session: int, processes: list[dict[str, str]]) -> dict[str, Any]:
-    """End our processes, TERM before KILL, and remove our directory; says what was there and what would not die."""
+    """End our processes, TERM before KILL, and remove our directory; returns how many ended and which did not."""
     began = time.monotonic()
     seen: set[int] = set()
     number = signal.SIGTERM
@@ -144,7 +144,7 @@ def stop(*, mark: str, directory: str, session: int, processes: list[dict[str, s
                 os.kill(pid, number)
         seen |= alive
         time.sleep(0.05)
-    if directory and os.path.isfile(os.path.join(directory, "token")):  # what `start` put there: it is ours
+    if directory and os.path.isfile(os.path.join(directory, "token")):  # `start` wrote it: the directory is ours
         shutil.rmtree(directory, ignore_errors=True)
     return {"ended": len(seen), "left": []}
 

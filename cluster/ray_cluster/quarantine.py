@@ -1,7 +1,7 @@
 """Nodes that are not to be used for a while: by exact name, with a reason and an expiry, kept beside the cluster.
 
-By exact name, because a pattern such as `gpu1` would take gpu10 along; with an expiry, because a blacklist that nobody
-clears grows until nothing is left.
+By exact name, because a pattern such as `gpu1` would also match gpu10; with an expiry, because a list that is never
+cleared grows until no node is left.
 """
 
 from __future__ import annotations

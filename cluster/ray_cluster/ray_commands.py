@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from cluster.inventory.ray_settings import RAY_SETTINGS
 from cluster.inventory.site import RayPorts
+from cluster.inventory.software import RAY_SETTINGS
 
 # Paths of Unix sockets may have 107 characters, and Ray adds `/session_<date>_<pid>/sockets/plasma_store`.
 MAX_DIRECTORY_CHARACTERS = 40
-SUPERVISORS_PER_NODE = 1  # what a node's one CPU is for; ranks are no workers of Ray's
+SUPERVISORS_PER_NODE = 1  # Ray's one CPU of a node; ranks are not Ray workers
 
 SETTINGS: Mapping[str, str] = {
     **RAY_SETTINGS,
-    # A node that is cut off without a word is noticed after period x threshold + timeout: 11 s in place of 25 s.
+    # A node that is cut off without closing its connections is noticed after period x threshold + timeout: 11 s in
+    # place of 25 s.
     "RAY_health_check_period_ms": "2000",
     "RAY_health_check_timeout_ms": "5000",
     "RAY_health_check_failure_threshold": "3",
@@ -51,8 +52,7 @@ def worker_command(python: str, ports: RayPorts, *, address: str, name: str, dir
 
 
 def guest_command(python: str, *, address: str, directory: str, head: str) -> list[str]:
-    """Let this machine take part without offering anything, which a driver needs: Ray's drivers talk to a raylet on
-    their own machine."""
+    """Let this machine join without resources: Ray's drivers need a raylet on their own machine."""
     return [
         *_start(python, RayPorts(object_store_gib=0.1), address=address, directory=directory),
         f"--address={head}",

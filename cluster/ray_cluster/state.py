@@ -1,7 +1,7 @@
-"""What is known of a cluster that was started: enough to look at it and to end it, from any later program.
+"""The record of a started cluster, from which any later program can read its status and end it.
 
 A state directory (mode 0700) holds `cluster.json`, the token and the quarantine. `cluster.json` is written before the
-first process is started and again after each step: whatever happens in between, `down` knows where to look.
+first process is started and again after each step: after a crash at any point, `down` finds everything.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 
 from cluster.files import strict_yaml
 from cluster.files.errors import UsageError
-from cluster.files.file_lock import try_lock
-from cluster.files.folders import state_folder
+from cluster.files.filesystem import state_folder, try_lock
 from cluster.inventory.hosts import Host
 
 SCHEMA = 1
@@ -37,7 +36,7 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartedNode:
-    """One node of a cluster, from the moment we mean to start it."""
+    """One node of a cluster, recorded before it is started."""
 
     name: str
     host: Host  # how SSH reaches it
@@ -53,7 +52,7 @@ class StartedNode:
     session: int = 0  # 0: not known to have started
     processes: tuple[Process, ...] = ()
     ranks: int = 1  # of one trial that fit there
-    description: str = ""  # JSON: what the describing program said
+    description: str = ""  # JSON: output of the describing program
 
     @property
     def ran(self) -> bool:
@@ -72,7 +71,7 @@ class ClusterState:
     known_hosts: Path | None  # None: SSH's default
     head_port: int
     complete: bool  # False while it is being started, and for good when that was cut short
-    versions: str  # what all nodes agree on, for people
+    versions: str  # equal on all nodes, for people
     nodes: tuple[StartedNode, ...]
     of_run: bool = False  # started by `burst run` for itself, which ends it
     schema: int = SCHEMA
@@ -87,13 +86,13 @@ class ClusterState:
         return f"{self.head.address}:{self.head_port}"
 
     def with_node(self, node: StartedNode) -> ClusterState:
-        """The same cluster with what is newly known of one node."""
+        """The same cluster with a new record of one node."""
         nodes = tuple(node if old.name == node.name else old for old in self.nodes)
         return dataclasses.replace(self, nodes=nodes)
 
 
 def default_directory() -> Path:
-    """Where state goes when nobody says."""
+    """The default folder for state."""
     return state_folder("cluster")
 
 
@@ -108,7 +107,7 @@ class StateDirectory:
     def held(self, purpose: str) -> Iterator[None]:
         """Keep other programs from starting or ending the cluster meanwhile. Raises UsageError when one does so now.
 
-        The kernel lets go when this program dies, however it does.
+        The kernel releases the lock when this program ends, also by a crash.
         """
         path = self.path / LOCK_FILE
         try:

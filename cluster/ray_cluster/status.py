@@ -1,4 +1,4 @@
-"""What of a cluster lives, seen on the nodes themselves."""
+"""The live processes of a cluster, read from the nodes themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cluster.transport.runner import Connect
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeStatus:
-    """One node of a cluster. `unknown` is a node that could not be asked."""
+    """One node of a cluster. `unknown` is a node that did not answer."""
 
     name: str
     role: Literal["head", "worker"]

@@ -14,22 +14,20 @@ from typing import Any
 
 from cluster.files.errors import UsageError
 from cluster.inventory.nodes import Inventory, Node
-from cluster.ray_cluster.candidates import healthy, intended, ranks_of
+from cluster.ray_cluster.candidates import Means, healthy, intended, ranks_of
 from cluster.ray_cluster.container import interpreter, run_command
 from cluster.ray_cluster.down import docker, end_cluster, end_node
-from cluster.ray_cluster.introduction import HEAD_PORTS, THIS_MACHINE, introduce, own_versions
-from cluster.ray_cluster.means import Means
+from cluster.ray_cluster.introduction import HEAD_PORTS, THIS_MACHINE, introduce, mismatch, own_versions
 from cluster.ray_cluster.node import NodeError, ask, named, on_all
 from cluster.ray_cluster.ray_commands import SETTINGS, fixed_ports, head_command, worker_command
 from cluster.ray_cluster.state import ClusterState, Process, StartedNode, StateDirectory
-from cluster.ray_cluster.versions import mismatch
 from cluster.transport.runner import Unreachable
 
 
 def start_cluster(inventory: Inventory, states: StateDirectory, means: Means, *, of_run: bool = False) -> ClusterState:
     """Start Ray on the inventory's healthy nodes, the first of them as head; `of_run` for one run alone.
 
-    Raises UsageError, having ended what was started, when a cluster is recorded already, no node is healthy, versions
+    Ends everything it started and raises UsageError when a cluster is recorded already, no node is healthy, versions
     differ, or the head does not start. A worker that does not start is left out with a sentence.
     """
     with states.held("start a cluster"):
@@ -64,7 +62,7 @@ def _started(inventory: Inventory, states: StateDirectory, means: Means, of_run:
     except BaseException as error:  # Ctrl-C as well: nothing half started stays
         problems = end_cluster(states, states.load() or state, means.connect, means.seconds)
         for name, sentence in problems.items():
-            means.say(f"{name} may still run what was started ({sentence}); `burst cluster down` tries again")
+            means.say(f"{name} may still run its part of the cluster ({sentence}); `burst cluster down` tries again")
         if isinstance(error, NodeError | Unreachable):
             raise UsageError(str(error)) from error
         raise
@@ -115,7 +113,7 @@ class _Start:
                 runner, python, node, site.network.interface, toward, self.means.describe, self.means.seconds
             )
         ranks = ranks_of(self.nodes[node.name], met.description, self.means)
-        if not toward:  # the head, which alone listens on ports that others must know
+        if not toward:  # only the head listens on ports that other nodes use
             free = iter(met.free_ports)
             ports: dict[str, Any] = {name: getattr(site.ray, name) or next(free) for name in HEAD_PORTS}
             site = dataclasses.replace(site, ray=dataclasses.replace(site.ray, **ports))
@@ -125,7 +123,7 @@ class _Start:
         return met.versions
 
     def _start_workers(self) -> None:
-        """All but the head; what does not start is ended and left out."""
+        """All but the head; a node that does not start is ended and left out."""
         workers = [node for node in self.state.nodes if node is not self.state.head]
         failed = {}
         for node, answer in zip(workers, on_all(workers, self._start_ray), strict=True):

@@ -1,3 +1,4 @@
-"""Reports in every form they are asked for: one module each."""
+"""Reports of node checks in every form: text, a live table, HTML.
 
-from cluster.render.table import why_not as why_not
+Imports `health`, `active` and rooms below; nothing here reaches a node or judges one.
+"""

@@ -1,4 +1,4 @@
-"""Reports as one self-contained HTML file: every check of every node, and what the active tests measured."""
+"""Reports as one self-contained HTML file: every check of every node, and a heat map of the speeds between nodes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from cluster.active.pairing import Pair, nodes_of
 from cluster.files.errors import UsageError
 from cluster.health.nodes import NodeReport
-from cluster.render.heat_map import HeatMap, heat_map
-from cluster.render.table import headline, summary_line, worst_first
+from cluster.render.text import headline, summary_line, worst_first
 
 
 def html_page(reports: Sequence[NodeReport], heat_maps: Sequence[HeatMap] = (), now: datetime | None = None) -> str:
@@ -48,7 +48,7 @@ def pair_map(speeds: Mapping[Pair, float | None]) -> HeatMap:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Written aside and renamed, so that a reader never meets half a page. Raises UsageError where it cannot be."""
+    """Written aside and renamed, so that a reader never sees half a page. Raises UsageError where it cannot be."""
     try:
         descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -57,3 +57,45 @@ def write_page(path: Path, page: str) -> None:
         os.replace(aside, path)
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}); give --html a file you can write") from None
+
+
+_WEAK, _GOOD = (214, 69, 65), (245, 245, 240)  # of the worst cell, and of the median and above
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One pair: the text of its field, and its colour."""
+
+    text: str
+    colour: str  # CSS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeatMap:
+    """Rows and columns are the same nodes in the same order."""
+
+    title: str
+    nodes: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+def heat_map(
+    title: str, nodes: Sequence[str], speeds: Mapping[frozenset[str], float | None], median: float | None
+) -> HeatMap:
+    """`speeds` by pair; None for a pair that failed, absent for one that was not tried. Red is far below the median."""
+    rows = tuple(tuple(_cell(one, other, speeds, median) for other in nodes) for one in nodes)
+    return HeatMap(title=title, nodes=tuple(nodes), rows=rows)
+
+
+def _cell(one: str, other: str, speeds: Mapping[frozenset[str], float | None], median: float | None) -> Cell:
+    pair = frozenset((one, other))
+    if one == other or pair not in speeds:
+        return Cell(text="", colour="#ffffff")
+    speed = speeds[pair]
+    if speed is None:
+        return Cell(text="failed", colour="#999999")
+    share = min(1.0, speed / median) if median else 1.0
+    # Half of the median and less is as red as it gets.
+    weight = max(0.0, 2 * share - 1)
+    colour = ", ".join(str(round(weak + (good - weak) * weight)) for weak, good in zip(_WEAK, _GOOD, strict=True))
+    return Cell(text=f"{speed:.3g}", colour=f"rgb({colour})")

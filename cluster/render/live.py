@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cluster.health.nodes import NodeReport
 from cluster.inventory.nodes import Node
 from cluster.probing.verdict import Level
-from cluster.render.table import headline
+from cluster.render.text import headline
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,9 +21,10 @@ _STYLES: dict[Level, str] = {"ok": "green", "warn": "yellow", "unknown": "magent
 
 @contextlib.contextmanager
 def live_table(nodes: Sequence[Node]) -> Iterator[Show]:
-    """Yields what to call with each report. Shows nothing where stdout is no terminal or rich is not installed.
+    """Yields a function to call with each report. It shows nothing where stdout is no terminal or rich is not
+    installed.
 
-    The table goes when the context is left: what stays is the plain one.
+    The live table is removed at the end; the caller then prints the plain one.
     """
     try:
         from rich.console import Console

@@ -1,4 +1,4 @@
-"""The same work on many nodes at once, with an answer for every one of them whatever happened."""
+"""The same work on many nodes at once, with an answer for every node."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from cluster.transport.runner import Unreachable
 Node = TypeVar("Node")
 Answer = TypeVar("Answer")
 
-GRACE_SECONDS = 2.0  # for a node's own deadline to be noticed before ours
+GRACE_SECONDS = 2.0  # so that a node's own deadline passes before ours
 
 
-# Each node at work has a few threads of ours. More nodes at once would not be quicker where all of them answer.
+# Each active node has a few threads here. More nodes at once are no faster when all of them answer.
 AT_ONCE = 256
 
 
 def on_each(
     nodes: Sequence[Node], work: Callable[[Node], Answer], seconds: float, at_once: int = AT_ONCE
 ) -> Iterator[tuple[Node, Answer | Unreachable]]:
-    """Answers as they come; `Unreachable` for a node that gave none for `seconds`, and a little grace, from its start.
+    """Answers as they arrive; `Unreachable` for a node without one `seconds`, and a little grace, after its start.
 
-    At most `at_once` nodes are at work; a node's time begins when its turn comes. Each has a thread that nothing waits
-    for at exit: a name server or a kernel that hangs holds up nobody. `work` may raise Unreachable, which is an answer;
-    anything else it raises is raised here.
+    At most `at_once` nodes are active; a node's time begins with its turn. Each has a daemon thread, so a name server
+    or a kernel that hangs does not delay the exit. Unreachable raised by `work` is an answer; any other exception is
+    raised here.
     """
     answers: queue.SimpleQueue[tuple[int, Answer | BaseException]] = queue.SimpleQueue()
 
     def body(number: int) -> None:
         try:
             answers.put((number, work(nodes[number])))
-        except BaseException as error:  # noqa: BLE001 - handed over, not hidden
+        except BaseException as error:  # noqa: BLE001 - raised in the caller, not hidden
             answers.put((number, error))
 
     queued = deque(range(len(nodes)))

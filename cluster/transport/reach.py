@@ -1,15 +1,105 @@
-"""How hosts are reached: over SSH, and this machine without it."""
+"""How hosts are reached: this machine by subprocesses, all others over SSH."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import IO
 
 from cluster.files.errors import UsageError
 from cluster.inventory.hosts import Host
-from cluster.transport.local import connect_local
-from cluster.transport.runner import Connect, Runner
+from cluster.transport.runner import MAX_OUTPUT_BYTES, Completed, Connect, Runner
+from cluster.transport.streams import Collector, LineReader, Reader, chunks, drain_all
+
+
+class LocalRunner:
+    """Starts each command in a session of its own, so that its deadline ends its children too and nothing else."""
+
+    def run(self, command: Sequence[str], *, stdin: str | Iterable[bytes] = "", deadline_seconds: float) -> Completed:
+        ends_at = time.monotonic() + deadline_seconds
+        process = _start(command, subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        stdout = Collector(process.stdout.read1, MAX_OUTPUT_BYTES)  # type: ignore[attr-defined]
+        stderr = Collector(process.stderr.read1, MAX_OUTPUT_BYTES)  # type: ignore[attr-defined]
+        status = _finish(process, stdin, [stdout, stderr], ends_at)
+        return Completed(stdout=stdout.text, stderr=stderr.text, exit_status=status)
+
+    def stream(
+        self,
+        command: Sequence[str],
+        on_line: Callable[[str], None],
+        *,
+        stdin: str | Iterable[bytes] = "",
+        deadline_seconds: float,
+    ) -> int | None:
+        ends_at = time.monotonic() + deadline_seconds
+        process = _start(command, subprocess.STDOUT)
+        assert process.stdout is not None
+        lines = LineReader(process.stdout.read1, on_line, threading.Lock())  # type: ignore[attr-defined]
+        return _finish(process, stdin, [lines], ends_at)
+
+
+@contextmanager
+def connect_local(host: Host, seconds: float) -> Iterator[Runner]:
+    """`Connect` for this machine; there is nothing to open."""
+    assert host.is_local, host
+    yield LocalRunner()
+
+
+def _start(command: Sequence[str], stderr: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
+    )
+
+
+def _finish(
+    process: subprocess.Popen[bytes], stdin: str | Iterable[bytes], readers: Sequence[Reader], ends_at: float
+) -> int | None:
+    """Feed and read to the end; the exit status, or None when the deadline or a limit came first."""
+    assert process.stdin is not None
+    threading.Thread(target=_feed, args=(process.stdin, stdin), daemon=True).start()
+    status = None
+    try:
+        if drain_all(readers, ends_at):
+            status = _wait(process, ends_at - time.monotonic())
+    finally:
+        if status is None:
+            _end(process)
+    return status
+
+
+def _feed(pipe: IO[bytes], stdin: str | Iterable[bytes]) -> None:
+    try:
+        with pipe:
+            for chunk in chunks(stdin):
+                pipe.write(chunk)
+    except BrokenPipeError:
+        return  # the command ended without reading all of its input, which is no error
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    try:
+        return process.wait(max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the command's session: TERM, then KILL for what is left of it. A process stuck in the kernel remains."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        if _wait(process, 1.0) is not None and number == signal.SIGKILL:
+            break
 
 
 def connection(

@@ -13,23 +13,23 @@ MAX_OUTPUT_BYTES = 8 * 2**20  # per stream; a node that prints without end must 
 
 
 class Unreachable(Exception):
-    """A host that cannot be asked: one sentence says what happened and what to do. Says nothing about its health."""
+    """A host that gave no answer: one sentence with the cause and the next step. It says nothing of its health."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completed:
-    """What a command left. Output is text decoded as UTF-8, wrong bytes replaced, cut at MAX_OUTPUT_BYTES."""
+    """The result of a command. Output is text decoded as UTF-8, wrong bytes replaced, cut at MAX_OUTPUT_BYTES."""
 
     stdout: str
     stderr: str
-    exit_status: int | None  # None: the deadline passed or the output was cut; what was printed until then is kept
+    exit_status: int | None  # None: the deadline passed or the output was cut; output until then is kept
 
 
 class Runner(Protocol):
     """One host, ready to run commands: program and arguments, no shell unless the program is one.
 
-    `stdin` is fed as text, or piece by piece as its source gives them, from a thread beside. Both methods raise
-    Unreachable when the connection breaks. `cluster.transport.transfer.put` sends files.
+    `stdin` is a text, or pieces of bytes; a second thread writes it to the command. Both methods raise Unreachable when
+    the connection breaks. `cluster.transport.transfer.put` sends files.
     """
 
     def run(self, command: Sequence[str], *, stdin: str | Iterable[bytes] = "", deadline_seconds: float) -> Completed:
@@ -44,9 +44,9 @@ class Runner(Protocol):
         stdin: str | Iterable[bytes] = "",
         deadline_seconds: float,
     ) -> int | None:
-        """Hand on each line of both streams as it comes, however many; the exit status, None when the deadline passed.
+        """Call `on_line` with each line of both streams as it arrives; the exit status, None when the deadline passed.
 
-        Lines of one stream come in their order. `on_line` is called from other threads, once at a time; what it raises
+        Lines of one stream come in their order. `on_line` is called from other threads, once at a time; its exception
         closes the streams and is raised here.
         """
         ...

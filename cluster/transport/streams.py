@@ -1,4 +1,4 @@
-"""The streams of a command: read side by side up to a point in time, collected up to a size or handed on by lines."""
+"""The streams of a command: read side by side until a deadline, collected up to a size or passed on by lines."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 _CHUNK_BYTES = 65536
-MAX_LINE_CHARACTERS = 2**20  # a stream without line breaks is handed on in pieces of this length
+MAX_LINE_CHARACTERS = 2**20  # a stream without line breaks is passed on in pieces of this length
 
 
 class Reader(Protocol):
     """Reads one stream to its end in some thread."""
 
     def drain(self) -> bool:
-        """Read until the stream ends; False when it was left before, because it is too long."""
+        """Read until the stream ends; False when it was too long and was not read to its end."""
         ...
 
 
 class Collector:
-    """Keeps what a stream said, while another thread may look at what has come so far."""
+    """Collects the bytes of a stream; another thread may read those that have arrived."""
 
     def __init__(self, read: Callable[[int], bytes], limit_bytes: int) -> None:
         self._read = read
@@ -38,12 +38,12 @@ class Collector:
 
     @property
     def text(self) -> str:
-        """What was read, as UTF-8."""
+        """The bytes so far, decoded as UTF-8."""
         return bytes(self._content).decode("utf-8", errors="replace")
 
 
 class LineReader:
-    """Hands on each line as it comes, without its line break and however long the whole gets.
+    """Passes on each line as it arrives, without its line break. The stream may be of any length.
 
     Readers that share a receiver share a lock, so that it is called once at a time.
     """
@@ -74,7 +74,7 @@ class LineReader:
 
 
 def chunks(stdin: str | Iterable[bytes]) -> Iterator[bytes]:
-    """What a command is fed: a text whole, or pieces as their source gives them."""
+    """The input of a command as bytes: a text whole, or the pieces of an iterable."""
     if isinstance(stdin, str):
         yield stdin.encode()
     else:
@@ -84,15 +84,15 @@ def chunks(stdin: str | Iterable[bytes]) -> Iterator[bytes]:
 def drain_all(readers: Sequence[Reader], ends_at: float) -> bool:
     """Drain all of them side by side; True when every stream ended before `ends_at` (monotonic) and within its limit.
 
-    A command whose one stream is full and unread would block, hence a thread each. The threads of streams that do not
-    end are left to end with their stream. What a reader raises, as a line's receiver may, is raised here.
+    Each stream has a thread, because a command blocks when one of its streams is full and unread. The thread of a
+    stream that does not end is not waited for. An exception of a reader, or of its receiver, is raised here.
     """
     finished: queue.SimpleQueue[bool | BaseException] = queue.SimpleQueue()
 
     def body(reader: Reader) -> None:
         try:
             finished.put(reader.drain())
-        except BaseException as error:  # noqa: BLE001 - handed over, not hidden
+        except BaseException as error:  # noqa: BLE001 - raised in the caller, not hidden
             finished.put(error)
 
     for reader in readers:

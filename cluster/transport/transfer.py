@@ -15,7 +15,7 @@ from cluster.transport.runner import Runner, Unreachable
 _CHUNK_BYTES = 262144
 _TIDY_SECONDS = 10.0
 
-# $1 is the place aside. What is written is read back, so that a full disk or a bad cable is found here.
+# $1 is the temporary file. The bytes written are read back, so that a full disk or a bad cable is found here.
 _WRITE = 'umask 077; cat > "$1" && sha256sum < "$1"'
 _KEEP = 'chmod "$3" "$1" && mv -fT -- "$1" "$2"'
 _DROP = 'rm -f -- "$1"'
@@ -40,8 +40,8 @@ def put(
     """Write `content`, or the file at that path, to the absolute path `remote`; returns its SHA-256 in hexadecimal.
 
     The file appears whole or not at all, and replaces one of that name; its folder must be there. Raises TransferFailed
-    when the host cannot write it, when what it has is not what was sent, or at the deadline; Unreachable when the
-    connection breaks; ValueError for a relative path; OSError when the local file cannot be opened.
+    when the host cannot write it, when the checksums differ, or at the deadline; Unreachable when the connection
+    breaks; ValueError for a relative path; OSError when the local file cannot be opened.
     """
     if not remote.startswith("/") or "\0" in remote:
         raise ValueError(f"files are sent to {remote!r}; expected an absolute path on the host")
@@ -70,18 +70,18 @@ def put(
         left = max(1.0, ends_at - time.monotonic())
         moved = runner.run(["sh", "-c", _KEEP, "sh", aside, remote, f"{mode:o}"], deadline_seconds=left)
         if moved.exit_status != 0:
-            raise TransferFailed(f"{remote} cannot take its name ({_last_line(moved.stderr)}); check what stands there")
+            raise TransferFailed(f"{remote} cannot take its name ({_last_line(moved.stderr)}); check the path there")
         kept = True
         return digest
     finally:
         source.close()
         if not kept:
-            with suppress(Unreachable):  # nobody can tidy up there now
+            with suppress(Unreachable):  # then the temporary file stays there
                 runner.run(["sh", "-c", _DROP, "sh", aside], deadline_seconds=_TIDY_SECONDS)
 
 
 class _Source:
-    """What is sent, piece by piece, with its checksum."""
+    """The content in pieces, with its checksum."""
 
     def __init__(self, content: bytes | Path, on_progress: OnProgress | None) -> None:
         self._content = content
@@ -114,7 +114,7 @@ class _Source:
         try:
             while chunk := self._file.read(_CHUNK_BYTES):
                 yield chunk
-        except (OSError, ValueError) as error:  # ValueError: closed under us, because the other side gave up
+        except (OSError, ValueError) as error:  # ValueError: closed early, because the host ended the transfer
             self.problem = " ".join(str(error).split())
 
 

@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from cluster.files.shown import shown, shown_value
+from cluster.files.errors import shown, shown_value
 
 PIPE_COLUMNS = 160  # in a file or a pipe there is no width to keep to, and 80 columns would fold reasons into ribbons
 _UNLIMITED = 10_000  # columns, to measure what a cell would take if it could

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.files.shown import shown
+from cluster.files.errors import shown
 from harness.base.errors import UsageError
 from harness.machine.cluster_arguments import add_state_argument, state_directory
 

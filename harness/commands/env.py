@@ -52,7 +52,7 @@ class Env:
 def _render(arguments: argparse.Namespace) -> int:
     from cluster.environment.show import as_json, table
     from cluster.environment.survey import Wish, head_address, survey
-    from cluster.inventory.named_nodes import named_nodes
+    from cluster.inventory.file import named_nodes
     from cluster.transport.reach import connection
     from harness.spec.methods import method_named
 
@@ -92,8 +92,8 @@ def _render(arguments: argparse.Namespace) -> int:
 
 def _write(folder: Path, environments: Sequence[NodeEnvironment]) -> list[str]:
     """Leave each node's env.sh below `folder`; returns what was done, a sentence each."""
-    from cluster.environment.install import install
-    from cluster.transport.local import LocalRunner
+    from cluster.environment.survey import install
+    from cluster.transport.reach import LocalRunner
     from cluster.transport.runner import Unreachable
 
     said = []
@@ -109,7 +109,7 @@ def _write(folder: Path, environments: Sequence[NodeEnvironment]) -> list[str]:
 def _import(arguments: argparse.Namespace) -> int:
     from cluster.environment.importing import import_env
     from cluster.environment.show import import_json, import_table
-    from cluster.files.regular_file import read_text
+    from cluster.files.filesystem import read_text
 
     if arguments.nodes:
         raise UsageError("--import judges a file and asks no node; leave the nodes out")

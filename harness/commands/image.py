@@ -96,10 +96,9 @@ def _build(arguments: argparse.Namespace) -> int:
 
 def _push(arguments: argparse.Namespace) -> int:
     from cluster.images.archive import default_folder
-    from cluster.images.push import Way, push
+    from cluster.images.push import Way, check_ids, push, targets_of
     from cluster.images.show import outcome_table, progress_on_stderr
-    from cluster.images.targets import check_ids, targets_of
-    from cluster.inventory.named_nodes import named_nodes
+    from cluster.inventory.file import named_nodes
     from cluster.transport.reach import connection
     from harness.base.terminal import stdout_console
 
@@ -148,7 +147,7 @@ def _push(arguments: argparse.Namespace) -> int:
 def _images_here(names: Iterable[str]) -> dict[str, EngineImage]:
     """The images of these names on this machine. Raises UsageError when docker does not answer or lacks one."""
     from cluster.images.engine import DOCKER, complaint, find_image
-    from cluster.transport.local import LocalRunner
+    from cluster.transport.reach import LocalRunner
 
     runner = LocalRunner()
     done = runner.run([*DOCKER, "version", "--format", "{{.Server.Version}}"], deadline_seconds=_ENGINE_SECONDS)

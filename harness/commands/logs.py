@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from cluster.files.shown import shown
+from cluster.files.errors import shown
 from harness.base.errors import UsageError, nearest, one_of
 
 LISTED = 5  # ids that one sentence names

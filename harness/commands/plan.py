@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 
-from cluster.files.shown import shown
+from cluster.files.errors import shown
 from harness.base.errors import UsageError
 from harness.machine.cluster_arguments import add_cluster_arguments
 from harness.spec.experiment_arguments import add_experiment_arguments, chosen_experiment

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from cluster.files.shown import shown
+from cluster.files.errors import shown
 from harness.base.errors import UsageError
 
 FORMATS = "html,md,csv,tex,png,pdf"

@@ -6,7 +6,7 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from cluster.files.shown import shown, shown_value
+from cluster.files.errors import shown, shown_value
 from engine.measurement import PROGRESS_FILE
 from harness.records.record import RECORD_FILE, BadRecord, refuse_bad
 from harness.run.directory import TRIAL_FILE, RunDirectory

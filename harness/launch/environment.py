@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from cluster.discovery.interface import InterfaceChoice
-from cluster.environment.network import socket_values
-from cluster.environment.processes import process_values
-from cluster.environment.trial import trial_values
+from cluster.environment.ranks import process_values, socket_values, trial_values
 from cluster.environment.value import overlaid, variables
 from engine.settings import TrialSettings
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from cluster.environment.secrets import redact as redact  # here because it belongs to what a record may say
+from cluster.environment.value import redact as redact  # here because it belongs to what a record may say
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 COMMIT_VARIABLE = "BURST_COMMIT"  # names the commit where the code is a copy without its history, such as an image

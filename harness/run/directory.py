@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from cluster.files.file_lock import try_lock
+from cluster.files.filesystem import try_lock
 from engine.measurement import write_json
 from engine.plain_json import read_json
 from harness.base.errors import UsageError

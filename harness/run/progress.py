@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from cluster.files.shown import shown_value
+from cluster.files.errors import shown_value
 from harness.records.record import Record
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from cluster.files.shown import shown_value
+from cluster.files.errors import shown_value
 from harness.run.progress import describe_step
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ esac
 
 @dataclass(frozen=True)
 class FakeDocker:
-    """One engine: its images and what it was asked."""
+    """One engine: its images and the commands it received."""
 
     folder: Path
 
@@ -52,7 +52,7 @@ class FakeDocker:
         return path.read_bytes() if path.exists() else None
 
     def empty(self) -> None:
-        """Forget all images, and what was asked."""
+        """Forget all images and commands."""
         for path in (self.folder / "images").iterdir():
             path.unlink()
 
@@ -87,7 +87,7 @@ def install_fake_docker(folder: Path) -> FakeDocker:
 
 @contextmanager
 def node_with_docker(folder: Path) -> Iterator[tuple[LoopbackSshd, FakeDocker]]:
-    """A real sshd whose commands find an engine of their own on PATH."""
+    """A real sshd; its commands find an engine of their own on PATH."""
     docker = install_fake_docker(folder / "docker")
     server_folder = folder / "sshd"
     server_folder.mkdir()

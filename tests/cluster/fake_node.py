@@ -17,7 +17,7 @@ import pytest
 from cluster.discovery.facts import NodeFacts
 from cluster.discovery.read import read_node
 from cluster.inventory.site import Site, Software
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from tests.patience import AMPLE
 
 INFINIBAND = {"link_layer": "InfiniBand", "rate": "400 Gb/sec (4X NDR)"}
@@ -34,7 +34,7 @@ class FakeNode:
         self._gpus: list[str] = []
         self._smi = True
         self._addresses: dict[str, str] = {}
-        self._routes: dict[str, str] = {}  # target -> interface, what `ip route get` says
+        self._routes: dict[str, str] = {}  # target -> interface, as `ip route get` prints it
         for name in ("sys/class/net", "sys/class/infiniband", "sys/bus/pci/devices", "proc/net"):
             (self._root / name).mkdir(parents=True)
         self._write("proc/mounts", "/dev/sda1 / ext4 rw 0 0\n")
@@ -98,7 +98,7 @@ class FakeNode:
         self._answer()
 
     def route(self, target: str, interface: str) -> None:
-        """`ip route get TARGET` says INTERFACE; without this, there is no way to it."""
+        """`ip route get TARGET` prints INTERFACE; without this, there is no route to it."""
         self._routes[target] = interface
         self._answer()
 

@@ -29,14 +29,14 @@ from cluster.health.nodes import check_nodes
 from cluster.inventory.file import load_inventory
 from cluster.inventory.hosts import Host, this_machine
 from cluster.inventory.nodes import Node
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from cluster.transport.runner import Completed, Runner
 from tests.cluster.gpu_outputs import BUSES, install_node
 from tests.cluster.loopback_sshd import LoopbackSshd, running_sshd
 
 ROOT = Path(__file__).parents[2]
 PER_NETWORK = 250  # addresses 127.0.N.1 to 127.0.N.250
-# Of a healthy node, whatever the disks and memory of the machine that answers for all.
+# Of a healthy node, independent of the disks and memory of the machine that answers for all.
 SITE = {
     "gpus": {"count": 8, "model": "H200"},
     "gpu_memory": {"tries": 1},
@@ -134,7 +134,7 @@ def address(number: int) -> str:
 
 
 def write_inventory(path: Path, count: int, server: LoopbackSshd) -> Path:
-    """An inventory as anybody would write it, with ranges."""
+    """An inventory with ranges, as a user writes it."""
     nodes = [
         {
             "hosts": f"n[{first + 1}-{min(first + PER_NETWORK, count)}]",

@@ -98,7 +98,7 @@ def test_the_workers_answer_is_found_among_other_output_and_another_version_is_s
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 8, 16])
-def test_every_two_nodes_meet_once_and_none_is_in_two_pairs_at_once(count: int) -> None:
+def test_every_two_nodes_are_paired_once_and_none_is_in_two_pairs_at_once(count: int) -> None:
     nodes = [f"n{number}" for number in range(count)]
     found = rounds(nodes)
     for pairs in found:
@@ -107,7 +107,7 @@ def test_every_two_nodes_meet_once_and_none_is_in_two_pairs_at_once(count: int) 
     assert met == sorted(tuple(sorted(pair)) for pair in itertools.combinations(nodes, 2))
 
 
-def test_large_fleets_meet_as_often_as_the_limit_says() -> None:
+def test_nodes_of_large_fleets_are_paired_as_often_as_the_limit_says() -> None:
     found = rounds([f"n{number}" for number in range(64)])
     assert len(found) == 15
     assert all(len(pairs) == 32 for pairs in found)
@@ -155,7 +155,7 @@ def test_a_node_that_fails_with_a_sound_one_again_is_isolated_and_its_partner_cl
     assert "cleared of the failed exchange with a" in verdicts["b"].summary
 
 
-def test_two_nodes_that_fail_together_both_fail_as_long_as_nobody_tells_them_apart() -> None:
+def test_two_nodes_that_fail_together_both_fail_without_a_third_to_separate_them() -> None:
     verdicts = judge_pairs(speeds("ab", ab=None), {}, {("a", "b"): "time out"})
     assert {verdict.level for verdict in verdicts.values()} == {"fail"}
     assert all("no node is beyond doubt" in verdict.summary for verdict in verdicts.values())

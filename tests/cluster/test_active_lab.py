@@ -40,7 +40,7 @@ def test_two_hosts_exchange_over_the_interface_between_them_and_a_wrong_one_is_a
         # Eight exchanges of 64 KiB each way: were the bytes on loopback, the interface would have seen only SSH.
         assert received_bytes(lab, one) - before > 8 * 2**16
         wrong = {"a": node(lab, one), "b": node(lab, other, interface="nowhere0")}
-        told = exchange(plan, wrong, ("a", "b"))
-        assert isinstance(told, str)
-        assert told.startswith("lab2: ")
+        answer = exchange(plan, wrong, ("a", "b"))
+        assert isinstance(answer, str)
+        assert answer.startswith("lab2: ")
     assert lab.left_behind() == []

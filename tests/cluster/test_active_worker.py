@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from cluster.active.__main__ import interface_towards
 from cluster.active.fleet import Plan, run_active, worker_command
-from cluster.active.interface import interface_towards
 from cluster.active.measurement import line
 from cluster.cli import main
 from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Container, NetworkExpectation, Site, Software
 from cluster.profiles import load_profiles
-from cluster.transport.local import connect_local
+from cluster.transport.reach import connect_local
 from cluster.transport.runner import Runner
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +90,7 @@ def test_a_node_whose_worker_cannot_exchange_is_found_by_the_second_pass(tmp_pat
     ("site", "words"),
     [
         (Site(software=Software(python="/absent/python")), "/absent/python"),
-        (Site(software=Software(python="/bin/false")), "ended without a word"),
+        (Site(software=Software(python="/bin/false")), "ended without output"),
         (Site(software=Software(python="/bin/echo")), "-m cluster.active speeds"),
         (Site(container=Container(engine="docker", image="burst")), "do not start containers"),
     ],
@@ -153,7 +153,7 @@ def test_the_program_adds_what_was_measured_to_its_page(
     assert "active tests: 1 nodes by themselves" in printed.err
 
 
-def test_a_worker_ends_when_nobody_waits_for_it_any_more() -> None:
+def test_a_worker_ends_when_its_standard_input_ends() -> None:
     command = [sys.executable, "-m", "cluster.active", "pair", "--device", "cpu", "--node", "0", "--peer", "127.0.0.1",
                "--attended"]  # fmt: skip
     worker = subprocess.Popen(

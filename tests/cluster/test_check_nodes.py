@@ -107,8 +107,8 @@ def test_a_reader_who_leaves_early_is_no_error(form: str, roomy_site: Path) -> N
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "check_nodes.py", form, "--only", "disk", "--no-history", "--site", str(roomy_site)]
-    with open(writer, "wb") as nobody:
-        done = subprocess.run(command, cwd=ROOT, stdout=nobody, stderr=subprocess.PIPE, timeout=AMPLE, check=False)
+    with open(writer, "wb") as closed_pipe:
+        done = subprocess.run(command, cwd=ROOT, stdout=closed_pipe, stderr=subprocess.PIPE, timeout=AMPLE, check=False)
     assert (done.returncode, done.stderr) == (141, b"")
 
 
@@ -150,7 +150,7 @@ def test_an_unknown_host_key_is_refused_and_not_learned(
     known_hosts = tmp_path / "known_hosts"
     assert main([sshd.target(), "--key", str(sshd.key), "--known-hosts", str(known_hosts)]) == 3
     printed = capsys.readouterr().out
-    assert "does not know (SHA256:" in printed
+    assert "known_hosts (SHA256:" in printed
     assert "--accept-new-host-keys" in printed
     assert not known_hosts.exists()
 
@@ -211,8 +211,8 @@ def test_a_key_the_node_does_not_know_is_unknown_and_names_the_user(
     sshd: LoopbackSshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
-    make_key(tmp_path / "stranger")
-    arguments = ["--key", str(tmp_path / "stranger"), "--known-hosts", str(sshd.known_hosts)]
+    make_key(tmp_path / "no_profile")
+    arguments = ["--key", str(tmp_path / "no_profile"), "--known-hosts", str(sshd.known_hosts)]
     assert main([sshd.target(), *arguments]) == 3
     assert f"refuses user {sshd.target().partition('@')[0]}" in capsys.readouterr().out
 
@@ -237,7 +237,7 @@ def test_a_fleet_reports_every_node_in_order_and_frees_only_the_good_ones(
     sshd: LoopbackSshd, tmp_path: Path, roomy_site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hosts = tmp_path / "hosts"
-    hosts.write_text(f"{sshd.target('127.0.0.3')}  # nobody listens there\n{sshd.target('127.0.0.[1-2]')}\n")
+    hosts.write_text(f"{sshd.target('127.0.0.3')}  # no server listens there\n{sshd.target('127.0.0.[1-2]')}\n")
     arguments = ["--hosts", str(hosts), *sshd.arguments(), "--site", str(roomy_site), *QUIET]
     assert main([*arguments, "--free"]) == 3
     assert capsys.readouterr().out == "127.0.0.1\n127.0.0.2\n"

@@ -2,12 +2,11 @@
 
 import pytest
 
-from cluster.discovery.distance import common_depth, nearest
-from cluster.discovery.drift import NodeNetwork, drift
+from cluster.discovery.drift import NodeNetwork, network_drift
 from cluster.discovery.facts import Device, Gpu, Interface, NodeFacts, Port, Route
-from cluster.discovery.hcas import choose_hcas
+from cluster.discovery.hcas import choose_hcas, common_depth, nearest
 from cluster.discovery.interface import choose_interface
-from cluster.discovery.route_table import interface_for
+from cluster.discovery.read import interface_for
 
 
 def port(name, path=(), *, state="ACTIVE", phys="LinkUp", rate=400.0, layer="InfiniBand", numa=None, number=1):
@@ -27,7 +26,7 @@ def dropped(facts, **wishes):
     return {choice.name: choice.reason for choice in choose_hcas(facts, **wishes).ports if not choice.kept}
 
 
-def test_devices_meet_at_their_deepest_common_bridge():
+def test_devices_share_the_path_to_their_deepest_common_bridge():
     assert common_depth(Device(path=("r", "a", "b", "g")), Device(path=("r", "a", "c", "h"))) == 2
     assert common_depth(Device(path=("r", "a", "g")), Device(path=("s", "a", "h"))) == 0
     assert common_depth(Device(), Device(path=("r", "g"))) == 0
@@ -35,7 +34,7 @@ def test_devices_meet_at_their_deepest_common_bridge():
 
 def test_devices_of_other_root_buses_are_near_by_their_numa_node():
     ports = [port("mlx5_0", ("r1", "x"), numa=0), port("mlx5_1", ("r2", "y"), numa=1)]
-    assert nearest([gpu("r3", "g", numa=1)], ports) == {"mlx5_1:1": "nearest to GPU 0 (they meet at NUMA node 1)"}
+    assert nearest([gpu("r3", "g", numa=1)], ports) == {"mlx5_1:1": "nearest to GPU 0 (they share NUMA node 1)"}
 
 
 @pytest.mark.parametrize("gpus", [[], [gpu()], [gpu("r9", "g")]])
@@ -64,7 +63,7 @@ def test_an_active_port_with_its_link_in_trouble_is_dropped():
     assert kept(facts) == ("mlx5_1:1",)
 
 
-def test_ethernet_in_place_of_dead_infiniband_is_used_and_told():
+def test_ethernet_in_place_of_dead_infiniband_is_used_with_a_warning():
     facts = NodeFacts(node="n", ports=(port("mlx5_0", state="DOWN"), port("mlx5_1", layer="Ethernet")))
     assert kept(facts) == ("mlx5_1:1",)
     assert choose_hcas(facts).warnings == ("no InfiniBand port is active (mlx5_0:1), so Ethernet adapters are used",)
@@ -76,7 +75,7 @@ def test_adapters_that_need_a_plugin_are_left_to_it():
     assert dropped(facts) == {"rdmap0:1": "needs a network plugin: its link layer is not one of verbs"}
 
 
-def test_the_ports_of_one_adapter_are_told_apart_when_one_carries_storage():
+def test_the_ports_of_one_adapter_are_separate_when_one_carries_storage():
     device = Device(path=("r", "x"))
     interfaces = tuple(Interface(name=f"ib{n}", device=device, dev_port=n) for n in (0, 1))
     facts = NodeFacts(
@@ -102,7 +101,7 @@ def test_the_sites_own_list_wins_over_everything_that_discovery_would_do():
     assert kept(facts, wanted=[]) == ()
 
 
-def test_ports_below_the_rate_the_site_expects_are_told():
+def test_ports_below_the_rate_the_site_expects_are_a_warning():
     facts = NodeFacts(node="n", ports=(port("mlx5_0", rate=200.0),))
     assert choose_hcas(facts, rate_gbps=400).warnings == ("mlx5_0:1 runs at 200 Gb/s, but the site expects 400",)
     assert choose_hcas(facts, rate_gbps=200).warnings == ()
@@ -141,28 +140,28 @@ def network(node, *, hcas=("mlx5_0",), mtu=1500, interface="eth0", driver="580",
 
 
 def test_equal_nodes_do_not_drift_whatever_their_interfaces_are_called():
-    assert drift([network("a"), network("b", interface="ens1"), network("c", driver=None, nccl=None)]) == []
+    assert network_drift([network("a"), network("b", interface="ens1"), network("c", driver=None, nccl=None)]) == []
 
 
-def test_different_adapters_are_told_by_node_the_majority_first():
+def test_different_adapters_are_listed_by_node_the_majority_first():
     nodes = [network("a", hcas=("mlx5_1",)), network("b"), network("c")]
-    assert drift(nodes) == [
-        "HCA sets differ, with which NCCL can hang without a word: b, c have 1 (mlx5_0:1); a has 1 (mlx5_1:1)"
+    assert network_drift(nodes) == [
+        "HCA sets differ, with which NCCL can hang without an error: b, c have 1 (mlx5_0:1); a has 1 (mlx5_1:1)"
     ]
 
 
 def test_every_kind_of_drift_has_its_sentence():
     other = network("b", hcas=(), mtu=9000, driver="570", nccl="2.26.2")
-    beginnings = [sentence.partition(" ")[0] for sentence in drift([network("a"), other])]
+    beginnings = [sentence.partition(" ")[0] for sentence in network_drift([network("a"), other])]
     assert beginnings == ["HCA", "MTUs", "NVIDIA", "NCCL"]
-    slow = drift([network("a"), network("b", rate=200.0)])
+    slow = network_drift([network("a"), network("b", rate=200.0)])
     assert [sentence.partition(":")[0] for sentence in slow] == [
         "HCA rates or link layers differ, so the slowest sets the pace"
     ]
 
 
 def test_many_nodes_are_counted_after_the_first_names():
-    sentence = drift([network(f"n{i}") for i in range(9)] + [network("x", driver="570")])[0]
+    sentence = network_drift([network(f"n{i}") for i in range(9)] + [network("x", driver="570")])[0]
     assert sentence == "NVIDIA drivers differ: n0, n1, n2, n3, n4, n5 and 3 more have 580; x has 570"
 
 

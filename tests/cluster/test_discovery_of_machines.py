@@ -29,7 +29,7 @@ def test_h100_uses_the_adapter_beside_each_gpu_and_none_that_serves_storage(node
         "mlx5_7:1": "no GPU is nearest to it",
         "mlx5_bond_0:1": "is a bond of Ethernet, and this node has InfiniBand",
     }
-    assert choice.ports[0].reason == "nearest to GPU 0 (they meet at 0000:20:00.0)"
+    assert choice.ports[0].reason == "nearest to GPU 0 (they share 0000:20:00.0)"
     assert choice.warnings == ()
     interface = choose_interface(facts)
     assert (interface.name, interface.reason) == ("bond0", "carries the route to the head 10.0.0.1, as 10.0.0.11")
@@ -53,7 +53,7 @@ def test_a800_uses_the_four_adapters_that_two_gpus_share_each(node):
     a800(node)
     facts = node.facts()
     assert choose_hcas(facts).kept == ("mlx5_2:1", "mlx5_3:1", "mlx5_5:1", "mlx5_6:1")
-    assert choose_hcas(facts).ports[2].reason == "nearest to GPUs 0, 1 (they meet at 0000:20:00.0)"
+    assert choose_hcas(facts).ports[2].reason == "nearest to GPUs 0, 1 (they share 0000:20:00.0)"
     assert reasons(facts) == dict.fromkeys(("mlx5_0:1", "mlx5_1:1", "mlx5_4:1"), "runs at 100 Gb/s, others at 200")
 
 

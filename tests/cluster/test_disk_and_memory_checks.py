@@ -1,11 +1,11 @@
-"""Host checks judged on what df and /proc/meminfo print (captured on Debian 12 unless a test says otherwise)."""
+"""Host checks judged on output of df and /proc/meminfo (captured on Debian 12 unless a test says otherwise)."""
 
 import pytest
 
 from cluster.checks import disk, host_memory
 from cluster.inventory.site import DiskLimit, HostMemoryLimit, Site
 from cluster.probing.probe import Output
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from tests.patience import AMPLE
 
 HEADER = "Filesystem     1024-blocks     Used Available Capacity Mounted on"

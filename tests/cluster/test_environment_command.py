@@ -1,4 +1,4 @@
-"""`burst env` as an operator meets it."""
+"""`burst env` for an operator."""
 
 import json
 import socket
@@ -34,7 +34,7 @@ def test_json_holds_values_origins_and_reasons(capsys):
         "name": "RAY_USAGE_STATS_ENABLED",
         "value": "0",
         "origin": "default",
-        "reason": "Ray reports its use to its makers unless told not to",
+        "reason": "Ray reports its use to its makers by default",
     }
     assert (found["drift"], found["silent"], node["installed"]) == ([], {}, None)
 

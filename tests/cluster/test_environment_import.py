@@ -73,7 +73,7 @@ def test_the_fragment_is_a_site_file(tmp_path):
     assert (
         fragment
         == """\
-# What `burst env --import` took over from env.sh; see docs/environment.md.
+# Imported by `burst env --import` from env.sh; see docs/environment.md.
 network:
   hcas: ["mlx5_2", "mlx5_3"]  # NCCL_IB_HCA, line 3
   interface: "eth0"  # NCCL_SOCKET_IFNAME, line 4
@@ -153,9 +153,9 @@ def test_interfaces_are_taken_by_exact_names(line, fate, interface):
 def test_one_interface_for_both_the_first_wins():
     found = import_env("export NCCL_SOCKET_IFNAME==eth0\nGLOO_SOCKET_IFNAME=eth1\n", "env.sh").findings
     assert [finding.fate for finding in found] == ["keep", "drop"]
-    assert found[1].reason == "NCCL_SOCKET_IFNAME on line 1 says otherwise and stands first"
+    assert found[1].reason == "NCCL_SOCKET_IFNAME on line 1 has another value and comes first"
     same = import_env("export NCCL_SOCKET_IFNAME==eth0\nGLOO_SOCKET_IFNAME=eth0\n", "env.sh").findings
-    assert same[1].reason == "NCCL_SOCKET_IFNAME on line 1 says the same"
+    assert same[1].reason == "NCCL_SOCKET_IFNAME on line 1 has the same value"
 
 
 def test_of_two_assignments_the_last_counts_as_in_a_shell():

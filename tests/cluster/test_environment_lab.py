@@ -1,4 +1,4 @@
-"""`burst env` over several real hosts, whose interfaces have different names."""
+"""`burst env` over several real hosts with interfaces of different names."""
 
 import json
 

@@ -8,11 +8,9 @@ import pytest
 from cluster.discovery.facts import NodeFacts
 from cluster.discovery.hcas import HcaChoice
 from cluster.discovery.interface import InterfaceChoice
-from cluster.environment.network import adapter_values, socket_values
-from cluster.environment.processes import connections
+from cluster.environment.ranks import adapter_values, connections, socket_values
 from cluster.environment.rendering import env_sh, render_node, template
-from cluster.environment.secrets import redact, shown
-from cluster.environment.value import Value, overlaid
+from cluster.environment.value import Value, overlaid, redact, shown
 from cluster.inventory.site import NetworkExpectation, Site, Storage
 from tests.cluster.fake_node import FakeNode, a800, h100, roce
 
@@ -49,7 +47,7 @@ export TORCH_NCCL_DUMP_ON_TIMEOUT=1
 # default: how many collectives the flight recorder remembers; 0 turns it off
 export TORCH_FR_BUFFER_SIZE=2000
 
-# default: Ray reports its use to its makers unless told not to
+# default: Ray reports its use to its makers by default
 export RAY_USAGE_STATS_ENABLED=0
 """
 
@@ -105,7 +103,7 @@ export TORCH_NCCL_DUMP_ON_TIMEOUT=1
 # default: how many collectives the flight recorder remembers; 0 turns it off
 export TORCH_FR_BUFFER_SIZE=2000
 
-# default: Ray reports its use to its makers unless told not to
+# default: Ray reports its use to its makers by default
 export RAY_USAGE_STATS_ENABLED=0
 
 # default: one file per host and process, once NCCL_DEBUG is WARN, INFO or TRACE
@@ -226,7 +224,7 @@ def test_no_interface_renders_none_rather_than_a_guess():
 def test_a_site_without_adapters_turns_them_off():
     (value,) = adapter_values(HcaChoice(ports=(), origin="site"))
     assert (value.name, value.value, value.origin) == ("NCCL_IB_DISABLE", "1", "site")
-    assert value.reason.startswith("the site wants no adapter used")
+    assert value.reason.startswith("the site uses no adapter")
 
 
 def test_storage_servers_of_the_site_are_asked_about(node):

@@ -1,4 +1,4 @@
-"""Nodes asked and written to for real: on this machine, and over SSH on loopback."""
+"""Nodes read and written to for real: on this machine, and over SSH on loopback."""
 
 import json
 import os
@@ -8,15 +8,14 @@ import subprocess
 import pytest
 
 from cluster.discovery.facts import NodeFacts
-from cluster.environment.install import install
 from cluster.environment.rendering import env_sh, render_node
 from cluster.environment.show import as_json, table
-from cluster.environment.survey import Wish, head_address, survey
+from cluster.environment.survey import Wish, head_address, install, survey
 from cluster.files.errors import UsageError
 from cluster.inventory.hosts import Host, this_machine
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import NetworkExpectation, Site
-from cluster.transport.local import LocalRunner, connect_local
+from cluster.transport.reach import LocalRunner, connect_local
 from cluster.transport.runner import Unreachable
 from cluster.transport.ssh import SshOptions, connector
 from tests.patience import AMPLE
@@ -82,7 +81,7 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path, name, complaint):
         put(rendered(), tmp_path / name)
 
 
-def test_this_machine_is_asked_for_real(monkeypatch):
+def test_this_machine_is_read_for_real(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which nproc would believe
     found = survey([Node(host=this_machine(), site=Site())], connect_local, Wish(), AMPLE)
     (environment,) = found.environments
@@ -92,7 +91,7 @@ def test_this_machine_is_asked_for_real(monkeypatch):
     assert environment.network.facts.interface("lo") is not None
 
 
-def test_nodes_over_ssh_are_asked_and_written_to_and_a_silent_one_is_named(sshd, tmp_path):
+def test_nodes_over_ssh_are_read_and_written_to_and_a_silent_one_is_named(sshd, tmp_path):
     hosts = [
         Host(name="one", address="127.0.0.1", port=sshd.port, key=sshd.key),
         Host(name="lost", address="127.0.0.2", port=1, key=sshd.key),

@@ -7,11 +7,11 @@ import os
 import pytest
 
 from cluster.files.errors import UsageError
-from cluster.files.file_lock import try_lock
+from cluster.files.filesystem import try_lock
 from cluster.ray_cluster.state import StateDirectory
 
 
-def test_a_lock_is_ours_or_somebody_elses(tmp_path):
+def test_a_lock_has_one_holder(tmp_path):
     with open(tmp_path / "lock", "w") as first, open(tmp_path / "lock", "w") as second:
         assert try_lock(first) is True
         assert try_lock(second) is False
@@ -19,7 +19,7 @@ def test_a_lock_is_ours_or_somebody_elses(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_told_apart(tmp_path, monkeypatch, number):
+def test_a_file_system_without_locks_is_recognised(tmp_path, monkeypatch, number):
     """No file system here refuses a lock, so flock does."""
 
     def refuse(*_: object) -> None:

@@ -55,7 +55,7 @@ def test_five_hundred_slow_nodes_are_asked_side_by_side_but_not_more_at_once_tha
 
 
 def test_a_nodes_time_begins_when_its_turn_comes():
-    # Ten turns of 0.4 s each: whoever gave all of them 1 s (and 2 s of grace) from the first start would lose some.
+    # Ten turns of 0.4 s each: with 1 s (and 2 s of grace) from the first start, some would be lost.
     wait = threading.Event().wait
     answers = dict(on_each(range(10), lambda node: wait(0.4) or "here", 1.0, at_once=1))
     assert set(answers.values()) == {"here"}

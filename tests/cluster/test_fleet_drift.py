@@ -4,47 +4,45 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.health import drift
-from cluster.health.nodes import NodeReport
-from cluster.inventory.hosts import Host
+from cluster.discovery.drift import version_drift
 from cluster.probing import clock
 from cluster.probing.clock import ClockReading
 from cluster.probing.verdict import Verdict
 
+Node = tuple[str, dict[str, Verdict]]  # its name, and its verdicts by check
 
-def node(
-    name: str, driver: str = "580", cuda: str = "13.0", vbios: str = "96.00", model: str = "NVIDIA H200"
-) -> NodeReport:
+
+def node(name: str, driver: str = "580", cuda: str = "13.0", vbios: str = "96.00", model: str = "NVIDIA H200") -> Node:
     facts = {"driver": driver, "cuda": cuda, "vbios": {model: [vbios]}}
     verdicts = {
         "reachability": Verdict(level="ok", summary=""),
         "gpu_versions": Verdict(level="ok", summary="", facts=facts),
     }
-    return NodeReport(host=Host(name=name), verdicts=verdicts, seconds=0.0)
+    return name, verdicts
 
 
-def levels(*reports: NodeReport) -> dict[str, str]:
-    return {name: verdict.level for name, verdict in drift.judge(reports).items()}
+def levels(*nodes: Node) -> dict[str, str]:
+    return {name: verdict.level for name, verdict in version_drift(dict(nodes)).items()}
 
 
 def test_nodes_that_agree_are_ok() -> None:
     assert levels(node("a"), node("b"), node("c")) == {"a": "ok", "b": "ok", "c": "ok"}
 
 
-def test_the_node_that_differs_from_most_is_told() -> None:
-    verdicts = drift.judge([node("a"), node("b", driver="570"), node("c")])
+def test_the_node_that_differs_from_most_is_reported() -> None:
+    verdicts = version_drift(dict([node("a"), node("b", driver="570"), node("c")]))
     assert {name: verdict.level for name, verdict in verdicts.items()} == {"a": "ok", "b": "warn", "c": "ok"}
     assert verdicts["b"].summary == "driver 570, but 2 of 3 nodes have 580"
 
 
 def test_another_vbios_fails_and_outweighs_another_driver() -> None:
-    verdict = drift.judge([node("a"), node("b", driver="570", vbios="95.00"), node("c")])["b"]
+    verdict = version_drift(dict([node("a"), node("b", driver="570", vbios="95.00"), node("c")]))["b"]
     assert (verdict.level, verdict.action) == ("fail", "isolate")
     assert verdict.summary == "VBIOS 95.00, but 2 of 3 nodes have 96.00"
 
 
-def test_without_a_majority_all_are_told() -> None:
-    verdicts = drift.judge([node("a", cuda="13.0"), node("b", cuda="12.8")])
+def test_without_a_majority_all_are_reported() -> None:
+    verdicts = version_drift(dict([node("a", cuda="13.0"), node("b", cuda="12.8")]))
     assert {name: verdict.summary for name, verdict in verdicts.items()} == {
         "a": "CUDA 13.0, but others have 12.8",
         "b": "CUDA 12.8, but others have 13.0",
@@ -58,9 +56,7 @@ def test_only_nodes_with_the_same_gpus_are_compared() -> None:
 
 
 def test_nodes_without_versions_are_left_out() -> None:
-    silent = NodeReport(
-        host=Host(name="z"), verdicts={"reachability": Verdict(level="unknown", summary="")}, seconds=0.0
-    )
+    silent = ("z", {"reachability": Verdict(level="unknown", summary="")})
     assert levels(node("a"), silent) == {}
 
 

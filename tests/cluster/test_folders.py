@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.files.folders import cache_folder, state_folder
+from cluster.files.filesystem import cache_folder, state_folder
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from cluster.checks import conclude, gpu_memory, gpus
 from cluster.inventory.site import GpuExpectation, GpuMemoryLimit, Site
 from cluster.probing.probe import Output, parse_outputs, render_script
 from cluster.probing.verdict import Verdict
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from tests.patience import AMPLE
 
 UUID = "GPU-10597eaf-9a20-6f3c-deae-3420ff422ae3"
@@ -171,7 +171,7 @@ def run_memory_probe(site: Site) -> Output:
 PATIENT = Site(gpu_memory=GpuMemoryLimit(tries=3, wait_seconds=0.05))
 
 
-def test_a_busy_node_is_asked_again_before_it_is_called_busy(install_nvidia_smi: Callable[[str], Path]) -> None:
+def test_a_busy_node_is_sampled_again_before_it_is_called_busy(install_nvidia_smi: Callable[[str], Path]) -> None:
     state = install_nvidia_smi(FAKE.format(uuid=UUID, memory=f'echo "0, {UUID}, 1643"'))
     verdict = gpu_memory.judge(run_memory_probe(PATIENT), PATIENT)
     assert verdict.busy

@@ -21,7 +21,7 @@ from cluster.inventory.site import GpuExpectation, Site
 from cluster.probing.gpu_report import PROBE, parse
 from cluster.probing.probe import Output, parse_outputs, render_script
 from cluster.profiles import NO_GPUS
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from tests.cluster.gpu_outputs import EIGHT, MODELS, OUTPUTS, STRANGER, board, judge, report, setting
 from tests.patience import AMPLE
 

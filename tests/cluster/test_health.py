@@ -16,7 +16,7 @@ from cluster.inventory.site import Site
 from cluster.probing.probe import Output, Probe
 from cluster.probing.verdict import EXIT_CODES, LEVELS, Level, Verdict, merge, worst_level
 from cluster.transport import fleet
-from cluster.transport.local import LocalRunner, connect_local
+from cluster.transport.reach import LocalRunner, connect_local
 from cluster.transport.runner import Runner
 from tests.patience import AMPLE, scaled
 

@@ -11,7 +11,7 @@ from cluster.checks import cpu_governor, numa_balancing, processes
 from cluster.inventory.site import Site
 from cluster.probing.probe import Output, Probe
 from cluster.profiles import NO_GPUS
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from tests.cluster.gpu_outputs import board
 from tests.patience import AMPLE
 

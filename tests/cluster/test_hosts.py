@@ -83,7 +83,7 @@ def test_a_missing_hosts_file_is_one_sentence(tmp_path: Path) -> None:
         read_hosts(tmp_path / "absent")
 
 
-def test_a_host_named_twice_is_checked_once_and_shared_names_are_told_apart() -> None:
+def test_a_host_named_twice_is_checked_once_and_shared_names_become_targets() -> None:
     hosts = [host for target in ("a", "a", "b:1", "b:2") for host in parse_hosts(target)]
     assert [host.name for host in distinct(hosts)] == ["a", "b:1", "b:2"]
 

@@ -1,4 +1,4 @@
-"""`burst image` as a user meets it: command lines, sentences, the table, exit codes."""
+"""`burst image` for a user: command lines, sentences, the table, exit codes."""
 
 import json
 import shlex
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cluster.images.engine import build_command, find_image
-from cluster.images.targets import tagged
-from cluster.transport.local import LocalRunner
+from cluster.images.push import tagged
+from cluster.transport.reach import LocalRunner
 from harness.cli import main
 from tests.cluster.fake_docker import layers
 
@@ -84,13 +84,13 @@ def test_a_build_that_fails_is_exit_code_1(docker, capsys):
         (["build", "--cuda", "12"], "set TORCH_INDEX_URL"),
         (["build", "--tag", "-x y"], "expected an image's name"),
         (["push"], "give an inventory, or hosts"),
-        (["push", "gpu01"], "nothing says which image gpu01 needs"),
+        (["push", "gpu01"], "no image is named for gpu01"),
         (["push", "gpu01", "--image", NAME], f"this machine has no image {NAME}; build it with"),
         (["push", "gpu01", "--image", "a b"], "expected an image's name"),
         (["push", "gpu01", "--image", "burst@sha256:" + "0" * 64], "has no name to arrive under"),
         (["push", "gpu01", "--image", NAME, "--parallel", "0"], "expected 1 to 256"),
         (["push", "gpu01", "--image", NAME, "--folder", "here"], "expected an absolute path"),
-        (["push", "gpu01", "--image", NAME, "--via", "shared"], "nothing says which writable folder gpu01 shares"),
+        (["push", "gpu01", "--image", NAME, "--via", "shared"], "no writable shared folder is named for gpu01"),
         (["push", "gpu[01", "--image", NAME], "gpu[01"),
     ],
 )
@@ -167,7 +167,7 @@ def test_an_image_that_cannot_be_saved_fails_its_nodes_and_no_others(docker, inv
 
 def test_on_a_terminal_every_node_has_a_bar(docker, inventory, tmp_path, monkeypatch, capsys):
     docker.add(NAME, 1, layers(200_000))
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich's word for: this is a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich take stdout for a terminal
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["image", "push", *inventory, "--folder", str(tmp_path / "stage")]) == 0
     said = capsys.readouterr().err
@@ -175,7 +175,7 @@ def test_on_a_terminal_every_node_has_a_bar(docker, inventory, tmp_path, monkeyp
     assert "\x1b[2K" in said  # lines that are drawn again
 
 
-def test_a_site_that_wants_another_image_of_that_name_is_told(docker, inventory, capsys):
+def test_a_site_that_names_another_id_for_the_image_is_an_error(docker, inventory, capsys):
     docker.add(NAME, 1, b"layers")
     path = Path(inventory[0])
     content = json.loads(path.read_text())

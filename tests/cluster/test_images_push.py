@@ -13,7 +13,7 @@ from cluster.images.engine import ImageFailed, find_image
 from cluster.images.push import Way, push
 from cluster.images.sending import send
 from cluster.inventory.hosts import parse_hosts
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from cluster.transport.ssh import SshOptions, connector
 from cluster.transport.transfer import TransferFailed
 from tests.cluster.fake_docker import layers
@@ -234,7 +234,7 @@ def test_over_shared_storage_one_copy_is_written_and_all_nodes_load_it(lab):
     assert left_in(lab.stage) == []
 
 
-def test_the_shared_copy_stays_while_a_node_still_needs_it_or_when_told_to(lab):
+def test_the_shared_copy_stays_while_a_node_needs_it_or_with_keep(lab):
     lab.engines[1].behave("refuse")
     assert states(lab.push(shared=True)) == {"node1": "loaded", "node2": "failed"}
     assert len(left_in(lab.stage)) == 1
@@ -250,7 +250,7 @@ def test_a_node_that_does_not_see_the_shared_copy_says_so(lab):
         collect(lab.targets[0], lab.archive(), lab.connect, AMPLE, lab.watch)
 
 
-def test_a_shared_folder_nobody_can_write_fails_every_node_with_its_reason(lab, tmp_path):
+def test_a_shared_folder_that_no_node_can_write_fails_every_node_with_its_reason(lab, tmp_path):
     (tmp_path / "stage").write_text("a file where the folder should be")
     outcomes = lab.push(shared=True)
     assert states(outcomes) == {"node1": "failed", "node2": "failed"}

@@ -1,19 +1,19 @@
-"""Is there room for an image? Asked before anything is sent."""
+"""Free space for an image, checked before anything is sent."""
 
 import os
 
 import pytest
 
 from cluster.images.archive import save
+from cluster.images.delivery import ask_space
 from cluster.images.engine import Image, ImageFailed, find_image
-from cluster.images.space import ask_space
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 
 TOO_LARGE = 2**60
 
 
 class Edited(LocalRunner):
-    """This machine, with one word of the command replaced."""
+    """This machine, with a part of the command replaced."""
 
     def __init__(self, old, new):
         self.old, self.new = old, new
@@ -61,10 +61,10 @@ def test_without_a_folder_archives_go_to_one_that_only_this_user_can_open(docker
     assert os.stat(space.folder).st_mode & 0o777 == 0o700
 
 
-def test_somebody_elses_folder_is_not_used(docker, tmp_path):
+def test_another_users_folder_is_not_used(docker, tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / f"burst-images-{os.getuid()}").symlink_to(tmp_path / "theirs")
-    with pytest.raises(ImageFailed, match="belongs to somebody else"):
+    with pytest.raises(ImageFailed, match="belongs to another user"):
         ask_space(Edited("/var/tmp", str(tmp_path)), None, 30)
 
 

@@ -22,7 +22,7 @@ ROOMY = (
 
 
 def write_inventory(lab: Lab, disk: Path) -> Path:
-    """All hosts of the lab; each must have room at `disk`, and none is too busy, whatever else this machine does."""
+    """All hosts of the lab; each must have room at `disk`, and none is too busy, at any load of this machine."""
     path = lab.folder / "inventory.yaml"
     nodes = "".join(f"  - {{hosts: {host.name}, address: {host.address}}}\n" for host in lab.hosts)
     path.write_text(

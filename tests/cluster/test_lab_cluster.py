@@ -177,7 +177,7 @@ def test_a_cluster_is_started_swept_over_half_lost_and_ended(tmp_path):
         assert (code, said.count(" up ")) == (0, 3), said
         assert "is up" in site.up()[1]  # and is not started twice
 
-        # A sweep over one host and over two, which meet through interfaces of different names. They do not see the
+        # A sweep over one host and over two, connected through interfaces of different names. They do not see the
         # run directory: what they get is staged, and what they leave is fetched.
         hidden = site.runs / "sweep"
         hidden.mkdir(parents=True)
@@ -236,7 +236,7 @@ def test_a_cluster_is_started_swept_over_half_lost_and_ended(tmp_path):
 def test_a_killed_start_and_a_killed_run_leave_what_down_can_end(tmp_path):
     guests_before = guests()
     with opened_site(2, tmp_path) as site:
-        # Where a node cannot even be asked nothing was begun, and nothing stands in the way of the next attempt.
+        # Nothing was started on a node that does not answer, and the next attempt is not blocked.
         no_python = site.variant("no-python", "software: {python: /absent/python}")
         code, said = site.burst("cluster", "up", no_python, "--known-hosts", str(site.lab.known_hosts))
         assert (code, said.count("\n")) == (2, 1), said

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from cluster.files.errors import UsageError
+from cluster.inventory.file import named_nodes
 from cluster.inventory.hosts import Host, this_machine
-from cluster.inventory.named_nodes import named_nodes
 from cluster.node_arguments import add_node_arguments
-from cluster.transport.local import LocalRunner
-from cluster.transport.reach import connection
+from cluster.transport.reach import LocalRunner, connection
 from harness.cli import main
 from tests.cluster.loopback_sshd import LoopbackSshd
 from tests.patience import AMPLE

@@ -16,7 +16,7 @@ from cluster.checks import infiniband, interface, memlock, peermem
 from cluster.inventory.site import NetworkExpectation, Site
 from cluster.probing.probe import Output
 from cluster.profiles import NO_GPUS
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from tests.cluster.gpu_outputs import EIGHT, STRANGER, board
 from tests.patience import AMPLE
 

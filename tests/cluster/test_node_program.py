@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cluster.ray_cluster.node import NodeError, ask, on_all
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from cluster.transport.runner import Unreachable
 from tests.patience import AMPLE, running, scaled
 
@@ -78,7 +78,7 @@ def test_stop_finds_what_was_started_when_nothing_was_recorded_of_it(tmp_path):
     *pids, _ = map(str, (tmp_path / "said").read_text().split())
     stopped = request("stop", mark="test/2", directory=str(tmp_path / "own"), session=0, processes=[])
     assert stopped["left"] == []
-    bare = int(pids[1])  # neither marked nor in a session known to be ours: nobody can tell whose it is
+    bare = int(pids[1])  # neither marked nor in a session known to be ours: it may be of another program
     assert [running(int(pid)) for pid in pids] == [False, True, False, False]
     os.kill(bare, signal.SIGKILL)
 

@@ -16,7 +16,7 @@ from cluster.inventory.hosts import this_machine
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
 from cluster.profiles import find, load_profiles
-from cluster.transport.local import LocalRunner, connect_local
+from cluster.transport.reach import LocalRunner, connect_local
 from tests.patience import AMPLE
 
 pytestmark = [

@@ -10,7 +10,7 @@ from cluster.checks import fabric_manager, nvlink, pcie
 from cluster.inventory.site import Site
 from cluster.probing.probe import Output, parse_outputs, render_script
 from cluster.profiles import NO_GPUS
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from tests.cluster import gpu_outputs
 from tests.cluster.gpu_outputs import EIGHT, MODELS, OUTPUTS, STRANGER, board
 from tests.patience import AMPLE
@@ -74,7 +74,7 @@ def test_the_probe_leaves_zeros_on_the_node_and_survives_drivers_without_counter
 
 
 def devices(width: str, highest_width: str, speed: str, highest: str) -> Output:
-    """What sysfs says of eight GPUs, of which the third differs."""
+    """sysfs of eight GPUs, of which the third differs."""
     rows = [f"gpu 0000:{bus}:00.0|16|16|32.0 GT/s PCIe|32.0 GT/s PCIe" for bus in gpu_outputs.BUSES]
     rows[2] = f"gpu 0000:47:00.0|{width}|{highest_width}|{speed}|{highest}"
     return Output(text="\n".join([*rows, "end"]))

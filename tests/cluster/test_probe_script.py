@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.probing.probe import Output, Probe, parse_outputs, printable, render_script
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from tests.patience import AMPLE, scaled
 
 MARK = "0123456789abcdef"

@@ -38,8 +38,8 @@ def test_the_numbers_that_differ_between_models() -> None:
 def test_a_board_is_found_by_its_whole_name_and_a_site_by_its_model() -> None:
     profiles = load_profiles()
     assert find("NVIDIA H200", profiles) is find("H200", profiles)
-    for stranger in ("NVIDIA H200 NVL", "NVIDIA H100 PCIe", "NVIDIA L40S", "", "200"):
-        assert find(stranger, profiles) is None
+    for no_profile in ("NVIDIA H200 NVL", "NVIDIA H100 PCIe", "NVIDIA L40S", "", "200"):
+        assert find(no_profile, profiles) is None
 
 
 def test_a_folder_of_ones_own_adds_and_replaces(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Container, Mount, RayPorts, Site
 from cluster.ray_cluster import container, ray_commands
+from cluster.ray_cluster.introduction import absent, mismatch
 from cluster.ray_cluster.quarantine import Quarantine
 from cluster.ray_cluster.state import ClusterState, Process, StartedNode, StateDirectory
-from cluster.ray_cluster.versions import absent, mismatch
 from harness.machine.node_facts import code_digest, ranks_of
 from harness.machine.this_machine import Machine
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.files.errors import UsageError
-from cluster.files.regular_file import MAX_BYTES, read_text
+from cluster.files.filesystem import MAX_BYTES, read_text
 from cluster.inventory.file import read_inventory
 from cluster.inventory.hosts import read_hosts
 from cluster.inventory.hosts_file import import_hosts

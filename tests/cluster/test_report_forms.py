@@ -18,12 +18,9 @@ from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
 from cluster.probing.verdict import Verdict
-from cluster.render.heat_map import heat_map
-from cluster.render.html import html_page, write_page
-from cluster.render.json_lines import json_line
+from cluster.render.html import heat_map, html_page, write_page
 from cluster.render.live import live_table, progress_table
-from cluster.render.nagios import nagios_line
-from cluster.render.table import headline, table, why_not
+from cluster.render.text import headline, json_line, nagios_line, table, why_not
 
 OK = Verdict(level="ok", summary="fine")
 BUSY = Verdict(level="warn", summary="busy: by alice", busy=True, action="monitor")
@@ -60,7 +57,7 @@ def test_why_a_node_is_not_usable_begins_with_what_is_worst() -> None:
     )
 
 
-def test_every_check_has_its_row_when_asked_for() -> None:
+def test_every_check_has_its_row_with_all() -> None:
     rows = table([GOOD], every_check=True).splitlines()
     assert len([row for row in rows if " ok " in row]) == len(GOOD.verdicts)
 

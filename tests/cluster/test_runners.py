@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.inventory.hosts import parse_hosts
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from cluster.transport.runner import MAX_OUTPUT_BYTES, Runner, Unreachable
 from cluster.transport.ssh import SshOptions, connector
 from tests.cluster.loopback_sshd import LoopbackSshd
@@ -65,7 +65,7 @@ def test_input_is_fed_in_pieces_as_they_come(runner: Runner) -> None:
 
 
 def test_lines_of_both_streams_are_handed_on_while_the_command_runs(runner: Runner, tmp_path: Path) -> None:
-    # The command goes on only after its first line was handed on.
+    # The command goes on only after its first line was passed on.
     script = (
         f"echo one; until [ -e {tmp_path}/go ]; do sleep 0.05; done; echo two >&2; printf 'gr\\303\\266\\303\\237e'"
     )

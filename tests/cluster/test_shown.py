@@ -1,4 +1,4 @@
-"""What users, files and nodes say is put on a terminal as text: it neither steers nor floods it."""
+"""Text of users, files and nodes on a terminal: it neither controls nor floods it."""
 
 import io
 
@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.files.document import parse_yaml
-from cluster.files.shown import MAX_CHARACTERS, shown, shown_value
+from cluster.files.errors import MAX_CHARACTERS, shown, shown_value
 from harness.base.terminal import LONG_TABLE_ROWS, SafeConsole, print_table
 from harness.cli import main
 

@@ -54,7 +54,7 @@ def test_network_storage_container_and_environment_are_read_as_they_are_written(
     assert not site.container.privileged
 
 
-def test_no_adapters_and_any_adapters_are_told_apart(tmp_path: Path) -> None:
+def test_no_adapters_and_any_adapters_are_different_values(tmp_path: Path) -> None:
     assert load_site(write(tmp_path, "network: {hcas: []}\n")).network.hcas == ()
     assert load_site(write(tmp_path, "network: {hcas: null}\n")).network.hcas is None
 

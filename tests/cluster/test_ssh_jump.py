@@ -89,7 +89,7 @@ def refused(host, known_hosts, **options):
     return str(caught.value)
 
 
-def test_an_unknown_jump_host_is_refused_before_the_node_is_asked(sshd, jump, tmp_path):
+def test_an_unknown_jump_host_is_refused_before_the_node_is_tried(sshd, jump, tmp_path):
     before = jump.logins(), sshd.logins()
     said = refused(behind(jump, sshd), sshd.known_hosts)
     assert said.startswith(f"the jump host 127.0.0.1 port {jump.port} has a ssh-ed25519 host key that")
@@ -120,7 +120,7 @@ def test_a_changed_key_of_the_node_is_seen_through_the_jump_host(sshd, jump, tmp
     assert said.startswith(f"127.0.0.1 port {sshd.port} has the host key")
 
 
-def test_a_node_the_jump_host_does_not_reach_is_told_from_a_jump_host_that_is_down(sshd, jump, known_hosts):
+def test_a_node_the_jump_host_does_not_reach_differs_from_a_jump_host_that_is_down(sshd, jump, known_hosts):
     said = refused(behind(jump, sshd, address="127.0.0.2"), known_hosts)
     assert "127.0.0.2 port" in said
     assert "cannot be reached from the jump host (" in said
@@ -130,12 +130,12 @@ def test_a_node_the_jump_host_does_not_reach_is_told_from_a_jump_host_that_is_do
     assert "cannot be reached" in said
 
 
-def test_a_jump_host_that_failed_is_not_asked_again_for_each_node_behind_it():
-    asked = []
+def test_a_jump_host_that_failed_is_not_tried_again_for_each_node_behind_it():
+    opened_hosts = []
 
     @contextlib.contextmanager
     def open_host(host, seconds):
-        asked.append(host)
+        opened_hosts.append(host)
         raise Unreachable("bastion is down")
         yield
 
@@ -143,7 +143,7 @@ def test_a_jump_host_that_failed_is_not_asked_again_for_each_node_behind_it():
     for _ in range(3):
         with pytest.raises(Unreachable, match="the jump host bastion is down"), jumps.opened(Host(name="b"), 1.0):
             pass
-    assert len(asked) == 1
+    assert len(opened_hosts) == 1
 
 
 def test_a_tunnel_sends_nothing_after_its_end():

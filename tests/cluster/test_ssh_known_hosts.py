@@ -104,7 +104,7 @@ def test_a_new_key_is_written_down_once_and_holds_at_once(tmp_path):
         book.verify("gpu01", B)
 
 
-def test_what_somebody_else_writes_meanwhile_is_seen(tmp_path):
+def test_lines_that_another_program_adds_are_seen(tmp_path):
     book = known(tmp_path, "")
     with pytest.raises(UnknownHostKey):
         book.verify("gpu01", A)
@@ -120,7 +120,7 @@ def test_a_line_without_a_key_is_an_error_and_not_skipped(tmp_path, text):
         known(tmp_path, text).verify("gpu01", A)
 
 
-def test_a_file_that_cannot_be_read_knows_nobody_but_is_an_error(tmp_path):
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path):
     with pytest.raises(Unreachable, match="cannot be read"):
         KnownHosts(tmp_path).verify("gpu01", A)
 

@@ -17,7 +17,7 @@ from tests.patience import AMPLE
 
 
 @pytest.fixture(autouse=True)
-def nobody(monkeypatch, tmp_path):
+def empty_home(monkeypatch, tmp_path):
     """A user without agent and without keys of their own."""
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -79,13 +79,13 @@ def test_without_any_key_the_sentence_says_so(sshd):
 
 
 def test_the_agents_key_opens_the_host(sshd, agent, tmp_path):
-    make_key(tmp_path / "stranger")
-    agent(tmp_path / "stranger", sshd.key)
+    make_key(tmp_path / "no_profile")
+    agent(tmp_path / "no_profile", sshd.key)
     assert run(sshd) == "in\n"
 
 
-def test_a_key_of_a_usual_name_opens_the_host(sshd, nobody):
-    shutil.copy(sshd.key, nobody / ".ssh" / "id_ed25519")
+def test_a_key_of_a_usual_name_opens_the_host(sshd, empty_home):
+    shutil.copy(sshd.key, empty_home / ".ssh" / "id_ed25519")
     assert run(sshd) == "in\n"
 
 
@@ -97,17 +97,17 @@ def test_a_key_file_with_a_passphrase_asks_for_the_agent(sshd, tmp_path):
 def test_a_key_file_with_a_passphrase_is_taken_from_the_agent(sshd, agent, tmp_path):
     path = encrypted(sshd, tmp_path)
     shutil.copy(sshd.key.with_suffix(".pub"), path.with_suffix(".pub"))
-    for number in range(7):  # more than sshd lets anyone try: the right one has to come first
-        make_key(tmp_path / f"stranger{number}")
-        agent(tmp_path / f"stranger{number}")
+    for number in range(7):  # more than sshd accepts: the right one has to come first
+        make_key(tmp_path / f"no_profile{number}")
+        agent(tmp_path / f"no_profile{number}")
     agent(sshd.key)
     assert run(sshd, path) == "in\n"
 
 
 def test_a_host_that_has_had_enough_of_wrong_keys_refuses_the_user(sshd, agent, tmp_path):
     for number in range(7):
-        make_key(tmp_path / f"stranger{number}")
-        agent(tmp_path / f"stranger{number}")
+        make_key(tmp_path / f"no_profile{number}")
+        agent(tmp_path / f"no_profile{number}")
     assert "refuses user" in unsupported_reason(sshd)
 
 

@@ -12,7 +12,7 @@ from cluster.inventory.site import Container, SharedPath, Site, Storage
 from cluster.probing.probe import Output
 from cluster.probing.verdict import Verdict
 from cluster.profiles import NO_GPUS
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from tests.cluster.gpu_outputs import EIGHT, board
 from tests.patience import AMPLE
 
@@ -42,10 +42,10 @@ def test_a_path_that_cannot_be_written_fails_unless_reading_is_enough() -> None:
     assert try_storage(SharedPath(path="/proc", write=False)).level == "ok"
 
 
-def test_a_full_path_fails_below_what_the_site_wants(tmp_path: Path) -> None:
+def test_a_full_path_fails_below_the_free_space_the_site_requires(tmp_path: Path) -> None:
     verdict = try_storage(SharedPath(path=str(tmp_path), min_free_gib=1e6))
     assert verdict.level == "fail"
-    assert "wants 1e+06 GiB" in verdict.summary
+    assert "requires 1e+06 GiB" in verdict.summary
 
 
 def test_a_hanging_server_costs_its_own_time_and_leaves_nothing_behind(

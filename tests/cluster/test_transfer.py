@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.inventory.hosts import parse_hosts
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from cluster.transport.runner import Completed
 from cluster.transport.ssh import SshOptions, connector
 from cluster.transport.transfer import TransferFailed, put
@@ -112,7 +112,7 @@ def test_what_was_changed_on_the_way_is_not_kept(tmp_path):
 
 def test_a_local_file_that_cannot_be_read_to_its_end_is_not_sent(tmp_path):
     class Nothing(LocalRunner):
-        """Takes what it is given and says that all is well."""
+        """Takes any input and reports success."""
 
         def run(self, command, *, stdin="", deadline_seconds):
             list(stdin)

@@ -1,4 +1,4 @@
-"""A whole node with eight GPUs, from the probes' one script to the report: nvidia-smi answers as outputs/ says."""
+"""A whole node with eight GPUs, from the one script of the probes to the report; nvidia-smi answers as in outputs/."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cluster.health.nodes import NodeReport, check_nodes
 from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import GpuExpectation, GpuMemoryLimit, Site
-from cluster.transport.local import connect_local
+from cluster.transport.reach import connect_local
 from tests.cluster.gpu_outputs import MODELS, Install, install_node, setting
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +93,7 @@ def test_a_terminal_sees_the_table_fill_and_then_the_whole_one(tmp_path: Path) -
         while True:
             try:
                 chunk = os.read(ours, 65536)
-            except OSError:  # how Linux ends a terminal whose other side is gone
+            except OSError:  # how Linux ends a terminal after its other side has closed
                 break
             shown += chunk
             if not chunk:

@@ -10,7 +10,7 @@ from cluster.checks import xid
 from cluster.inventory.site import Site
 from cluster.probing.probe import Output
 from cluster.profiles import NO_GPUS
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from tests.cluster.gpu_outputs import EIGHT, MODELS, STRANGER, board
 from tests.patience import AMPLE
 

@@ -12,7 +12,7 @@ from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import NetworkExpectation, Site
 from cluster.ray_cluster.quarantine import Quarantine
-from cluster.transport.local import connect_local
+from cluster.transport.reach import connect_local
 from cluster.transport.runner import Unreachable
 from harness.launch import Job
 from harness.launch.nodes.actor import NodeActor, left_files, node_environment, receive_files

@@ -15,12 +15,12 @@ from cluster.transport.runner import Unreachable
 
 Opened = Callable[[Host, float], AbstractContextManager[paramiko.Transport]]
 
-REFUSED_SECONDS = 10.0  # a jump host that failed is not asked again for each of the hosts behind it
+REFUSED_SECONDS = 10.0  # a jump host that failed is not tried again for each of the hosts behind it
 
 
 @dataclass(slots=True)
 class _Shared:
-    """What is known of one jump host. `lock` is held while it is being opened: all who need it wait for that."""
+    """The shared connection to one jump host. `lock` is held while it opens: all hosts behind it wait for that."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     users: int = 0
@@ -40,7 +40,7 @@ class JumpHosts:
 
     @contextmanager
     def opened(self, host: Host, seconds: float) -> Iterator[paramiko.Transport]:
-        """The connection to a jump host, opened by the first who asks. Raises Unreachable naming the jump host."""
+        """The connection to a jump host, opened when first needed. Raises Unreachable naming the jump host."""
         with self._lock:
             shared = self._shared.setdefault(host, _Shared())
         with shared.lock:

@@ -1,6 +1,6 @@
-"""known_hosts files: which key a host must show.
+"""known_hosts files: the key that each host must show.
 
-Read here and not by paramiko, which compares each line with all before it, cannot share what it read between
+paramiko's own reader is not used: it compares each line with all before it, cannot share its result between
 connections, and takes the markers `@revoked` and `@cert-authority` for host names. Format: sshd(8).
 """
 
@@ -55,7 +55,7 @@ class ChangedHostKey(Exception):
 
 @dataclass(slots=True)
 class _File:
-    """What one file says. Most lines are plain names, found by a look-up; patterns and hashes have to be tried."""
+    """The contents of one file. Most lines are plain names, found by a look-up; patterns and hashes are tried."""
 
     exact: dict[str, list[HostKey]] = field(default_factory=dict)
     tried: list[tuple[list[str], HostKey]] = field(default_factory=list)
@@ -75,14 +75,14 @@ class KnownHosts:
         self._lock = threading.Lock()  # all nodes of a fleet look here, and may add to one file, at once
 
     def kinds(self, name: str) -> list[str]:
-        """Kinds of key known for a host, so that it is asked for one of these. Raises Unreachable for a bad file."""
+        """Kinds of key known for a host, so that one of these is requested. Raises Unreachable for a bad file."""
         with self._lock:
             return [key.kind for file in self._files() for key in file.keys(name)]
 
     def verify(self, name: str, found: HostKey) -> None:
-        """Raise UnknownHostKey, or ChangedHostKey, unless this is the host's key or a new one is welcome.
+        """Raise UnknownHostKey, or ChangedHostKey, unless this is the host's key or new keys are accepted.
 
-        A host known by a key of another kind only counts as changed: whoever answers in its place could offer just
+        A host known by a key of another kind only counts as changed: another machine in its place could offer exactly
         the kind that is not known.
         """
         with self._lock:
@@ -102,7 +102,7 @@ class KnownHosts:
         return [self._file(path) for path in self._paths]
 
     def _file(self, path: Path) -> _File:
-        """A file that does not exist knows no host; one that cannot be read is an error, not an empty one."""
+        """A file that does not exist holds no host; one that cannot be read is an error, not an empty file."""
         try:
             status = path.stat()
             version = (status.st_ino, status.st_mtime_ns, status.st_size)
@@ -117,7 +117,7 @@ class KnownHosts:
 
 
 def host_name(address: str, port: int) -> str:
-    """How known_hosts calls a host."""
+    """The name of a host in known_hosts."""
     return address if port == 22 else f"[{address}]:{port}"
 
 
@@ -169,7 +169,7 @@ def _fits(pattern: str, name: str) -> bool:
 
 
 def _append(path: Path, line: str) -> None:
-    """Add a line. Never rewrites: comments, hashed names and lines nobody here can read stay as they are."""
+    """Add a line. The file is never rewritten: comments, hashed names and lines of other kinds stay as they are."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     with open(descriptor, "rb+", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""Which private keys a host is offered: the given file, those of the agent, or the usual ones in ~/.ssh."""
+"""Private keys offered to a host: the given file, those of the agent, or the usual ones in ~/.ssh."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PrivateKeys:
         self._lock = threading.Lock()
 
     def load(self, path: Path) -> paramiko.PKey:
-        """Raises PasswordRequiredException for an encrypted key, SSHException for what is no key, OSError."""
+        """Raises PasswordRequiredException for an encrypted key, SSHException for a file that is no key, OSError."""
         with self._lock:
             if path not in self._read:
                 self._read[path] = _load(path)
@@ -29,11 +29,11 @@ class PrivateKeys:
 
 
 def log_in(transport: paramiko.Transport, user: str, key: Path | None, keys: PrivateKeys) -> None:
-    """Try one key after the other until the host lets us in.
+    """Offer one key after the other until the host accepts one.
 
-    With `key`, that one, from its file or, when the file needs a passphrase, from the agent; then whatever else the
-    agent holds. Without, the agent's keys and the usual files. Raises what is wrong with a key file, or the last
-    refusal: PasswordRequiredException, OSError or AuthenticationException; SSHException when the connection breaks.
+    With `key`, that one, from its file or, when the file needs a passphrase, from the agent; then the agent's other
+    keys. Without, the agent's keys and the usual files. Raises the problem of a key file, or the last refusal:
+    PasswordRequiredException, OSError or AuthenticationException; SSHException when the connection breaks.
     """
     refusals: list[Exception] = []
     agent = paramiko.Agent()
@@ -46,12 +46,14 @@ def log_in(transport: paramiko.Transport, user: str, key: Path | None, keys: Pri
                 wants_more = transport.auth_publickey(user, candidate)
             except paramiko.AuthenticationException as error:
                 refusals.append(error)
-                if not transport.is_active():  # the host has had enough of our tries
+                if not transport.is_active():  # the host closes the connection after too many attempts
                     break
                 continue
             if not wants_more:
                 return
-            refusals.append(paramiko.AuthenticationException(f"a key is not enough, it wants {', '.join(wants_more)}"))
+            refusals.append(
+                paramiko.AuthenticationException(f"a key is not enough, it requires {', '.join(wants_more)}")
+            )
     finally:
         agent.close()
     unusable = [error for error in refusals if _says_more(error)]
@@ -59,14 +61,14 @@ def log_in(transport: paramiko.Transport, user: str, key: Path | None, keys: Pri
 
 
 def _says_more(error: Exception) -> bool:
-    """True for what is wrong with a key file: it explains more than that the other keys were refused."""
+    """True for a problem of a key file, which explains more than the refusal of the other keys."""
     return isinstance(error, paramiko.PasswordRequiredException) or not isinstance(
         error, paramiko.AuthenticationException
     )
 
 
 def _candidates(agent: paramiko.Agent, key: Path | None, keys: PrivateKeys) -> Iterator[paramiko.PKey | Exception]:
-    """Keys in the order they are tried, each once; what is wrong with a file stands in its place."""
+    """Keys in the order they are tried, each once; an exception stands in place of a file that cannot be used."""
     offered: set[bytes] = set()
     held = {held.asbytes(): held for held in agent.get_keys()}
     if key is None:
@@ -79,8 +81,8 @@ def _candidates(agent: paramiko.Agent, key: Path | None, keys: PrivateKeys) -> I
                 yield error
             continue
         except (paramiko.SSHException, OSError) as error:
-            twin = held.get(_public_blob(path.expanduser()))
-            yield twin or error
+            from_agent = held.get(_public_blob(path.expanduser()))
+            yield from_agent or error
             continue
         if key or loaded.asbytes() not in held:
             offered.add(loaded.asbytes())
@@ -90,7 +92,7 @@ def _candidates(agent: paramiko.Agent, key: Path | None, keys: PrivateKeys) -> I
 
 
 def _load(path: Path) -> paramiko.PKey:
-    """A key of whatever kind. The kinds are tried in turn, since a file's header does not name it."""
+    """A key of any kind. The kinds are tried in turn, since a file's header does not name it."""
     wrong: Exception | None = None
     for kind in _KINDS:
         try:

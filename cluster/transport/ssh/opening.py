@@ -20,20 +20,19 @@ from cluster.transport.runner import Connect, Runner, Unreachable
 from cluster.transport.ssh.jump import JumpHosts, Tunnel
 from cluster.transport.ssh.known_hosts import HostKey, KnownHosts, host_name
 from cluster.transport.ssh.login import PrivateKeys, log_in
-from cluster.transport.ssh.sentences import FAILURES, explain
-from cluster.transport.ssh.session import SshRunner
+from cluster.transport.ssh.session import FAILURES, SshRunner, explain
 
 CONNECT_SECONDS = 10.0  # each for TCP and for key exchange with login: slower than this is not a node to run on
-# Key exchange and login are our own processor's work, some 3 ms each (docs/inventory.md): more at once only makes all
-# of them late. Hosts that have not greeted us yet wait outside, as some never will.
+# Key exchange and login take some 3 ms of this machine's processor (docs/inventory.md): more at once delays all of
+# them. A host that has not sent its greeting does not count, as some never send one.
 LOGINS_AT_ONCE = 64
-TURN_SECONDS = 60.0  # longer than this the others must be stuck
-KEEPALIVE_SECONDS = 30  # a firewall forgets a connection that is silent while a long command runs
+TURN_SECONDS = 60.0  # the longest wait for a turn: after this the others must hang
+KEEPALIVE_SECONDS = 30  # a firewall drops a connection that is silent while a long command runs
 _SYSTEM_KNOWN_HOSTS = Path("/etc/ssh/ssh_known_hosts")
 
-_RSA_SIGNATURES = ("rsa-sha2-512", "rsa-sha2-256")  # what a key known as ssh-rsa signs with
+_RSA_SIGNATURES = ("rsa-sha2-512", "rsa-sha2-256")  # signature algorithms of a key known as ssh-rsa
 
-# paramiko logs tracebacks of its own threads to the root logger; what matters of them reaches us as exceptions.
+# paramiko logs tracebacks of its own threads to the root logger; the relevant errors are raised here as exceptions.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 
@@ -46,7 +45,7 @@ class SshOptions:
 
 
 def connector(options: SshOptions) -> Connect:
-    """`Connect` over SSH with these options. It may be used from many threads, and shares what its hosts share."""
+    """`Connect` over SSH with these options. Many threads may use it; keys, known_hosts and jump hosts are shared."""
     opener = _Opener(options)
 
     @contextmanager
@@ -102,13 +101,13 @@ class _Opener:
         if host.jump is None:
             return stack.enter_context(socket.create_connection((host.address, port), _left(ends_at)))
         through = stack.enter_context(self._jumps.opened(host.jump, _left(ends_at)))
-        origin = ("127.0.0.1", 0)  # nobody looks at it, but the protocol wants one
+        origin = ("127.0.0.1", 0)  # unused, but the protocol requires one
         channel = through.open_channel("direct-tcpip", (host.address, port), origin, timeout=_left(ends_at))
         return stack.enter_context(closing(Tunnel(channel)))
 
     @contextmanager
     def _transport(self, connection: socket.socket | Tunnel, name: str, ends_at: float) -> Iterator[paramiko.Transport]:
-        """Keys are exchanged and the host's own key is verified before anything is said to it."""
+        """Keys are exchanged and the host's own key is verified before anything else is sent."""
         transport = paramiko.Transport(connection)  # type: ignore[arg-type]  # needs send, recv, settimeout, close
         try:
             transport.banner_timeout = _left(ends_at)
@@ -128,7 +127,7 @@ class _Opener:
 
 
 def _wait_for_greeting(connection: socket.socket | Tunnel, ends_at: float) -> None:
-    """Wait until the other side has said something, as an sshd does unasked; it stays unread."""
+    """Wait for the greeting that an sshd sends first; it stays unread."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     if not poll.poll(1000 * _left(ends_at)):
@@ -144,7 +143,7 @@ def _left(ends_at: float) -> float:
 
 
 def _first(preferred: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
-    """What is offered, with the preferred ones of it in front."""
+    """The offered names, the preferred ones of them first."""
     front = tuple(name for name in preferred if name in offered)
     return front + tuple(name for name in offered if name not in front)
 

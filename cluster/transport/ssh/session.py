@@ -1,19 +1,21 @@
-"""One open connection to a host: commands on it."""
+"""One open connection to a host: commands on it, and the sentence for a connection that fails."""
 
 from __future__ import annotations
 
 import math
 import shlex
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import paramiko
 
 from cluster.inventory.hosts import Host
 from cluster.transport.runner import MAX_OUTPUT_BYTES, Completed, Unreachable
-from cluster.transport.ssh.sentences import reason
+from cluster.transport.ssh.known_hosts import ChangedHostKey, UnknownHostKey
 from cluster.transport.streams import Collector, LineReader, Reader, chunks, drain_all
 
 
@@ -70,7 +72,7 @@ class SshRunner:
         threading.Thread(target=_feed, args=(channel, stdin), daemon=True).start()
         ended = drain_all(readers, ends_at)
         ended = ended and channel.status_event.wait(max(0.0, ends_at - time.monotonic()))
-        if ended and channel.exit_status < 0:  # paramiko's word for a channel that closed without a status
+        if ended and channel.exit_status < 0:  # paramiko's value for a channel that closed without a status
             raise Unreachable(f"{self._host.target} broke the connection while a command ran; look at its sshd")
         return channel.exit_status if ended else None
 
@@ -81,4 +83,47 @@ def _feed(channel: paramiko.Channel, stdin: str | Iterable[bytes]) -> None:
             channel.sendall(chunk)
         channel.shutdown_write()
     except (OSError, EOFError):
-        return  # the command ended without reading all of it, or the connection broke: its status tells which
+        return  # the command ended without reading all of it, or the connection broke; `_finish` raises for the latter
+
+
+# Exceptions of opening a connection; any other one is a programming error.
+FAILURES = (paramiko.SSHException, OSError, EOFError, UnknownHostKey, ChangedHostKey)
+
+
+def explain(error: Exception, address: str, port: int, user: str, seconds: float, known_hosts: Path) -> str:
+    """The sentence for one of `FAILURES`. `seconds` is the host's deadline."""
+    where = f"{address} port {port}"
+    if isinstance(error, UnknownHostKey):
+        return (
+            f"{where} has a {error.found.kind} host key that is not in {known_hosts} ({error.found.fingerprint}); "
+            "compare it with the node's own and rerun with --accept-new-host-keys"
+        )
+    if isinstance(error, ChangedHostKey) and error.expected is None:
+        return (
+            f"{where} has the host key {error.found.fingerprint}, which {known_hosts} marks as revoked; "
+            "give the node a new key"
+        )
+    if isinstance(error, ChangedHostKey) and error.expected:
+        return (
+            f"{where} has the host key {error.found.fingerprint}, but {known_hosts} says "
+            f"{error.expected.fingerprint}; "
+            "another machine may be answering: find out why before removing the old line"
+        )
+    if isinstance(error, paramiko.PasswordRequiredException):
+        return f"the private key for {where} needs a passphrase; add it to ssh-agent"
+    if isinstance(error, paramiko.AuthenticationException):
+        return f"{where} refuses user {user} ({reason(error)}); give the right user@ and --key, or use ssh-agent"
+    if isinstance(error, paramiko.ChannelException):
+        return f"{where} cannot be reached from the jump host ({reason(error)}); check that its sshd listens there"
+    if isinstance(error, socket.gaierror):
+        return f"{address} is no host name known here ({reason(error)}); check the spelling or DNS"
+    if isinstance(error, FileNotFoundError | PermissionError):
+        return f"{where} cannot be logged in to ({reason(error)}); give a private key file you can read"
+    if isinstance(error, TimeoutError):
+        return f"{where} did not answer within {seconds:.3g} s; check that the node is up and the port open"
+    return f"{where} cannot be reached ({reason(error)}); check that the node is up and sshd listens there"
+
+
+def reason(error: Exception) -> str:
+    """The exception's own words on one line; its name when it has none."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__

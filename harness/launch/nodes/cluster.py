@@ -15,9 +15,7 @@ from pathlib import Path
 
 from cluster.inventory.file import read_inventory
 from cluster.inventory.nodes import Inventory, Node
-from cluster.ray_cluster.candidates import candidates
-from cluster.ray_cluster.fitness import unfit_nodes
-from cluster.ray_cluster.means import Means
+from cluster.ray_cluster.candidates import Means, candidates, unfit_nodes
 from cluster.ray_cluster.state import ClusterState, StateDirectory
 from cluster.ray_cluster.up import start_cluster
 from cluster.transport.reach import connection

@@ -14,7 +14,7 @@ from types import ModuleType
 from cluster.ray_cluster.node import NodeError, ask
 from cluster.ray_cluster.ray_commands import SETTINGS, guest_command
 from cluster.ray_cluster.state import ClusterState, StateDirectory
-from cluster.transport.local import LocalRunner
+from cluster.transport.reach import LocalRunner
 from harness.launch.ray.janitor import MARK, Janitor
 from harness.launch.ray.launcher import environment_set, import_ray, signal_handlers_kept
 from harness.records.provenance import PROJECT_ROOT

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cluster.inventory.ray_settings import RAY_SETTINGS
+from cluster.inventory.software import RAY_SETTINGS
 from harness.base.errors import UsageError
 from harness.base.interrupts import look
 from harness.launch import Job, Outcome

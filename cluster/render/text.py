@@ -1,16 +1,21 @@
-"""Reports as plain text for people: what is wrong in full, what is well in one line."""
+"""Reports as text: a table for people, JSON lines for programs, one line as a Nagios plugin prints it.
+
+Source: Nagios plugin development guidelines, "Plugin Output" and "Performance data".
+"""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from cluster.health.nodes import REACHABILITY, NodeReport
 from cluster.probing.probe import printable
-from cluster.probing.verdict import LEVELS, Verdict
+from cluster.probing.verdict import LEVELS, Level, Verdict, worst_level
 
 _HEADER = ("NODE", "CHECK", "VERDICT", "ACTION", "FINDING")
-# Shown however well they are: they say what the node is.
+# Always shown, because they identify the node.
 _ALWAYS = (REACHABILITY, "gpus")
 
 
@@ -53,7 +58,7 @@ def headline(report: NodeReport) -> str:
 
 
 def why_not(report: NodeReport) -> str:
-    """One line that says why a node is not usable, what is worst first."""
+    """One line with the reasons why a node is not usable, the worst first."""
     reasons = [
         f"{name} {verdict.level}: {verdict.summary}"
         for name, verdict in worst_first(report)
@@ -72,3 +77,48 @@ def _findings(report: NodeReport, every_check: bool) -> Iterator[tuple[str, str,
             well.append(name)
     if well:
         yield f"({len(well)} more)", "ok", "none", ", ".join(well)
+
+
+def json_line(report: NodeReport) -> str:
+    """One node as one line of JSON; keys are only ever added."""
+    host = report.host
+    node: dict[str, Any] = {
+        "node": host.name,
+        "target": host.target or None,
+        "verdict": report.level,
+        "action": report.action,
+        "usable": report.usable,
+        "seconds": round(report.seconds, 3),
+        "checks": {
+            name: {
+                "verdict": verdict.level,
+                "action": verdict.action,
+                "busy": verdict.busy,
+                "summary": verdict.summary,
+                "facts": dict(verdict.facts),
+            }
+            for name, verdict in report.verdicts.items()
+        },
+    }
+    return json.dumps(node, allow_nan=False)
+
+
+_WORDS: dict[Level, str] = {"ok": "OK", "warn": "WARNING", "fail": "CRITICAL", "unknown": "UNKNOWN"}
+_NODES_NAMED = 3  # a pager shows little more
+
+
+def nagios_line(reports: Sequence[NodeReport]) -> str:
+    """`NODES CRITICAL - 3 of 4 usable; gpu02: gpus: 7 x NVIDIA H200, ... | usable=3;;;0;4 ok=3 ...`."""
+    usable = sum(report.usable for report in reports)
+    bad = sorted((report for report in reports if report.level != "ok"), key=lambda one: -LEVELS.index(one.level))
+    words = [f"{usable} of {len(reports)} usable"]
+    words += [f"{report.host.name}: {headline(report)}" for report in bad[:_NODES_NAMED]]
+    if len(bad) > _NODES_NAMED:
+        words.append(f"and {len(bad) - _NODES_NAMED} more nodes")
+    text = "; ".join(words).replace("|", "/")  # a bar begins the performance data
+    levels = Counter(report.level for report in reports)
+    data = [f"usable={usable};;;0;{len(reports)}"]
+    data += [f"{level}={levels[level]};;;0;{len(reports)}" for level in LEVELS]
+    data.append(f"busy={sum(report.busy for report in reports)};;;0;{len(reports)}")
+    data.append(f"seconds={max((report.seconds for report in reports), default=0.0):.3f}s;;;0")
+    return f"NODES {_WORDS[worst_level(report.level for report in reports)]} - {text} | {' '.join(data)}"

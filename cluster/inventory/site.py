@@ -1,4 +1,7 @@
-"""What a site is and what it expects of its nodes. Read from experiments/sites/*.yaml or from an inventory."""
+"""A site: the expectations that a node is compared with, and the software it is set up with.
+
+Read from experiments/sites/*.yaml, or from an inventory.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.files import strict_yaml
-from cluster.inventory.site.limits import DiskLimit as DiskLimit
-from cluster.inventory.site.limits import GpuExpectation as GpuExpectation
-from cluster.inventory.site.limits import GpuMemoryLimit as GpuMemoryLimit
-from cluster.inventory.site.limits import HostMemoryLimit as HostMemoryLimit
-from cluster.inventory.site.login import SshDefaults as SshDefaults
-from cluster.inventory.site.network import NetworkExpectation as NetworkExpectation
-from cluster.inventory.site.ray import RayPorts as RayPorts
-from cluster.inventory.site.software import Container as Container
-from cluster.inventory.site.software import Mount as Mount
-from cluster.inventory.site.software import Software as Software
-from cluster.inventory.site.storage import SharedPath as SharedPath
-from cluster.inventory.site.storage import Storage as Storage
+from cluster.inventory.expectations import DiskLimit as DiskLimit
+from cluster.inventory.expectations import GpuExpectation as GpuExpectation
+from cluster.inventory.expectations import GpuMemoryLimit as GpuMemoryLimit
+from cluster.inventory.expectations import HostMemoryLimit as HostMemoryLimit
+from cluster.inventory.expectations import NetworkExpectation as NetworkExpectation
+from cluster.inventory.expectations import SharedPath as SharedPath
+from cluster.inventory.expectations import Storage as Storage
+from cluster.inventory.software import Container as Container
+from cluster.inventory.software import Mount as Mount
+from cluster.inventory.software import RayPorts as RayPorts
+from cluster.inventory.software import Software as Software
+from cluster.inventory.software import SshDefaults as SshDefaults
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """Everything a node is compared with and set up by. The defaults describe any one machine: take what is there."""
+    """Everything a node is compared with and set up by. The defaults fit any single machine."""
 
     name: str = "local"
     gpus: GpuExpectation = field(default_factory=GpuExpectation)
