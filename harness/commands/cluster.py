@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cluster.files.shown import shown
 from harness.base.errors import UsageError
-from harness.machine.cluster_arguments import add_state_argument, state_directory
+from harness.commands import add_state_argument, state_directory
 
 if TYPE_CHECKING:
     from cluster.ray_cluster.state import ClusterState, StateDirectory

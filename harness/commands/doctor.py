@@ -15,7 +15,7 @@ class Doctor:
         parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from harness.doctor import examine
+        from harness.machine.doctor import examine
 
         findings = examine()
         if arguments.json:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from harness.base.errors import UsageError
 from harness.base.interrupts import interrupted_once
-from harness.commands import command_line
-from harness.launch.choose import LAUNCHERS, default_launcher, make_launcher
-from harness.machine.cluster_arguments import add_cluster_arguments
+from harness.commands import add_cluster_arguments, command_line
+from harness.launch.launcher import LAUNCHERS, default_launcher, make_launcher
 from harness.spec.experiment_arguments import add_experiment_arguments, chosen_experiment
 
 if TYPE_CHECKING:
@@ -56,7 +55,8 @@ class Run:
         from harness.machine.this_machine import discover
         from harness.plan.matrix import plan
         from harness.report.run_records import RunRecords
-        from harness.run.experiment import Host, Resume, run_experiment
+        from harness.run.attempt import Host
+        from harness.run.experiment import Resume, run_experiment
         from harness.run.progress import view_for
 
         experiment = chosen_experiment(arguments)

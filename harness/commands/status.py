@@ -21,8 +21,8 @@ class Status:
         parser.add_argument("directory", type=Path, metavar="DIR", help="the directory of a run")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from harness.launch.tail import ProgressTail
-        from harness.training.status import is_training_run, training_status
+        from harness.launch.supervisor import ProgressTail
+        from harness.training.progress import is_training_run, training_status
 
         if is_training_run(arguments.directory):
             print(shown(training_status(arguments.directory)))

@@ -11,7 +11,7 @@ from pathlib import Path
 from harness.base.errors import UsageError
 from harness.base.interrupts import heeded
 from harness.commands import command_line
-from harness.launch.choose import LAUNCHERS, default_launcher, make_launcher
+from harness.launch.launcher import LAUNCHERS, default_launcher, make_launcher
 
 
 class Train:

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from engine.turns import Turns
-from harness.launch import Job
 from harness.launch.environment import rank_environment, trial_environment
 from harness.launch.forkserver import ForkServer, ServerLost
+from harness.launch.launcher import Job
 from harness.launch.ports import reserve_port
 from harness.launch.verdict import Exit
 from harness.launch.zygote import is_module_command

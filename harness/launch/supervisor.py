@@ -6,6 +6,7 @@ The ranks are children of a fork server (`harness.launch.zygote`), which ends th
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import threading
@@ -16,12 +17,10 @@ from pathlib import Path
 
 from engine.measurement import PROGRESS_FILE
 from harness.base.interrupts import look
-from harness.launch import Job, Outcome
 from harness.launch.forkserver import ForkServer, ServerLost
-from harness.launch.host_memory import oom_kills
+from harness.launch.launcher import Job, Outcome
 from harness.launch.ranks import Ranks
-from harness.launch.tail import ProgressTail
-from harness.launch.verdict import ERRORS_DIRECTORY, Watched, judge
+from harness.launch.verdict import ERRORS_DIRECTORY, Watched, judge, oom_kills
 from harness.launch.zygote import is_module_command
 
 Progress = Callable[[dict[str, object]], None]
@@ -62,7 +61,7 @@ class Supervisor:
         self._ranks: Ranks | None = None  # of the running job, or waiting for one like the last
 
     def run(self, job: Job, on_progress: Progress | None = None) -> Outcome:
-        """Execute one job to its end; see `harness.launch.Launcher.run`."""
+        """Execute one job to its end; see `harness.launch.launcher.Launcher.run`."""
         started = time.monotonic()
         watched = self.watch(job, on_progress)
         status, reason = judge(job, watched)
@@ -190,3 +189,50 @@ class Supervisor:
 def _error_files(job: Job) -> Iterator[Path]:
     """What failing ranks have left so far."""
     return (job.trial_dir / ERRORS_DIRECTORY).glob("rank*.json")
+
+
+class LocalLauncher:
+    """`--launcher local`."""
+
+    name = "local"
+
+    def __init__(self, supervisor: Supervisor | None = None) -> None:
+        self._supervisor = supervisor or Supervisor()
+
+    def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
+        return self._supervisor.run(job, on_progress)
+
+    def close(self) -> None:
+        self._supervisor.close()
+
+
+class ProgressTail:
+    """Yields each line once, and only when it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.last: dict[str, object] = {}  # the newest line; empty before the first
+
+    def new(self) -> list[dict[str, object]]:
+        """Lines completed since the last call. A line that is not a JSON object is skipped: progress is for display,
+        and neither what a foreign program prints there nor a read that fails may end its trial."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                block = file.read()
+        except OSError:  # not there yet, or a file system that does not answer at this moment
+            return []
+        whole = block[: block.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        lines = []
+        for line in whole.splitlines():
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                lines.append(value)
+        if lines:
+            self.last = lines[-1]
+        return lines

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import loss_kernel
-from engine.attention.geometry.layout import split_unsupported_reason
+from engine.attention.geometry.layout import Layout, split_unsupported_reason
 from engine.attention.masks import parse_mask
 from engine.method import schedule_unsupported_reason_on
 from engine.settings import (
@@ -30,9 +30,8 @@ from harness.base.errors import UsageError
 from harness.machine.this_machine import Machine
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import Hardware
-from harness.plan.memory_model import GIB, training_memory
-from harness.plan.predict import predict
-from harness.plan.warm_up import warm_up_unsupported_reason
+from harness.metrics.throughput import GIB
+from harness.plan.predict import predict, training_memory
 from harness.spec.experiment import Experiment
 from harness.spec.methods import method_named
 from harness.spec.trial import Trial
@@ -318,3 +317,15 @@ def _device_unsupported_reason(settings: TrialSettings, machine: Machine) -> str
         missing = "GPU, and this machine has none" if machine.device == "cpu" else "CPU, and the ranks here use GPUs"
         return f"kernel {settings.kernel} needs a {missing}; choose kernel auto or one that runs here"
     return None
+
+
+def warm_up_unsupported_reason(settings: TrialSettings, layout: str | Layout | None) -> str | None:
+    """Why steps of `steps.warmup_seq_len` tokens cannot be run, or None. `layout`: the trial's own, by which shorter
+    sequences are split too; None where the method does not tell."""
+    seq_len = settings.steps.warmup_seq_len
+    if settings.task != "train" or seq_len in (0, settings.seq_len) or not settings.steps.warmup:
+        return None
+    reason = parse_mask(settings.mask).unsupported_reason(seq_len)
+    if reason is None and layout is not None:
+        reason = split_unsupported_reason(layout, seq_len, settings.cp_size)
+    return reason and f"steps.warmup_seq_len {seq_len} cannot be run: {reason}; 0 warms up at the trial's own length"

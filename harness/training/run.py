@@ -20,8 +20,8 @@ from engine.training.files import ORDER_FILE, OUTCOME_FILE, RUN_FILE, attempt_di
 from engine.training.manifest import checkpoints, step_of
 from engine.training.preflight import check_resume, check_start
 from harness.base.errors import UsageError
-from harness.launch import Job, Launcher, Outcome
 from harness.launch.environment import render
+from harness.launch.launcher import Job, Launcher, Outcome
 from harness.launch.ports import port_was_taken
 from harness.machine.this_machine import Machine
 from harness.metrics.flops import work_of

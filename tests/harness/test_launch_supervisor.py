@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.launch import Job, Outcome
+from harness.launch.launcher import Job, Outcome
 from harness.launch.supervisor import Patience, Supervisor
 from tests.patience import AMPLE, scaled, wait_for_end, wait_until
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.ray_cluster.node_program import USER_GPUS
-from harness.launch import Job
+from harness.launch.launcher import Job
 from harness.launch.ports import reserve_port
 from harness.launch.supervisor import Supervisor
 from harness.launch.verdict import Watched

@@ -16,19 +16,17 @@ from pathlib import Path
 from cluster.inventory.file import read_inventory
 from cluster.inventory.nodes import Inventory, Node
 from cluster.ray_cluster.candidates import candidates
+from cluster.ray_cluster.down import end_cluster
 from cluster.ray_cluster.fitness import unfit_nodes
 from cluster.ray_cluster.means import Means
-from cluster.ray_cluster.state import ClusterState, StateDirectory
+from cluster.ray_cluster.state import ClusterState, StateDirectory, default_directory
 from cluster.ray_cluster.up import start_cluster
 from cluster.transport.reach import connection
 from harness.base.errors import UsageError
-from harness.launch import Launcher
-from harness.launch.nodes.environments import HostEnvironments
+from harness.launch.launcher import Job, Launcher, Outcome
+from harness.launch.nodes.hosts import HostEnvironments
 from harness.launch.nodes.launcher import ClusterLauncher, ClusterMeans
-from harness.launch.nodes.own_cluster import OwnCluster, end_own
-from harness.machine.cluster_arguments import state_directory
-from harness.machine.node_facts import machine_of, ranks_of
-from harness.machine.this_machine import Machine, together
+from harness.machine.this_machine import Machine, machine_of, ranks_of, together
 from harness.records.provenance import PROJECT_ROOT
 
 SECONDS = 60.0  # for one answer of one node
@@ -53,7 +51,7 @@ def start(
 def planned_machine(arguments: argparse.Namespace, say: Say) -> Machine:
     """The hosts that a run with these arguments would have, as one machine. Starts nothing. Raises UsageError."""
     inventory = _inventory(arguments.nodes)
-    state = _usable(StateDirectory(state_directory(arguments)), arguments.nodes)
+    state = _usable(StateDirectory(arguments.state or default_directory()), arguments.nodes)
     if state is not None:
         return _machine(state, _shared(inventory, state, arguments.nodes, say))
     found = candidates(inventory, _means(inventory, _trust(arguments), say, SECONDS))
@@ -63,7 +61,7 @@ def planned_machine(arguments: argparse.Namespace, say: Say) -> Machine:
 def cluster_launcher(arguments: argparse.Namespace, say: Say) -> tuple[Machine, Launcher]:
     """The hosts as one machine, and their launcher. Starts a cluster where none is up. Raises UsageError."""
     inventory = _inventory(arguments.nodes)
-    states = StateDirectory(state_directory(arguments))
+    states = StateDirectory(arguments.state or default_directory())
     state = _usable(states, arguments.nodes)
     if state is not None:
         return _launcher(state, states, _shared(inventory, state, arguments.nodes, say))
@@ -146,10 +144,53 @@ def _means(inventory: Inventory, trust: Trust, say: Say, seconds: float) -> Mean
     return Means(
         connect=connect,
         unfit=partial(unfit_nodes, connect=connect, timeout_seconds=seconds),
-        describe=("-m", "harness.machine.node_facts"),
+        describe=("-m", "harness.machine.this_machine"),
         ranks=ranks_of,
         folder=PROJECT_ROOT,
         say=say,
         known_hosts=trust.known_hosts.absolute() if trust.known_hosts else None,
         seconds=seconds,
     )
+
+
+class OwnCluster:
+    """The launcher of such a cluster."""
+
+    def __init__(
+        self, launcher: ClusterLauncher, states: StateDirectory, state: ClusterState, say: Callable[[str], None]
+    ) -> None:
+        self.name = launcher.name
+        self._launcher = launcher
+        self._states = states
+        self._state = state
+        self._say = say
+
+    @property
+    def stuck(self) -> bool:
+        """See `ClusterLauncher.stuck`."""
+        return self._launcher.stuck
+
+    def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
+        return self._launcher.run(job, on_progress)
+
+    def close(self) -> None:
+        """End the ranks, then the cluster. Idempotent."""
+        try:
+            self._launcher.close()
+        finally:
+            end_own(self._states, self._state, self._say)
+
+
+def end_own(states: StateDirectory, started: ClusterState, say: Callable[[str], None]) -> None:
+    """End the cluster that was started, unless somebody has done so and perhaps started another."""
+    try:
+        with states.held("end the cluster of this run"):
+            state = states.load()
+            if state is None or state.session != started.session:
+                return
+            connect = connection([node.host for node in state.nodes], known_hosts=state.known_hosts)
+            problems = end_cluster(states, state, connect, SECONDS)
+    except UsageError as error:  # the run has its results, whatever became of the cluster
+        problems = {"the cluster": str(error)}
+    for name, sentence in problems.items():
+        say(f"{name} could not be ended ({sentence}); burst cluster down tries again")

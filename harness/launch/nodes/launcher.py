@@ -19,10 +19,9 @@ from cluster.ray_cluster.quarantine import Quarantine
 from cluster.ray_cluster.state import ClusterState, StartedNode, StateDirectory
 from cluster.transport.runner import Unreachable
 from engine.measurement import write_json
-from harness.launch import Job, Outcome
+from harness.launch.launcher import Job, Outcome
 from harness.launch.nodes.actor import receive_files
-from harness.launch.nodes.environments import HostEnvironments
-from harness.launch.nodes.hosts import HostPool, TooFewHosts
+from harness.launch.nodes.hosts import HostEnvironments, HostPool, TooFewHosts
 from harness.launch.nodes.team import HostLost, Member, Team
 from harness.launch.nodes.watch import JobWatch, lost_sentence, merged, split
 from harness.launch.ray.guest import ClusterLost, RayGuest

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from harness.base.interrupts import look
-from harness.launch import Job, Part
+from harness.launch.launcher import Job, Part
 from harness.launch.nodes.team import ENDING_SECONDS, HostLost, Member
 from harness.launch.verdict import Watched
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.inventory.ray_settings import RAY_SETTINGS
 from harness.base.errors import UsageError
 from harness.base.interrupts import look
-from harness.launch import Job, Outcome
+from harness.launch.launcher import Job, Outcome
 from harness.launch.ray.janitor import MARK, Janitor
 from harness.launch.supervisor import Supervisor
 

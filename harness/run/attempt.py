@@ -1,0 +1,194 @@
+"""One trial executed: its directory, its ranks, its record, and whether an ended trial had measured before its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from engine.measurement import Measurement, read_measurement, write_json
+from engine.method import Method
+from engine.profile.timeline import breakdown_of
+from engine.profile.unfinished import PROFILE, TRACE_FILE, cut_off
+from engine.settings import TrialSettings, to_json
+from harness.base.interrupts import released
+from harness.launch.environment import render
+from harness.launch.launcher import Job, Launcher, Outcome
+from harness.launch.ports import port_was_taken
+from harness.machine.this_machine import Machine
+from harness.records.provenance import commit, portable_command, redact
+from harness.records.record import Record, write_record
+from harness.run.directory import TRIAL_FILE, RunDirectory
+from harness.run.progress import ProgressView
+from harness.spec.methods import method_module, method_named
+from harness.spec.trial import Trial
+
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """Where a run takes place and how it is started: all that its trials share."""
+
+    machine: Machine
+    launcher: Launcher
+    environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(os.environ))
+    commit: str = dataclasses.field(default_factory=commit)
+
+
+def execute(trial: Trial, host: Host, directory: RunDirectory, view: ProgressView) -> Record:
+    """One trial, tried a second time where only a port it needed had gone to another process: that says nothing about
+    the method, and the next attempt gets another port."""
+    record = _attempt(trial, host, directory, view)
+    if record.status == "failed" and port_was_taken(record.reason):
+        record = _attempt(trial, host, directory, view)
+    return record
+
+
+def _attempt(trial: Trial, host: Host, directory: RunDirectory, view: ProgressView) -> Record:
+    """One attempt at a trial, from its directory to its record. Ctrl-C ends it as `interrupted`."""
+    method = method_named(trial.settings.method)
+    trial_dir = directory.trial(trial.id).absolute()
+    attempt = directory.begin_attempt(trial.id)
+    record = Record(
+        trial_id=trial.id,
+        experiment=trial.experiment,
+        title=trial.title,
+        settings=trial.settings,
+        system=method.system,
+        status="refused",
+        reason=trial.unsupported_reason or "",
+        gpu=host.machine.gpu_name or "cpu",
+        commit=host.commit,
+        started_at=now(),
+        attempts=attempt,
+    )
+    if trial.unsupported_reason is None:
+        job = _job(trial, method, trial_dir, host)
+        write_json(
+            trial_dir / TRIAL_FILE,
+            {"settings": to_json(trial.settings), "method": method_module(trial.settings.method)}
+            | ({"profile": True} if trial.profile else {}),
+        )
+        try:
+            with released():
+                outcome = host.launcher.run(job, view.step)
+        except KeyboardInterrupt:
+            elapsed = datetime.now(UTC) - datetime.fromisoformat(record.started_at)
+            outcome = Outcome(
+                status="interrupted",
+                reason="stopped by the user; --resume runs it again",
+                wall_seconds=elapsed.total_seconds(),
+                hosts=[host.machine.hostname],
+            )
+        outcome, measurement = measured(outcome, method, trial_dir)
+        record = dataclasses.replace(
+            record,
+            status=outcome.status,
+            reason=outcome.reason,
+            measurement=measurement,
+            launcher=host.launcher.name,
+            hosts=outcome.hosts,
+            environment=redact(job.environment),
+            command=portable_command(job.command, trial_dir),
+            wall_seconds=round(outcome.wall_seconds, 3),
+            ranks_turn=outcome.turn,
+        )
+    write_record(trial_dir, record)
+    return record
+
+
+def _job(trial: Trial, method: Method, trial_dir: Path, host: Host) -> Job:
+    settings = trial.settings
+    environment = render(
+        settings,
+        device=host.machine.device,
+        cores=host.machine.cores,
+        host_ranks=settings.world_size // (host.machine.nodes_for(settings.world_size) or 1),
+        user=host.environment,
+    )
+    return Job(
+        trial_id=trial.id,
+        trial_dir=trial_dir,
+        command=method.command(trial_dir),
+        ranks=settings.world_size,
+        environment=environment,
+        deadline_seconds=trial.deadline_seconds,
+        emulate_nodes=settings.emulate_nodes,
+        share=_for_good(settings) if trial.share_ranks else None,
+    )
+
+
+def _for_good(settings: TrialSettings) -> str:
+    """Of the settings, those that a process cannot take on and give up again: cuBLAS reads its own only once."""
+    return f"deterministic {settings.deterministic}"
+
+
+def measured(outcome: Outcome, method: Method, trial_dir: Path) -> tuple[Outcome, Measurement | None]:
+    """The outcome as it is recorded, and the figures where it is ok.
+
+    A trial that left no numbers has failed, however well it ended. One that had them on disk and was only to be traced
+    is ok, however badly that ended: the reason tells. `trial_dir` holds what this attempt left and nothing older.
+    """
+    if outcome.status != "ok":
+        return _before_the_trace(outcome, trial_dir)
+    try:
+        return outcome, method.read(trial_dir)
+    except _UNREADABLE as error:
+        reason = f"all ranks ended well, but no measurement could be read ({error}); see logs/rank0.log"
+        return dataclasses.replace(outcome, status="failed", reason=reason), None
+
+
+def completed(record: Record, trial_dir: Path) -> Record:
+    """The record of a trial that the user stopped: ok where its figures were on disk by then, else as it is."""
+    how = f"{record.status}: {record.reason.partition(';')[0]}"
+    found = _left_before_the_trace(trial_dir, how) if record.status == "interrupted" else None
+    if found is None:
+        return record
+    return dataclasses.replace(record, status="ok", reason=f"measured, and then {how}", measurement=found)
+
+
+def _before_the_trace(outcome: Outcome, trial_dir: Path) -> tuple[Outcome, Measurement | None]:
+    """Of a trial that did not end well: what the engine's worker left before it turned to a trace.
+
+    Nothing yet where the user stopped the run, which ends with that trial; see `completed`.
+    """
+    how = f"{outcome.status}: {outcome.reason}"
+    found = None if outcome.status == "interrupted" else _left_before_the_trace(trial_dir, how)
+    if found is None:
+        return outcome, None
+    return dataclasses.replace(outcome, status="ok", reason=f"measured, and then {how}"), found
+
+
+def _left_before_the_trace(trial_dir: Path, how: str) -> Measurement | None:
+    """Figures of a trial that was only to be traced when it ended as `how` says, with what its trace tells."""
+    try:
+        found = read_measurement(trial_dir)
+    except _UNREADABLE:
+        return None
+    if PROFILE not in found.extra:  # the worker ends with the measurement, so that something else is wrong
+        return None
+    profile = cut_off(found.extra[PROFILE], how)
+    found.extra[PROFILE] = profile | (_of_rank_0(trial_dir) if "span_seconds" not in profile else {})
+    return found
+
+
+def _of_rank_0(trial_dir: Path) -> dict[str, Any]:
+    """The breakdown of the trace that rank 0 left before the ranks compared theirs; empty where it left none."""
+    try:
+        events = json.loads(gzip.decompress((trial_dir / TRACE_FILE).read_bytes()))["traceEvents"]
+        breakdown = breakdown_of(events)
+    except (*_UNREADABLE, EOFError, zlib.error):
+        return {}
+    return {"on": breakdown.on, "rank": 0, "span_seconds": breakdown.span_seconds, "seconds": dict(breakdown.seconds)}
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
