@@ -9,6 +9,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.measurement import Measurement
+from engine.settings import TrialSettings
 from harness.metrics.flops import Work, seconds_at_kernel_speed, tokens_per_step, work_of
 from harness.metrics.hardware import Hardware, hardware_for
 from harness.records.record import Record
@@ -97,7 +99,7 @@ def metrics_of(record: Record) -> Metrics:
         peak_memory_gib=_largest_gib(measured.peak_allocated_bytes),
         peak_reserved_gib=_largest_gib(measured.peak_reserved_bytes),
         peak_rss_gib=_largest_gib(measured.peak_rss_bytes),
-        sent_gib_per_gpu=_largest_gib(measured.sent_bytes),
+        sent_gib_per_gpu=_sent_gib(record.settings, measured),
         loss=measured.loss[-1] if measured.loss else None,
         grad_norm=measured.grad_norm[-1] if measured.grad_norm else None,
         tflops_ceiling=counted / best / 1e12 if best else None,
@@ -127,6 +129,18 @@ def interquartile_range(samples: Sequence[float]) -> float | None:
         return None
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
     return high - low
+
+
+def _sent_gib(settings: TrialSettings, measured: Measurement) -> float | None:
+    """GiB that attention sent, of the largest rank; None where the method did not count them.
+
+    Ranks that share a sequence send something, so that 0 from all of them is a count that was never made, unless the
+    plan computed 0 as well (a mask of documents that each fit one rank).
+    """
+    largest = max(measured.sent_bytes, default=0)
+    if settings.cp_size > 1 and largest == 0 and any(measured.extra.get("computed_sent_bytes") or [1]):
+        return None
+    return _largest_gib(measured.sent_bytes)
 
 
 def _largest_gib(bytes_per_rank: Sequence[int]) -> float | None:
