@@ -1,6 +1,7 @@
-"""The commands of `burst`: one module each, named as the command, which defines one `COMMAND`.
+"""The commands of `burst`: one module each, named as the command, which defines one `COMMAND`; here their common parts.
 
-Modules import nothing heavy at their top, so that `burst --help` and `burst plan` answer at once.
+A command reads arguments, calls other rooms and prints. It computes nothing itself, and its module imports nothing
+heavy at the top, so that `burst --help` and `burst plan` answer at once.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ class Command(Protocol):
     """One subcommand."""
 
     help: str  # one line, as `burst --help` prints it
-    forwards: bool  # everything after the command's name is handed on unparsed, as `arguments.rest`
+    forwards: bool  # all arguments after the command's name stay unparsed, as `arguments.rest`
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Add this command's arguments."""
         ...
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Do it; returns the exit code. Raises UsageError for what the user got wrong."""
+        """Run the command; returns the exit code. Raises UsageError for an error of the user."""
         ...
 
 
@@ -37,7 +38,7 @@ def all_commands() -> dict[str, Command]:
 
 
 def command_line(arguments: argparse.Namespace) -> Sequence[str]:
-    """What the user typed, for messages that give the next command."""
+    """The command line as typed, for messages that give the next command."""
     return ["burst", *arguments.typed]
 
 
@@ -50,7 +51,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser, *, nodes_help: str) -
 def add_state_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--state", type=Path, metavar="DIR",
-        help="where the cluster that is up is remembered (default: ~/.local/state/burst/cluster)",
+        help="directory that records the cluster that is up (default: ~/.local/state/burst/cluster)",
     )  # fmt: skip
 
 

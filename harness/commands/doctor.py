@@ -1,4 +1,4 @@
-"""`burst doctor`: what this machine can run, and why not."""
+"""`burst doctor`: the devices, kernels, launchers and methods that this machine can use, with a reason for each no."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`burst status`: what runs and ran, seen from another shell."""
+"""`burst status`: the state of a run's trials, read from another shell."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.run.progress import describe, describe_step
 
 
 class Status:
-    help = "say how far a run has come, also while it runs"
+    help = "print the progress of a run, also while it runs"
     forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:

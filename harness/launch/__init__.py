@@ -1,5 +1,5 @@
 """Launchers: they start the ranks of one job, watch and end them, and return its outcome.
 
 `launcher` has the interface. It serves one machine without Ray (`supervisor`), embedded Ray (`ray`), and a Ray cluster
-over SSH (`nodes`). No launcher knows experiments, plans or records beyond their status.
+over SSH (`nodes`). No launcher reads experiments or plans, or writes records.
 """

@@ -1,4 +1,4 @@
-"""Launchers: start the ranks of one trial, watch them, end them, and say how it went.
+"""The interface of launchers: a job, its outcome, and the launcher that a run uses.
 
 One interface serves one machine without Ray (`local`), embedded Ray, and a Ray cluster over SSH (both `ray`).
 """
@@ -16,7 +16,7 @@ from harness.records.record import Status
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One host's share of a job over several: consecutive ranks, and where all ranks meet."""
+    """One host's part of a job over several hosts: consecutive ranks, and the rendezvous of all ranks."""
 
     first_rank: int
     ranks: int  # the same number on every host of a job
@@ -34,14 +34,14 @@ class Job:
     ranks: int
     environment: dict[str, str] = field(default_factory=dict)  # added to every rank's
     deadline_seconds: float = 1200.0
-    grace_seconds: float | None = None  # from SIGTERM to SIGKILL when asked to stop; None: the launcher's usual few
+    grace_seconds: float | None = None  # from SIGTERM to SIGKILL; None: the launcher's default
     emulate_nodes: int = 1  # logical nodes the ranks are split into
     part: Part | None = None  # None: all ranks, on one host
-    share: str | None = None  # ranks that ended a job with the same words, and are like its own, may be given this one
+    share: str | None = None  # ranks that ended a job with an equal string, and are like its own, may run this one
 
     @property
     def own_ranks(self) -> range:
-        """The ranks that the host which is given this job starts."""
+        """The ranks that this job's host starts."""
         if self.part is None:
             return range(self.ranks)
         return range(self.part.first_rank, self.part.first_rank + self.part.ranks)
@@ -55,18 +55,18 @@ class Outcome:
     reason: str
     wall_seconds: float
     hosts: list[str]
-    turn: int = 0  # among the jobs its ranks were given, from 1; 0: it had ranks of its own
+    turn: int = 0  # number of the job among those that its ranks ran, from 1; 0: it had ranks of its own
 
 
 class Launcher(Protocol):
     """Runs jobs one after another; every job gets a deadline, and fresh processes unless it may share them. A launcher
-    need not share: `Outcome.turn` says what it did."""
+    need not share: `Outcome.turn` records whether it did."""
 
     name: str
 
     def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
-        """Execute the job to its end, calling `on_progress` with each line of progress.jsonl. Never raises for what
-        a worker did; KeyboardInterrupt ends the ranks first and is then re-raised."""
+        """Execute the job to its end, calling `on_progress` with each line of progress.jsonl. Never raises for an error
+        of a worker; KeyboardInterrupt ends the ranks first and is then re-raised."""
         ...
 
     def close(self) -> None:

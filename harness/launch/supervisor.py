@@ -1,4 +1,4 @@
-"""Runs one job's ranks on this host and leaves none behind. Both launchers use it: `local` here, `ray` in an actor.
+"""Runs one job's ranks on this host and ends all their processes. `local` uses it here, `ray` in an actor.
 
 The ranks are children of a fork server (`harness.launch.zygote`), which ends them when this process dies.
 """
@@ -25,7 +25,7 @@ from harness.launch.zygote import is_module_command
 
 Progress = Callable[[dict[str, object]], None]
 
-# What every rank of the engine imports anyway. torch alone takes most of the time.
+# Modules that every rank of the engine imports. torch alone takes most of the time.
 ENGINE_PRELOAD = ("torch", "engine.worker")
 # A sweep over sizes alternates between a few environments (threads per rank); an idle server costs about 200 MB.
 MAX_SERVERS = 3
@@ -37,7 +37,7 @@ _ServerKey = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
 class Patience:
     """How long each stage of ending a job waits, in seconds."""
 
-    failure: float = 3.0  # from the first failure, for the other ranks to write what they saw
+    failure: float = 3.0  # from the first failure, for the other ranks to write their errors
     terminate: float = 5.0  # from SIGTERM to SIGKILL
     poll: float = 0.1  # between looks at progress, errors and the clock
 
@@ -74,7 +74,7 @@ class Supervisor:
         )
 
     def watch(self, job: Job, on_progress: Progress | None = None) -> Watched:
-        """Execute one job, or this host's part of one, to its end, and say what was seen of it."""
+        """Execute one job, or this host's part of one, to its end, and return what the supervisor saw of it."""
         started = time.monotonic()
         self._cancel.clear()
         kills_before = oom_kills()
@@ -121,14 +121,14 @@ class Supervisor:
         return server
 
     def _ranks_for(self, job: Job, watched: Watched) -> Ranks:
-        """Ranks that wait for such a job, else new ones. Waiting ones it does not suit are ended: they hold memory."""
+        """Ranks that wait for such a job, else new ones. Other waiting ranks are ended, because they hold memory."""
         if self._ranks is None or not self._ranks.suit(job):
             watched.left += self._dismiss()
             self._ranks = Ranks(self._server_for(job), job)
         return self._ranks
 
     def _dismiss(self) -> list[int]:
-        """End the ranks that wait, if any; returns the processes that would not die."""
+        """End the ranks that wait, if any; returns the processes that SIGKILL did not end."""
         ranks, self._ranks = self._ranks, None
         if ranks is None:
             return []
@@ -165,21 +165,20 @@ class Supervisor:
                 return
 
     def _end(self, ranks: Ranks, job: Job, watched: Watched) -> None:
-        """SIGTERM, time to react, then SIGKILL for whatever is left, also of ranks that ended by themselves.
+        """SIGTERM, time to react, then SIGKILL for all processes left, also of ranks that ended by themselves.
 
-        The job's own grace is for ranks that can still do something in order: after a failure they wait for the one
-        that is gone.
+        The job's own grace is for ranks that can still save: after a failure they wait for the rank that is gone.
         """
         if ranks.server.closed:
             return
-        exits, asked = list(watched.exits), time.monotonic()
-        with contextlib.suppress(ServerLost):  # `sweep` meets it too, and tells
+        exits, since = list(watched.exits), time.monotonic()
+        with contextlib.suppress(ServerLost):  # `sweep` raises it too
             if len(exits) < len(job.own_ranks):
                 ranks.server.terminate()
             while len(exits) < len(job.own_ranks):
                 failed = any(end.returncode for end in exits) or any(_error_files(job))
                 patience = self._patience.terminate if failed or job.grace_seconds is None else job.grace_seconds
-                if time.monotonic() >= asked + patience:
+                if time.monotonic() >= since + patience:
                     break
                 exits += ranks.exits(self._patience.poll)
         self._ranks = None
@@ -187,12 +186,12 @@ class Supervisor:
 
 
 def _error_files(job: Job) -> Iterator[Path]:
-    """What failing ranks have left so far."""
+    """The error files of failed ranks so far."""
     return (job.trial_dir / ERRORS_DIRECTORY).glob("rank*.json")
 
 
 class LocalLauncher:
-    """`--launcher local`."""
+    """`--launcher local`: one machine without Ray; the supervisor runs in this process."""
 
     name = "local"
 
@@ -207,7 +206,7 @@ class LocalLauncher:
 
 
 class ProgressTail:
-    """Yields each line once, and only when it is whole."""
+    """Reads progress.jsonl while a worker appends to it: each line once, and only when it is whole."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

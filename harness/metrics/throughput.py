@@ -1,6 +1,6 @@
-"""What a record means: every derived figure, computed on reading so that a corrected formula needs no rerun.
+"""Every derived figure of a record, computed on reading so that a corrected formula needs no rerun.
 
-A figure that was not measured, or means nothing here (an MFU on a CPU), is None: never 0 and never NaN.
+A figure that was not measured, or has no meaning here (an MFU on a CPU), is None: never 0 and never NaN.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def metrics_of(record: Record) -> Metrics:
     gpu_seconds = step * settings.world_size
     counted = work.kernel if settings.task == "attention" else work.model
 
-    # The table of peaks holds the bf16 one only: a share of it would say nothing about an fp32 run.
+    # The table of peaks holds the bf16 one only: a fraction of it has no meaning for an fp32 run.
     hardware = hardware_for(record.gpu or measured.device) if settings.dtype == "bf16" else None
     peak = hardware.peak_bf16_tflops if hardware else None
     best = kernel_bound_seconds(work, hardware, measured.chosen.get("kernel", "")) if hardware else None

@@ -1,4 +1,13 @@
-"""What a trial would take on given GPUs, without running it: time from below, memory about."""
+"""Time and memory of a trial on given GPUs, predicted from its settings without running it.
+
+Time is a lower bound: all matrix products and attention, repeated ones included, at the speeds measured on this
+hardware in bf16, without waiting, launches and elementwise work.
+
+Memory is that of the engine's tensors (docs/memory.md) at the three moments that may be the fullest: in the LM head,
+with all saved tensors and no gradients yet; in the backward of the last layer, just after; and in that of the first
+layer, with no saved tensors left and all gradients. Allocators' rounding and kernels' workspaces are left out. The
+estimate is within 15% of the committed records of H200 (tests/harness/test_predict.py).
+"""
 
 from __future__ import annotations
 
@@ -11,22 +20,21 @@ from harness.metrics.flops import work_of
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB, kernel_bound_seconds
 
+_PROCESS = 2 * GIB  # of host memory: interpreter, torch, CUDA's own
+_HEAD_TILE = 1 * GIB  # logits of one tile (engine.lm_head.tiles)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Of one trial; None where nothing is known to predict from."""
+    """Of one trial; None where nothing is predicted."""
 
-    seconds: float | None  # of a step, or of a call: no less than this
-    gpu_gib: float | None  # the fullest rank's, about
-    host_gib: float | None  # one rank's process, about
+    seconds: float | None  # of a step, or of a call: a lower bound
+    gpu_gib: float | None  # of the fullest rank, approximately
+    host_gib: float | None  # of one rank's process, approximately
 
 
 def predict(settings: TrialSettings, hardware: Hardware) -> Prediction:
-    """A trial on GPUs of this kind.
-
-    Time is that of all matrix products and attention, repeated ones included, at the hardware measured on this hardware
-    in bf16: what is not hidden, launches and everything elementwise come on top. Memory is `harness.plan.predict`'s.
-    """
+    """Time and memory of a trial on GPUs of this kind."""
     memory = training_memory(settings) if settings.task == "train" else None
     return Prediction(
         seconds=_seconds(settings, hardware),
@@ -50,10 +58,6 @@ def _seconds(settings: TrialSettings, hardware: Hardware) -> float | None:
     return (once + again / 1e12) / settings.world_size
 
 
-_PROCESS = 2 * GIB  # of host memory: interpreter, torch, CUDA's own
-_HEAD_TILE = 1 * GIB  # logits of one tile (engine.lm_head.tiles)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Bytes of one rank."""
@@ -63,7 +67,7 @@ class Memory:
 
     @property
     def without_gpu(self) -> float:
-        """Of a rank on a CPU, where all of it is host memory and a process holds less of its own."""
+        """Of a rank on a CPU, where all is host memory and the process itself takes less."""
         return self.gpu + self.host - _PROCESS
 
 
@@ -116,8 +120,8 @@ class _Estimate:
         return Memory(gpu=device + fullest, host=on_host)
 
     def _kept(self) -> tuple[float, float]:
-        """Layer inputs and attention's results of a whole forward; under `every: 0` all that a layer leaves counts as
-        input."""
+        """Layer inputs and attention's results of a whole forward; under `every: 0` all of a layer's saved tensors
+        count as input."""
         shape, checkpoint = self._settings.model, self._settings.checkpoint
         if checkpoint.every == 0:
             left = 4 * self._state + self._query + self._keys
@@ -137,14 +141,14 @@ class _Estimate:
         return weight + (min(self._logits, _HEAD_TILE) if fused else self._logits) + 3 * self._state
 
     def _layer(self) -> float:
-        """One layer's backward beyond what is kept: the fuller of the MLP's and attention's."""
+        """One layer's backward beyond the saved tensors: the larger of the MLP's and attention's."""
         settings, checkpoint = self._settings, self._settings.checkpoint
         shape = settings.model
         held = self._query + self._keys  # computed again, for attention's backward
         if settings.projection_tiles == 1:
             held += self._state  # normed
         if checkpoint.every > 1 or checkpoint.offload != "none":
-            held += self._state  # the input is no kept tensor
+            held += self._state  # the input is not among the saved tensors
         if checkpoint.replay == "hold" and checkpoint.every > 1:
             outputs = 0.0 if checkpoint.offload == "none" and checkpoint.tail == 1 else self._query
             held += inputs_at_once(checkpoint, shape.layers) * (self._state + outputs)
@@ -157,7 +161,7 @@ class _Estimate:
         output = 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._query
         in_mlp = held + output + 3 * self._state + mlp  # gradients before and after, the MLP's input
         in_attention = held + self._state + self._query + self._query + self._keys  # gradients: residual, out, q, k, v
-        if settings.cp_size > 1:  # what visits, and what has to go home: as much of it as the mask has any use for
+        if settings.cp_size > 1:  # received chunks and the gradients sent back: the part of them that the mask uses
             mask = parse_mask(settings.mask)
             used = min(1.0, mask.area(settings.seq_len) / Causal().area(settings.seq_len))
             in_attention += used * (4 * self._query + 2 * self._keys)

@@ -1,4 +1,4 @@
-"""One trial executed: its directory, its ranks, its record, and whether an ended trial had measured before its end."""
+"""One attempt at a trial, from its directory to its record; also of a trial that ended after it had measured."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """Where a run takes place and how it is started: all that its trials share."""
+    """The machine, launcher, environment and commit that all trials of a run share."""
 
     machine: Machine
     launcher: Launcher
@@ -44,8 +44,8 @@ class Host:
 
 
 def execute(trial: Trial, host: Host, directory: RunDirectory, view: ProgressView) -> Record:
-    """One trial, tried a second time where only a port it needed had gone to another process: that says nothing about
-    the method, and the next attempt gets another port."""
+    """Execute one trial, a second time where another process had taken its port: the cause is not the method, and the
+    next attempt gets another port."""
     record = _attempt(trial, host, directory, view)
     if record.status == "failed" and port_was_taken(record.reason):
         record = _attempt(trial, host, directory, view)
@@ -127,15 +127,15 @@ def _job(trial: Trial, method: Method, trial_dir: Path, host: Host) -> Job:
 
 
 def _for_good(settings: TrialSettings) -> str:
-    """Of the settings, those that a process cannot take on and give up again: cuBLAS reads its own only once."""
+    """The settings that a process cannot change: cuBLAS reads its own only once."""
     return f"deterministic {settings.deterministic}"
 
 
 def measured(outcome: Outcome, method: Method, trial_dir: Path) -> tuple[Outcome, Measurement | None]:
     """The outcome as it is recorded, and the figures where it is ok.
 
-    A trial that left no numbers has failed, however well it ended. One that had them on disk and was only to be traced
-    is ok, however badly that ended: the reason tells. `trial_dir` holds what this attempt left and nothing older.
+    A trial without a measurement has failed, even when all ranks exited with 0. One whose measurement was on disk
+    before its trace failed is ok, with a reason. `trial_dir` holds the files of this attempt alone.
     """
     if outcome.status != "ok":
         return _before_the_trace(outcome, trial_dir)
@@ -147,7 +147,7 @@ def measured(outcome: Outcome, method: Method, trial_dir: Path) -> tuple[Outcome
 
 
 def completed(record: Record, trial_dir: Path) -> Record:
-    """The record of a trial that the user stopped: ok where its figures were on disk by then, else as it is."""
+    """The record of a trial that the user stopped: ok where its figures were on disk by then, else unchanged."""
     how = f"{record.status}: {record.reason.partition(';')[0]}"
     found = _left_before_the_trace(trial_dir, how) if record.status == "interrupted" else None
     if found is None:
@@ -156,9 +156,9 @@ def completed(record: Record, trial_dir: Path) -> Record:
 
 
 def _before_the_trace(outcome: Outcome, trial_dir: Path) -> tuple[Outcome, Measurement | None]:
-    """Of a trial that did not end well: what the engine's worker left before it turned to a trace.
+    """For a trial that did not end well: the measurement that the engine's worker wrote before its trace.
 
-    Nothing yet where the user stopped the run, which ends with that trial; see `completed`.
+    None where the user stopped the run, which ends with that trial; see `completed`.
     """
     how = f"{outcome.status}: {outcome.reason}"
     found = None if outcome.status == "interrupted" else _left_before_the_trace(trial_dir, how)
@@ -168,12 +168,12 @@ def _before_the_trace(outcome: Outcome, trial_dir: Path) -> tuple[Outcome, Measu
 
 
 def _left_before_the_trace(trial_dir: Path, how: str) -> Measurement | None:
-    """Figures of a trial that was only to be traced when it ended as `how` says, with what its trace tells."""
+    """Figures of a trial that ended during its trace as `how` says, and what rank 0's trace holds."""
     try:
         found = read_measurement(trial_dir)
     except _UNREADABLE:
         return None
-    if PROFILE not in found.extra:  # the worker ends with the measurement, so that something else is wrong
+    if PROFILE not in found.extra:  # without a trace the measurement is the last step, so the fault is another one
         return None
     profile = cut_off(found.extra[PROFILE], how)
     found.extra[PROFILE] = profile | (_of_rank_0(trial_dir) if "span_seconds" not in profile else {})
@@ -181,7 +181,7 @@ def _left_before_the_trace(trial_dir: Path, how: str) -> Measurement | None:
 
 
 def _of_rank_0(trial_dir: Path) -> dict[str, Any]:
-    """The breakdown of the trace that rank 0 left before the ranks compared theirs; empty where it left none."""
+    """The breakdown of rank 0's trace, written before the ranks compared theirs; empty where there is none."""
     try:
         events = json.loads(gzip.decompress((trial_dir / TRACE_FILE).read_bytes()))["traceEvents"]
         breakdown = breakdown_of(events)

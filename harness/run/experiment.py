@@ -23,8 +23,8 @@ class Resume:
     """Which trials of an earlier run in the same directory are not executed again.
 
     Kept are those with a record, unless the trial was interrupted before it had its figures, or only the plan refused
-    it (the machine may be another one now). `retry_failed` also executes again what says nothing about the method:
-    failed, timeout, hang, node_lost.
+    it (the machine may be another one now). `retry_failed` also executes again the trials whose end says nothing of the
+    method: failed, timeout, hang, node_lost.
     """
 
     retry_failed: bool = False
@@ -36,7 +36,7 @@ class Resume:
         return record.status in RESULTS or not self.retry_failed
 
 
-@held()  # signals end a run while ranks are at work and between trials; bookkeeping they wait for
+@held()  # signals end a run while ranks run and between trials; they wait while files are written
 def run_experiment(
     experiment: str,
     trials: Sequence[Trial],
@@ -52,9 +52,8 @@ def run_experiment(
     """Run all trials and leave records and results.csv in `run_dir`; returns the exit code, 0 or 1.
 
     `resume` None starts afresh: an earlier run in `run_dir` is moved aside. `again` is the command line that started
-    this, from which the one that resumes it is told. `records`, of `run_dir` and not read yet, holds all of them
-    afterwards. Raises UsageError, having changed nothing, when no trial can run
-    or `run_dir` cannot be used.
+    this; the command that resumes it is made from it. `records`, of `run_dir` and not read yet, holds all of them
+    afterwards. Raises UsageError, having changed nothing, when no trial can run or `run_dir` cannot be used.
     """
     if problem := nothing_can_run(trials):
         raise UsageError(problem)
@@ -70,7 +69,7 @@ def run_experiment(
             started_at=now(),
         )
         records = records or RunRecords(run_dir)
-        # A record that cannot be used is better named now than after hours of running.
+        # A record that cannot be used is reported now, not after hours of running.
         for bad, aside in records.read_usable(set_bad_aside=resume is not None and resume.set_aside_bad):
             say(f"{bad} cannot be used and is now {aside.name}")
         statuses: list[str] = []

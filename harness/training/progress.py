@@ -1,4 +1,4 @@
-"""What a user sees while a run trains: a live line on a terminal, now and then a line in a log file."""
+"""Progress of a training run: a live line on a terminal, else a line every 10 s; and its line in `burst status`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUIET_SECONDS = 10.0  # between lines about steps where they are not overwritten
 
 
 class TrainingView:
-    """Called with every line of progress.jsonl; a context that the terminal's live line lives in."""
+    """Called with every line of progress.jsonl; a context that opens and closes the terminal's live line."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console, self._steps = console, steps
@@ -89,7 +89,7 @@ def is_training_run(directory: Path) -> bool:
 
 
 def training_status(directory: Path) -> str:
-    """One line: whether it runs, its last step and evaluation, and what it can be gone on from. Raises UsageError."""
+    """One line: whether it runs, its last step and evaluation, and its newest checkpoint. Raises UsageError."""
     try:
         facts = read_json(directory / RUN_FILE)
         steps, started = facts["config"]["steps"], facts["started_at"]
@@ -104,7 +104,7 @@ def training_status(directory: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(
             f"{directory / METRICS_FILE} holds a line that is no metric ({type(error).__name__}: {error}); remove that "
-            "line, of which a checkpoint needs nothing"
+            "line, which no checkpoint needs"
         ) from error
     saved = checkpoints(checkpoints_directory(directory))
     parts.append(f"saved after step {step_of(saved[0])}" if saved else "no checkpoint yet")
@@ -113,7 +113,7 @@ def training_status(directory: Path) -> str:
 
 
 def _last_figures(directory: Path, steps: object) -> list[str]:
-    """The last step and evaluation in words."""
+    """The last step and evaluation as sentences."""
     last = {line["kind"]: line for line in read_metrics(directory)}
     parts = []
     if step := last.get("step"):

@@ -1,6 +1,6 @@
 """The hosts that `--nodes` names: those of the cluster that is up, else of one that is started for the run alone.
 
-Planning and running see the same hosts in the same order, so that what a plan says holds for the run.
+Planning and running see the same hosts in the same order, so that a plan holds for the run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Trust:
 def start(
     inventory: Inventory, states: StateDirectory, trust: Trust, say: Say, seconds: float, *, of_run: bool = False
 ) -> ClusterState:
-    """Start Ray on the inventory's healthy nodes, which must run this very project. Raises UsageError."""
+    """Start Ray on the inventory's healthy nodes, which must hold the same code as this one. Raises UsageError."""
     return start_cluster(inventory, states, _means(inventory, trust, say, seconds), of_run=of_run)
 
 
@@ -69,7 +69,7 @@ def cluster_launcher(arguments: argparse.Namespace, say: Say) -> tuple[Machine, 
     state = start(inventory, states, _trust(arguments), say, SECONDS, of_run=True)
     try:
         machine, launcher = _launcher(state, states, _shared(inventory, state, arguments.nodes, say))
-    except BaseException:  # nodes that are too different for one run, and Ctrl-C
+    except BaseException:  # nodes that differ too much for one run, and Ctrl-C
         end_own(states, state, say)
         raise
     return machine, OwnCluster(launcher, states, state, say)
@@ -154,7 +154,7 @@ def _means(inventory: Inventory, trust: Trust, say: Say, seconds: float) -> Mean
 
 
 class OwnCluster:
-    """The launcher of such a cluster."""
+    """A launcher with a cluster of its own, which ends with it: `burst run --nodes` where no cluster is up."""
 
     def __init__(
         self, launcher: ClusterLauncher, states: StateDirectory, state: ClusterState, say: Callable[[str], None]
@@ -182,7 +182,7 @@ class OwnCluster:
 
 
 def end_own(states: StateDirectory, started: ClusterState, say: Callable[[str], None]) -> None:
-    """End the cluster that was started, unless somebody has done so and perhaps started another."""
+    """End the cluster that was started, unless it has been ended and perhaps replaced by another."""
     try:
         with states.held("end the cluster of this run"):
             state = states.load()
@@ -190,7 +190,7 @@ def end_own(states: StateDirectory, started: ClusterState, say: Callable[[str], 
                 return
             connect = connection([node.host for node in state.nodes], known_hosts=state.known_hosts)
             problems = end_cluster(states, state, connect, SECONDS)
-    except UsageError as error:  # the run has its results, whatever became of the cluster
+    except UsageError as error:  # the run has its results, whether or not the cluster ended
         problems = {"the cluster": str(error)}
     for name, sentence in problems.items():
         say(f"{name} could not be ended ({sentence}); burst cluster down tries again")

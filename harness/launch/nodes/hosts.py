@@ -1,4 +1,4 @@
-"""Which hosts a job gets: the healthy and free ones of a cluster, checked just before, the unhealthy ones set aside."""
+"""The hosts of a job, healthy and free, checked just before; and the environment of the ranks on each."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from cluster.transport.runner import Connect
 from harness.launch.environment import RECORDED_PREFIXES
 from harness.launch.launcher import Job
 
-FRESH_SECONDS = 30.0  # a node found healthy so recently is not asked again
+FRESH_SECONDS = 30.0  # a node found healthy so recently is not checked again
+# Interfaces and routes: the trial's values were rendered on one machine, so those of each host replace them.
+_ROUTES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_")
+# The GPUs visible in the launching shell are not those of another host.
+_LAUNCHERS_OWN = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 
 
 class TooFewHosts(Exception):
-    """A job that cannot be placed now; one sentence says what is wrong with every host that was not taken."""
+    """A job that cannot be placed now; one sentence gives the reason for each host that was not taken."""
 
 
 class HostPool:
@@ -59,12 +63,12 @@ class HostPool:
                 return chosen
 
     def lose(self, name: str, reason: str) -> None:
-        """A host that broke off in the middle of a job: out for this run, and in quarantine for others."""
+        """A host that was lost during a job: out for this run, and in quarantine for others."""
         self._gone[name] = reason
         self._quarantine.add(name, reason)
 
     def without(self, name: str, reason: str) -> None:
-        """A host this run cannot have, through no fault of its own."""
+        """A host that this run cannot use although it is healthy."""
         self._gone[name] = reason
 
     def _is_fresh(self, node: Node) -> bool:
@@ -81,14 +85,10 @@ class HostPool:
         )
 
 
-# Which way traffic goes: the trial's rendering knows one machine, so each host's own word counts.
-_ROUTES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_")
-# GPUs that the launching shell sees say nothing about another host's.
-_LAUNCHERS_OWN = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
-
-
 class HostEnvironments:
-    """Environments of the hosts; each host is asked about its network once."""
+    """Environments of the ranks by host, as `burst env` renders them there, with the trial's own values over them.
+
+    Each host's network is read once."""
 
     def __init__(self, connect: Connect, head: str, user: Mapping[str, str], seconds: float = 60.0) -> None:
         """`head` is the head's address, towards which routes count; `user` the environment `burst` was started with."""

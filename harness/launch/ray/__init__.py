@@ -1,4 +1,4 @@
-"""Ray beside the harness: embedded on one machine, or joined as a guest of a cluster; and its cleaning up.
+"""Ray for the launchers: embedded on one machine, or a driver's connection to a cluster; and the removal of its files.
 
 Only this folder and `launch.nodes` import Ray, and only when a launcher needs it.
 """
