@@ -35,7 +35,7 @@ FORMULAS: dict[str, str] = {
     "peak_memory_gib": "peak memory = the allocator's peak allocated plus attention's receive windows, "
     "maximum over ranks",
     "peak_rss_gib": "peak host memory = resident set of a rank's process, maximum over ranks",
-    "sent_gib_per_gpu": "sent = bytes attention posts per step, maximum over ranks",
+    "sent_gib_per_gpu": "sent = bytes attention sends per step, maximum over ranks; empty where the method counts none",
     "loss": "loss and gradient norm = means over all target tokens of the whole batch, at the last measured step",
     "step_seconds_iqr": "spread = interquartile range of the measured steps; a step lasts as long as its slowest rank",
 }

@@ -121,7 +121,7 @@ class JobWatch:
 
 
 def split(job: Job, *, hosts: int, address: str, port: int) -> list[Job]:
-    """The job's parts, in the order of the hosts: equal numbers of consecutive ranks, rendezvous at `address`:`port`."""
+    """The job's parts, in the order of the hosts: equal numbers of consecutive ranks; rendezvous `address`:`port`."""
     assert job.ranks % hosts == 0, (job.ranks, hosts)
     share = job.ranks // hosts
     return [

@@ -37,9 +37,9 @@ OBJECT_STORE_BYTES = 80 * 2**20  # only jobs and progress lines pass through it;
 
 SETTINGS = {
     **RAY_SETTINGS,
-    # Other users of this machine reach loopback too, so callers need a token. Ray requires one by itself when no mode is
-    # set; it is set here because Ray would otherwise save it in the user's home directory, and is one per process because
-    # Ray caches it.
+    # Other users of this machine reach loopback too, so callers need a token. Ray requires one by itself when no mode
+    # is set. It is set here because Ray would otherwise save it in the user's home directory, and is one per process
+    # because Ray caches it.
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     # Ray replaces 127.0.0.1 by an address that other machines reach, and then listens on all interfaces, unless this
     # variable says that there is no cluster. Its name is that of its use elsewhere; it is read when Ray is imported.
