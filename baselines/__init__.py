@@ -1,5 +1,5 @@
-"""The systems BurstEngine is compared with, one package each.
+"""The systems that BurstEngine is compared with, one package each, in native form: the system's parallel attention on
+the engine's model and trainer, so that a comparison changes the method alone.
 
-Native form: the system's parallel attention on the engine's model and trainer, so that a comparison changes the method
-alone.
+A package that defines METHOD is found and tested without an entry in any list. Code of the systems is not copied here.
 """

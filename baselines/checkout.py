@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _git(folder: Path, *arguments: str, advice: str = "look at git and the disk") -> str:
-    """What git prints. No configuration of this user or machine takes part, and nobody is asked for a password."""
+    """The output of git, which reads no configuration of this user or machine and prompts for no password."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_TERMINAL_PROMPT": "0"}
     try:

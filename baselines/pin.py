@@ -1,6 +1,6 @@
-"""Which copy of a compared system is meant: `baselines/<system>/pin.yaml`, read strictly.
+"""Pins of the compared systems: `baselines/<system>/pin.yaml`, read strictly.
 
-Nothing of the systems lies in this repository; a pin says where it is, which commit, and what it needs.
+This repository holds no code of the systems. A pin names a system's repository, its commit and its requirements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.+!]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkout:
-    """A folder of a git repository. git's own hash of the folder says whether what arrived is what was meant."""
+    """A folder of a git repository. git's hash of the folder shows whether the fetched files are the pinned ones."""
 
     repository: str  # https://..., anonymous
     commit: str

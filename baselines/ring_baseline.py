@@ -1,4 +1,4 @@
-"""What the ring baselines share: a fixed layout, and keys and values that circulate in forward and backward."""
+"""The common part of the ring baselines: a fixed layout, and K and V sent around the ring in forward and backward."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 def fixed_settings_unsupported_reason(settings: TrialSettings, fixed: dict[str, str | None]) -> str | None:
     """Why the method cannot honour a setting it fixes, or has no use for (None), or None. `auto` always fits."""
     for name, value in fixed.items():
-        asked = getattr(settings, name)
-        if value is None and asked != "auto":
-            return f"{settings.method} has no choice of {name}, found {asked}; set {name} to auto"
-        if asked not in ("auto", value):
-            return f"{settings.method} always uses {name} {value}, found {asked}; set {name} to auto or {value}"
+        found = getattr(settings, name)
+        if value is None and found != "auto":
+            return f"{settings.method} has no choice of {name}, found {found}; set {name} to auto"
+        if found not in ("auto", value):
+            return f"{settings.method} always uses {name} {value}, found {found}; set {name} to auto or {value}"
     return None
 
 
 class KeyValueRing(EngineCommand):
-    """A ring in which K and V travel in forward, K, V and their gradients in backward."""
+    """A ring that sends K and V in forward, and K, V and their gradients in backward."""
 
     name: str
     system: str
@@ -52,7 +52,7 @@ class KeyValueRing(EngineCommand):
     def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
         from engine.attention.bound import BoundAttention
 
-        # Where heads are traded, all of them before attention and all after.
+        # An all-to-all exchanges all heads before attention, and all after it.
         return BoundAttention(
             cp, settings, schedule=self.schedule, backward="key_value", exchange="relay", num_head_chunks=1
         )

@@ -1,4 +1,4 @@
-"""The program `burst`: finds its commands, and turns what goes wrong into one sentence and an exit code.
+"""The program `burst`: finds its commands, and turns each error into one sentence and an exit code.
 
 0 all well; 1 a trial failed, timed out, was lost or interrupted; 2 the user has something to correct.
 """
@@ -23,7 +23,7 @@ INTERRUPTED = NO_ROOM = 1
 READER_LEFT = 128 + signal.SIGPIPE  # as the shell shows a program that the signal ended
 
 _NO_ROOM = frozenset({errno.EDQUOT, errno.EFBIG, errno.ENOSPC})
-# What a file system says that failed, was mounted anew or forbids: none of it is a fault of ours.
+# Errors of a file system that failed, was mounted anew or denies access: none is a fault of the program.
 _NO_ACCESS = frozenset({
     errno.EACCES, errno.EIO, errno.ENODEV, errno.ENOLCK, errno.ENOTCONN, errno.EPERM, errno.EREMOTEIO, errno.EROFS,
     errno.ESHUTDOWN, errno.ESTALE,
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = all_commands()
     try:
         arguments = _parse(typed, commands)
-        with heeded():  # a closed terminal or a polite kill is to leave a resumable state, just as Ctrl-C does
+        with heeded():  # SIGHUP and SIGTERM leave a resumable state, as Ctrl-C does
             code = commands[arguments.command].run(arguments)
             sys.stdout.flush()  # here, where an error still has its sentence
         return code
@@ -68,12 +68,12 @@ def _say(sentence: str, code: int) -> int:
 
 
 def _discard_output() -> None:
-    """What is still buffered cannot be written; Python would try once more at its end, and complain."""
+    """Buffered output cannot be written; Python would try once more at its end, and print an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Version(argparse.Action):
-    """--version, looked up only when asked for."""
+    """--version; version and commit are looked up only then."""
 
     def __call__(self, *_: object) -> NoReturn:
         from harness.records.provenance import commit, version
@@ -83,7 +83,7 @@ class _Version(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, without repeating all there is."""
+    """Prints an error as one sentence, without the list of all arguments."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {shown(message)}; `{self.prog} --help` says what there is\n")

@@ -1,7 +1,7 @@
-"""LoongTrain's double ring, native: circles inside the nodes, joined by one across them; K, V and gradients circulate.
+"""LoongTrain's double ring, native: rings inside the nodes and one across them send K, V and their gradients.
 
-Source: LoongTrain (arXiv:2406.18485), part of InternEvo. There the inner circle has a size of its own; here it is the
-node, where its transfers are cheapest.
+Source: LoongTrain (arXiv:2406.18485), part of InternEvo. There the inner ring has a size of its own; here it is the
+node, whose links are the fastest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""LoongTrain with head and context parallelism, native: heads traded inside a node, a ring of shards across nodes.
+"""LoongTrain with head and context parallelism, native: an all-to-all inside a node, a ring across nodes.
 
 Sources: LoongTrain's 2D-attention (arXiv:2406.18485), part of InternEvo, with heads placed inside the node first; the
-same split as USP (arXiv:2405.07719). On one node all ranks trade heads and no ring is left.
+same split as USP (arXiv:2405.07719). On one node the all-to-all covers all ranks, and there is no ring.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from baselines.ring_baseline import KeyValueRing
 
 
 class RingAttention(KeyValueRing):
-    """K and V travel in both passes over contiguous shards."""
+    """Ranks send K and V around the ring in both passes; shards are contiguous."""
 
     name = "ring"
     system = "RingAttention"

@@ -1,1 +1,4 @@
-"""harness.base"""
+"""Parts that every room uses: errors, interrupts, sequence lengths, the terminal.
+
+No part depends on an experiment, a trial or a record, and none imports another room of the harness.
+"""

@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend. They are defined where files are read, in `cluster`, which knows no harness."""
+"""Errors that the user can correct. `cluster` defines them, because it reads files and does not import the harness."""
 
 from cluster.files.errors import UsageError as UsageError
 from cluster.files.errors import nearest as nearest

@@ -1,8 +1,8 @@
 """Ctrl-C, SIGTERM and a closed terminal interrupt a command in order, and none of them is lost.
 
 A signal raises KeyboardInterrupt in the main thread. Python drops an exception that a destructor raises, and a library
-may catch one that its imports raise. A signal that lands in either waits until that is over, and one that was dropped
-all the same is raised again: a moment later where Python tells of it, else where the command next looks (`look`).
+may catch one that its imports raise. A signal that arrives in either waits until that is over. One that was dropped all
+the same is raised again: a moment later where Python reports it, else at the command's next `look`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE_SECONDS = 60.0  # for the ranks, Ray and the report to end; a signal after it breaks off what hangs
 AGAIN_SECONDS = 0.05  # between attempts to raise a signal that waits
 WAIT_SECONDS = 10.0  # for an import, a destructor or a held block to end; a signal then breaks it off
-SETTLING_SECONDS = 0.5  # between two exceptions: while the first is on its way a second one would replace it
+SETTLING_SECONDS = 0.5  # between two exceptions: while the first one unwinds, a second one would replace it
 
 _SENTENCE = (
     "burst: the run is being ended and its records are kept; "
@@ -34,10 +34,10 @@ _SENTENCE = (
 
 
 class _Heeding:
-    """The handlers of one `heeded` block, and what became of the signals that it got."""
+    """The handlers of one `heeded` block, and the state of its signals."""
 
     def __init__(self, react: Callable[[int], bool]) -> None:
-        self.asked = False  # a signal was to interrupt the block
+        self.requested = False  # a signal was to interrupt the block
         self.holds = 0  # `held` blocks under way, less the `released` ones in them
         self._react = react
         self._waits_since: float | None = None  # of a signal that is still to be raised
@@ -68,7 +68,7 @@ class _Heeding:
     def take(self) -> bool:
         """Whether a signal is to interrupt the block; it waits no longer."""
         self._waits_since = None
-        return self.asked
+        return self.requested
 
     def raise_waiting(self) -> None:
         if self._waits_since is not None:
@@ -76,7 +76,7 @@ class _Heeding:
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         if self._react(number):
-            self.asked = True
+            self.requested = True
             self._raise_when_possible(frame)
 
     def _again(self, _: int, frame: FrameType | None) -> None:
@@ -99,8 +99,8 @@ class _Heeding:
         raise KeyboardInterrupt
 
     def _dropped(self, unraisable: UnraisableHookArgs) -> None:
-        """Python tells of an exception that it could raise nowhere: ours is raised again."""
-        if self.asked and issubclass(unraisable.exc_type, KeyboardInterrupt):
+        """Called with an exception that Python could not raise: a KeyboardInterrupt of this block is raised again."""
+        if self.requested and issubclass(unraisable.exc_type, KeyboardInterrupt):
             self._waits_since, self._raised_at = time.monotonic(), -math.inf
             signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
         else:
@@ -112,7 +112,7 @@ _current: _Heeding | None = None
 
 @contextlib.contextmanager
 def heeded(react: Callable[[int], bool] = lambda _: True, *, outlives: bool = False) -> Iterator[None]:
-    """A block that signals interrupt, as Ctrl-C does. `react` is called with each; False: this one is not to.
+    """A block that signals interrupt, as Ctrl-C does. `react` is called with each signal; False ignores that one.
 
     `outlives`: after a signal the handlers stay for the rest of the program. Signals that the program was started to
     ignore stay ignored. For the main thread alone.
@@ -126,7 +126,7 @@ def heeded(react: Callable[[int], bool] = lambda _: True, *, outlives: bool = Fa
     try:
         yield
     finally:
-        if _current is heeding and not (outlives and heeding.asked):
+        if _current is heeding and not (outlives and heeding.requested):
             atexit.unregister(heeding.ignore)
             heeding.end()
             _current = outer
@@ -134,7 +134,7 @@ def heeded(react: Callable[[int], bool] = lambda _: True, *, outlives: bool = Fa
 
 @contextlib.contextmanager
 def interrupted_once() -> Iterator[None]:
-    """A block that the first signal interrupts; those of the next PATIENCE_SECONDS only say so.
+    """A block that the first signal interrupts; those of the next PATIENCE_SECONDS only print a sentence.
 
     After a signal the handlers outlive the block: at the program's own end Ray takes a moment, and would show where it
     was interrupted.
@@ -188,7 +188,7 @@ def released() -> Iterator[None]:
 def asked_to_end() -> bool:
     """Whether a signal is to interrupt the command, which its caller then ends.
 
-    To be asked only where nothing has interrupted it yet: a signal of which nothing came was dropped on the way.
+    For use only before the first interruption: a signal that did not interrupt by then was dropped.
     """
     return _current is not None and _current.take()
 

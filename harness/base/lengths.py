@@ -1,4 +1,4 @@
-"""Sequence lengths as people write them: 64k is 65,536 tokens, 1M is 1,048,576."""
+"""Sequence lengths as experiment files write them: 64k is 65,536 tokens, 1M is 1,048,576."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where commands print tables."""
+"""Consoles on stdout and stderr, and tables on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.text import Text
 from cluster.files.errors import shown, shown_value
 
 PIPE_COLUMNS = 160  # in a file or a pipe there is no width to keep to, and 80 columns would fold reasons into ribbons
-_UNLIMITED = 10_000  # columns, to measure what a cell would take if it could
+_UNLIMITED = 10_000  # columns, to measure the width of a cell that is not wrapped
 _WORD_COLUMNS = 12  # a longer word, such as a commit's digest, may be broken where a column wraps
 
 
@@ -22,7 +22,7 @@ LONG_TABLE_ROWS = 500  # beyond which a table is no longer fitted to the termina
 
 
 class SafeConsole(Console):
-    """A console on which no text steers the terminal: not that of a record, of a node or of a file's name."""
+    """A console on which no text controls the terminal: neither a record's, nor a node's, nor a file name."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*map(_safe, objects), **options)
@@ -56,12 +56,12 @@ def stdout_console() -> Console:
 
 
 def stderr_console() -> Console:
-    """A console on stderr, for what is said beside the results."""
+    """A console on stderr, for messages beside the results."""
     return SafeConsole(stderr=True, emoji=False)
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table without cutting a number or losing a column, which is what rich does on a narrow terminal.
+    """Print a table whole: on a narrow terminal rich alone would cut numbers and drop columns.
 
     Columns that may wrap give way first, then the gaps between columns. What is wider even so is printed at the width
     it needs, and the terminal folds its lines. A long table is printed so at once, and without colours.

@@ -1,4 +1,4 @@
-"""A directory that results can go to, or one sentence why it cannot."""
+"""A check that results can be written to a directory."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cluster.files.errors import shown
 from harness.base.errors import UsageError
-from harness.machine.cluster_arguments import add_state_argument, state_directory
+from harness.commands import add_state_argument, state_directory
 
 if TYPE_CHECKING:
     from cluster.ray_cluster.state import ClusterState, StateDirectory
@@ -29,11 +29,11 @@ class Cluster:
         up.add_argument("inventory", type=Path, metavar="INVENTORY", help="inventory, or a plain list of hosts")
         up.add_argument("names", nargs="*", metavar="NODE", help="only these of it, such as gpu[01-04]")
         add_host_key_arguments(up)
-        status = actions.add_parser("status", help="what of the cluster lives; exit code 1 unless all of it does")
+        status = actions.add_parser("status", help="print the state of each node; exit code 1 unless all are up")
         down = actions.add_parser("down", help="end what up started, and nothing else; works after a crash of up, too")
         down.add_argument(
             "--forget", action="store_true",
-            help="do not keep nodes that cannot be reached in mind; what runs there is then yours to end",
+            help="forget nodes that cannot be reached; end the processes there by hand",
         )  # fmt: skip
         for action in (up, status, down):
             add_state_argument(action)
@@ -107,9 +107,9 @@ def _down(arguments: argparse.Namespace, states: StateDirectory) -> int:
         print(f"{len(state.nodes) - len(problems)} nodes ended, {len(problems)} forgotten")
         return NOT_ALL
     if problems:
-        print(f"{len(problems)} nodes could not be asked; repeat burst cluster down, or give --forget if they are gone")
+        print(f"{len(problems)} nodes did not answer; repeat burst cluster down, or give --forget if they are gone")
         return NOT_ALL
-    print(f"{len(state.nodes)} nodes ended; nothing of ours is left on them")
+    print(f"{len(state.nodes)} nodes ended; no process or file of burst is left on them")
     return ALL_WELL
 
 
@@ -117,7 +117,7 @@ def _recorded(states: StateDirectory) -> ClusterState:
     """The cluster that is up, wholly or half. Raises UsageError when there is none."""
     state = states.load()
     if state is None:
-        raise UsageError(f"{states.path} knows of no cluster; start one with burst cluster up INVENTORY")
+        raise UsageError(f"{states.path} holds no cluster; start one with burst cluster up INVENTORY")
     return state
 
 

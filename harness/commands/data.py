@@ -28,7 +28,7 @@ class Data:
             help="part of the tokens held out for evaluation, at the end (default: 0.01)",
         )  # fmt: skip
         parser.add_argument(
-            "--replace", action="store_true", help="build anew where a store lies already; that one is moved aside"
+            "--replace", action="store_true", help="build anew where a store exists already; that store is moved aside"
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -83,7 +83,7 @@ def _check_place(directory: Path, *, replace: bool) -> None:
 
 @contextlib.contextmanager
 def _moved_aside(directory: Path) -> Iterator[Path | None]:
-    """Nothing is at `directory` within the block; yields where what was there went. Undone when the block fails."""
+    """Moves `directory` aside for the block and yields its new path, None where there was none. Undone on an error."""
     from harness.run.directory import free_name
 
     if not directory.exists():

@@ -1,4 +1,4 @@
-"""`burst doctor`: what this machine can run, and why not."""
+"""`burst doctor`: the devices, kernels, launchers and methods that this machine can use, with a reason for each no."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Doctor:
         parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from harness.doctor import examine
+        from harness.machine.doctor import examine
 
         findings = examine()
         if arguments.json:

@@ -24,9 +24,11 @@ class Env:
 
         add_node_arguments(parser)
         parser.add_argument(
-            "--head", metavar="ADDRESS", help="the node others find their way to; default: the first node"
+            "--head", metavar="ADDRESS", help="the address that routes of other nodes lead to; default: the first node"
         )
-        parser.add_argument("--method", default="burst", metavar="NAME", help="whose values to render (default: burst)")
+        parser.add_argument(
+            "--method", default="burst", metavar="NAME", help="render this method's values (default: burst)"
+        )
         parser.add_argument(
             "--ranks", type=int, metavar="N", help="ranks per node; default: the site's number, else one per GPU"
         )
@@ -91,7 +93,7 @@ def _render(arguments: argparse.Namespace) -> int:
 
 
 def _write(folder: Path, environments: Sequence[NodeEnvironment]) -> list[str]:
-    """Leave each node's env.sh below `folder`; returns what was done, a sentence each."""
+    """Leave each node's env.sh below `folder`; returns one sentence for each."""
     from cluster.environment.survey import install
     from cluster.transport.reach import LocalRunner
     from cluster.transport.runner import Unreachable
@@ -112,7 +114,7 @@ def _import(arguments: argparse.Namespace) -> int:
     from cluster.files.filesystem import read_text
 
     if arguments.nodes:
-        raise UsageError("--import judges a file and asks no node; leave the nodes out")
+        raise UsageError("--import reads a file and connects to no node; leave the nodes out")
     text = read_text(arguments.source, "shell file")
     found = import_env(text, str(arguments.source))
     if arguments.json:

@@ -1,4 +1,4 @@
-"""`burst image build | push`: the container image of this checkout, and its way to all nodes."""
+"""`burst image build | push`: the container image of this checkout, built here and sent to nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ENGINE_SECONDS = 60.0
 
 
 class Image:
-    help = "build the container image, or bring it to every node of an inventory"
+    help = "build the container image, or send it to every node of an inventory"
     forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
@@ -42,18 +42,21 @@ class Image:
         push = actions.add_parser("push", help="save, send, load and verify; nodes that have the image are skipped")
         add_node_arguments(push, timeout_seconds=3600.0)
         push.add_argument(
-            "--image", metavar="NAME:TAG", help="what to bring; default: container.image of each node's site"
+            "--image", metavar="NAME:TAG", help="the image to send; default: container.image of each node's site"
         )
         push.add_argument(
             "--via", choices=("ssh", "shared"), default="ssh",
             help="ssh: to each node by itself; shared: once, to storage all nodes see (default: ssh)",
         )  # fmt: skip
         push.add_argument("--parallel", type=int, default=8, metavar="N", help="nodes at a time (default: 8)")
-        push.add_argument("--folder", metavar="PATH", help="where on the nodes the archive lies until it is loaded")
+        push.add_argument("--folder", metavar="PATH", help="folder on the nodes for the archive until it is loaded")
         push.add_argument(
-            "--archives", type=Path, metavar="DIR", help="where it lies here (default: ~/.cache/burst/images)"
+            "--archives",
+            type=Path,
+            metavar="DIR",
+            help="folder for it on this machine (default: ~/.cache/burst/images)",
         )
-        push.add_argument("--keep", action="store_true", help="leave archives where they are for the next push")
+        push.add_argument("--keep", action="store_true", help="keep archives for the next push")
 
     def run(self, arguments: argparse.Namespace) -> int:
         from cluster.images.engine import ImageFailed
@@ -103,7 +106,7 @@ def _push(arguments: argparse.Namespace) -> int:
     from harness.base.terminal import stdout_console
 
     if not arguments.nodes:
-        raise UsageError("burst image push needs nodes to bring the image to; give an inventory, or hosts")
+        raise UsageError("burst image push found no nodes; give an inventory, or hosts")
     if not 1 <= arguments.parallel <= 256:
         raise UsageError(f"--parallel is {arguments.parallel}; expected 1 to 256 nodes at a time")
     if arguments.folder is not None and not arguments.folder.startswith("/"):
@@ -140,7 +143,7 @@ def _push(arguments: argparse.Namespace) -> int:
     failed = [outcome.node for outcome in outcomes if outcome.state == "failed"]
     print(f"{len(outcomes) - len(failed)} of {len(outcomes)} nodes have their image")
     if failed:
-        print("Repeat the command for the others: what has arrived is not sent again")
+        print("Repeat the command for the others: parts that have arrived are not sent again")
     return NOT_ALL if failed else ALL_WELL
 
 

@@ -1,4 +1,4 @@
-"""`burst logs`: what the ranks of one trial printed."""
+"""`burst logs`: the output of the ranks of one trial."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Logs:
 
 
 def _print_shown(file: TextIO) -> None:
-    """What a rank printed, as it printed it; on a terminal nothing in it steers that."""
+    """The output of a rank, unchanged in a pipe; on a terminal without its control sequences."""
     if not sys.stdout.isatty():
         shutil.copyfileobj(file, sys.stdout)
         return
@@ -61,7 +61,7 @@ def rank_logs(trial_dir: Path) -> dict[int, Path]:
 
 
 def find_trial(name: str, runs: Path) -> Path:
-    """The directory of the trial that `name` means: a path, or the start of an id below `runs`. Raises UsageError."""
+    """The directory of a trial: `name` is a path, or the start of an id below `runs`. Raises UsageError."""
     if name and (path := Path(name)).is_dir():
         return path
     directories = sorted(path for path in runs.glob("*/trials/*") if path.is_dir())
@@ -81,7 +81,7 @@ def find_trial(name: str, runs: Path) -> Path:
 
 
 def _next_step(name: str, directories: list[Path]) -> str:
-    """The trial that was meant; else what there is, and no more of it than a sentence holds."""
+    """The nearest id, else all ids if they are few, else the command that lists them."""
     names = list(dict.fromkeys(path.name for path in directories))
     hint = nearest(name, names)
     if hint.startswith("did you mean") or len(names) <= LISTED:

@@ -62,7 +62,7 @@ class Nodes:
 
 
 def _as_json(node: Node) -> dict[str, Any]:
-    """Everything known of a node. Of the environment only the names: values may be secrets."""
+    """All fields of a node. Of the environment only the names: values may be secrets."""
     from dataclasses import asdict
 
     site = asdict(node.site)
@@ -81,7 +81,7 @@ def _as_json(node: Node) -> dict[str, Any]:
 
 
 def _route(host: Host) -> str:
-    """The jump hosts on the way, first to last."""
+    """The jump hosts, first to last."""
     return f"{_route(host.jump)} > {host.jump.target}".removeprefix(" > ") if host.jump else ""
 
 
@@ -111,7 +111,7 @@ def _print_table(inventory: Inventory) -> None:
 
 
 def _row(node: Node) -> tuple[str, ...]:
-    """One line of the table; what is left open is empty."""
+    """One line of the table; a cell without a value is empty."""
     site = node.site
     count = "any" if site.gpus.count is None else str(site.gpus.count)
     adapters = "" if site.network.hcas is None else ",".join(site.network.hcas) or "no HCA"

@@ -1,6 +1,6 @@
 """`burst plan`: the trial matrix, with the reason for every trial that cannot run. Starts nothing.
 
-Where the GPUs are of a kind that experiments/hardware/ knows, found or named, it also says what a trial would take.
+For GPUs with a file in experiments/hardware/, found here or named, it also predicts time and memory of each trial.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 from cluster.files.errors import shown
 from harness.base.errors import UsageError
-from harness.machine.cluster_arguments import add_cluster_arguments
+from harness.commands import add_cluster_arguments
 from harness.spec.experiment_arguments import add_experiment_arguments, chosen_experiment
 
 
@@ -23,11 +23,11 @@ class Plan:
         add_experiment_arguments(parser)
         add_cluster_arguments(
             parser,
-            nodes_help="inventory or list of hosts: plan for what burst run --nodes would have of them now",
+            nodes_help="inventory or list of hosts: plan for those of them that burst run --nodes would use now",
         )
         parser.add_argument(
             "--hardware", metavar="NAME",
-            help="plan for one host with as many of these GPUs as a trial wants (a file of experiments/hardware/, such "
+            help="plan for one host with as many of these GPUs as a trial needs (a file of experiments/hardware/, such "
             "as h200) and predict step time and memory",
         )  # fmt: skip
         parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
@@ -39,7 +39,7 @@ class Plan:
 
         experiment = chosen_experiment(arguments)
         if arguments.nodes and arguments.hardware is not None:
-            raise UsageError("--nodes and --hardware are two places to plan for; give one of them")
+            raise UsageError("--nodes and --hardware both name the machine to plan for; give one of them")
         if arguments.nodes:
             from harness.launch.nodes.cluster import planned_machine
 
@@ -65,7 +65,7 @@ class Plan:
 
 
 def _too_large(rows: list[dict[str, object]], memory_gib: float) -> str:
-    """How many trials are predicted not to fit, in words; empty for none."""
+    """One sentence on the trials that are predicted not to fit; empty for none."""
     beyond = [row["predicted_gpu_gib"] for row in rows if row["can_run"] and row["predicted_to_fit"] is False]
     if not beyond:
         return ""
@@ -83,7 +83,7 @@ def _print_table(rows: list[dict[str, object]], where: str) -> None:
 
     from harness.base.terminal import print_table, stdout_console
 
-    # What all trials share is said once above the table, which then fits a terminal; ids are in --json.
+    # Settings that all trials share are printed once, above the table, which then fits a terminal; ids are in --json.
     left_out = {"trial_id", "can_run", "reason", "predicted_to_fit"}
     left_out |= {name for name in (rows[0] if rows else ()) if all(row[name] is None for row in rows)}
     if all(row["world_size"] == row["cp_size"] for row in rows):
@@ -96,7 +96,7 @@ def _print_table(rows: list[dict[str, object]], where: str) -> None:
         numeric = all(isinstance(row[name], int | float) for row in rows)
         table.add_column(name, justify="right" if numeric else "left", no_wrap=True)
     table.add_column("runs", no_wrap=True)
-    reasons: dict[object, int] = {}  # numbered, because one reason often holds for many trials and is a sentence long
+    reasons: dict[object, int] = {}  # numbered, because many trials often have the same reason
     for row in rows:
         if row["can_run"] and row.get("predicted_to_fit") is False:
             verdict = Text("too large?", style="yellow")

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from harness.base.errors import UsageError
 from harness.base.interrupts import interrupted_once
-from harness.commands import command_line
-from harness.launch.choose import LAUNCHERS, default_launcher, make_launcher
-from harness.machine.cluster_arguments import add_cluster_arguments
+from harness.commands import add_cluster_arguments, command_line
+from harness.launch.launcher import LAUNCHERS, default_launcher, make_launcher
 from harness.spec.experiment_arguments import add_experiment_arguments, chosen_experiment
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    help = "run all trials of an experiment, then report; Ctrl-C leaves a state that --resume goes on from"
+    help = "run all trials of an experiment, then report; after Ctrl-C, --resume continues"
     forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
@@ -34,12 +33,12 @@ class Run:
             "or, where no cluster is up, on one started for this run",
         )
         parser.add_argument(
-            "--out", type=Path, metavar="DIR", help="where everything goes (default: results/runs/<experiment>)"
+            "--out", type=Path, metavar="DIR", help="directory of the run (default: results/runs/<experiment>)"
         )
         parser.add_argument("--resume", action="store_true", help="keep finished trials of the run in DIR")
         parser.add_argument(
             "--retry-failed", action="store_true",
-            help="resume, and run again what failed, timed out, hung or lost its node",
+            help="resume, and run again trials that failed, timed out, hung or lost their node",
         )  # fmt: skip
         parser.add_argument(
             "--set-aside-bad", action="store_true",
@@ -47,7 +46,7 @@ class Run:
         )  # fmt: skip
         parser.add_argument(
             "--profile", action="store_true",
-            help="trace a step of each trial: trials/<id>/trace.json.gz, and a table of where its time goes",
+            help="trace a step of each trial: trials/<id>/trace.json.gz, and a table of its time",
         )  # fmt: skip
 
     @interrupted_once()
@@ -56,7 +55,8 @@ class Run:
         from harness.machine.this_machine import discover
         from harness.plan.matrix import plan
         from harness.report.run_records import RunRecords
-        from harness.run.experiment import Host, Resume, run_experiment
+        from harness.run.attempt import Host
+        from harness.run.experiment import Resume, run_experiment
         from harness.run.progress import view_for
 
         experiment = chosen_experiment(arguments)
@@ -98,7 +98,7 @@ class Run:
 
 
 def _report(records: RunRecords) -> None:
-    """The table, then where to read on. stdout, because it is what the command was run for."""
+    """Print the table and the path of the report, on stdout because they are the command's result."""
     from harness.base.terminal import print_table, stdout_console
     from harness.report.page import terminal_table, write_report_of
 
@@ -109,7 +109,7 @@ def _report(records: RunRecords) -> None:
 
 
 def _leave_at_once(code: int) -> NoReturn:
-    """End the program without its orderly end, in which a Ray that lost its head would wait for minutes."""
+    """Exit without Python's exit handlers, in which a Ray without its head would wait for minutes."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""`burst status`: what runs and ran, seen from another shell."""
+"""`burst status`: the state of a run's trials, read from another shell."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from harness.run.progress import describe, describe_step
 
 
 class Status:
-    help = "say how far a run has come, also while it runs"
+    help = "print the progress of a run, also while it runs"
     forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("directory", type=Path, metavar="DIR", help="the directory of a run")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from harness.launch.tail import ProgressTail
-        from harness.training.status import is_training_run, training_status
+        from harness.launch.supervisor import ProgressTail
+        from harness.training.progress import is_training_run, training_status
 
         if is_training_run(arguments.directory):
             print(shown(training_status(arguments.directory)))

@@ -1,4 +1,4 @@
-"""`burst train`: train a model on real data; checkpoints, metrics, and going on after any end."""
+"""`burst train`: train a model on real data; checkpoints, metrics, and resuming."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from harness.base.errors import UsageError
 from harness.base.interrupts import heeded
 from harness.commands import command_line
-from harness.launch.choose import LAUNCHERS, default_launcher, make_launcher
+from harness.launch.launcher import LAUNCHERS, default_launcher, make_launcher
 
 
 class Train:
-    help = "train a model on real data; Ctrl-C saves first, and --resume goes on from there"
+    help = "train a model on real data; Ctrl-C saves first, and --resume continues"
     forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
@@ -26,9 +26,9 @@ class Train:
         )  # fmt: skip
         parser.add_argument("--launcher", choices=LAUNCHERS, help="default: ray where it is installed, else local")
         parser.add_argument(
-            "--out", type=Path, metavar="DIR", help="where everything goes (default: results/runs/<configuration>)"
+            "--out", type=Path, metavar="DIR", help="directory of the run (default: results/runs/<configuration>)"
         )
-        parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in DIR")
+        parser.add_argument("--resume", action="store_true", help="continue from the newest whole checkpoint in DIR")
 
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.base.terminal import stderr_console
@@ -69,7 +69,7 @@ def _check_packages(tensorboard: bool) -> None:
 
 
 def _announced(say: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
-    """Within the block the first request to stop says what happens next; it, and any later one, is a Ctrl-C."""
+    """Within the block the first signal prints the next step; each signal acts as Ctrl-C."""
     said = False
 
     def announce(_: int) -> bool:

@@ -1,6 +1,6 @@
 """Environment variables of a trial's processes: those of `cluster.environment`, the user's over them, a rank's own.
 
-The values and their reasons are stated there, once, for launches and for `burst env` alike.
+`cluster.environment` states each value with its reason, for launches and for `burst env` alike.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def rank_environment(
     address: str = "127.0.0.1",
     host_ranks: int | None = None,
 ) -> dict[str, str]:
-    """What torchrun would set for one rank of a job: by default all its `ranks` are on this host, else consecutive
-    `host_ranks` of them on each host, and rank 0 on the host with `address`.
+    """The variables that torchrun would set for one rank of a job: by default all its `ranks` are on this host, else
+    consecutive `host_ranks` of them on each host, and rank 0 on the host with `address`.
 
     With `emulate_nodes` above 1, consecutive ranks form that many logical nodes: NCCL takes hosts with different
     NCCL_HOSTID for different machines. The device index (LOCAL_RANK) stays that of the real host.
@@ -69,8 +69,8 @@ def rank_environment(
 
 
 def trial_environment(logs: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Where a trial's ranks leave files for whoever looks into a hang: below its own `logs`, unless `given` says.
+    """Paths below `logs` for the files that NCCL and the flight recorder write, except for names that `given` sets.
 
-    Given to each rank rather than to all of a trial's environment: a fork server lives on for trials that share one.
+    Given to each rank and not to the job's environment, because trials that share that share a fork server.
     """
     return {name: value for name, value in variables(trial_values(logs)).items() if name not in given}

@@ -1,4 +1,4 @@
-"""The supervisor's end of a fork server (`harness.launch.zygote`): start ranks, hear how they exit, end them all."""
+"""The supervisor's end of a fork server (`harness.launch.zygote`): start ranks, report their exits, end them all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 
 
 class ServerLost(Exception):
-    """The fork server's process ended although nobody asked it to; the message says how."""
+    """The fork server's process ended without an order; the message says how."""
 
 
 class ForkServer:
@@ -54,7 +54,7 @@ class ForkServer:
         self._send(do="start", rank=rank, command=command, environment=dict(environment), cwd=os.getcwd(), log=str(log))
 
     def events(self, timeout: float) -> list[dict[str, Any]]:
-        """What happened since the last call, waiting up to `timeout` seconds for it. Raises ServerLost."""
+        """Events since the last call, waiting up to `timeout` seconds for the first. Raises ServerLost."""
         events: list[dict[str, Any]] = []
         while select.select([self._socket], [], [], 0 if events else timeout)[0]:
             try:
@@ -62,7 +62,7 @@ class ForkServer:
             except ConnectionResetError:
                 packet = b""
             if not packet:
-                raise ServerLost(self._obituary())
+                raise ServerLost(self._loss())
             event = json.loads(packet)
             if event["event"] == "ready":
                 self._ready = True
@@ -95,14 +95,14 @@ class ForkServer:
         return self._socket.fileno() < 0
 
     def close(self) -> None:
-        """End the server, and with it every rank. Idempotent."""
+        """End the server and every rank. Idempotent."""
         self._socket.close()  # the server sweeps when it reads this, and exits
         try:
             self._process.wait(SWEEP_SECONDS + 5 if self._ready else 0.1)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        # When the server died on its own, the kernel has ended the ranks but not what the ranks had started.
+        # When the server died by itself, the kernel has ended the ranks but not the ranks' own children.
         for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
@@ -113,9 +113,9 @@ class ForkServer:
         try:
             self._socket.send(json.dumps(order).encode())
         except (BrokenPipeError, ConnectionResetError) as error:
-            raise ServerLost(self._obituary()) from error
+            raise ServerLost(self._loss()) from error
 
-    def _obituary(self) -> str:
+    def _loss(self) -> str:
         code = self._process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         self._output.seek(0)

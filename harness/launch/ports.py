@@ -1,8 +1,8 @@
-"""A TCP port for one trial's rendezvous that nobody else on this machine is given meanwhile.
+"""A TCP port for one trial's rendezvous, reserved against all other processes of this machine.
 
-Ports come from outside the range the kernel hands out by itself. Inside it, any outgoing connection or listener without
-a fixed port, such as those of NCCL and Gloo, can be given the same number on another address; rank 0 listens on all of
-them, and then fails with EADDRINUSE.
+Ports come from outside the range that the kernel assigns by itself. Inside it, any outgoing connection or listener
+without a fixed port, such as those of NCCL and Gloo, can get the same number on another address; rank 0 listens on all
+addresses, and then fails with EADDRINUSE.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 RESERVED_PORTS = Path("/proc/sys/net/ipv4/ip_local_reserved_ports")
 # Below lie the ports of well-known services (Redis 6379, Jupyter 8888, Ray's workers 10002-19999).
 LOWEST, HIGHEST = 20000, 65535
-# With fewer to choose from, several runs on one machine would get in each other's way.
+# With fewer to choose from, several runs on one machine would often draw the same port.
 FEWEST = 64
-# How torch, Gloo and NCCL report that a port has gone to someone else.
+# How torch, Gloo and NCCL report that another process has the port.
 _TAKEN = ("eaddrinuse", "address already in use")
 
 
 @contextmanager
 def reserve_port(candidates: Sequence[int] | None = None) -> Iterator[int]:
-    """Yield a free port and keep it ours until the end of the block.
+    """Yield a free port, reserved until the end of the block.
 
     Binding is what reserves it, also against other runs: the first bind does without SO_REUSEADDR and so succeeds only
     where no socket has the port on any address. Set afterwards, the option lets rank 0 listen on the port all the same,
@@ -37,7 +37,9 @@ def reserve_port(candidates: Sequence[int] | None = None) -> Iterator[int]:
     with _socket() as holder:
         port = next((port for port in ports if _bind(holder, port)), None)
         if port is None:
-            raise OSError(f"all {len(ports)} ports for a trial's rendezvous are in use; end what holds them")
+            raise OSError(
+                f"all {len(ports)} ports for a trial's rendezvous are in use; end the processes that hold them"
+            )
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         yield port
 
@@ -56,12 +58,12 @@ def usable_ports(ephemeral: str | None = None, reserved: str | None = None) -> l
 
 
 def port_was_taken(reason: str) -> bool:
-    """Whether a trial's reason of failure says that a port it needed had gone to another process."""
+    """Whether a trial failed because another process had taken its port."""
     return any(words in reason.casefold() for words in _TAKEN)
 
 
 def _socket() -> socket.socket:
-    """One that stands for all addresses: a dual-stack IPv6 socket, or an IPv4 one where there is no IPv6."""
+    """A socket for all addresses: a dual-stack IPv6 socket, or an IPv4 one where there is no IPv6."""
     if not socket.has_dualstack_ipv6():
         return socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     both = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
@@ -72,7 +74,7 @@ def _socket() -> socket.socket:
 def _bind(holder: socket.socket, port: int) -> bool:
     try:
         holder.bind(("", port))
-    except OSError:  # in use, or not ours to have
+    except OSError:  # in use, or not permitted
         return False
     return True
 

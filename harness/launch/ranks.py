@@ -9,28 +9,28 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from engine.tasks.turns import Turns
-from harness.launch import Job
 from harness.launch.environment import rank_environment, trial_environment
 from harness.launch.forkserver import ForkServer, ServerLost
+from harness.launch.launcher import Job
 from harness.launch.ports import reserve_port
 from harness.launch.verdict import Exit
 from harness.launch.zygote import is_module_command
 
-TURNS_MODULE = "engine.worker"  # what can be given one trial after another
-TURNS_POLL_SECONDS = 0.02  # between looks at who is through: no process ends, so nothing else tells
+TURNS_MODULE = "engine.worker"  # the program that can run one trial after another
+TURNS_POLL_SECONDS = 0.02  # between looks for ranks that have finished: no process ends, so no event reports it
 
 
 class Ranks:
-    """Started by the first job they are given. `end` them, however it went."""
+    """Started by their first job. The caller calls `end`, whatever the job's outcome."""
 
     def __init__(self, server: ForkServer, job: Job) -> None:
         """Reserves what ranks for `job`, and for jobs like it, need; starts nothing."""
         self.server = server
-        self.turn = 0  # how many jobs they were given; 0 for ever where jobs do not share ranks
+        self.turn = 0  # number of jobs they have run; always 0 where jobs do not share ranks
         self._kind = _kind(job)
         self._numbers = job.own_ranks
         self._gone: set[int] = set()  # ranks whose process has ended
-        self._through: set[int] = set()  # ranks through with the job under way, their process ended or not
+        self._through: set[int] = set()  # ranks that have finished the current job, their process ended or not
         with contextlib.ExitStack() as held:
             self._port = job.part.port if job.part else held.enter_context(reserve_port())
             self._turns: Turns | None = None
@@ -39,7 +39,7 @@ class Ranks:
             self._held = held.pop_all()
 
     def begin(self, job: Job, environment: Mapping[str, str]) -> None:
-        """Start the ranks with the job, or hand it to them. `environment` is the server's. Raises ServerLost."""
+        """Start ranks with the job, or give it to waiting ones. `environment` is the server's. Raises ServerLost."""
         self._through = set()
         if self._turns is not None:
             self.turn += 1
@@ -61,7 +61,7 @@ class Ranks:
             self.server.start(rank, job.command, {**shared, **own}, logs / f"rank{rank}.log")
 
     def exits(self, seconds: float) -> list[Exit]:
-        """Ranks that got through with the job since the last call, waiting up to `seconds`: those whose process ended,
+        """Ranks that finished the job since the last call, waiting up to `seconds`: those whose process ended,
         and, as if it had ended with 0, those that wait for another job. Raises ServerLost."""
         events = self.server.events(min(seconds, TURNS_POLL_SECONDS) if self._turns else seconds)
         found = []
@@ -78,7 +78,7 @@ class Ranks:
 
     @property
     def waiting(self) -> bool:
-        """Whether all ranks are through with their job and wait for another."""
+        """Whether all ranks have finished their job and wait for another."""
         return self._turns is not None and not self._gone and self._through == set(self._numbers)
 
     def suit(self, job: Job) -> bool:
@@ -86,18 +86,18 @@ class Ranks:
         if not self.waiting or self._kind != _kind(job):
             return False
         with contextlib.suppress(ServerLost):
-            self.exits(0)  # one may have died in waiting
+            self.exits(0)  # one may have died while it waited
             return self.waiting
         return False
 
     def end(self) -> list[int]:
-        """Kill the ranks and what they started; returns the processes that would not die. Raises ServerLost."""
+        """Kill the ranks and their children; returns the processes that SIGKILL did not end. Raises ServerLost."""
         with self._held:
             return [] if self.server.closed else self.server.sweep()
 
 
 def _kind(job: Job) -> tuple[object, ...] | None:
-    """What jobs that may be given to the same ranks have in common; None for a job that needs ranks of its own."""
+    """A key that is equal for jobs that the same ranks may run; None for a job that needs ranks of its own."""
     if job.share is None or job.part is not None:
         return None
     if not is_module_command(job.command) or job.command[2] != TURNS_MODULE:

@@ -1,4 +1,4 @@
-"""Runs one job's ranks on this host and leaves none behind. Both launchers use it: `local` here, `ray` in an actor.
+"""Runs one job's ranks on this host and ends all their processes. `local` uses it here, `ray` in an actor.
 
 The ranks are children of a fork server (`harness.launch.zygote`), which ends them when this process dies.
 """
@@ -6,6 +6,7 @@ The ranks are children of a fork server (`harness.launch.zygote`), which ends th
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import threading
@@ -16,17 +17,15 @@ from pathlib import Path
 
 from engine.measurement import PROGRESS_FILE
 from harness.base.interrupts import look
-from harness.launch import Job, Outcome
 from harness.launch.forkserver import ForkServer, ServerLost
-from harness.launch.host_memory import oom_kills
+from harness.launch.launcher import Job, Outcome
 from harness.launch.ranks import Ranks
-from harness.launch.tail import ProgressTail
-from harness.launch.verdict import ERRORS_DIRECTORY, Watched, judge
+from harness.launch.verdict import ERRORS_DIRECTORY, Watched, judge, oom_kills
 from harness.launch.zygote import is_module_command
 
 Progress = Callable[[dict[str, object]], None]
 
-# What every rank of the engine imports anyway. torch alone takes most of the time.
+# Modules that every rank of the engine imports. torch alone takes most of the time.
 ENGINE_PRELOAD = ("torch", "engine.worker")
 # A sweep over sizes alternates between a few environments (threads per rank); an idle server costs about 200 MB.
 MAX_SERVERS = 3
@@ -38,7 +37,7 @@ _ServerKey = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
 class Patience:
     """How long each stage of ending a job waits, in seconds."""
 
-    failure: float = 3.0  # from the first failure, for the other ranks to write what they saw
+    failure: float = 3.0  # from the first failure, for the other ranks to write their errors
     terminate: float = 5.0  # from SIGTERM to SIGKILL
     poll: float = 0.1  # between looks at progress, errors and the clock
 
@@ -62,7 +61,7 @@ class Supervisor:
         self._ranks: Ranks | None = None  # of the running job, or waiting for one like the last
 
     def run(self, job: Job, on_progress: Progress | None = None) -> Outcome:
-        """Execute one job to its end; see `harness.launch.Launcher.run`."""
+        """Execute one job to its end; see `harness.launch.launcher.Launcher.run`."""
         started = time.monotonic()
         watched = self.watch(job, on_progress)
         status, reason = judge(job, watched)
@@ -75,7 +74,7 @@ class Supervisor:
         )
 
     def watch(self, job: Job, on_progress: Progress | None = None) -> Watched:
-        """Execute one job, or this host's part of one, to its end, and say what was seen of it."""
+        """Execute one job, or this host's part of one, to its end, and return what the supervisor saw of it."""
         started = time.monotonic()
         self._cancel.clear()
         kills_before = oom_kills()
@@ -122,14 +121,14 @@ class Supervisor:
         return server
 
     def _ranks_for(self, job: Job, watched: Watched) -> Ranks:
-        """Ranks that wait for such a job, else new ones. Waiting ones it does not suit are ended: they hold memory."""
+        """Ranks that wait for such a job, else new ones. Other waiting ranks are ended, because they hold memory."""
         if self._ranks is None or not self._ranks.suit(job):
             watched.left += self._dismiss()
             self._ranks = Ranks(self._server_for(job), job)
         return self._ranks
 
     def _dismiss(self) -> list[int]:
-        """End the ranks that wait, if any; returns the processes that would not die."""
+        """End the ranks that wait, if any; returns the processes that SIGKILL did not end."""
         ranks, self._ranks = self._ranks, None
         if ranks is None:
             return []
@@ -166,21 +165,20 @@ class Supervisor:
                 return
 
     def _end(self, ranks: Ranks, job: Job, watched: Watched) -> None:
-        """SIGTERM, time to react, then SIGKILL for whatever is left, also of ranks that ended by themselves.
+        """SIGTERM, time to react, then SIGKILL for all processes left, also of ranks that ended by themselves.
 
-        The job's own grace is for ranks that can still do something in order: after a failure they wait for the one
-        that is gone.
+        The job's own grace is for ranks that can still save: after a failure they wait for the rank that is gone.
         """
         if ranks.server.closed:
             return
-        exits, asked = list(watched.exits), time.monotonic()
-        with contextlib.suppress(ServerLost):  # `sweep` meets it too, and tells
+        exits, since = list(watched.exits), time.monotonic()
+        with contextlib.suppress(ServerLost):  # `sweep` raises it too
             if len(exits) < len(job.own_ranks):
                 ranks.server.terminate()
             while len(exits) < len(job.own_ranks):
                 failed = any(end.returncode for end in exits) or any(_error_files(job))
                 patience = self._patience.terminate if failed or job.grace_seconds is None else job.grace_seconds
-                if time.monotonic() >= asked + patience:
+                if time.monotonic() >= since + patience:
                     break
                 exits += ranks.exits(self._patience.poll)
         self._ranks = None
@@ -188,5 +186,52 @@ class Supervisor:
 
 
 def _error_files(job: Job) -> Iterator[Path]:
-    """What failing ranks have left so far."""
+    """The error files of failed ranks so far."""
     return (job.trial_dir / ERRORS_DIRECTORY).glob("rank*.json")
+
+
+class LocalLauncher:
+    """`--launcher local`: one machine without Ray; the supervisor runs in this process."""
+
+    name = "local"
+
+    def __init__(self, supervisor: Supervisor | None = None) -> None:
+        self._supervisor = supervisor or Supervisor()
+
+    def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
+        return self._supervisor.run(job, on_progress)
+
+    def close(self) -> None:
+        self._supervisor.close()
+
+
+class ProgressTail:
+    """Reads progress.jsonl while a worker appends to it: each line once, and only when it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.last: dict[str, object] = {}  # the newest line; empty before the first
+
+    def new(self) -> list[dict[str, object]]:
+        """Lines completed since the last call. A line that is not a JSON object is skipped: progress is for display,
+        and neither what a foreign program prints there nor a read that fails may end its trial."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                block = file.read()
+        except OSError:  # not there yet, or a file system that does not answer at this moment
+            return []
+        whole = block[: block.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        lines = []
+        for line in whole.splitlines():
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                lines.append(value)
+        if lines:
+            self.last = lines[-1]
+        return lines

@@ -1,4 +1,4 @@
-"""From what was seen of a job's ranks to one status and one sentence."""
+"""One status and one sentence from the exits, errors and out-of-memory kills of a job's ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.launch import Job
+from harness.launch.launcher import Job
 from harness.records.record import Status
 
 ERRORS_DIRECTORY = "errors"
 # A peer notices a dead rank within milliseconds, and file times are coarser than process times (one clock tick): an
 # error file this much older than an exit may still be its consequence. A busy machine notices exits later than that,
-# which matters where peers complain at once: at SIGKILL, which no failure of a peer ever sends.
+# which matters where peers fail at once: at SIGKILL, which no failure of a peer ever sends.
 CLOCK_SLACK_SECONDS = 0.05
 
 
@@ -31,7 +31,7 @@ class Exit:
 
 @dataclass(kw_only=True, slots=True)
 class Watched:
-    """What the supervisor saw of one job."""
+    """The supervisor's observations of one job."""
 
     exits: list[Exit] = field(default_factory=list)
     timed_out_at: float | None = None  # when ranks were ended at the deadline, in seconds since the epoch
@@ -39,7 +39,7 @@ class Watched:
     server_lost: str = ""  # how the fork server ended, should it have
     oom_killed: bool = False  # the kernel's count of out-of-memory kills rose meanwhile
     progress: dict[str, object] = field(default_factory=dict)  # the last line of progress.jsonl
-    turn: int = 0  # the job's among those its ranks were given, from 1; 0: it had ranks of its own
+    turn: int = 0  # number of the job among those that its ranks ran, from 1; 0: it had ranks of its own
     left: list[int] = field(default_factory=list)  # processes that SIGKILL did not end in time
 
 
@@ -56,8 +56,8 @@ class WorkerError:
 def judge(job: Job, watched: Watched) -> tuple[Status, str]:
     """Status and reason of a job that has ended.
 
-    A cancelled job is interrupted whatever else went on. An out-of-memory or refusal is the cause wherever it appears,
-    because every other error then follows from it, and so is a rank that was killed. Otherwise what came first counts,
+    A cancelled job is interrupted, whatever its errors. An out-of-memory or refusal is the cause wherever it appears,
+    because every other error then follows from it, and so is a rank that was killed. Otherwise the first event counts,
     a failure or the deadline: one rank's end makes its peers fail too, with messages about lost connections that
     explain nothing.
     """
@@ -114,12 +114,12 @@ def _unexplained(job: Job, watched: Watched, end: Exit) -> tuple[Status, str]:
             return "host_oom", f"rank {end.rank} was killed by the kernel because host memory ran out"
         return "failed", f"rank {end.rank} was killed by {name}{_after(watched.progress)} (see {_log(end.rank)})"
     last = last_line(job.trial_dir / _log(end.rank))
-    said = f", its last words: {last}" if last else ""
+    said = f", its last line: {last}" if last else ""
     return "failed", f"rank {end.rank} exited with code {end.returncode}{said} (see {_log(end.rank)})"
 
 
 def read_errors(trial_dir: Path) -> list[WorkerError]:
-    """What the workers left in errors/, earliest first."""
+    """The workers' files in errors/, earliest first."""
     found = []
     for path in trial_dir.glob(f"{ERRORS_DIRECTORY}/rank*.json"):
         rank = int(path.stem.removeprefix("rank"))
@@ -140,7 +140,7 @@ def last_line(log: Path, limit: int = 200) -> str:
         with open(log, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
             end = file.read().decode("utf-8", errors="replace")
-    except OSError:  # none, or one that cannot be read: the verdict needs no last words
+    except OSError:  # none, or one that cannot be read: the sentence does without it
         return ""
     lines = [line.strip() for line in end.splitlines() if line.strip()]
     return lines[-1][:limit] if lines else ""
@@ -155,3 +155,48 @@ def _after(progress: dict[str, object]) -> str:
     if "step" not in progress:
         return " before its first step"
     return f" after step {progress['step']} of {progress.get('of', '?')}"
+
+
+def oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Processes that the kernel has killed for memory: in this process's cgroup, else (no counter there) on this host.
+
+    A SIGKILL alone does not show that host memory ran out; a rise of this count does.
+
+    0 where the kernel keeps no count.
+    """
+    for counter in (*_cgroup_counters(proc / "self" / "cgroup", cgroups), proc / "vmstat"):
+        count = _field(counter, "oom_kill")
+        if count is not None:
+            return count
+    return 0
+
+
+def _cgroup_counters(membership: Path, cgroups: Path) -> list[Path]:
+    """Files with an `oom_kill` line for the cgroup this process is in; version 2 first, then version 1.
+
+    Inside a container the path named by the kernel may not be visible; the mount's root is then the container's own.
+    """
+    found: list[Path] = []
+    lines = membership.read_text(encoding="utf-8").splitlines() if membership.exists() else []
+    for line in sorted(lines):  # "0::/path" is version 2, "4:memory:/path" version 1
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found += [cgroups / path.lstrip("/") / "memory.events", cgroups / "memory.events"]
+        elif "memory" in controllers.split(","):
+            found += [
+                cgroups / "memory" / path.lstrip("/") / "memory.oom_control",
+                cgroups / "memory" / "memory.oom_control",
+            ]
+    return found
+
+
+def _field(file: Path, name: str) -> int | None:
+    try:
+        lines = file.read_text(encoding="ascii").splitlines()
+    except OSError:  # this kernel, or this kind of cgroup, does not have the file
+        return None
+    for line in lines:
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return None

@@ -4,8 +4,8 @@ A rank is as fresh as one started by a shell (own session, own log, own environm
 already done: on two cores that turns seconds per rank into milliseconds. Commands that are not `python -m MODULE` are
 forked and executed, so that all ranks, ours or foreign, are started and ended in one way.
 
-Nothing outlives this process, which is why it adopts orphans (child subreaper): it ends the process group of every rank
-and then whatever children are left, also grandchildren that made sessions of their own. It does so when asked, when the
+No process outlives this one. It adopts orphans (child subreaper): it ends the process group of every rank
+and then all children that are left, also grandchildren that made sessions of their own. It does so by order, when the
 control socket closes because the supervisor died, and at SIGTERM; should it be killed itself, the kernel kills the
 ranks (parent-death signal). While it imports it reads no socket, and the kernel ends it with the supervisor.
 
@@ -49,10 +49,10 @@ def main() -> None:
         return  # the supervisor died before the line above took effect
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     hazard = _preload(json.loads(sys.argv[2])) or fork_hazard()
-    _prctl(PR_SET_PDEATHSIG, 0)  # from here on the socket tells, and what the ranks started is ended too
+    _prctl(PR_SET_PDEATHSIG, 0)  # from here on the closed socket ends it, and the ranks' children too
     gc.freeze()  # keeps the collector from writing to, and so copying, the pages shared with the ranks
     order = Zygote(control, hazard).serve()
-    if order is not None:  # in a child, and at the bottom of its stack: it ends as any Python program does
+    if order is not None:  # in a child, at the bottom of its stack, so that it ends as any Python program does
         become(order, execute=bool(hazard) or not is_module_command(order["command"]))
 
 
@@ -74,7 +74,7 @@ class Zygote:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to interpret
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
 
         with selectors.DefaultSelector() as selector:
             selector.register(self.control, selectors.EVENT_READ)
@@ -139,7 +139,7 @@ class Zygote:
                 os.killpg(pid, signal.SIGTERM)
 
     def _sweep(self) -> list[int]:
-        """Kill and reap everything below this process; returns the processes that would not die in time."""
+        """Kill and reap all descendants; returns the processes that did not end in time."""
         for pid in self.pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
@@ -167,12 +167,12 @@ class Zygote:
             return b""
 
     def _send(self, **event: Any) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `serve` meets the closed socket next
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `serve` reads the closed socket next
             self.control.send(json.dumps(event).encode())
 
 
 def become(order: dict[str, Any], *, execute: bool) -> None:
-    """Turn this forked child into the ordered rank: its log, directory, environment, then its program."""
+    """Make this forked child the ordered rank: its log, directory, environment, then its program."""
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
@@ -191,13 +191,13 @@ def become(order: dict[str, Any], *, execute: bool) -> None:
             sys.exit(f"{command[0]} cannot be executed ({error.strerror}); check that it is installed on this machine")
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     module, arguments = command[2], command[3:]
-    sys.modules.pop(module, None)  # preloaded for what it imports; as __main__ it is executed anew
+    sys.modules.pop(module, None)  # preloaded for its imports; as __main__ it is executed anew
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def is_module_command(command: list[str]) -> bool:
-    """Whether this is `python -m MODULE ...` with the interpreter that runs us, which forking can stand in for."""
+    """Whether this is `python -m MODULE ...` with this interpreter, which a fork replaces."""
     return len(command) > 2 and command[0] == sys.executable and command[1] == "-m"
 
 
@@ -218,7 +218,7 @@ def _preload(modules: list[str]) -> str:
     for name in modules:
         try:
             importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - the rank, executed instead of forked, meets it and logs it in full
+        except Exception as error:  # noqa: BLE001 - the rank, executed instead of forked, raises it again and logs it in full
             return f"{name} cannot be imported: {type(error).__name__}: {error}"
     return ""
 
@@ -228,7 +228,7 @@ def _children() -> list[int]:
     own = os.getpid()
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended while we looked
+        with contextlib.suppress(OSError):  # it ended meanwhile
             # The name in field 2 may hold spaces and brackets; the parent is the second field after its last bracket.
             parent = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1]
             if int(parent) == own:

@@ -1,1 +1,4 @@
-"""harness.machine"""
+"""The hosts that trials may use: their GPUs, cores and memory, and `burst doctor`'s findings.
+
+Hosts are described here. Ranks are started in `launch`; nodes are reached over SSH in `cluster`.
+"""

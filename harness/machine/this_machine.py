@@ -1,25 +1,39 @@
-"""What this machine can hold, found without importing torch: planning must be quick and work on a laptop."""
+"""The GPUs, cores and memory of this machine, found without importing torch: planning is quick, also on a laptop.
+
+Run as `python -m harness.machine.this_machine` on a node of a cluster, it prints them as JSON. `versions.code` digests
+the project's files, so that nodes with another commit, or with edits, differ also where the checkout has no history.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import os
 import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from cluster.inventory.nodes import Node
 from harness.base.errors import UsageError
+from harness.records.provenance import PROJECT_ROOT, commit
 
-# Without a GPU ranks are processes that share the cores: more of them than cores is slow but right, and that is
-# what a laptop needs to try CP 4 or 8. Beyond this, memory for one copy of torch per rank becomes the limit.
+# Without a GPU ranks are processes that share the cores. More ranks than cores are slow but correct, so that a laptop
+# can try CP 4 or 8. Beyond this, memory for one copy of torch per rank is the limit.
 CPU_RANKS = 8
 
 _CGROUP = Path("/sys/fs/cgroup")
 ANY_NUMBER = 1 << 16  # GPUs of an imagined host
 _NVIDIA_SMI = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
 _NVIDIA_SMI_SECONDS = 30
+
+# Of the project, for `code_digest`.
+PACKAGES = ("harness", "engine", "baselines", "cluster", "experiments")
+_SUFFIXES = (".py", ".yaml", ".j2")
+_DIGITS = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +48,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What trials may use: one host, or several that are alike."""
+    """One host that trials may use, or several alike."""
 
     hostname: str
     device: Literal["cuda", "cpu"]
@@ -43,7 +57,7 @@ class Machine:
     gpu_name: str = ""  # as nvidia-smi prints it; empty without a GPU
     gpu_count: int = 0
     gpu_memory_gib: float = 0.0  # of the smallest GPU
-    gpu_problem: str = ""  # one sentence when GPUs seem to be there but cannot be used
+    gpu_problem: str = ""  # one sentence when the machine seems to have GPUs that cannot be used
     nodes: int = 1  # hosts; every other figure is of one of them
     ranks_per_node: int | None = None  # of one trial; None: one per GPU, or processes when there is no GPU
 
@@ -66,7 +80,7 @@ class Machine:
 
 
 def together(machines: Sequence[Machine], ranks_per_node: int) -> Machine:
-    """Several hosts as one machine: what each of them has at least. Raises UsageError when some have GPUs, some not."""
+    """Several hosts as one machine, with the least that any has. Raises UsageError when some have GPUs, some not."""
     kinds = sorted({machine.gpu_name or "no GPU" for machine in machines})
     if len({machine.device for machine in machines}) > 1:
         raise UsageError(f"the nodes have {' and '.join(kinds)}; name nodes of one kind with --nodes")
@@ -84,7 +98,7 @@ def together(machines: Sequence[Machine], ranks_per_node: int) -> Machine:
 
 
 def imagined(gpu_name: str, gpu_memory_gib: float) -> Machine:
-    """One host with any number of GPUs of a kind, to plan for without having it."""
+    """One host with any number of GPUs of a kind, to plan for hardware that is not here."""
     return Machine(
         hostname="", device="cuda", cores=1, memory_gib=0.0,
         gpu_name=gpu_name, gpu_count=ANY_NUMBER, gpu_memory_gib=gpu_memory_gib,
@@ -185,3 +199,41 @@ def _cgroup_limit(name: str) -> str:
         return (_CGROUP / name).read_text(encoding="ascii").strip()
     except OSError:
         return ""
+
+
+def main() -> None:
+    machine = dataclasses.asdict(discover())
+    print(json.dumps({"versions": {"code": code_digest(PROJECT_ROOT)}, "commit": commit(), "machine": machine}))
+
+
+def code_digest(root: Path) -> str:
+    """Digest of names and contents of all code and data that a trial may read; equal for equal trees at any path."""
+    digest = hashlib.sha256()
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*")):
+            if path.suffix in _SUFFIXES and "upstream" not in path.parts:
+                content = hashlib.sha256(path.read_bytes()).hexdigest()
+                digest.update(f"{path.relative_to(root)} {content}\n".encode())
+    return digest.hexdigest()[:_DIGITS]
+
+
+def machine_of(description: dict[str, Any]) -> Machine:
+    """The machine of a node's description."""
+    return Machine(**description["machine"])
+
+
+def ranks_of(node: Node, description: dict[str, Any]) -> int:
+    """Ranks of one trial that a node takes: the site's number, else one per GPU. Raises ValueError without either."""
+    machine = machine_of(description)
+    if machine.gpu_problem:
+        raise ValueError(machine.gpu_problem)
+    ranks = node.site.ranks_per_node or machine.gpu_count
+    if not ranks:
+        raise ValueError("it has no GPU, so the site must say how many ranks it takes; set ranks_per_node")
+    if 0 < machine.gpu_count < ranks:
+        raise ValueError(f"ranks_per_node is {ranks}, but it has {machine.gpu_count} GPUs; give at most that many")
+    return ranks
+
+
+if __name__ == "__main__":
+    main()

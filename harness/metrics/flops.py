@@ -1,8 +1,8 @@
 """Floating-point operations of one trial: the only FLOP formula of the project; every throughput and MFU uses it.
 
 A multiply-add is two operations. Only matrix multiplications count: norms, softmax, RoPE and the embedding look-up are
-free. Attention counts the (query, key) pairs its mask really shows, so causal and windowed runs are not flattered by
-work they skip. The totals are those of a whole step over all ranks. Conventions of the field, spelled out in
+free. Attention counts the (query, key) pairs its mask really shows, so causal and windowed runs get no credit for
+work that they skip. The totals are those of a whole step over all ranks. Conventions of the field, spelled out in
 docs/metrics.md: PaLM (arXiv:2204.02311, appendix B) for model against hardware FLOPs, FlashAttention
 (arXiv:2205.14135) for the 2.5 of its backward.
 """
@@ -25,7 +25,7 @@ ATTENTION_KERNEL_BACKWARD = 2.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """FLOPs of one step over all ranks, forward pass only, by what executes them; plus what is computed twice."""
+    """FLOPs of one step over all ranks: the forward pass by part of the model, and the work that is repeated."""
 
     layers: float  # projections and MLP of all layers
     head: float  # hidden states to vocabulary
@@ -50,7 +50,7 @@ class Work:
 
     @property
     def hardware(self) -> float:
-        """What is executed: the kernels' own recomputation of QK^T and all activation checkpointing included."""
+        """FLOPs that are executed: with the kernels' own recomputation of QK^T and all activation checkpointing."""
         return self.kernel + self.recomputed_layers + self.recomputed_attention
 
 
@@ -76,11 +76,11 @@ def attention_forward(settings: TrialSettings) -> float:
 def work_of(settings: TrialSettings) -> Work:
     """FLOPs of one training step, or of one call for the other tasks.
 
-    Checkpointing repeats each layer's matrix multiplications once, but for the MLP's last, whose result no gradient
-    wants; with `checkpoint.every` k those of k - 1 of k layers once more, or as often as `checkpoint.replay: bisect`
+    Checkpointing repeats each layer's matrix multiplications once, except the MLP's last, whose result no gradient
+    needs; with `checkpoint.every` k those of k - 1 of k layers once more, or as often as `checkpoint.replay: bisect`
     runs them, and attention for the part of the sequence whose outputs are not kept (`checkpoint.tail`): once, under
-    `bisect` in every run of its layer. A tiled MLP whose layer is not recomputed repeats what lies before its last
-    matrix; tiled projections repeat queries and keys where these are normed. The fused LM head forms its gradients in
+    `bisect` in every run of its layer. A tiled MLP whose layer is not recomputed repeats the matrices before its last
+    one; tiled projections repeat queries and keys where these are normed. The fused LM head forms its gradients in
     the forward pass and repeats nothing.
     """
     model, checkpoint = settings.model, settings.checkpoint
@@ -125,10 +125,10 @@ def _attention_again(settings: TrialSettings) -> float:
 
 
 def _repeated_by_tiles(settings: TrialSettings) -> float:
-    """What tiles run again in backward because they keep their input alone.
+    """FLOPs that tiles repeat in backward because they keep only their input.
 
     A tiled MLP: its first matrix, or the first two of a gated one, unless the layer's recomputation ends before them.
-    Tiled projections: queries and keys where these are normed, since their norm's gradient wants its input.
+    Tiled projections: queries and keys where these are normed, since their norm's gradient needs its input.
     """
     model, again = settings.model, 0
     if settings.mlp_tiles > 1 and settings.checkpoint.every == 0:
@@ -150,7 +150,7 @@ def tokens_per_step(settings: TrialSettings) -> int:
 
 
 def seconds_at_kernel_speed(work: Work, *, gemm: float, attention_forward: float, attention_backward: float) -> float:
-    """Seconds of one GPU doing all of `work` at the given TFLOP/s, nothing repeated and no transfer waited for.
+    """Seconds of one GPU doing all of `work` at the given TFLOP/s, without repeated work and waiting.
 
     `attention_backward` is in the kernel convention, so the recomputed QK^T inside the kernel costs its time here.
     """

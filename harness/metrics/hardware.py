@@ -25,7 +25,7 @@ class Hardware:
     gpu_names: tuple[str, ...]  # as nvidia-smi prints them
     peak_bf16_tflops: float  # by datasheet
     memory_gib: float  # usable by programs
-    gemm_tflops: float | None  # measured on a large GEMM; None when nobody measured
+    gemm_tflops: float | None  # measured on a large GEMM; None when not measured
     kernel_ceilings: dict[str, dict[str, float]]  # attention kernel -> {"forward": TFLOP/s, "backward": TFLOP/s}
     sources: dict[str, str]  # where each figure comes from
 

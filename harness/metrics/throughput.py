@@ -1,6 +1,6 @@
-"""What a record means: every derived figure, computed on reading so that a corrected formula needs no rerun.
+"""Every derived figure of a record, computed on reading so that a corrected formula needs no rerun.
 
-A figure that was not measured, or means nothing here (an MFU on a CPU), is None: never 0 and never NaN.
+A figure that was not measured, or has no meaning here (an MFU on a CPU), is None: never 0 and never NaN.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.measurement import Measurement
+from engine.settings import TrialSettings
 from harness.metrics.flops import Work, seconds_at_kernel_speed, tokens_per_step, work_of
 from harness.metrics.hardware import Hardware, hardware_for
 from harness.records.record import Record
@@ -33,7 +35,7 @@ FORMULAS: dict[str, str] = {
     "peak_memory_gib": "peak memory = the allocator's peak allocated plus attention's receive windows, "
     "maximum over ranks",
     "peak_rss_gib": "peak host memory = resident set of a rank's process, maximum over ranks",
-    "sent_gib_per_gpu": "sent = bytes attention posts per step, maximum over ranks",
+    "sent_gib_per_gpu": "sent = bytes attention sends per step, maximum over ranks; empty where the method counts none",
     "loss": "loss and gradient norm = means over all target tokens of the whole batch, at the last measured step",
     "step_seconds_iqr": "spread = interquartile range of the measured steps; a step lasts as long as its slowest rank",
 }
@@ -79,7 +81,7 @@ def metrics_of(record: Record) -> Metrics:
     gpu_seconds = step * settings.world_size
     counted = work.kernel if settings.task == "attention" else work.model
 
-    # The table of peaks holds the bf16 one only: a share of it would say nothing about an fp32 run.
+    # The table of peaks holds the bf16 one only: a fraction of it has no meaning for an fp32 run.
     hardware = hardware_for(record.gpu or measured.device) if settings.dtype == "bf16" else None
     peak = hardware.peak_bf16_tflops if hardware else None
     best = kernel_bound_seconds(work, hardware, measured.chosen.get("kernel", "")) if hardware else None
@@ -97,7 +99,7 @@ def metrics_of(record: Record) -> Metrics:
         peak_memory_gib=_largest_gib(measured.peak_allocated_bytes),
         peak_reserved_gib=_largest_gib(measured.peak_reserved_bytes),
         peak_rss_gib=_largest_gib(measured.peak_rss_bytes),
-        sent_gib_per_gpu=_largest_gib(measured.sent_bytes),
+        sent_gib_per_gpu=_sent_gib(record.settings, measured),
         loss=measured.loss[-1] if measured.loss else None,
         grad_norm=measured.grad_norm[-1] if measured.grad_norm else None,
         tflops_ceiling=counted / best / 1e12 if best else None,
@@ -127,6 +129,18 @@ def interquartile_range(samples: Sequence[float]) -> float | None:
         return None
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
     return high - low
+
+
+def _sent_gib(settings: TrialSettings, measured: Measurement) -> float | None:
+    """GiB that attention sent, of the largest rank; None where the method did not count them.
+
+    Ranks that share a sequence send something, so that 0 from all of them is a count that was never made, unless the
+    plan computed 0 as well (a mask of documents that each fit one rank).
+    """
+    largest = max(measured.sent_bytes, default=0)
+    if settings.cp_size > 1 and largest == 0 and any(measured.extra.get("computed_sent_bytes") or [1]):
+        return None
+    return _largest_gib(measured.sent_bytes)
 
 
 def _largest_gib(bytes_per_rank: Sequence[int]) -> float | None:

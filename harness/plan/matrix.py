@@ -1,6 +1,6 @@
 """From an experiment to its trials: pure data, the same every time, torch never imported.
 
-Every combination that cannot run stays in the plan with its reason: in a sweep that is a result, not a failure.
+A combination that cannot run stays in the plan with its reason: in a sweep that is a result, not a failure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.attention.geometry.layout import split_unsupported_reason
+from engine.attention.geometry.layout import Layout, split_unsupported_reason
 from engine.attention.masks import parse_mask
 from engine.lm_head import loss_kernel
 from engine.method import schedule_unsupported_reason_on
@@ -30,14 +30,13 @@ from harness.base.errors import UsageError
 from harness.machine.this_machine import Machine
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import Hardware
-from harness.plan.memory_model import GIB, training_memory
-from harness.plan.predict import predict
-from harness.plan.warm_up import warm_up_unsupported_reason
+from harness.metrics.throughput import GIB
+from harness.plan.predict import predict, training_memory
 from harness.spec.experiment import Experiment
 from harness.spec.methods import method_named
 from harness.spec.trial import Trial
 
-MAX_TRIALS = 100_000  # combinations of a sweep: more are a mistake, and would only fill the memory
+MAX_TRIALS = 100_000  # combinations of a sweep: more are a mistake, and would fill the memory
 MAX_RANKS = 1 << 16  # choosing a layout looks at every rank
 
 # Kernels that exist for one kind of device only; `auto` and `reference` run on both.
@@ -82,7 +81,7 @@ def _check_count(experiment: Experiment) -> None:
 def unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
     """One sentence why this trial cannot run on this machine, or None.
 
-    What is wrong on any machine comes first: it is the reason that moving to a larger machine would not remove.
+    Reasons that hold on any machine come first, because a larger machine would not remove them.
     """
     method = method_named(settings.method)
     return (
@@ -135,8 +134,8 @@ def plan_table(
 
     `model_tflop` is what one step or call computes over all ranks, in 1e12 model FLOPs. With `hosts`, several as one
     machine, also how many of them a trial takes and its ranks on each, empty where it does not spread. With `hardware`,
-    what `harness.plan.predict` expects of it: seconds of a step or call at least, GiB of a rank on its GPU and on the host,
-    and whether the former are there; None where nothing is known.
+    the prediction of `harness.plan.predict`: seconds of a step or call at least, GiB of a rank on its GPU and on the
+    host, and whether the GPU has the former; None where there is no prediction.
     """
     always = ["task", "method", "model", "seq_len", "cp_size", "world_size"]
     # Fields of the model are left out: its name, which is there, changes with them.
@@ -171,7 +170,7 @@ def _predicted(settings: TrialSettings, hardware: Hardware) -> dict[str, Any]:
 
 
 def _memory_unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
-    """A training trial that would fill a host, which ends more than the trial. A GPU's memory is left to be tried."""
+    """A training trial that would fill a host's memory, and so end more than itself. A full GPU ends only the trial."""
     if settings.task != "train" or not machine.memory_gib:
         return None
     memory = training_memory(settings)
@@ -247,7 +246,7 @@ def _size_unsupported_reason(settings: TrialSettings) -> str | None:
     """Sizes that do not fit each other."""
     world, parallel = settings.world_size, settings.cp_size * settings.tp_size
     if world > MAX_RANKS:
-        return f"{world} ranks are more than anything here has been made for; choose at most {MAX_RANKS}"
+        return f"{world} ranks are more than a plan takes; choose at most {MAX_RANKS}"
     if world % parallel:
         return (
             f"cp_size {settings.cp_size} x tp_size {settings.tp_size} = {parallel} does not divide world_size {world}; "
@@ -262,7 +261,7 @@ def _size_unsupported_reason(settings: TrialSettings) -> str | None:
 
 
 def _data_unsupported_reason(settings: TrialSettings) -> str | None:
-    """Tokens that the model has no words for, or a store that cannot be read."""
+    """Tokens outside the model's vocabulary, or a store that cannot be read."""
     if settings.task != "train":
         return None
     if not Path(settings.data).is_dir():  # a text, whose tokens are bytes
@@ -276,7 +275,7 @@ def _data_unsupported_reason(settings: TrialSettings) -> str | None:
 
 
 def _layout_unsupported_reason(settings: TrialSettings) -> str | None:
-    """A sequence that does not split. Only native methods say how they lay it out; foreign ones judge by themselves."""
+    """A sequence that does not split. Only native methods have a layout here; foreign programs check it themselves."""
     layout_of = getattr(method_named(settings.method), "layout", None)
     layout = None if layout_of is None else layout_of(settings)
     whole = None if layout is None else split_unsupported_reason(layout, settings.seq_len, settings.cp_size)
@@ -284,13 +283,13 @@ def _layout_unsupported_reason(settings: TrialSettings) -> str | None:
 
 
 def _schedule_unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
-    """Heads that cannot be traded as asked between the nodes of this machine; None where the ranks do not fit it."""
+    """Heads that the schedule cannot exchange between this machine's nodes; None where the ranks do not fit it."""
     nodes = settings.emulate_nodes if settings.emulate_nodes > 1 else machine.nodes_for(settings.world_size)
     return None if nodes is None else schedule_unsupported_reason_on(method_named(settings.method), settings, nodes)
 
 
 def _head_unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
-    """An LM head that this machine cannot run as asked, or that has nothing to do with the method."""
+    """An LM head that this machine cannot run with these settings, or that does not depend on the method."""
     if settings.task == "lm_head" and settings.method != "burst":
         return (
             f"task lm_head runs no attention, so {settings.method} would measure the same as burst; set method to burst"
@@ -318,3 +317,15 @@ def _device_unsupported_reason(settings: TrialSettings, machine: Machine) -> str
         missing = "GPU, and this machine has none" if machine.device == "cpu" else "CPU, and the ranks here use GPUs"
         return f"kernel {settings.kernel} needs a {missing}; choose kernel auto or one that runs here"
     return None
+
+
+def warm_up_unsupported_reason(settings: TrialSettings, layout: str | Layout | None) -> str | None:
+    """Why steps of `steps.warmup_seq_len` tokens cannot be run, or None. `layout`: the trial's own, by which shorter
+    sequences are split too; None where the method has none."""
+    seq_len = settings.steps.warmup_seq_len
+    if settings.task != "train" or seq_len in (0, settings.seq_len) or not settings.steps.warmup:
+        return None
+    reason = parse_mask(settings.mask).unsupported_reason(seq_len)
+    if reason is None and layout is not None:
+        reason = split_unsupported_reason(layout, seq_len, settings.cp_size)
+    return reason and f"steps.warmup_seq_len {seq_len} cannot be run: {reason}; 0 warms up at the trial's own length"

@@ -1,31 +1,40 @@
-"""What a trial would take on given GPUs, without running it: time from below, memory about."""
+"""Time and memory of a trial on given GPUs, predicted from its settings without running it.
+
+Time is a lower bound: all matrix products and attention, repeated ones included, at the speeds measured on this
+hardware in bf16, without waiting, launches and elementwise work.
+
+Memory is that of the engine's tensors (docs/memory.md) at the three moments that may be the fullest: in the LM head,
+with all saved tensors and no gradients yet; in the backward of the last layer, just after; and in that of the first
+layer, with no saved tensors left and all gradients. Allocators' rounding and kernels' workspaces are left out. The
+estimate is within 15% of the committed records of H200 (tests/harness/test_predict.py).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.settings import TrialSettings
+from engine.attention.masks import Causal, parse_mask
+from engine.checkpoint.counts import group_starts, inputs_at_once, inputs_in_store
+from engine.settings import BYTES_OF, TrialSettings
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import Hardware
-from harness.metrics.throughput import kernel_bound_seconds
-from harness.plan.memory_model import GIB, training_memory
+from harness.metrics.throughput import GIB, kernel_bound_seconds
+
+_PROCESS = 2 * GIB  # of host memory: interpreter, torch, CUDA's own
+_HEAD_TILE = 1 * GIB  # logits of one tile (engine.lm_head.tiles)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Of one trial; None where nothing is known to predict from."""
+    """Of one trial; None where nothing is predicted."""
 
-    seconds: float | None  # of a step, or of a call: no less than this
-    gpu_gib: float | None  # the fullest rank's, about
-    host_gib: float | None  # one rank's process, about
+    seconds: float | None  # of a step, or of a call: a lower bound
+    gpu_gib: float | None  # of the fullest rank, approximately
+    host_gib: float | None  # of one rank's process, approximately
 
 
 def predict(settings: TrialSettings, hardware: Hardware) -> Prediction:
-    """A trial on GPUs of this kind.
-
-    Time is that of all matrix products and attention, repeated ones included, at the hardware measured on this hardware
-    in bf16: what is not hidden, launches and everything elementwise come on top. Memory is `harness.plan.memory_model`'s.
-    """
+    """Time and memory of a trial on GPUs of this kind."""
     memory = training_memory(settings) if settings.task == "train" else None
     return Prediction(
         seconds=_seconds(settings, hardware),
@@ -47,3 +56,113 @@ def _seconds(settings: TrialSettings, hardware: Hardware) -> float | None:
     if work.recomputed_attention:
         again += work.recomputed_attention / hardware.kernel_ceilings[kernels[0]]["forward"]
     return (once + again / 1e12) / settings.world_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of one rank."""
+
+    gpu: float
+    host: float
+
+    @property
+    def without_gpu(self) -> float:
+        """Of a rank on a CPU, where all is host memory and the process itself takes less."""
+        return self.gpu + self.host - _PROCESS
+
+
+def training_memory(settings: TrialSettings) -> Memory:
+    """The most that one rank of a training trial holds on its GPU and on the host."""
+    return _Estimate(settings).memory()
+
+
+class _Estimate:
+    """The terms of one trial, in bytes per rank."""
+
+    def __init__(self, settings: TrialSettings) -> None:
+        self._settings, shape = settings, settings.model
+        item = BYTES_OF[settings.dtype]
+        self._wide = max(4, item)  # of master weights, gradients and moments
+        self._item = item
+        tokens = settings.seq_len * settings.batch_size / settings.cp_size
+        self._mlp_state = item * tokens * shape.ffn
+        self._state = item * tokens * shape.hidden  # one hidden state of all tokens of the rank
+        self._query = item * tokens * shape.heads * shape.head_dim  # queries, attention's output, their gradients
+        self._keys = 2 * item * tokens * shape.kv_heads * shape.head_dim  # keys and values
+        self._lse = 4 * tokens * shape.heads
+        self._logits = (4 + item) * tokens * shape.vocab
+        shards = settings.world_size
+        if settings.sharding == "hybrid":
+            shards = max(1, shards // max(1, settings.emulate_nodes))
+        self._parameters = shape.parameters / shards
+
+    def memory(self) -> Memory:
+        settings, checkpoint = self._settings, self._settings.checkpoint
+        wide, moments = self._wide * self._parameters, 2 * self._wide * self._parameters
+        inputs, attention = self._kept()
+        on_host = float(_PROCESS)
+        device = wide
+        if settings.optimizer_offload:
+            on_host += moments
+        else:
+            device += moments
+        kept = 0.0
+        if checkpoint.every and checkpoint.offload != "none":
+            on_host += inputs_in_store(checkpoint, settings.model.layers) * self._state
+        else:
+            kept += inputs
+        if checkpoint.every and checkpoint.offload == "all":
+            on_host += attention
+        else:
+            kept += attention
+        layer = self._gathered() + self._layer()
+        fullest = max(kept + self._head(), kept + layer, wide + layer)  # LM head, last layer, first layer
+        return Memory(gpu=device + fullest, host=on_host)
+
+    def _kept(self) -> tuple[float, float]:
+        """Layer inputs and attention's results of a whole forward; under `every: 0` all of a layer's saved tensors
+        count as input."""
+        shape, checkpoint = self._settings.model, self._settings.checkpoint
+        if checkpoint.every == 0:
+            left = 4 * self._state + self._query + self._keys
+            left += 0.0 if self._settings.mlp_tiles > 1 else (3 if shape.gated else 2) * self._mlp_state
+            return shape.layers * left, shape.layers * (self._query + self._lse)
+        results = shape.layers * checkpoint.tail * (self._query + self._lse)
+        return group_starts(checkpoint, shape.layers) * self._state, results
+
+    def _gathered(self) -> float:
+        """Two layers' parameters, and the gradient of one as computed and as reduced."""
+        return (3 * self._item + self._wide) * self._settings.model.layer_parameters
+
+    def _head(self) -> float:
+        """Weight, its gradient summed, as computed and as reduced; the logits; input, norm and gradient of the head."""
+        shape, fused = self._settings.model, self._settings.lm_head_fusion
+        weight = (2 * self._item + 2 * self._wide) * shape.vocab * shape.hidden
+        return weight + (min(self._logits, _HEAD_TILE) if fused else self._logits) + 3 * self._state
+
+    def _layer(self) -> float:
+        """One layer's backward beyond the saved tensors: the larger of the MLP's and attention's."""
+        settings, checkpoint = self._settings, self._settings.checkpoint
+        shape = settings.model
+        held = self._query + self._keys  # computed again, for attention's backward
+        if settings.projection_tiles == 1:
+            held += self._state  # normed
+        if checkpoint.every > 1 or checkpoint.offload != "none":
+            held += self._state  # the input is not among the saved tensors
+        if checkpoint.replay == "hold" and checkpoint.every > 1:
+            outputs = 0.0 if checkpoint.offload == "none" and checkpoint.tail == 1 else self._query
+            held += inputs_at_once(checkpoint, shape.layers) * (self._state + outputs)
+        gates = 2 if shape.gated else 1
+        if settings.mlp_tiles > 1:
+            run = (1 + gates) * self._mlp_state / settings.mlp_tiles
+            mlp = run + self._wide * (1 + gates) * shape.hidden * shape.ffn
+        else:
+            mlp = 2 * (1 + gates) * self._mlp_state
+        output = 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._query
+        in_mlp = held + output + 3 * self._state + mlp  # gradients before and after, the MLP's input
+        in_attention = held + self._state + self._query + self._query + self._keys  # gradients: residual, out, q, k, v
+        if settings.cp_size > 1:  # received chunks and the gradients sent back: the part of them that the mask uses
+            mask = parse_mask(settings.mask)
+            used = min(1.0, mask.area(settings.seq_len) / Causal().area(settings.seq_len))
+            in_attention += used * (4 * self._query + 2 * self._keys)
+        return max(in_mlp, in_attention)

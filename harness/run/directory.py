@@ -1,4 +1,4 @@
-"""The directory one `burst run` fills: who may write to it, what is kept of earlier runs, and where things are."""
+"""The directory of one `burst run`: its files, its lock, and earlier runs and attempts that are kept."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUN_FACTS = frozenset({"experiment", "trials", "started_at"})  # of run.json, th
 
 
 class RunDirectory:
-    """DIR of `burst run --out DIR`. Reading needs no lock; `opened_for_writing` gives one to those who write."""
+    """DIR of `burst run --out DIR`. Reading needs no lock; `opened_for_writing` takes one for writing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,7 +41,7 @@ class RunDirectory:
         return read_record(path) if os.path.lexists(path) else None
 
     def describe(self, **facts: Any) -> None:
-        """Leave run.json: what was planned, for `burst status` and for whoever finds the directory."""
+        """Write run.json: the plan, for `burst status` and for readers of the directory."""
         write_json(self.path / RUN_FILE, facts)
 
     def description(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class RunDirectory:
         number = next_attempt(archive)
         if left:
             (archive / str(number)).mkdir(parents=True)
-            # The record last: should we be stopped half-way, the trial still counts as finished.
+            # The record last: after a stop half-way, the trial still counts as finished.
             for path in sorted(left, key=lambda path: path.name == RECORD_FILE):
                 path.rename(archive / str(number) / path.name)
             number += 1
@@ -88,7 +88,7 @@ class RunDirectory:
 def opened_for_writing(
     path: Path, *, resume: bool, marker: str = RUN_FILE
 ) -> Iterator[tuple[RunDirectory, Path | None]]:
-    """Hold DIR against other runs. Yields it, and where an earlier run went that was not to be resumed (else None).
+    """Lock DIR against other runs. Yields it, and the new path of an earlier run that is not resumed (else None).
 
     `marker` is the file that makes a directory one of a run of this kind. Raises UsageError when another run holds DIR,
     when there is nothing to resume, or when DIR holds something that is not a run: that is neither overwritten nor
@@ -120,7 +120,7 @@ def opened_for_writing(
 def _lock(directory: Path) -> Iterator[None]:
     """An advisory lock that the kernel drops when its holder dies, however that happens.
 
-    On a file system that has none (Lustre and NFS may be mounted so), what the file says of its holder stands for it.
+    On a file system that has none (Lustre and NFS may be mounted so), the holder that the file names stands for it.
     """
     path = directory / LOCK_FILE
     with open(path, "a+", encoding="utf-8") as file:
@@ -140,16 +140,16 @@ def _lock(directory: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):  # whatever ends the run is said, not this
+            with contextlib.suppress(OSError):  # the error that ends the run is reported, not this one
                 file.truncate(0)
 
 
 def _holder_ended(file: IO[str]) -> bool:
-    """Whether the process that a lock file names is gone, as far as this machine can tell."""
+    """Whether the process that a lock file names is gone; False where this machine cannot see it."""
     file.seek(0)
     words = file.read().split()
     if len(words) != 4:
-        return True  # its holder emptied it
+        return True  # the holder emptied it
     _, process, _, host = words
     return host == socket.gethostname() and (process == str(os.getpid()) or not Path("/proc", process).exists())
 
@@ -173,7 +173,7 @@ def _is_name(text: str) -> bool:
 
 
 def free_name(path: Path) -> Path:
-    """A name beside `path` that nothing has, for what is moved aside."""
+    """An unused name beside `path`, for moving it aside."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for number in range(1, 1000):
         candidate = path.with_name(f"{path.name}.{stamp}" + (f"-{number}" if number > 1 else ""))

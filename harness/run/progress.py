@@ -1,4 +1,4 @@
-"""What a user sees while trials run: a live line on a terminal, plain lines in a log file."""
+"""Progress of trials for the user: a live line on a terminal, plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STYLES = {"ok": "green", "refused": "yellow", "oom": "yellow", "host_oom": "yell
 
 
 class ProgressView(Protocol):
-    """Told of every trial in order; shows it."""
+    """Shows every trial in order."""
 
     def begin(self, total: int) -> None:
         """Before the first of `total` trials."""
@@ -33,12 +33,12 @@ class ProgressView(Protocol):
         ...
 
     def end(self) -> None:
-        """After the last trial, or when it all stops early."""
+        """After the last trial, or when the run stops early."""
         ...
 
 
 def view_for(console: Console) -> ProgressView:
-    """The view that suits where the console writes."""
+    """A live view on a terminal, else a plain one."""
     return LiveView(console) if console.is_terminal else PlainView(console)
 
 
@@ -69,7 +69,7 @@ class PlainView:
 
 
 class LiveView:
-    """A bar over all trials with the running one's last step, above it the finished ones that need a word."""
+    """A bar over all trials with the running one's last step, above it the finished ones."""
 
     def __init__(self, console: Console) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -78,7 +78,7 @@ class LiveView:
         self._console = console
         self._progress = Progress(
             BarColumn(bar_width=24),
-            MofNCompleteColumn(table_column=Column(no_wrap=True)),  # where it is narrow the bar gives way, not these
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),  # on a narrow terminal the bar shrinks, not these
             TimeElapsedColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.fields[trial]}", markup=False),
             TextColumn("{task.fields[step]}", style="cyan", markup=False),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.files.document import Node, parse_yaml
-from cluster.files.shown import shown
+from cluster.files.errors import shown
 from engine.attention.masks import parse_mask
 from engine.old_names import SETTINGS as OLD_SETTINGS
 from engine.old_names import VALUES

@@ -1,8 +1,8 @@
 """Configurations of `burst train`: strict YAML in, one frozen `TrainingConfig` out.
 
 `docs/training-run.md` lists every key.
-Settings of the engine stand at the top level under the names they have in experiments; which there are, their types and
-ranges come from `engine.settings`.
+Settings of the engine are at the top level, under the names that they have in experiments; `engine.settings` defines
+their types and ranges.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from harness.base.errors import UsageError
 from harness.spec.schema import build, check_keys, convert
 from harness.spec.setting import SETTINGS, overriding, read_setting, with_current_names
 
-# Settings that make no sense here: a run has one task, and times every step.
+# Settings without a meaning here: a run has one task, and times every step.
 _LEFT_OUT = ("task", "steps")
 _ENGINE = tuple(field.name for field in fields(TrialSettings) if field.name not in _LEFT_OUT)
 _OWN = tuple(field.name for field in fields(TrainingConfig) if field.name != "settings")
-# Where people look for a setting that stands elsewhere.
+# Keys that users write for a setting with another name.
 _ELSEWHERE = {
     "optimizer.learning_rate": "learning_rate",
     "optimizer.lr": "learning_rate",

@@ -1,4 +1,4 @@
-"""One start of a training run: directory, ranks, and what came of it."""
+"""One start of a training run: its directory, its ranks and their outcome."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from engine.training.files import ORDER_FILE, OUTCOME_FILE, RUN_FILE, attempt_di
 from engine.training.manifest import checkpoints, step_of
 from engine.training.preflight import check_resume, check_start
 from harness.base.errors import UsageError
-from harness.launch import Job, Launcher, Outcome
 from harness.launch.environment import render
+from harness.launch.launcher import Job, Launcher, Outcome
 from harness.launch.ports import port_was_taken
 from harness.machine.this_machine import Machine
 from harness.metrics.flops import work_of
@@ -35,7 +35,7 @@ OnProgress = Callable[[dict[str, object]], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """How a run is to be started here."""
+    """The machine, launcher and directory of one start."""
 
     machine: Machine
     launcher: Launcher
@@ -46,10 +46,10 @@ class Start:
 
 
 def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Callable[[str], None]) -> int:
-    """Train, and leave everything in `run_dir`; returns the exit code: 0 when all steps are done, else 1.
+    """Train, and write all files to `run_dir`; returns the exit code: 0 when all steps are done, else 1.
 
-    Raises UsageError, having started and left nothing, when the run is impossible here, does not fit its data, weights
-    or checkpoints, or its directory cannot be used; also when the ranks find it impossible all the same.
+    Raises UsageError, having started and written nothing, when the run is impossible here, or does not fit its data,
+    weights or checkpoints, or its directory cannot be used; also when the ranks refuse it.
     KeyboardInterrupt is re-raised once the ranks have ended.
     """
     if reason := unsupported_reason(config.settings, start.machine):
@@ -77,7 +77,7 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
         if outcome.status == "failed" and port_was_taken(outcome.reason):
             outcome, attempt = _attempt(order, start, on_progress)
         if outcome.status == "refused" and earlier is not None:
-            write_atomic(run_file, earlier)  # it stays the run that it was
+            write_atomic(run_file, earlier)  # the run stays as it was
     if outcome.status == "refused":
         raise UsageError(f"this run cannot start: {outcome.reason}")
     if outcome.status != "ok":
@@ -94,7 +94,7 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
 
 
 def interruption(start: Start) -> str:
-    """What to tell who stopped a run."""
+    """The sentence for the user who stopped a run."""
     step = _saved_step(start.run_dir)
     if step is None:
         return "stopped before a checkpoint was written; start again"
@@ -119,14 +119,14 @@ def _attempt(order: Order, start: Start, on_progress: OnProgress) -> tuple[Outco
 
 
 def order_of(config: TrainingConfig, machine: Machine, *, resume: bool) -> Order:
-    """What the ranks are told, with the FLOPs of a step by the one formula and the peak they are held against."""
+    """The order for the ranks, with the FLOPs of a step by the project's formula and the peak FLOP/s for MFU."""
     settings = config.settings
     hardware = hardware_for(machine.gpu_name) if machine.device == "cuda" and settings.dtype == "bf16" else None
     return Order(
         config=config,
         method=method_module(settings.method),
         resume=resume,
-        # Recomputation is no part of MFU, and the model's own FLOPs are the same without it.
+        # MFU counts no recomputation, and the model's own FLOPs are the same without it.
         model_flops_per_step=work_of(replace(settings, checkpoint=Checkpoint(every=0))).model,
         peak_tflops=hardware.peak_bf16_tflops if hardware else None,
     )

@@ -16,8 +16,7 @@ from cluster.ray_cluster import container, ray_commands
 from cluster.ray_cluster.introduction import absent, mismatch
 from cluster.ray_cluster.quarantine import Quarantine
 from cluster.ray_cluster.state import ClusterState, Process, StartedNode, StateDirectory
-from harness.machine.node_facts import code_digest, ranks_of
-from harness.machine.this_machine import Machine
+from harness.machine.this_machine import Machine, code_digest, ranks_of
 
 PORTS = RayPorts(head_port=7000, dashboard=False, worker_port_first=21000, worker_port_last=21099)
 

@@ -14,6 +14,7 @@ import torch
 
 from engine.attention.planning.cost_model import ULYSSES_SCHEDULES
 from engine.settings import Checkpoint, ModelShape, TrialSettings
+from harness.spec.methods import all_methods, method_named
 from tests.engine.parity import Result, apart, dense_parameters, dense_run, errors, parallel_runs
 from tests.pairwise import Row, pairs_of, pairwise
 from tests.ranks import run_on_ranks
@@ -24,8 +25,9 @@ from tests.slow import slow
 SHAPE = ModelShape(name="odd", layers=4, hidden=18, ffn=30, heads=8, kv_heads=4, head_dim=4, vocab=257)
 # Two sequences per replica and step, in one micro-batch or two.
 SETTINGS = TrialSettings(task="train", method="burst", model=SHAPE, seq_len=48)
+NATIVE = tuple(name for name, method in all_methods().items() if hasattr(method, "attention"))  # burst first
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "method": ("burst", "ulysses", "megatron_cp"),
+    "method": NATIVE,
     "layout": ("auto", "contiguous", "zigzag", "striped", "split_zigzag"),
     "schedule": ("auto", "ring", "double_ring", "ulysses", "usp", "usp_transposed"),
     "backward": ("auto", "query", "key_value"),
@@ -59,11 +61,10 @@ def settings_of(row: Row, world_size: int = 1, cp_size: int = 1) -> TrialSetting
 
 
 def allowed(row: Row) -> bool:
-    """Baselines have a layout, a schedule and a backward of their own, and tokens that are not consecutive cannot be
-    traded for heads. Nothing else is refused."""
+    """Burst refuses one combination: tokens that are not consecutive are not exchanged for heads. Other methods say."""
     if row["method"] == "burst":
         return not (row["layout"] == "striped" and row["schedule"] in ULYSSES_SCHEDULES)
-    return all(row[name] == "auto" for name in ARRANGING)
+    return method_named(row["method"]).refuse(settings_of(row, 4, 4)) is None
 
 
 def choices_for(world_size: int, cp_size: int) -> dict[str, tuple[Any, ...]]:

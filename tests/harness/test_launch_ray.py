@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("ray")
 
 from engine.settings import ModelShape, Steps, TrialSettings, to_json
-from harness.launch import Job
+from harness.launch.launcher import Job
 from harness.launch.ray.janitor import marked
 from harness.launch.ray.launcher import RayLauncher, signal_handlers_kept
 from tests.patience import AMPLE, wait_for_end, wait_until

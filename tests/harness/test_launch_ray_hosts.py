@@ -14,10 +14,9 @@ from cluster.inventory.site import NetworkExpectation, Site
 from cluster.ray_cluster.quarantine import Quarantine
 from cluster.transport.reach import connect_local
 from cluster.transport.runner import Unreachable
-from harness.launch import Job
+from harness.launch.launcher import Job
 from harness.launch.nodes.actor import NodeActor, left_files, node_environment, receive_files
-from harness.launch.nodes.environments import HostEnvironments
-from harness.launch.nodes.hosts import FRESH_SECONDS, HostPool, TooFewHosts
+from harness.launch.nodes.hosts import FRESH_SECONDS, HostEnvironments, HostPool, TooFewHosts
 from harness.launch.nodes.watch import lost_sentence, merged, split, troubled
 from harness.launch.verdict import Exit, Watched, judge
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.launch import Job, Outcome
+from harness.launch.launcher import Job, Outcome
 from harness.launch.supervisor import Patience, Supervisor
 from tests.patience import AMPLE, scaled, wait_for_end, wait_until
 
@@ -110,7 +110,7 @@ def test_a_killed_rank_counts_before_what_its_peers_say_about_it(supervisor, tmp
 def test_the_first_failure_is_the_reason_and_the_others_get_time_to_write_theirs(supervisor, tmp_path):
     outcome = supervisor.run(job(tmp_path, "rank1_raises_others_follow", ranks=3))
     assert outcome.status == "failed"
-    assert "rank 1 exited with code 1, its last words: RuntimeError: the first failure" in outcome.reason
+    assert "rank 1 exited with code 1, its last line: RuntimeError: the first failure" in outcome.reason
     assert sorted(path.name for path in (tmp_path / "errors").iterdir()) == ["rank0.json", "rank2.json"]
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.launch import Job
-from harness.launch.host_memory import oom_kills
-from harness.launch.tail import ProgressTail
-from harness.launch.verdict import Exit, Watched, judge
+from harness.launch.launcher import Job
+from harness.launch.supervisor import ProgressTail
+from harness.launch.verdict import Exit, Watched, judge, oom_kills
 
 
 @pytest.fixture

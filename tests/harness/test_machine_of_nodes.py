@@ -10,7 +10,7 @@ import pytest
 from harness.base.errors import UsageError
 from harness.machine.this_machine import Machine, together
 from harness.plan.matrix import plan
-from harness.run.experiment import Host, _job
+from harness.run.attempt import Host, _job
 from harness.spec.experiment import load_experiment
 
 NODE = Machine(

@@ -10,10 +10,11 @@ import pytest
 from engine.measurement import Measurement, write_measurement
 from engine.settings import ModelShape, TrialSettings
 from harness.base.errors import UsageError
-from harness.launch import Job, Outcome
+from harness.launch.launcher import Job, Outcome
 from harness.machine.this_machine import Machine
 from harness.records.record import Record, read_record, read_records
-from harness.run.experiment import Host, Resume, run_experiment
+from harness.run.attempt import Host
+from harness.run.experiment import Resume, run_experiment
 from harness.run.progress import PlainView
 from harness.spec.trial import Trial
 

@@ -12,7 +12,7 @@ import pytest
 
 from engine.measurement import read_measurement
 from engine.settings import ModelShape, Steps, TrialSettings, to_json
-from harness.launch import Job, Part
+from harness.launch.launcher import Job, Part
 from harness.launch.ranks import Ranks
 from harness.launch.supervisor import Patience, Supervisor
 from tests.harness.unruly_method import (

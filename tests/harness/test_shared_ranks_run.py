@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from engine.settings import ModelShape, Steps, TrialSettings
-from harness.launch.local import LocalLauncher
-from harness.launch.supervisor import Supervisor
+from harness.launch.supervisor import LocalLauncher, Supervisor
 from harness.machine.this_machine import Machine
 from harness.records.record import Record, read_records
-from harness.run.experiment import Host, Resume, run_experiment
+from harness.run.attempt import Host
+from harness.run.experiment import Resume, run_experiment
 from harness.run.progress import PlainView
 from harness.spec.trial import Trial
 from tests.patience import AMPLE

@@ -14,12 +14,12 @@ from engine.settings import Checkpoint, ModelShape, TrialSettings
 from engine.training.config import TrainingConfig
 from engine.training.metrics import MetricsWriter
 from harness.base.errors import UsageError
-from harness.launch import Job, Outcome
+from harness.launch.launcher import Job, Outcome
 from harness.machine.this_machine import Machine
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import hardware_for
+from harness.training.progress import is_training_run, training_status
 from harness.training.run import Start, order_of, train
-from harness.training.status import is_training_run, training_status
 
 MODEL = ModelShape(name="m", layers=1, hidden=16, ffn=32, heads=2, kv_heads=2, head_dim=8, vocab=256)
 SETTINGS = TrialSettings(

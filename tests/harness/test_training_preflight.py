@@ -26,7 +26,7 @@ from engine.training.files import RUN_FILE, checkpoints_directory
 from engine.training.manifest import Manifest, checkpoint_path, write_manifest
 from engine.training.preflight import facts_of
 from harness.base.errors import UsageError
-from harness.launch import Job, Outcome
+from harness.launch.launcher import Job, Outcome
 from harness.machine.this_machine import Machine
 from harness.training.run import Start, order_of, train
 

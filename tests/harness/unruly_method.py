@@ -37,9 +37,9 @@ class UnrulyWhenTraced:
 
     def __init__(self, attend, kind: int, in_trouble: bool) -> None:
         self.attend, self.kind, self.in_trouble = attend, kind, in_trouble
-        self.keep, self.chosen = attend.keep, attend.chosen
+        self.keep, self.resolved = attend.keep, attend.resolved
 
-    def __call__(self, *tensors, **stored):
+    def __call__(self, *tensors, **saved):
         if torch.autograd._profiler_enabled():
             if self.kind == TRACED_HANGS:
                 print(HANGS_NOW, flush=True)
@@ -48,7 +48,7 @@ class UnrulyWhenTraced:
                 raise RuntimeError("planned")
             if self.kind == TRACED_RANK1_KILLED and self.in_trouble:
                 os.kill(os.getpid(), signal.SIGKILL)
-        return self.attend(*tensors, **stored)
+        return self.attend(*tensors, **saved)
 
 
 METHOD = Unruly()

@@ -1,4 +1,4 @@
-"""One host's end of a cluster launcher: a Ray actor that supervises its ranks and hands over the files they left."""
+"""One host's end of a cluster launcher: a Ray actor that supervises its ranks and returns their files."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.ray_cluster.node_program import USER_GPUS
-from harness.launch import Job
+from harness.launch.launcher import Job
 from harness.launch.ports import reserve_port
 from harness.launch.supervisor import Supervisor
 from harness.launch.verdict import Watched
 
-# What Ray gives its workers and ranks must not have: its own settings, and its idea of threads and GPUs.
+# Variables that Ray sets for its workers and ranks must not have: Ray's settings, and its threads and GPUs.
 _RAYS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 FETCH_BYTES = 64 * 2**20  # of one trial's files from one host; logs that have run away are cut
 _LOG_BYTES = 8 * 2**20
@@ -23,7 +23,7 @@ Files = dict[str, tuple[bytes, float]]  # content and time of change, by path re
 
 
 class NodeActor:
-    """Runs parts of jobs, one after another. Asked for progress, and cancelled, while it runs (`max_concurrency`)."""
+    """Runs parts of jobs, one after another. `progress` and `cancel` are called while it runs (`max_concurrency`)."""
 
     def __init__(self) -> None:
         self._supervisor = Supervisor(node_environment(os.environ))
@@ -31,7 +31,7 @@ class NodeActor:
         self._port = contextlib.ExitStack()
 
     def reserve(self) -> int:
-        """A port for the ranks to meet at, held until `release`."""
+        """A port for the ranks' rendezvous, held until `release`."""
         self.release()
         return self._port.enter_context(reserve_port())
 
@@ -46,7 +46,7 @@ class NodeActor:
             return False
 
     def stage(self, trial_dir: str, files: Mapping[str, bytes]) -> None:
-        """Make a trial directory of this host's own, in place of one that an earlier attempt left."""
+        """Make a trial directory of this host's own, in place of an earlier attempt's."""
         shutil.rmtree(trial_dir, ignore_errors=True)
         for name, content in files.items():
             path = Path(trial_dir, name)
@@ -63,7 +63,7 @@ class NodeActor:
         return self._progress[seen:]
 
     def fetch(self, trial_dir: str) -> Files:
-        """What the ranks left in a directory of this host's own, which is then removed."""
+        """The ranks' files in a directory of this host's own, which is then removed."""
         found = left_files(Path(trial_dir))
         shutil.rmtree(trial_dir, ignore_errors=True)
         return found
@@ -77,7 +77,7 @@ class NodeActor:
 
 
 def node_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a shell on the node would give, out of what a Ray worker there has."""
+    """The environment of a shell on the node, from that of a Ray worker there."""
     own = {name: value for name, value in environment.items() if not name.startswith("RAY_") and name not in _RAYS}
     if (gpus := own.pop(USER_GPUS, None)) is not None:
         own["CUDA_VISIBLE_DEVICES"] = gpus
@@ -102,11 +102,11 @@ def left_files(trial_dir: Path) -> Files:
 
 
 def receive_files(trial_dir: Path, files: Files) -> None:
-    """Put a host's files into the launcher's trial directory, with their times, by which failures are ordered."""
+    """Write a host's files into the launcher's trial directory, with their times, by which failures are ordered."""
     for name, (content, changed) in files.items():
         path = trial_dir / name
         if not path.resolve().is_relative_to(trial_dir.resolve()):
-            continue  # a host's word on a name is not taken further than the trial
+            continue  # a host's file name must not lead out of the trial's directory
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         os.utime(path, (changed, changed))

@@ -1,6 +1,6 @@
 """The hosts that `--nodes` names: those of the cluster that is up, else of one that is started for the run alone.
 
-Planning and running see the same hosts in the same order, so that what a plan says holds for the run.
+Planning and running see the same hosts in the same order, so that a plan holds for the run.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from pathlib import Path
 from cluster.inventory.file import read_inventory
 from cluster.inventory.nodes import Inventory, Node
 from cluster.ray_cluster.candidates import Means, candidates, unfit_nodes
-from cluster.ray_cluster.state import ClusterState, StateDirectory
+from cluster.ray_cluster.down import end_cluster
+from cluster.ray_cluster.state import ClusterState, StateDirectory, default_directory
 from cluster.ray_cluster.up import start_cluster
 from cluster.transport.reach import connection
 from harness.base.errors import UsageError
-from harness.launch import Launcher
-from harness.launch.nodes.environments import HostEnvironments
+from harness.launch.launcher import Job, Launcher, Outcome
+from harness.launch.nodes.hosts import HostEnvironments
 from harness.launch.nodes.launcher import ClusterLauncher, ClusterMeans
-from harness.launch.nodes.own_cluster import OwnCluster, end_own
-from harness.machine.cluster_arguments import state_directory
-from harness.machine.node_facts import machine_of, ranks_of
-from harness.machine.this_machine import Machine, together
+from harness.machine.this_machine import Machine, machine_of, ranks_of, together
 from harness.records.provenance import PROJECT_ROOT
 
 SECONDS = 60.0  # for one answer of one node
@@ -44,14 +42,14 @@ class Trust:
 def start(
     inventory: Inventory, states: StateDirectory, trust: Trust, say: Say, seconds: float, *, of_run: bool = False
 ) -> ClusterState:
-    """Start Ray on the inventory's healthy nodes, which must run this very project. Raises UsageError."""
+    """Start Ray on the inventory's healthy nodes, which must hold the same code as this one. Raises UsageError."""
     return start_cluster(inventory, states, _means(inventory, trust, say, seconds), of_run=of_run)
 
 
 def planned_machine(arguments: argparse.Namespace, say: Say) -> Machine:
     """The hosts that a run with these arguments would have, as one machine. Starts nothing. Raises UsageError."""
     inventory = _inventory(arguments.nodes)
-    state = _usable(StateDirectory(state_directory(arguments)), arguments.nodes)
+    state = _usable(StateDirectory(arguments.state or default_directory()), arguments.nodes)
     if state is not None:
         return _machine(state, _shared(inventory, state, arguments.nodes, say))
     found = candidates(inventory, _means(inventory, _trust(arguments), say, SECONDS))
@@ -61,7 +59,7 @@ def planned_machine(arguments: argparse.Namespace, say: Say) -> Machine:
 def cluster_launcher(arguments: argparse.Namespace, say: Say) -> tuple[Machine, Launcher]:
     """The hosts as one machine, and their launcher. Starts a cluster where none is up. Raises UsageError."""
     inventory = _inventory(arguments.nodes)
-    states = StateDirectory(state_directory(arguments))
+    states = StateDirectory(arguments.state or default_directory())
     state = _usable(states, arguments.nodes)
     if state is not None:
         return _launcher(state, states, _shared(inventory, state, arguments.nodes, say))
@@ -69,7 +67,7 @@ def cluster_launcher(arguments: argparse.Namespace, say: Say) -> tuple[Machine, 
     state = start(inventory, states, _trust(arguments), say, SECONDS, of_run=True)
     try:
         machine, launcher = _launcher(state, states, _shared(inventory, state, arguments.nodes, say))
-    except BaseException:  # nodes that are too different for one run, and Ctrl-C
+    except BaseException:  # nodes that differ too much for one run, and Ctrl-C
         end_own(states, state, say)
         raise
     return machine, OwnCluster(launcher, states, state, say)
@@ -144,10 +142,53 @@ def _means(inventory: Inventory, trust: Trust, say: Say, seconds: float) -> Mean
     return Means(
         connect=connect,
         unfit=partial(unfit_nodes, connect=connect, timeout_seconds=seconds),
-        describe=("-m", "harness.machine.node_facts"),
+        describe=("-m", "harness.machine.this_machine"),
         ranks=ranks_of,
         folder=PROJECT_ROOT,
         say=say,
         known_hosts=trust.known_hosts.absolute() if trust.known_hosts else None,
         seconds=seconds,
     )
+
+
+class OwnCluster:
+    """A launcher with a cluster of its own, which ends with it: `burst run --nodes` where no cluster is up."""
+
+    def __init__(
+        self, launcher: ClusterLauncher, states: StateDirectory, state: ClusterState, say: Callable[[str], None]
+    ) -> None:
+        self.name = launcher.name
+        self._launcher = launcher
+        self._states = states
+        self._state = state
+        self._say = say
+
+    @property
+    def stuck(self) -> bool:
+        """See `ClusterLauncher.stuck`."""
+        return self._launcher.stuck
+
+    def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
+        return self._launcher.run(job, on_progress)
+
+    def close(self) -> None:
+        """End the ranks, then the cluster. Idempotent."""
+        try:
+            self._launcher.close()
+        finally:
+            end_own(self._states, self._state, self._say)
+
+
+def end_own(states: StateDirectory, started: ClusterState, say: Callable[[str], None]) -> None:
+    """End the cluster that was started, unless it has been ended and perhaps replaced by another."""
+    try:
+        with states.held("end the cluster of this run"):
+            state = states.load()
+            if state is None or state.session != started.session:
+                return
+            connect = connection([node.host for node in state.nodes], known_hosts=state.known_hosts)
+            problems = end_cluster(states, state, connect, SECONDS)
+    except UsageError as error:  # the run has its results, whether or not the cluster ended
+        problems = {"the cluster": str(error)}
+    for name, sentence in problems.items():
+        say(f"{name} could not be ended ({sentence}); burst cluster down tries again")

@@ -1,18 +1,29 @@
-"""Which hosts a job gets: the healthy and free ones of a cluster, checked just before, the unhealthy ones set aside."""
+"""The hosts of a job, healthy and free, checked just before; and the environment of the ranks on each."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from cluster.discovery.facts import NodeFacts
+from cluster.discovery.read import read_node
+from cluster.environment.rendering import render_node
+from cluster.environment.value import overlaid
 from cluster.inventory.nodes import Node
 from cluster.ray_cluster.quarantine import Quarantine
+from cluster.transport.runner import Connect
+from harness.launch.environment import RECORDED_PREFIXES
+from harness.launch.launcher import Job
 
-FRESH_SECONDS = 30.0  # a node found healthy so recently is not asked again
+FRESH_SECONDS = 30.0  # a node found healthy so recently is not checked again
+# Interfaces and routes: the trial's values were rendered on one machine, so those of each host replace them.
+_ROUTES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_")
+# The GPUs visible in the launching shell are not those of another host.
+_LAUNCHERS_OWN = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 
 
 class TooFewHosts(Exception):
-    """A job that cannot be placed now; one sentence says what is wrong with every host that was not taken."""
+    """A job that cannot be placed now; one sentence gives the reason for each host that was not taken."""
 
 
 class HostPool:
@@ -52,12 +63,12 @@ class HostPool:
                 return chosen
 
     def lose(self, name: str, reason: str) -> None:
-        """A host that broke off in the middle of a job: out for this run, and in quarantine for others."""
+        """A host that was lost during a job: out for this run, and in quarantine for others."""
         self._gone[name] = reason
         self._quarantine.add(name, reason)
 
     def without(self, name: str, reason: str) -> None:
-        """A host this run cannot have, through no fault of its own."""
+        """A host that this run cannot use although it is healthy."""
         self._gone[name] = reason
 
     def _is_fresh(self, node: Node) -> bool:
@@ -72,3 +83,43 @@ class HostPool:
             f"{count} hosts are needed but {left} of {len(self._nodes)} can be used ({reasons}); "
             "repair them or wait for the end of their quarantine, then --resume --retry-failed"
         )
+
+
+class HostEnvironments:
+    """Environments of the ranks by host, as `burst env` renders them there, with the trial's own values over them.
+
+    Each host's network is read once."""
+
+    def __init__(self, connect: Connect, head: str, user: Mapping[str, str], seconds: float = 60.0) -> None:
+        """`head` is the head's address, towards which routes count; `user` the environment `burst` was started with."""
+        self._connect = connect
+        self._head = head
+        self._user = {
+            name: value
+            for name, value in user.items()
+            if name.startswith(RECORDED_PREFIXES) and name not in _LAUNCHERS_OWN
+        }
+        self._seconds = seconds
+        self._facts: dict[str, NodeFacts] = {}
+
+    def of(self, node: Node, part: Job, *, alone: bool) -> dict[str, str]:
+        """The environment of a part of a job; `alone` when no other host takes part. Raises Unreachable."""
+        if node.name not in self._facts:
+            with self._connect(node.host, self._seconds) as runner:
+                self._facts[node.name] = read_node(
+                    node.name, runner, node.site, head=self._head, deadline_seconds=self._seconds
+                )
+        rendered = render_node(self._facts[node.name], node.site, ranks=len(part.own_ranks))
+        values = overlaid(rendered.values, self._user, by="set in the shell burst was started from", origin="user")
+        of_host = {value.name: value.value for value in values if not (alone and value.name.startswith(_ROUTES))}
+        decided = {
+            value.name
+            for value in values
+            if value.name in of_host and (value.origin in ("site", "user") or value.name.startswith(_ROUTES))
+        }
+        of_trial = {
+            name: value
+            for name, value in part.environment.items()
+            if name not in decided and name not in _LAUNCHERS_OWN
+        }
+        return {**of_host, **of_trial}

@@ -1,7 +1,7 @@
 """The launcher for a cluster that `burst cluster up` started: `burst run --nodes`.
 
 One supervisor actor per host, in a STRICT_SPREAD placement group; each starts its ranks as `launch.supervisor` does on
-one machine. What all of them saw is judged here, as one.
+one machine. Their observations are merged and judged here.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from cluster.ray_cluster.quarantine import Quarantine
 from cluster.ray_cluster.state import ClusterState, StartedNode, StateDirectory
 from cluster.transport.runner import Unreachable
 from engine.measurement import write_json
-from harness.launch import Job, Outcome
+from harness.launch.launcher import Job, Outcome
 from harness.launch.nodes.actor import receive_files
-from harness.launch.nodes.environments import HostEnvironments
-from harness.launch.nodes.hosts import HostPool, TooFewHosts
+from harness.launch.nodes.hosts import HostEnvironments, HostPool, TooFewHosts
 from harness.launch.nodes.team import HostLost, Member, Team
 from harness.launch.nodes.watch import JobWatch, lost_sentence, merged, split
 from harness.launch.ray.guest import ClusterLost, RayGuest
@@ -37,7 +36,7 @@ _PROBE_FILE = ".shared"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterMeans:
-    """What a launcher needs of the outside: how nodes are judged and asked."""
+    """How a cluster's launcher checks its nodes, and reads their environments."""
 
     machine: Machine  # all nodes together
     unfit: Callable[[Sequence[Node]], dict[str, str]]
@@ -116,9 +115,7 @@ class ClusterLauncher:
                 self._team.drop(name)
         if self._state.head.name in lost:
             self._broken = f"the cluster's head {self._state.head.name} was lost ({lost[self._state.head.name]})"
-            self._team = (
-                None  # every question to Ray would now wait for the head; its nodes end their ranks by themselves
-            )
+            self._team = None  # every call to Ray would now wait for the head; its nodes end their ranks by themselves
             self.close()
 
 
@@ -138,11 +135,11 @@ class _Run:
         self._started = started
         self._environments = environments
         self._on_progress = on_progress
-        self.lost: dict[str, str] = {}  # hosts that broke off, and why
-        self._own: dict[str, str] = {}  # trial directory on hosts that do not share ours
+        self.lost: dict[str, str] = {}  # hosts that were lost, and why
+        self._own: dict[str, str] = {}  # trial directory on hosts that do not share this one's storage
 
     def execute(self, nodes: Sequence[Node], state: ClusterState) -> tuple[Status, str]:
-        """Run the job to its end; returns status and reason. Raises HostLost when a host broke off before it began."""
+        """Run the job to its end; returns status and reason. Raises HostLost when a host was lost before it began."""
         self._stage()
         first = self._members[0]
         port = int(first.call("reserve"))
@@ -210,7 +207,7 @@ class _Run:
         )
 
     def _fetch(self) -> None:
-        """Bring what ranks left on hosts with a directory of their own."""
+        """Fetch the ranks' files from hosts with a directory of their own."""
         for member in self._members:
             if member.name in self._own and member.name not in self.lost:
                 with contextlib.suppress(HostLost):

@@ -1,4 +1,4 @@
-"""The supervisor actors of a run, one per host, and how they are called: every call has a deadline and an owner."""
+"""The supervisor actors of a run, one per host, and the calls to them, each with a deadline."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ class Member:
         return self.result(getattr(self.actor, method).remote(*arguments), seconds)
 
     def result(self, reference: Any, seconds: float | None = None) -> Any:
-        """What a call that was made gives. Raises HostLost when the host is gone, or silent for `seconds`."""
+        """The result of a call made before. Raises HostLost when the host is gone, or silent for `seconds`."""
         errors = self.ray.exceptions
         try:
             return self.ray.get(reference, timeout=seconds)
         except errors.GetTimeoutError:
             raise HostLost(self.name, f"no answer within {seconds:g} s") from None
         except errors.RayTaskError as error:
-            if isinstance(error.cause, OSError):  # its file system does not work, others' may
+            if isinstance(error.cause, OSError):  # its file system failed, others may work
                 why = f"{error.cause.filename or 'a file'}: {error.cause.strerror}"
                 raise HostLost(self.name, why) from None
-            raise  # a fault of ours on the other side, not of the host
+            raise  # a fault of this program on the other side, not of the host
         except errors.RayError as error:
             raise HostLost(self.name, one_line(str(error))) from error
 
 
 class Team:
-    """All supervisors of a run. Hosts are reserved as long as the team lasts: another run takes others."""
+    """All supervisors of a run. Hosts are reserved until `close`: another run takes other hosts."""
 
     def __init__(self, ray: ModuleType) -> None:
         self._ray = ray
@@ -63,7 +63,7 @@ class Team:
         self._members: dict[str, Member] = {}
 
     def gather(self, names: Sequence[str]) -> dict[str, str]:
-        """Place a supervisor on each of these hosts; returns why it could not be on some, by name."""
+        """Place a supervisor on each of these hosts; returns the reason by name where it could not."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -103,7 +103,7 @@ class Team:
         return [self._members[name] for name in names]
 
     def drop(self, name: str) -> None:
-        """Have no more to do with a host that was lost; should its supervisor live, Ray ends it."""
+        """Forget a host that was lost; Ray ends its supervisor if that still runs."""
         if (member := self._members.pop(name, None)) is not None:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.kill(member.actor)
@@ -127,11 +127,11 @@ class Team:
             self._group = None
 
     def _resources(self) -> set[str]:
-        """Names of all resources of the nodes that live."""
+        """Names of all resources of the nodes that are alive."""
         return {name for node in self._ray.nodes() if node["Alive"] for name in node["Resources"]}
 
 
 def one_line(text: str) -> str:
-    """The first sentence of what Ray says about a loss."""
+    """The first line of Ray's message about a loss."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0].rstrip(".")[:200] if lines else "Ray gave no reason"

@@ -1,4 +1,4 @@
-"""Watching one job on several hosts: what each saw becomes one, as if one host had seen it all."""
+"""Watching one job on several hosts, and merging their observations as if one host had made them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 from harness.base.interrupts import look
-from harness.launch import Job, Part
+from harness.launch.launcher import Job, Part
 from harness.launch.nodes.team import ENDING_SECONDS, HostLost, Member
 from harness.launch.verdict import Watched
 
 POLL_SECONDS = 0.2
-FAILURE_SECONDS = 4.0  # from one host's failure, for the others to see it and to write down what they saw
-HEAD_PROBE_SECONDS = 3.0  # between looks at the head, without which Ray tells nothing about anybody
+FAILURE_SECONDS = 4.0  # from one host's failure, for the other hosts to notice it and write their errors
+HEAD_PROBE_SECONDS = 3.0  # between probes of the head, without which Ray reports no loss
 HEADLESS_SECONDS = 10.0  # for the ranks on the other hosts to end
-CLOCKS_APART_SECONDS = 1.0  # what `burst check` lets the clocks of hosts differ by without a warning
+CLOCKS_APART_SECONDS = 1.0  # difference of clocks that `burst check` accepts without a warning
 HEAD_PROBES = 3  # failed in a row, before the head counts as lost
 
 
@@ -45,7 +45,7 @@ class JobWatch:
         self.last_progress: dict[str, object] = {}
 
     def run(self) -> None:
-        """Return when every part has ended or its host is lost. Ctrl-C ends the parts first and goes on."""
+        """Return when every part has ended or its host is lost. Ctrl-C ends the parts first and is then re-raised."""
         self._pending = {member.actor.watch.remote(job): (member, job) for member, job in self._parts}
         give_up = time.monotonic() + max(job.deadline_seconds for _, job in self._parts) + 2 * ENDING_SECONDS
         trouble_at: float | None = None
@@ -54,8 +54,8 @@ class JobWatch:
             while self._pending:
                 look()
                 self._collect()
-                self._tell_progress()
-                self._look_at_head()
+                self._report_progress()
+                self._probe_head()
                 now = time.monotonic()
                 if trouble_at is None and self._trouble():
                     trouble_at = now
@@ -80,7 +80,7 @@ class JobWatch:
             except HostLost as loss:
                 self.lost[member.name] = loss.why
 
-    def _tell_progress(self) -> None:
+    def _report_progress(self) -> None:
         """New lines from rank 0's host."""
         member, _ = self._parts[0]
         if member.name in self.lost:
@@ -92,13 +92,13 @@ class JobWatch:
                 if self._on_progress is not None:
                     self._on_progress(line)
 
-    def _look_at_head(self) -> None:
+    def _probe_head(self) -> None:
         if time.monotonic() - self._probed_at < HEAD_PROBE_SECONDS or not self._pending:
             return
         self._probed_at = time.monotonic()
         self._probes_failed = 0 if answers(self._head_address, self._head_port) else self._probes_failed + 1
         if self._probes_failed >= HEAD_PROBES:
-            # Calls to supervisors need no head, so the other hosts' ranks are ended; news of a loss would never come.
+            # Calls to supervisors need no head, so the other hosts' ranks are ended; no message of a loss would arrive.
             self.lost[self._head_name] = "the cluster's head does not answer"
             self._cancel()
             others = [part for part, (member, _) in self._pending.items() if member.name != self._head_name]
@@ -121,7 +121,7 @@ class JobWatch:
 
 
 def split(job: Job, *, hosts: int, address: str, port: int) -> list[Job]:
-    """The job's parts, in the order of the hosts: equal shares of consecutive ranks, meeting at `address`:`port`."""
+    """The job's parts, in the order of the hosts: equal numbers of consecutive ranks; rendezvous `address`:`port`."""
     assert job.ranks % hosts == 0, (job.ranks, hosts)
     share = job.ranks // hosts
     return [
@@ -137,9 +137,9 @@ def troubled(seen: Watched, ranks: int) -> bool:
 
 
 def merged(seen: Mapping[str, Watched]) -> Watched:
-    """What the hosts of a job saw, by name, as one. Cancelling the others after a failure is no cancelled job.
+    """The observations of a job's hosts, by name, as one. Cancelling the others after a failure is no cancelled job.
 
-    The host whose deadline comes first ends its ranks, and those of the others then fail for want of a peer.
+    The host whose deadline comes first ends its ranks, and the ranks of the others then fail because a peer is missing.
     """
     whole = Watched()
     for host, part in seen.items():
@@ -166,7 +166,7 @@ def lost_sentence(lost: Mapping[str, str], progress: Mapping[str, object], other
 
 
 def answers(address: str, port: int, seconds: float = 2.0) -> bool:
-    """Whether something listens there: a look at a host that needs nothing of it but its kernel."""
+    """Whether a process listens there. The probe needs only the host's kernel."""
     try:
         with socket.create_connection((address, port), seconds):
             return True

@@ -1,4 +1,4 @@
-"""This machine as a guest of a Ray cluster: a Ray driver needs a raylet beside it, which offers nothing to others."""
+"""A driver's connection to a Ray cluster. It needs a raylet on this machine, which offers no resources to others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness.launch.ray.janitor import MARK, Janitor
 from harness.launch.ray.launcher import environment_set, import_ray, signal_handlers_kept
 from harness.records.provenance import PROJECT_ROOT
 
-_UNSET = ("RAY_ADDRESS", "RAY_AUTH_TOKEN")  # the user's own, about some other Ray
+_UNSET = ("RAY_ADDRESS", "RAY_AUTH_TOKEN")  # the user's own, for another Ray
 START_SECONDS = 60.0
 SHUTDOWN_SECONDS = 10.0  # of Ray's own, which waits for a head that may be gone
 HEADLESS_SHUTDOWN_SECONDS = 1.0  # where it is known to be
@@ -30,15 +30,15 @@ class ClusterLost(Exception):
 
 
 class RayGuest:
-    """A connection to a cluster: a raylet of ours where no node of the cluster is on this machine, and the driver."""
+    """A connection to a cluster: the driver, and a raylet where no node of the cluster is on this machine."""
 
     def __init__(self, state: ClusterState, states: StateDirectory) -> None:
-        """Raises ClusterLost when the cluster does not let us in."""
+        """Raises ClusterLost when the cluster cannot be joined."""
         # Ray reads how to authenticate when it is first imported, and keeps that for the life of the process.
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(states.token_path)}
         with environment_set({**SETTINGS, **token}, without=_UNSET):
             self.ray: ModuleType = import_ray()
-        self.stuck = False  # Ray waits for a head that is gone, and would at the program's orderly end, for minutes
+        self.stuck = False  # Ray waits for a head that is gone, and would do so for minutes when the program exits
         self._janitor: Janitor | None = None
         self._directory = ""
         self._started: dict[str, object] = {}
@@ -64,8 +64,8 @@ class RayGuest:
             ) from error
 
     def close(self, *, head_lost: bool = False) -> None:
-        """Leave the cluster; ends what was started here. Idempotent."""
-        # With the head gone Ray waits for it, long or for good; its raylet is ended all the same.
+        """Leave the cluster and end the processes started here. Idempotent."""
+        # Without the head Ray's shutdown waits for minutes or for ever; the raylet is ended all the same.
         leaving = threading.Thread(target=self.ray.shutdown, daemon=True)
         leaving.start()
         leaving.join(HEADLESS_SHUTDOWN_SECONDS if head_lost else SHUTDOWN_SECONDS)
@@ -108,7 +108,7 @@ class RayGuest:
 
 
 def _address_toward(head: str) -> str:
-    """This machine's address on the way to the head. Nothing is sent."""
+    """This machine's address on the route to the head. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((head, 9))
         return str(probe.getsockname()[0])

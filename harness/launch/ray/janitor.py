@@ -1,7 +1,7 @@
-"""Clears up after an embedded Ray whose owner died: Ray's agents and files would outlive a SIGKILL of the program.
+"""Ends Ray's agents and removes its files when the owner of an embedded Ray died: both would outlive a SIGKILL.
 
-`python -m harness.launch.ray.janitor DIRECTORY`: waits for its stdin to close, which the kernel does when the owner
-ends in whatever way, then ends the processes that carry DIRECTORY in their environment and removes DIRECTORY.
+`python -m harness.launch.ray.janitor DIRECTORY`: waits for its stdin to close, which the kernel does whenever the owner
+ends, then ends the processes that carry DIRECTORY in their environment and removes DIRECTORY.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from harness.launch.forkserver import with_project
 
 MARK = "BURST_RAY_DIRECTORY"  # set for the processes of one embedded Ray
-GRACE_SECONDS = 5.0  # Ray's own shutdown is tidier, and usually quick
+GRACE_SECONDS = 5.0  # for Ray's own shutdown, which is usually quick
 
 
 class Janitor:
@@ -34,7 +34,7 @@ class Janitor:
         )
 
     def finish(self) -> None:
-        """After Ray's orderly end: clear what is left, and wait for that."""
+        """After Ray's shutdown: remove the rest, and wait for that."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -54,7 +54,7 @@ def main(directory: str) -> None:
 
 
 def marked(directory: str) -> list[int]:
-    """Running processes of the Ray in `directory`. Environments of other users cannot be read, and are not ours."""
+    """Running processes of the Ray in `directory`. Processes of other users cannot be read, and never belong to it."""
     mark = f"{MARK}={directory}".encode()
     found = []
     for environ in Path("/proc").glob("[0-9]*/environ"):

@@ -1,8 +1,8 @@
 """The launcher that uses Ray: a supervisor actor in a placement group starts the ranks as its own child processes.
 
-On one machine Ray is embedded: started here, private to this process, and ended with it. A Ray that others started is
-neither used nor touched. Ranks are not Ray workers, because they need fresh processes, an environment of their own and
-an end that does not depend on Ray.
+On one machine Ray is embedded: started here, private to this process, and ended with it. A Ray that another
+program started is neither used nor changed. Ranks are not Ray workers, because they need fresh processes, an
+environment of their own and an end that does not depend on Ray.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.inventory.software import RAY_SETTINGS
 from harness.base.errors import UsageError
 from harness.base.interrupts import look
-from harness.launch import Job, Outcome
+from harness.launch.launcher import Job, Outcome
 from harness.launch.ray.janitor import MARK, Janitor
 from harness.launch.supervisor import Supervisor
 
@@ -37,19 +37,19 @@ OBJECT_STORE_BYTES = 80 * 2**20  # only jobs and progress lines pass through it;
 
 SETTINGS = {
     **RAY_SETTINGS,
-    # Other users of this machine reach loopback too, so callers must know a token. Ray turns that on by itself when no
-    # mode is set; the token is given here because it would be saved in the user's home otherwise, and is one per
-    # process because Ray caches it.
+    # Other users of this machine reach loopback too, so callers need a token. Ray requires one by itself when no mode
+    # is set. It is set here because Ray would otherwise save it in the user's home directory, and is one per process
+    # because Ray caches it.
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
-    # Ray replaces 127.0.0.1 by an address that other machines reach, and then listens on all interfaces, unless it is
-    # told that there will be no cluster. The name is that of its use elsewhere; it is read when Ray is imported.
+    # Ray replaces 127.0.0.1 by an address that other machines reach, and then listens on all interfaces, unless this
+    # variable says that there is no cluster. Its name is that of its use elsewhere; it is read when Ray is imported.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
 UNSET = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 
 
 class SupervisorActor:
-    """A `Supervisor` that can be asked for progress, and cancelled, while it runs (`max_concurrency` above 1)."""
+    """A `Supervisor` that answers `progress` and `cancel` while it runs (`max_concurrency` above 1)."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._supervisor = Supervisor(environment)
@@ -77,11 +77,11 @@ class RayLauncher:
 
     def __init__(self) -> None:
         """Raises UsageError when Ray is not installed. Ray itself is started by the first job."""
-        # What the user's shell gives: in Ray's workers CUDA_VISIBLE_DEVICES and OMP_NUM_THREADS are Ray's.
+        # The environment of the user's shell: in Ray's workers CUDA_VISIBLE_DEVICES and OMP_NUM_THREADS are Ray's.
         self._environment = dict(os.environ)
         with environment_set(SETTINGS, without=UNSET):
             self._ray = import_ray()
-        self._directory = ""  # ours alone, and in it Ray's own files; empty while no Ray runs
+        self._directory = ""  # of this process alone, with Ray's files inside; empty while no Ray runs
         self._janitor: Janitor | None = None
         self._group: Any = None
         self._actor: ActorHandle | None = None
@@ -114,7 +114,7 @@ class RayLauncher:
                     ray.wait([pending], timeout=ENDING_SECONDS + (job.grace_seconds or 0))
                 raise
         except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, OSError):  # of a file system: as if it had been met here
+            if isinstance(error.cause, OSError):  # of a file system: as if it had been raised here
                 raise error.cause from None
             raise
         except (ray.exceptions.RayActorError, ray.exceptions.RaySystemError) as error:
@@ -135,7 +135,7 @@ class RayLauncher:
         self._directory = ""
 
     def _lost(self, started: float, what: str) -> Outcome:
-        """The outcome of a job whose supervisor is gone. The next job gets a new Ray: the loss may be all of it."""
+        """The outcome of a job whose supervisor is gone. The next job gets a new Ray."""
         self._actor = None
         self.close()
         return Outcome(
@@ -177,7 +177,7 @@ class RayLauncher:
         try:
             with environment_set({**SETTINGS, MARK: self._directory}, without=UNSET), signal_handlers_kept():
                 self._ray.init(
-                    address="local",  # a new one, whatever RAY_ADDRESS or a running Ray suggests
+                    address="local",  # a new one, even where RAY_ADDRESS or a running Ray names another
                     num_cpus=1,
                     num_gpus=0,
                     object_store_memory=OBJECT_STORE_BYTES,
@@ -186,10 +186,10 @@ class RayLauncher:
                     log_to_driver=False,  # ranks log to files
                     logging_level="ERROR",
                     _node_ip_address="127.0.0.1",
-                    # Ray lets every user write to its folder, so that folder lies in one that they cannot enter.
+                    # Ray lets every user write to its folder, so that folder is inside one that they cannot enter.
                     _temp_dir=f"{self._directory}/ray",
                 )
-        except Exception as error:  # Ray raises nothing more precise than that for most of what can go wrong
+        except Exception as error:  # Ray raises nothing more precise for most errors
             raise _not_started(" ".join(str(error).split())[:300] or type(error).__name__) from error
 
 
@@ -228,7 +228,7 @@ def environment_set(added: Mapping[str, str], without: Sequence[str]) -> Iterato
 
 @contextlib.contextmanager
 def signal_handlers_kept() -> Iterator[None]:
-    """Undo what `ray.init` does to SIGTERM, which the program has given a meaning of its own."""
+    """Restore the program's own SIGTERM handler, which `ray.init` replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

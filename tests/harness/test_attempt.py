@@ -16,14 +16,13 @@ from engine.burst import METHOD
 from engine.measurement import Measurement, write_measurement
 from engine.profile.unfinished import PROFILE, TRACE_FILE, unfinished
 from engine.settings import ModelShape, Steps, TrialSettings
-from harness.launch import Outcome
-from harness.launch.local import LocalLauncher
-from harness.launch.supervisor import Patience, Supervisor
+from harness.launch.launcher import Outcome
+from harness.launch.supervisor import LocalLauncher, Patience, Supervisor
 from harness.machine.this_machine import Machine
 from harness.records.record import Record, Status, read_records
+from harness.run.attempt import Host, completed, measured
 from harness.run.directory import RunDirectory
-from harness.run.experiment import Host, Resume, run_experiment
-from harness.run.measured import completed, measured
+from harness.run.experiment import Resume, run_experiment
 from harness.run.progress import PlainView
 from harness.spec.trial import Trial
 from tests.harness import synthetic_records
@@ -162,7 +161,7 @@ def late_once_it_hangs(monkeypatch: pytest.MonkeyPatch, log: Path) -> None:
 def test_a_traced_step_that_ends_the_ranks_costs_no_figures_and_the_next_trial_has_fresh_ones(
     launcher, tmp_path, monkeypatch, share
 ):
-    monkeypatch.setattr("harness.run.experiment.method_module", lambda _name: "tests.harness.unruly_method")
+    monkeypatch.setattr("harness.run.attempt.method_module", lambda _name: "tests.harness.unruly_method")
     kinds = (WELL, TRACED_HANGS, TRACED_RANK1_RAISES, TRACED_RANK1_KILLED, 100 + WELL)
     trials = [trial(kind, share) for kind in kinds]
     late_once_it_hangs(monkeypatch, tmp_path / "run" / "trials" / trials[1].id / "logs" / "rank0.log")
@@ -186,7 +185,7 @@ def test_a_traced_step_that_ends_the_ranks_costs_no_figures_and_the_next_trial_h
 
 
 def test_a_trial_whose_only_step_is_the_traced_one_has_nothing_to_keep(launcher, tmp_path, monkeypatch):
-    monkeypatch.setattr("harness.run.experiment.method_module", lambda _name: "tests.harness.unruly_method")
+    monkeypatch.setattr("harness.run.attempt.method_module", lambda _name: "tests.harness.unruly_method")
     [lost, good] = run(launcher, tmp_path / "run", [trial(TRACED_RANK1_RAISES, True, 1), trial(WELL, True, 1)])
     assert (lost.status, lost.measurement) == ("failed", None)
     assert good.measurement is not None

@@ -14,8 +14,8 @@ import yaml
 
 from engine.settings import Checkpoint, ModelShape, TrialSettings, from_json
 from harness.metrics.hardware import hardware_named
-from harness.plan.memory_model import GIB, training_memory
-from harness.plan.predict import predict
+from harness.metrics.throughput import GIB
+from harness.plan.predict import predict, training_memory
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published" / "h200x4"
 H200 = hardware_named("h200")

@@ -1,4 +1,4 @@
-"""What this machine can run, and one sentence for everything: what was found, or what is missing."""
+"""The findings of `burst doctor`: the software, devices, kernels, launchers and methods of this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """All findings, in sections. Imports torch, because only it knows which kernels it was built with."""
+    """All findings, in sections. Imports torch, which lists the kernels that it was built with."""
     machine = discover()
     return [*_software(), *_devices(machine), *_kernels(), *_loss_kernels(machine), *_launchers(), *_methods()]
 
@@ -92,7 +92,7 @@ def _launchers() -> list[Finding]:
 
 
 def _methods() -> list[Finding]:
-    """Every compared system in its native form, which needs nothing but the engine."""
+    """Every method in its native form, which needs only the engine."""
     return [
         Finding(section="methods", name=name, ok=True, sentence=f"{method.system} ({method.source})")
         for name, method in all_methods().items()

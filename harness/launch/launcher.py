@@ -1,0 +1,94 @@
+"""The interface of launchers: a job, its outcome, and the launcher that a run uses.
+
+One interface serves one machine without Ray (`local`), embedded Ray, and a Ray cluster over SSH (both `ray`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from harness.records.record import Status
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One host's part of a job over several hosts: consecutive ranks, and the rendezvous of all ranks."""
+
+    first_rank: int
+    ranks: int  # the same number on every host of a job
+    address: str  # of the host that rank 0 runs on
+    port: int  # reserved there
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One trial to execute: `ranks` processes of `command`, torchrun-style environment added per rank."""
+
+    trial_id: str
+    trial_dir: Path  # trial.json is there; the workers leave measurement.json, progress.jsonl, errors/, logs/
+    command: list[str]
+    ranks: int
+    environment: dict[str, str] = field(default_factory=dict)  # added to every rank's
+    deadline_seconds: float = 1200.0
+    grace_seconds: float | None = None  # from SIGTERM to SIGKILL; None: the launcher's default
+    emulate_nodes: int = 1  # logical nodes the ranks are split into
+    part: Part | None = None  # None: all ranks, on one host
+    share: str | None = None  # ranks that ended a job with an equal string, and are like its own, may run this one
+
+    @property
+    def own_ranks(self) -> range:
+        """The ranks that this job's host starts."""
+        if self.part is None:
+            return range(self.ranks)
+        return range(self.part.first_rank, self.part.first_rank + self.part.ranks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a job ended. `status` is ok only when every rank exited with 0."""
+
+    status: Status
+    reason: str
+    wall_seconds: float
+    hosts: list[str]
+    turn: int = 0  # number of the job among those that its ranks ran, from 1; 0: it had ranks of its own
+
+
+class Launcher(Protocol):
+    """Runs jobs one after another; every job gets a deadline, and fresh processes unless it may share them. A launcher
+    need not share: `Outcome.turn` records whether it did."""
+
+    name: str
+
+    def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
+        """Execute the job to its end, calling `on_progress` with each line of progress.jsonl. Never raises for an error
+        of a worker; KeyboardInterrupt ends the ranks first and is then re-raised."""
+        ...
+
+    def close(self) -> None:
+        """End everything this launcher started, and nothing else."""
+        ...
+
+
+LAUNCHERS = ("ray", "local")
+
+
+def default_launcher() -> str:
+    """Ray where it is installed, else local."""
+    return "ray" if importlib.util.find_spec("ray") is not None else "local"
+
+
+def make_launcher(name: str) -> Launcher:
+    """A launcher by name, for this machine. Raises UsageError when it cannot be used here."""
+    if name == "ray":
+        from harness.launch.ray.launcher import RayLauncher
+
+        return RayLauncher()
+    assert name == "local", name
+    from harness.launch.supervisor import LocalLauncher
+
+    return LocalLauncher()
