@@ -32,7 +32,7 @@ from harness.report.results import Row
 
 DEFINITIONS = Path("docs") / "quoted.yaml"
 RECORDS = Path("results") / "published"
-PAGES = ("*.md", "docs/*.md", "results/published/*.md")
+PAGES = ("README.md", "docs/*.md", "results/published/*.md")
 _MARKED = re.compile(r"<!--(\w+)-->(.*?)<!--/-->", re.DOTALL)
 _TAKEN = {"min": min, "max": max}
 
