@@ -9,9 +9,10 @@ comma := ,
 EXTRAS := $(if $(GPU),gpu$(comma)test,test)
 # Tests run side by side; each starts up to eight ranks of its own, so a few at a time are enough.
 WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -lt 4 ] && echo $$n || echo 4)
-PIP_FLAGS := --quiet --disable-pip-version-check
+# Twice quiet: pip prints errors, and no warning for each index or folder of a machine's own configuration that it passes over.
+PIP_FLAGS := --quiet --quiet --disable-pip-version-check
 
-.PHONY: demo test test-all lint types clean install
+.PHONY: demo test test-all lint types docs clean install
 
 install: $(STAMP)
 
@@ -22,12 +23,14 @@ $(STAMP): pyproject.toml
 	@echo "Installing into $(VENV), which takes a minute or two"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $$($(PYTHON) -c 'import ensurepip' 2>/dev/null || echo --without-pip) $(VENV)
 	@test -x $(BIN)/pip || $(PYTHON) -m pip --python $(BIN)/python install $(PIP_FLAGS) pip
-	$(BIN)/python -m pip install $(PIP_FLAGS) torch==2.13.0
-	$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip install $(PIP_FLAGS) torch==2.13.0
+	@$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[$(EXTRAS)]'
 	@touch $@
 
 demo: install
-	$(BIN)/burst run experiments/quickstart.yaml $(if $(GPU),--scale gpu --set sweep.kernel=[auto],) $(ARGS)
+	@$(BIN)/burst run experiments/quickstart.yaml $(if $(GPU),--scale gpu --set sweep.kernel=[auto],) $(ARGS)
+	@echo "Read on: docs/using-burst-attention.md (attention in your own model), docs/experiments.md (an experiment of your own),"
+	@echo "         docs/training-run.md (a training run), docs/README.md (all pages and commands)"
 
 lint: install
 	$(BIN)/ruff check .
@@ -43,6 +46,10 @@ test: lint types
 
 test-all: lint types
 	$(BIN)/pytest -n $(WORKERS) -m '' $(ARGS)
+
+# Numbers, tables and figures on the pages, written from the records in results/published (docs/quoted.yaml).
+docs: install
+	$(BIN)/python -m harness.report.quoted
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

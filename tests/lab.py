@@ -1,8 +1,8 @@
 """Several real hosts on one Linux machine: network namespaces on a bridge, each with an sshd, address and host name.
 
 What sets them apart is real (addresses, ports, interfaces, host names, host keys, SSH); files, memory and process
-numbers are this machine's. ChunkRanges root, iproute2 and openssh-server. Everything is named after this process, so that
-labs side by side do not meet, and everything is ended by what the kernel lists in a namespace.
+numbers are this machine's. It needs root, iproute2 and openssh-server. Everything is named after this process, so labs
+side by side do not conflict, and everything is ended by what the kernel lists in a namespace.
 """
 
 from __future__ import annotations

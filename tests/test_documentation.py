@@ -9,13 +9,17 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.settings import TrialSettings
 from harness.cli import main
+from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "results").glob("paper/*.md"))]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES += sorted((ROOT / "results").glob("p*/*.md"))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -44,19 +48,49 @@ def test_every_documentation_page_can_be_found_from_the_index():
     assert index in {(ROOT / target).resolve() for target in LINK.findall(README.read_text("utf-8"))}
 
 
-def test_every_file_of_the_readmes_tree_exists():
-    paths = tree(README.read_text(encoding="utf-8"))
-    assert {"harness/spec/experiment.py", "experiments/models", "README.md"} <= set(paths)
+def test_every_file_of_the_tree_exists():
+    paths = tree(ARCHITECTURE.read_text(encoding="utf-8"))
+    assert {"engine/attention", "experiments/models", "README.md"} <= set(paths)
     local = {"results/runs"}  # made by the first run, and not in git
     assert [path for path in paths if path not in local and not (ROOT / path).exists()] == []
 
 
-def test_the_readmes_tree_leaves_out_no_folder():
+def test_the_tree_leaves_out_no_folder_and_no_room():
     listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("not a git checkout, so folders of the project cannot be told from others")
-    folders = {path.split("/")[0] for path in listed.stdout.splitlines() if "/" in path and not path.startswith(".")}
-    assert folders <= set(tree(README.read_text(encoding="utf-8")))
+    files = [Path(path) for path in listed.stdout.splitlines() if not path.startswith(".")]
+    top = {str(path.parents[-2]) for path in files if len(path.parts) > 1}
+    packages = {str(path.parent) for path in files if path.name == "__init__.py" and path.parts[0] != "tests"}
+    assert top | packages - {"experiments"} <= set(tree(ARCHITECTURE.read_text(encoding="utf-8")))
+
+
+def test_the_readme_is_a_first_screen():
+    page = README.read_text(encoding="utf-8")
+    assert len(page.splitlines()) <= 150
+    assert len(re.findall(r"^!\[", page, re.MULTILINE)) == 1, "one figure"
+    assert len(re.findall(r"^\| -", page, re.MULTILINE)) == 1, "one table of measured numbers"
+
+
+def test_the_lines_of_code_on_the_first_screen_run_on_two_ranks_and_give_dense_attention():
+    [code] = [block for language, block in FENCE.findall(README.read_text("utf-8")) if language == "python"]
+    assert len([line for line in code.splitlines() if line]) <= 5
+    assert max(run_on_ranks(2, _error_of_the_readmes_code, code)) < 1e-5
+
+
+def _error_of_the_readmes_code(code: str) -> float:
+    """Largest difference of this rank's output and gradient of q from dense attention over the whole sequence."""
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 64, 4, 16, requires_grad=True) for _ in range(3)]
+    names = dict(zip("qkv", whole, strict=True))
+    exec(code, names)
+    names["out"].sum().backward()
+    q, k, v = (tensor.detach().transpose(1, 2).requires_grad_() for tensor in whole)
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    (dq,) = torch.autograd.grad(dense.sum(), q)
+    shard = names["cp"].shard
+    pairs = ((names["out"], dense), (shard(whole[0].grad, dim=1), dq))
+    return max(float((ours - shard(theirs.transpose(1, 2), dim=1)).abs().max()) for ours, theirs in pairs)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -83,9 +117,9 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def tree(readme: str) -> list[str]:
+def tree(page: str) -> list[str]:
     """Paths of the tree: two spaces of indentation per folder, the path up to the first run of two spaces."""
-    block = next(text for _, text in FENCE.findall(readme) if text.startswith("README.md "))
+    block = next(text for _, text in FENCE.findall(page) if text.startswith("README.md "))
     paths: list[str] = []
     folders: list[str] = []
     for line in block.splitlines():

@@ -1,7 +1,7 @@
 """What one call of attention leaves to another: to its backward, and to a forward under activation checkpointing.
 
 Sequence-level selective checkpointing (BurstEngine, arXiv:2509.19836): with causal attention a query's work grows with
-its position, so saving the outputs of the sequence's last tokens avoids the most recomputation for the memory they take.
+its position, so saving the outputs of the last tokens avoids the most recomputation for the memory they take.
 """
 
 from __future__ import annotations

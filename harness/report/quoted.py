@@ -1,0 +1,249 @@
+"""Numbers that pages quote from published records, written between markers by one command, so that none is typed in.
+
+    python -m harness.report.quoted           # or: make docs
+
+`docs/quoted.yaml` says for each number which record it is from, what is computed and how it is rounded. A page shows it
+as `<!--NAME-->93%<!--/-->`, a table between the same markers on lines of their own. Conditions (`where`) and
+expressions (`value`) are those of pandas' `DataFrame.query` and `eval` over the columns of results.csv; a column with a
+dot in its name stands in backquotes.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+import yaml
+from matplotlib import rc_context
+
+from engine.atomic import write_atomic
+from engine.plain_json import from_json
+from harness.base.errors import UsageError
+from harness.base.lengths import format_length
+from harness.report.figures import all_figures, render
+from harness.report.page import read_runs
+from harness.report.results import Row
+
+DEFINITIONS = Path("docs") / "quoted.yaml"
+RECORDS = Path("results") / "published"
+PAGES = ("README.md", "docs/*.md", "results/published/*.md")
+_MARKED = re.compile(r"<!--(\w+)-->(.*?)<!--/-->", re.DOTALL)
+_TAKEN = {"min": min, "max": max}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantity:
+    """A number or a word: an expression of the columns of one record, or one (`of`) of other quantities by name."""
+
+    run: str = ""  # folder below results/published; inside a table, that of its line
+    where: str = ""  # a condition that leaves one row
+    value: str = ""
+    take: Literal["the only", "min", "max"] = "the only"  # of the rows that are left
+    of: str = ""
+    form: str = "{}"  # as of str.format, or `length`: 65536 as 64k
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """A Markdown table: a line for each value of the columns `each`, or for each condition of `lines`, by its label."""
+
+    runs: list[str]
+    columns: dict[str, Quantity]  # by header
+    where: str = ""
+    each: list[str] = field(default_factory=list)
+    lines: dict[str, str] = field(default_factory=dict)
+    label: str = ""  # header of the labels
+    let: dict[str, Quantity] = field(default_factory=dict)  # what `of` of a column may name, computed per line
+    complete: bool = False  # a line that lacks a record of a column is left out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawing:
+    """A figure of `harness.report.figures` as an SVG file."""
+
+    figure: str
+    runs: list[str]
+    where: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Definitions:
+    """What docs/quoted.yaml holds; drawings by their path."""
+
+    numbers: dict[str, Quantity]
+    tables: dict[str, Table]
+    drawings: dict[str, Drawing]
+
+
+class Absent(Exception):
+    """A record that a quantity asks for is not there, or gave no number; the text says which status it has."""
+
+
+class Quotes:
+    """All quantities, tables and drawings of a checkout, computed from its published records when asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        try:
+            self.definitions: Definitions = from_json(
+                Definitions, yaml.safe_load((root / DEFINITIONS).read_text(encoding="utf-8"))
+            )
+        except (ValueError, yaml.YAMLError) as error:
+            raise UsageError(f"{DEFINITIONS} cannot be used ({error})") from error
+        self._frames: dict[str, pd.DataFrame] = {}
+
+    def text(self, name: str) -> str:
+        """The number or table of this name as a page shows it. Raises UsageError where it cannot be computed."""
+        try:
+            if name in self.definitions.tables:
+                return "\n" + "\n".join(self._table(self.definitions.tables[name])) + "\n"
+            quantity = self.definitions.numbers[name]
+            return _formatted(self._number(name), quantity.form)
+        except KeyError as error:
+            raise UsageError(f"{DEFINITIONS} defines no {error}; add it, or correct the marker") from error
+        except Absent as error:
+            raise UsageError(f"{name}: {error}") from error
+        except (ValueError, TypeError, SyntaxError, pd.errors.UndefinedVariableError) as error:
+            raise UsageError(f"{name} of {DEFINITIONS} cannot be computed ({error})") from error
+
+    def drawing(self, path: str) -> bytes:
+        """The SVG that lies at `path`. Its text stays text, so that changed numbers show in a diff."""
+        drawing = self.definitions.drawings[path]
+        frame = self._frame(drawing.runs)
+        rows: list[Row] = list(_rows(frame, drawing.where)["row"])
+        with rc_context({"svg.fonttype": "none"}):
+            return render(all_figures()[drawing.figure].draw(rows), "svg")
+
+    @cached_property
+    def names(self) -> list[str]:
+        return [*self.definitions.numbers, *self.definitions.tables]
+
+    def _number(self, name: str) -> Any:
+        quantity = self.definitions.numbers[name]
+        if quantity.of:
+            return _expression(quantity.of, {other: self._number(other) for other in _names_in(quantity.of)})
+        return _value(self._frame([quantity.run]), quantity)
+
+    def _frame(self, runs: Sequence[str]) -> pd.DataFrame:
+        """The rows of these runs; column `row` holds each as figures take it."""
+        for run in runs:
+            if run not in self._frames:
+                _, rows = read_runs([self.root / RECORDS / run])
+                if not rows:
+                    raise UsageError(f"no record below {RECORDS / run}; correct the run in {DEFINITIONS}")
+                self._frames[run] = pd.DataFrame(rows).assign(row=rows)
+        frames = [self._frames[run] for run in runs]
+        return frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
+
+    def _table(self, table: Table) -> list[str]:
+        frame = _rows(self._frame(table.runs), table.where)
+        if table.lines:
+            groups = [([label], _rows(frame, condition)) for label, condition in table.lines.items()]
+        else:
+            groups = [([], group) for _, group in frame.groupby(table.each, sort=True)]
+        cells = [
+            [*label, *(self._cell(group, column, table.let) for column in table.columns.values())]
+            for label, group in groups
+        ]
+        headers = [*([table.label] if table.lines else []), *table.columns]
+        whole = [line for line in cells if not table.complete or "" not in line]
+        return [f"| {' | '.join(line)} |" for line in (headers, ["---"] * len(headers), *whole)]
+
+    def _cell(self, group: pd.DataFrame, column: Quantity, let: Mapping[str, Quantity]) -> str:
+        """A cell: the number, else the status of the trial that gave none, else nothing."""
+
+        def value(quantity: Quantity) -> Any:
+            return _value(self._frame([quantity.run]) if quantity.run else group, quantity)
+
+        try:
+            if column.of:
+                names = {name: value(let[name]) for name in _names_in(column.of)}
+                return _formatted(_expression(column.of, names), column.form)
+            return _formatted(value(column), column.form)
+        except Absent as status:
+            return str(status)
+
+
+def rewritten(page: str, quotes: Quotes) -> str:
+    """A page with every number and table between markers as the records have it.
+
+    Raises UsageError for a marker of a number that begins a line: Markdown would end the paragraph there.
+    """
+
+    def written(match: re.Match[str]) -> str:
+        name = match.group(1)
+        begins_line = match.start() == 0 or page[match.start() - 1] == "\n"
+        if begins_line and name in quotes.definitions.numbers:
+            raise UsageError(f"the marker of {name} begins a line, where Markdown ends a paragraph; move it")
+        return f"<!--{name}-->{quotes.text(name)}<!--/-->"
+
+    return _MARKED.sub(written, page)
+
+
+def quoted_names(page: str) -> list[str]:
+    """Names of the markers on a page, in their order."""
+    return [match.group(1) for match in _MARKED.finditer(page)]
+
+
+def pages_of(root: Path) -> list[Path]:
+    return sorted(path for pattern in PAGES for path in root.glob(pattern))
+
+
+def main(root: Path) -> int:
+    quotes = Quotes(root)
+    for path in pages_of(root):
+        page = path.read_text(encoding="utf-8")
+        if (new := rewritten(page, quotes)) != page:
+            write_atomic(path, new)
+            print(f"rewritten: {path.relative_to(root)}")
+    for name in quotes.definitions.drawings:
+        path, figure = root / name, quotes.drawing(name)
+        if not path.exists() or path.read_bytes() != figure:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, figure)
+            print(f"drawn: {name}")
+    return 0
+
+
+def _rows(frame: pd.DataFrame, where: str) -> pd.DataFrame:
+    return frame.query(where, engine="python") if where else frame
+
+
+def _value(frame: pd.DataFrame, quantity: Quantity) -> Any:
+    """The quantity out of the rows that meet its condition. Raises Absent where no row has it, ValueError for two."""
+    rows = _rows(frame, quantity.where)
+    if rows.empty:
+        raise Absent("")
+    values = rows.eval(quantity.value, engine="python").dropna()
+    if values.empty:
+        raise Absent("/".join(sorted(set(rows["status"]))))
+    if quantity.take == "the only":
+        if len(rows) > 1:
+            raise ValueError(f"{len(rows)} rows meet {quantity.where!r}; expected one")
+        return values.iloc[0]
+    return _TAKEN[quantity.take](values)
+
+
+def _names_in(expression: str) -> list[str]:
+    return re.findall(r"(?<![\w.])[A-Za-z_]\w*", expression)  # not the e of 1e3
+
+
+def _expression(expression: str, names: Mapping[str, Any]) -> Any:
+    return pd.eval(expression, engine="python", local_dict=dict(names), global_dict={})
+
+
+def _formatted(value: Any, form: str) -> str:
+    return format_length(int(value)) if form == "length" else form.format(value)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(Path(__file__).parents[2]))
+    except UsageError as found:
+        sys.exit(str(found))

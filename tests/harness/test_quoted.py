@@ -1,0 +1,99 @@
+"""Numbers that pages quote: computed from records, written between markers, refused where they say nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.base.errors import UsageError
+from harness.records.record import write_record
+from harness.report.quoted import Quotes, main, rewritten
+from tests.harness.synthetic_records import record
+
+NUMBERS = """
+numbers:
+  step: {run: cpu/sweep, where: seq_len == 1024, value: 1e3 * step_seconds_median, form: "{:.0f}"}
+  long_step: {run: cpu/sweep, where: seq_len == 2048, value: 1e3 * step_seconds_median}
+  ratio: {of: long_step / step, form: "{:.2f}"}
+  longest: {run: cpu/sweep, value: seq_len, take: max, form: length}
+  two: {run: cpu/sweep, value: seq_len}
+  lost: {run: cpu/sweep, where: seq_len == 4096, value: step_seconds_median}
+  typo: {run: cpu/sweep, value: step_secconds}
+tables:
+  steps:
+    runs: [cpu/sweep]
+    each: [seq_len]
+    columns:
+      tokens: {value: seq_len, form: length}
+      ms: {value: 1e3 * step_seconds_median, form: "{:.0f}"}
+  named:
+    runs: [cpu/sweep]
+    label: length
+    lines: {short: seq_len == 1024}
+    let:
+      step: {value: step_seconds_median}
+      first: {run: cpu/sweep, where: seq_len == 2048, value: step_seconds_median}
+    columns: {share: {of: step / first, form: "{:.0%}"}}
+drawings: {}
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with three published trials, the last without a number."""
+    trials = tmp_path / "results" / "published" / "cpu" / "sweep" / "trials"
+    made = [record(seq_len=1024, seconds=0.1), record(seq_len=2048, seconds=0.4), record(seq_len=4096, status="oom")]
+    for one in made:
+        write_record(trials / one.trial_id, one)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "quoted.yaml").write_text(NUMBERS, encoding="utf-8")
+    return tmp_path
+
+
+def test_numbers_are_computed_from_records_and_from_each_other(checkout: Path) -> None:
+    quotes = Quotes(checkout)
+    assert [quotes.text(name) for name in ("step", "ratio", "longest")] == ["104", "4.00", "4k"]
+
+
+def test_a_table_has_a_line_per_group_and_the_status_where_there_is_no_number(checkout: Path) -> None:
+    quotes = Quotes(checkout)
+    assert quotes.text("steps").split("\n") == [
+        "", "| tokens | ms |", "| --- | --- |", "| 1k | 104 |", "| 2k | 416 |", "| 4k | oom |", "",
+    ]  # fmt: skip
+    assert quotes.text("named").split("\n")[1:4] == ["| length | share |", "| --- | --- |", "| short | 25% |"]
+
+
+def test_the_command_writes_what_is_between_markers_and_leaves_the_rest(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = checkout / "README.md"
+    page.write_text("Takes <!--step-->99<!--/--> ms.\n\n<!--steps-->\n<!--/-->\n", encoding="utf-8")
+    assert main(checkout) == 0
+    assert capsys.readouterr().out == "rewritten: README.md\n"
+    written = page.read_text("utf-8")
+    assert written.startswith("Takes <!--step-->104<!--/--> ms.\n\n<!--steps-->\n| tokens | ms |\n")
+    assert main(checkout) == 0
+    assert capsys.readouterr().out == ""
+    assert page.read_text("utf-8") == written
+
+
+@pytest.mark.parametrize(
+    ("page", "found"),
+    [
+        ("a <!--stpe-->1<!--/-->", "defines no 'stpe'"),
+        ("a <!--two-->1<!--/-->", "3 rows meet"),
+        ("a <!--lost-->1<!--/-->", "oom"),
+        ("a <!--typo-->1<!--/-->", "step_secconds"),
+        ("a\n<!--step-->1<!--/-->", "begins a line"),
+    ],
+)
+def test_a_marker_that_quotes_no_number_is_refused_by_its_name(checkout: Path, page: str, found: str) -> None:
+    with pytest.raises(UsageError, match=found):
+        rewritten(page, Quotes(checkout))
+
+
+def test_a_definition_with_an_unknown_key_is_refused(checkout: Path) -> None:
+    (checkout / "docs" / "quoted.yaml").write_text(NUMBERS.replace("take:", "tkae:"), encoding="utf-8")
+    with pytest.raises(UsageError, match="tkae"):
+        Quotes(checkout)
