@@ -68,7 +68,7 @@ def laid_out(tensor_BLND: Tensor) -> Tensor:
     sizes, strides, item = tensor_BLND.shape[:-1], tensor_BLND.stride(), tensor_BLND.itemsize
     taken = [stride for size, stride in zip(sizes, strides, strict=False) if size > 1]
     contiguous_heads = tensor_BLND.shape[-1] == 1 or strides[-1] == 1
-    # Rows of an odd number of bytes are aligned by no copy; no kernel that asks for alignment takes them.
+    # Rows of an odd number of bytes are aligned by no copy; no kernel that needs alignment takes them.
     alignable = tensor_BLND.shape[-1] * item % ALIGNMENT_BYTES == 0
     starts = (tensor_BLND.storage_offset(), *taken) if alignable else ()
     if contiguous_heads and 0 not in taken and all(start * item % ALIGNMENT_BYTES == 0 for start in starts):

@@ -23,7 +23,7 @@ class BrokenContext(RuntimeError):
 
 
 class PeerLost(RuntimeError):
-    """Tensors of another rank did not come, or could not be sent to it."""
+    """Tensors of another rank were not received, or could not be sent to it."""
 
 
 class CallOrder:
@@ -57,7 +57,7 @@ def peers_needed(group: dist.ProcessGroup, peers: str) -> Iterator[None]:
     except RuntimeError as error:
         seconds = timeout_of(group).total_seconds()
         raise PeerLost(
-            f"rank {dist.get_rank()} exchanged tensors with {peers} and they did not come (timeout {seconds:g} s; "
+            f"rank {dist.get_rank()} exchanged tensors with {peers} and did not receive them (timeout {seconds:g} s; "
             f"{_quoted(error)}); another rank failed or ended: find the first error of all ranks, then start them again"
         ) from error
 

@@ -108,7 +108,9 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: str | N
     assert "give bytes or the path of a tokenizer.json" in str(caught.value)
 
 
-def test_a_missing_library_is_refused_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch, tokenizer_file: Path) -> None:
+def test_a_missing_library_is_refused_with_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, tokenizer_file: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"pip install 'burst-harness\[train\]'"):
         FileTokenizer(tokenizer_file)
