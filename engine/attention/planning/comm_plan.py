@@ -50,7 +50,9 @@ class CommPlan:
 
     steps: tuple[RingStep, ...]
     inner_rings: tuple[ChunkRanges, ...]  # by outer step
-    leaving: tuple[TokenRange, ...]  # by outer step, tokens that later nodes need of the chunk that this rank then holds
+    leaving: tuple[
+        TokenRange, ...
+    ]  # by outer step, tokens that later nodes need of the chunk that this rank then holds
     given: tuple[TokenRange, ...]  # by outer step, the tokens of that chunk whose gradients this rank's node computes
     given_unreduced: tuple[bool, ...]  # by outer step, those gradients are as kernels wrote them
     returned: tuple[TokenRange, ...]  # by outer step, this rank's own tokens whose gradients the node of the chunk then

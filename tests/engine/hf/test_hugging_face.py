@@ -240,7 +240,7 @@ def test_parameters_may_be_given_in_any_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"norm.weight": None}, r"lacks 1 parameters, norm.weight among them; hand over the whole model"),
+        ({"norm.weight": None}, r"lacks 1 parameters, norm.weight among them; pass the whole model"),
         ({"bias": torch.zeros(1)}, r"bias is no parameter of this shape"),
         ({"norm.weight": torch.zeros(49)}, r"norm.weight has size \[49\]; the shape makes it \[48\]"),
     ],
@@ -265,7 +265,7 @@ def test_a_sharded_parameter_is_refused(tmp_path: Path) -> None:
     try:
         state = decoder(LLAMA).state_dict()
         state["norm.weight"] = distribute_tensor(state["norm.weight"], init_device_mesh("cpu", (1,)))
-        with pytest.raises(ValueError, match=r"norm.weight is sharded over ranks; hand over its full_tensor"):
+        with pytest.raises(ValueError, match=r"norm.weight is sharded over ranks; pass its full_tensor"):
             export_hugging_face(state, LLAMA, tmp_path / "out")
     finally:
         dist.destroy_process_group()

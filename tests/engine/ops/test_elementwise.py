@@ -1,4 +1,5 @@
-"""SwiGLU's product and RoPE on a CPU: the torch twins, bit for bit what autograd makes of the plain formulas."""
+"""SwiGLU's product and RoPE on a CPU: the reference implementations, bit for bit equal to autograd of the plain
+formulas."""
 
 from __future__ import annotations
 

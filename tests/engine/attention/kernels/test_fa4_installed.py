@@ -1,4 +1,5 @@
-"""FlashAttention-4 is told from FlashAttention-2, which is imported by the same name, without importing either."""
+"""FlashAttention-4 is distinguished from FlashAttention-2, which is imported by the same name, without importing
+either."""
 
 from __future__ import annotations
 
