@@ -256,7 +256,7 @@ def test_a_state_of_another_model_is_refused_and_leaves_nothing(
 
 def test_a_parameter_given_twice_is_refused(tmp_path: Path) -> None:
     pairs = list(decoder(LLAMA).state_dict().items())
-    with pytest.raises(ValueError, match=r"embedding.weight comes twice"):
+    with pytest.raises(ValueError, match=r"embedding.weight is given twice"):
         export_hugging_face([*pairs, pairs[0]], LLAMA, tmp_path / "out")
 
 
@@ -280,7 +280,7 @@ def test_a_plain_mlp_cannot_be_exported(tmp_path: Path) -> None:
 
 def test_a_width_that_transformers_llama_refuses_is_not_exported(tmp_path: Path) -> None:
     odd = SHAPE | {"hidden": 40}
-    with pytest.raises(ValueError, match=r"hidden 40 is not divisible by 6 heads, which LlamaForCausalLM insists on"):
+    with pytest.raises(ValueError, match=r"hidden 40 is not divisible by 6 heads, which LlamaForCausalLM requires"):
         exported(ModelShape(name="odd", **odd), tmp_path / "llama")
     qwen3 = ModelShape(name="qwen3", qk_norm=True, **odd)
     assert import_hugging_face(exported(qwen3, tmp_path / "qwen3"))[0] == qwen3
