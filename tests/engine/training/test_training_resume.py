@@ -189,9 +189,7 @@ def test_a_run_cannot_end_before_where_it_is(one_rank) -> None:
 )
 def test_a_checkpoint_that_is_not_whole_is_skipped_with_a_sentence(two_ranks, one_rank, folder, case, problem):
     result = one_rank[case]
-    assert result["notes"] == [
-        f"checkpoint step-00000006 is skipped because {problem}; it is now broken-step-00000006"
-    ]
+    assert result["notes"] == [f"checkpoint step-00000006 is skipped because {problem}; it is now broken-step-00000006"]
     assert result["progress"][0]["note"] == result["notes"][0]
     assert_same_curve(result, two_ranks[0], done=4)
 
