@@ -6,7 +6,7 @@
 q, k and v are this rank's tokens, [batch, tokens, heads, head_dim], in zigzag: of 2P equal chunks of the sequence,
 rank r of P holds chunks r and 2P-1-r. Without `causal` any layout gives the same result.
 
-What differs from the library: nothing has to be started (no BMTrain, no streams in a global), K and V may have fewer
+Differences from the library: nothing has to be started (no BMTrain, no streams in a global), K and V may have fewer
 heads than Q, sums are kept in fp32, and O is never sent in backward, with either `optimize_bwd_comm`.
 
 Source of the interface: github.com/MayDomine/Burst-Attention (arXiv:2403.09347).

@@ -51,7 +51,7 @@ def _draw(local: Tensor, first_row: int, all_rows: int, key: str, std: float) ->
     for block in range(first_row // rows, -(-end_row // rows)):
         start, end = block * rows, min((block + 1) * rows, all_rows)
         generator = _generator(f"{key}:{block}" if block else key, local.device)
-        # Drawn in fp32 whatever the parameter's dtype: a float64 run starts from the numbers of the fp32 one.
+        # Drawn in fp32 for every dtype of the parameter: a float64 run starts from the numbers of the fp32 one.
         drawn = torch.empty(end - start, local.shape[1], device=local.device).normal_(0.0, std, generator=generator)
         low, high = max(start, first_row), min(end, end_row)
         local[low - first_row : high - first_row].copy_(drawn[low - start : high - start])

@@ -46,7 +46,7 @@ class AttentionFn(Protocol):
         ...
 
     def resolved(self) -> dict[str, str]:
-        """What every `auto` became (kernel, layout, backward, schedule, exchange); empty before the first call."""
+        """The value of every `auto` (kernel, layout, backward, schedule, exchange); empty before the first call."""
         ...
 
 
@@ -55,7 +55,7 @@ class Method(Protocol):
 
     name: str  # as written in experiment files
     system: str  # the system it stands for, as printed in tables
-    source: str  # paper or repository the idea comes from
+    source: str  # paper or repository of the idea
 
     def refuse(self, settings: TrialSettings) -> str | None:
         """One sentence why this trial cannot run with this method, or None. Pure: looks at the settings alone."""

@@ -22,9 +22,9 @@ from engine.settings import Checkpoint
 
 
 def set_activations(settings: Checkpoint, blocks: Sequence[Block]) -> Recompute | None:
-    """Make the blocks of one model save what these settings ask for.
+    """Make the blocks of one model save the tensors of these settings.
 
-    Returns the stores of what was saved, or None when nothing is recomputed.
+    Returns the stores of the saved tensors, or None when nothing is recomputed.
     """
     if settings.every == 0:
         for block in blocks:

@@ -53,7 +53,7 @@ _handles: dict[tuple[torch.device, int], Handles] = {}  # by device and priority
 
 def own_stream(device: torch.device | None = None, priority: int = 0) -> Any:
     """A stream of `device`, the current one when None, that neither torch, NCCL nor an earlier caller whose stream is
-    still referenced uses. A lower `priority` goes first, -1 before 0. Devices that are no GPUs have no such pool:
+    still referenced uses. A lower `priority` runs first, -1 before 0. Devices that are no GPUs have no such pool:
     their stream is torch's."""
     if device is not None and device.type != "cuda":
         return torch.get_device_module(device).Stream()

@@ -87,7 +87,7 @@ def format_unsupported_reason(path: Path) -> str | None:
         return f"data {str(path)!r} is UTF-16 text; convert it to UTF-8"
     if (zero := head.find(b"\0")) >= 0:
         return f"data {str(path)!r} is a binary file (byte {zero} is zero); give a UTF-8 text file"
-    # A character cut by the end of the head is left out; what is not UTF-8 is refused where it is read whole.
+    # A character cut by the end of the head is left out; other invalid UTF-8 is refused where the file is read whole.
     text = head.decode("utf-8", errors="ignore")
     if found := _json_kind(text, whole=len(head) < HEAD_BYTES):
         return f"data {str(path)!r} looks like {found}{_LEARNT_AS_TEXT}"
@@ -115,7 +115,7 @@ def _data_set(head: bytes) -> str | None:
 def _json_kind(text: str, *, whole: bool) -> str | None:
     """`JSON Lines` or `JSON` when a text is that from its beginning, or nearly all of its lines are objects.
 
-    Prose and code that show some JSON are neither. With `whole` False the text goes on after its end.
+    Prose and code that show some JSON are neither. With `whole` False the text is the beginning of a longer one.
     """
     text = text.lstrip(_BYTE_ORDER_MARK)
     lines = [line for line in text.split("\n") if line.strip()]

@@ -23,7 +23,7 @@ class Sequences(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Where the tokens come from, as plain values."""
+        """Origin of the tokens, as plain values."""
 
     def batch(self, step: int, replica: int, dp_size: int, batch_size: int, seq_len: int) -> tuple[Tensor, Tensor]:
         """(tokens_BS, labels_BS) of one step and data-parallel replica: whole sequences, labels one token ahead.

@@ -78,7 +78,7 @@ class FileTokenizer:
             ) from error
         try:
             self._backend: Backend = Backend.from_str(content.decode())
-        except Exception as error:  # the library raises nothing more precise for what it cannot parse
+        except Exception as error:  # the library raises nothing more precise for a file it cannot parse
             raise ValueError(
                 f"tokenizer {str(path)!r} is no Hugging Face tokenizer ({' '.join(str(error).split())}); "
                 "give bytes or the path of a tokenizer.json"

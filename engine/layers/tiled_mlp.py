@@ -41,7 +41,7 @@ def add_mlp_in(tiles: int) -> AddMLP:
         weights = (norm.weight, *matrices)
         if torch.is_grad_enabled():
             # Saved before anything is computed: torch's non-reentrant checkpoint ends a layer's recomputation with the
-            # last tensor that backward asks for, so the recomputation never runs the MLP.
+            # last tensor that backward needs, so the recomputation never runs the MLP.
             x_TE = _SaveInputs.apply(x_TE, *weights)
         return _TiledMLP.apply(x_TE, x_TE.grad_fn, x_BLE.shape, norm.eps, run, *weights)
 

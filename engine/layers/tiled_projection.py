@@ -29,7 +29,7 @@ from engine.ops.runs import RecomputedNorm, add_product, run_length, runs, zeros
 def project_in(tiles: int) -> Project:
     """Queries, keys and values in `tiles` runs of tokens; 1 is the whole at once, as torch does it.
 
-    A run lies within one sequence, so sequences shorter than a run make more runs than `tiles`. Outputs and gradients
+    A run is within one sequence, so sequences shorter than a run make more runs than `tiles`. Outputs and gradients
     equal those of the whole to rounding; the gradients of the weights are summed over the runs in fp32 or wider and
     rounded to the weight's dtype once.
     """

@@ -29,7 +29,7 @@ def cce_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor) -> Tens
 
 
 def liger_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_loss: float = 0.0) -> Tensor:
-    """`engine.lm_head.plain.plain_loss_sum` by liger-kernel; without gradients where neither input asks for them."""
+    """`engine.lm_head.plain.plain_loss_sum` by liger-kernel; without gradients where neither input requires them."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     loss_of = LigerFusedLinearCrossEntropyLoss(

@@ -50,7 +50,7 @@ LIBRARIES = {
 def unsupported_reason(settings: TrialSettings, device_type: str) -> str | None:
     """One sentence why the LM head's loss cannot be formed as asked on this device (cuda, cpu) and machine, or None.
 
-    Reasons that hold on any machine come first.
+    Reasons that hold on any machine are first.
     """
     name = settings.loss_kernel
     library = LIBRARIES.get(name)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class _Pages(mmap.mmap):
-    """Mapped memory that unlocks itself before it is unmapped. A weakref's callback would come after that."""
+    """Mapped memory that unlocks itself before it is unmapped. A weakref's callback would run after that."""
 
     locked_at = 0  # address, once CUDA has locked the pages
 

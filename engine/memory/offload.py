@@ -30,7 +30,7 @@ class Kept(Protocol):
         ...
 
     def fetch(self) -> Tensors:
-        """The tensors, on their device, usable by what the current stream launches next. May be called again."""
+        """The tensors, on their device, usable by later work on the current stream. May be called again."""
         ...
 
 
@@ -103,7 +103,7 @@ class HostStore:
         """Lock so many buffers of that size now, less the free ones; free buffers of other sizes are unlocked first."""
         size = device.type, nbytes
         if stream := self._streams.get(device):
-            stream.synchronize()  # copies may still use what is dropped
+            stream.synchronize()  # copies may still use the dropped buffers
         self._free = {size: self._free.get(size, [])}
         while len(self._free[size]) < count:
             self._free[size].append(host_buffer(nbytes, device))

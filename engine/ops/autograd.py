@@ -1,4 +1,4 @@
-"""What the autograd functions here share: the dtype of sums, autocast switched off, no second derivative."""
+"""Shared by the autograd functions here: the dtype of sums, autocast switched off, no second derivative."""
 
 from __future__ import annotations
 

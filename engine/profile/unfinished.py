@@ -1,6 +1,6 @@
-"""What a measurement says of its traced step before the trace is read: all that stands there should nothing follow.
+"""The entry of a measurement for its traced step until the trace is read, and for good if it never is.
 
-Free of torch, so that whoever reads measurements can tell.
+No torch, because programs that only read measurements use it.
 """
 
 from __future__ import annotations

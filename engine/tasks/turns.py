@@ -16,7 +16,7 @@ from pathlib import Path
 from engine.measurement import write_json
 
 VARIABLE = "BURST_TURNS"  # in the environment of ranks that wait for further trials: the directory
-POLL_SECONDS = 0.01  # a thousandth of what starting a rank takes
+POLL_SECONDS = 0.01  # a thousandth of the time of starting a rank
 
 
 class Turns:

@@ -61,7 +61,8 @@ def settings_of(row: Row, world_size: int = 1, cp_size: int = 1) -> TrialSetting
 
 
 def allowed(row: Row) -> bool:
-    """Burst refuses one combination: tokens that are not consecutive are not exchanged for heads. Other methods say."""
+    """Burst refuses one combination: tokens that are not consecutive cannot be exchanged for heads. Other methods say
+    which ones they refuse."""
     if row["method"] == "burst":
         return not (row["layout"] == "striped" and row["schedule"] in ULYSSES_SCHEDULES)
     return method_named(row["method"]).refuse(settings_of(row, 4, 4)) is None
@@ -109,13 +110,13 @@ def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(("world_size", "cp_size"), WORLDS)
 def test_every_two_settings_are_combined(world_size: int, cp_size: int) -> None:
     choices, rows = choices_for(world_size, cp_size), rows_for(world_size, cp_size)
-    met = set().union(*(pairs_of(row, list(choices)) for row in rows))
+    found = set().union(*(pairs_of(row, list(choices)) for row in rows))
     for pair in itertools.combinations(((name, value) for name in choices for value in choices[name]), 2):
         (one, first), (other, second) = pair
         if one != other and allowed(
             {name: values[0] for name, values in choices.items()} | {one: first, other: second}
         ):
-            assert pair in met
+            assert pair in found
     assert all(map(allowed, rows))
 
 

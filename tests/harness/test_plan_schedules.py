@@ -77,7 +77,7 @@ def test_where_ranks_do_not_fit_the_machine_that_is_the_reason() -> None:
 
 
 def test_a_schedule_that_a_method_fixes_is_judged_too() -> None:
-    assert "schedule usp shares KV heads among 4 ranks and 2 do not" in (
+    assert "schedule usp divides KV heads among 4 ranks and 2 do not" in (
         unsupported_reason(trial(method="loongtrain_usp", cp_size=4), LAPTOP) or ""
     )
     assert unsupported_reason(trial(method="loongtrain_usp", cp_size=4, emulate_nodes=2), LAPTOP) is None

@@ -212,8 +212,8 @@ def test_data_that_cannot_be_learnt_from_is_refused_and_nothing_is_left(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"seq_len": 64}, "checkpoint step-00000004 cannot be gone on from: it was made with seq_len 32, and the run"),
-        ({"model": replace(MODEL, layers=3)}, "it was made with model.layers 2, and the run now says 3"),
+        ({"seq_len": 64}, "checkpoint step-00000004 cannot be resumed from: it was made with seq_len 32, and the run"),
+        ({"model": replace(MODEL, layers=3)}, "it was made with model.layers 2, and the run now has 3"),
         ({"steps": 3}, "steps is 3, but 4 steps of this run are done; give at least as many"),
     ],
 )
@@ -235,7 +235,7 @@ def test_a_run_without_a_checkpoint_is_not_begun_anew(place: Path) -> None:
     Path("run").mkdir()
     Path("run", RUN_FILE).write_text("{}")
     assert refused(config(), resume=True).endswith(
-        "there is no checkpoint to go on from (checkpoints/ holds none); start anew without --resume"
+        "there is no checkpoint to resume from (checkpoints/ holds none); start anew without --resume"
     )
 
 

@@ -67,8 +67,8 @@ class AllToAllPass(Protocol):
         ...
 
     def send(self, tensors: tuple[Tensor, ...], index: int) -> Callable[[], HeadChunk]:
-        """Send this rank's tokens of every rank's head chunk `index`. Returns at once; calling what it returns, once,
-        makes the current stream wait and gives the chunk that this rank received."""
+        """Send this rank's tokens of every rank's head chunk `index`. Returns at once a function; calling it once
+        makes the current stream wait and returns the chunk that this rank received."""
         ...
 
     def send_back(self, results: tuple[Tensor, ...], index: int) -> None:
@@ -81,7 +81,7 @@ class AllToAllPass(Protocol):
 
 
 class AllToAll(Protocol):
-    """How some ranks exchange tokens for heads. `name` goes into records as the exchange."""
+    """How some ranks exchange tokens for heads. `name` is recorded as the exchange."""
 
     name: str
     size: int  # ranks in it
@@ -104,8 +104,8 @@ class GroupAllToAll:
         return _GroupPass(self, token_runs, num_head_chunks)
 
     def exchange(self, rows: Tensor) -> Callable[[], Tensor]:
-        """Send row r of a message to member r. Calling what is returned makes the current stream wait for the rows that
-        the members sent here."""
+        """Send row r of a message to member r. Calling the result makes the current stream wait for the rows that the
+        members sent here."""
         received = torch.empty_like(rows)
         self._traffic.add(rows[1:])  # one row stays here
         group = self.group
@@ -208,7 +208,7 @@ class _GroupPass:
 def _message(specs: tuple[TensorSpec, ...], ranks: int, device: torch.device) -> Tensor:
     """Memory for tensors of `specs` from or to each rank: uint8 [ranks, bytes], values undefined.
 
-    A row is as long as its tensors, rounded up to what the widest dtype needs to be aligned in the next row.
+    A row is as long as its tensors, rounded up so that the widest dtype is aligned in the next row.
     """
     widest = max(spec.dtype.itemsize for spec in specs)
     row_bytes = -(-sum(spec.nbytes for spec in specs) // widest) * widest
@@ -218,7 +218,7 @@ def _message(specs: tuple[TensorSpec, ...], ranks: int, device: torch.device) ->
 def _sections(rows: Tensor, specs: tuple[TensorSpec, ...]) -> tuple[Tensor, ...]:
     """The tensors of a message, in the order of `specs`: views of it, each [ranks, *shape].
 
-    The widest dtype comes first: behind it all others are aligned without a gap.
+    The widest dtype is first: behind it all others are aligned without a gap.
     """
     views, start = {}, 0
     for index in sorted(range(len(specs)), key=lambda index: -specs[index].dtype.itemsize):

@@ -40,7 +40,7 @@ class Transfer(Protocol):
     """A transfer under way: sending to one peer, receiving from another."""
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The received tensors, usable by what the current stream launches next. Called once."""
+        """The received tensors, usable by later work on the current stream. Called once."""
         ...
 
     def release(self) -> None:
@@ -103,7 +103,7 @@ class PointToPoint:
         device = gpu_of(self._group)
         if device is not None and not self._connected:
             # NCCL forms a group's communicator in its first call, in which all its ranks must take part. A mask may
-            # leave some of them nothing to send or receive in the first message, so this call comes before it.
+            # leave some of them nothing to send or receive in the first message, so this call is made before it.
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
         self._connected = True
         here = device or torch.device("cpu")

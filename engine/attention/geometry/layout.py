@@ -28,12 +28,12 @@ class Segment:
         return range(self.start, self.start + self.count * self.step, self.step)
 
     def count_before(self, cut: int) -> int:
-        """How many of the positions lie before `cut`."""
+        """How many of the positions are before `cut`."""
         return min(self.count, max(0, -((self.start - cut) // self.step)))
 
 
 class Layout(Protocol):
-    """How a sequence is dealt to `cp_size` ranks. Shards are equal, disjoint, and ascending in position."""
+    """How a sequence is divided among `cp_size` ranks. Shards are equal, disjoint, and ascending in position."""
 
     @property
     def name(self) -> str: ...
@@ -83,7 +83,7 @@ class Zigzag:
 
 @dataclass(frozen=True, slots=True)
 class SplitZigzag:
-    """Zigzag over the head and over the tail of the sequence, each by itself: both are dealt evenly.
+    """Zigzag over the head and over the tail of the sequence, each by itself: both are divided evenly.
 
     Args:
         tail: fraction of the sequence, from its end, that is the tail; with 0 or 1 this is plain zigzag.
@@ -147,7 +147,7 @@ def merged(parts: Iterable[Segment]) -> tuple[Segment, ...]:
 
 
 def rows_before(segments: tuple[Segment, ...], cut: int) -> int:
-    """How many local tokens, the first ones, lie before global position `cut`."""
+    """How many local tokens, the first ones, are before global position `cut`."""
     return sum(segment.count_before(cut) for segment in segments)
 
 
@@ -167,7 +167,7 @@ def tail_cut(tail: float, seq_len: int, cp_size: int) -> int:
     """Global position at which a tail of that fraction of the sequence begins, the same under every layout.
 
     Rounded to whole chunks where the length has them (2 x cp_size of them, else cp_size), so that layouts that can
-    deal head and tail evenly do. Raises ValueError when `tail` is no fraction.
+    divide head and tail evenly do. Raises ValueError when `tail` is no fraction.
     """
     if not 0 <= tail <= 1:
         raise ValueError(f"tail is {tail}; give a fraction of the sequence from 0 to 1")
@@ -188,7 +188,7 @@ def layout_named(name: str) -> Layout:
 
 
 def split_unsupported_reason(layout: str | Layout, seq_len: int, cp_size: int) -> str | None:
-    """Why `seq_len` tokens cannot be dealt to `cp_size` ranks, with the nearest lengths that can, or None."""
+    """Why `seq_len` tokens cannot be divided among `cp_size` ranks, with the nearest lengths that can, or None."""
     if cp_size == 1:
         return None
     layout = layout_named(layout) if isinstance(layout, str) else layout

@@ -113,7 +113,7 @@ def trim(rows: int, columns: int, lo: int | None, hi: int | None) -> Tile | None
 
 def segment_tile(q: Segment, k: Segment, left: int | None, right: int | None) -> Tile | None:
     """Band -left <= key position - query position <= right between two runs of equal step, in local indices."""
-    assert q.step == k.step, "layouts deal segments of one step"
+    assert q.step == k.step, "layouts have segments of one step"
     distance, step = k.start - q.start, q.step
     lo = None if left is None else -((left + distance) // step)  # ceil((-left - distance) / step)
     hi = None if right is None else (right - distance) // step
@@ -123,8 +123,8 @@ def segment_tile(q: Segment, k: Segment, left: int | None, right: int | None) ->
 def row_blocks(band: Band, rows: int, columns: int, block_rows: int) -> Iterator[Tile]:
     """A tile in blocks of at most `block_rows` queries, each against only the span of keys that its queries see.
 
-    The blocks follow each other and hold every row of the tile. What they compute beyond the visible pairs is less than
-    rows x block_rows for each side on which `band` has a limit, whatever the number of keys.
+    The blocks follow each other and hold every row of the tile. They compute fewer than rows x block_rows
+    hidden pairs for each side on which `band` has a limit, for any number of keys.
     """
     for start in range(0, rows, block_rows):
         stop = min(start + block_rows, rows)
@@ -155,13 +155,13 @@ def without_upper_bands(tile: Tile) -> list[Tile]:
     assert hi >= 0, "trimming left rows that see no key"
     if hi == 0:
         return square_causal(tile)
-    # The first hi columns are visible to all rows; what is left of the diagonal starts in the corner.
+    # The first hi columns are visible to all rows; the rest of the diagonal starts in the corner.
     past = replace(tile, k_stop=tile.k_start + hi, band=FULL)
     return [past, *square_causal(replace(tile, k_start=past.k_stop, band=CAUSAL))]
 
 
 def join(tiles: list[Tile]) -> list[Tile]:
-    """Join full tiles that share a whole edge, along the keys and then along the queries, in whatever order they come.
+    """Join full tiles that share a whole edge, along the keys and then along the queries, in any order.
 
     One large kernel call is faster than two small ones.
     """

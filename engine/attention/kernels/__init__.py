@@ -84,7 +84,7 @@ class Kernel(Protocol):
 
     @property
     def writes_input_dtype(self) -> bool:
-        """Gradients come in the inputs' dtype; else in fp32 or wider."""
+        """Gradients are in the inputs' dtype; else in fp32 or wider."""
         ...
 
     @property

@@ -19,7 +19,7 @@ _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 
 class CudnnKernel:
-    """aten::_scaled_dot_product_cudnn_attention, forward and backward. Its LSE carries a trailing axis of size 1."""
+    """aten::_scaled_dot_product_cudnn_attention, forward and backward. Its LSE has a trailing axis of size 1."""
 
     name = "cudnn"
     writes_input_dtype = True

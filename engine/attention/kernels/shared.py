@@ -1,4 +1,4 @@
-"""What several kernels share: reasons why a GPU kernel cannot run, and grouped heads repeated and summed.
+"""Shared by several kernels: reasons why a GPU kernel cannot run, and grouped heads repeated and summed.
 
 KV heads are repeated locally, never before a transfer.
 """

@@ -1,4 +1,4 @@
-"""A stand-in for O, which is not sent in backward, for kernels that ask for it.
+"""A stand-in for O, which is not sent in backward, for kernels that read it.
 
 FlashAttention-style backward kernels read O for one purpose: delta = rowsum(dO * O). Any O' with that row sum gives the
 same gradients, and O' = dO * delta / |dO|^2 has it by construction, from tensors that the ring sends anyway.

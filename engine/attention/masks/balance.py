@@ -55,7 +55,7 @@ def imbalance(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> float:
 
 
 def kept_share(layout: Layout, seq_len: int, cp_size: int, cut: int) -> float:
-    """Largest fraction of a rank's tokens that lie at or after position `cut`: the largest share any rank saves."""
+    """Largest fraction of a rank's tokens at or after position `cut`: the largest share any rank saves."""
     heads = [rows_before(layout.segments(seq_len, cp_size, rank), cut) for rank in range(cp_size)]
     return 1 - min(heads) * cp_size / seq_len
 

@@ -66,7 +66,7 @@ class Full(_BandMask):
 
 @dataclass(frozen=True, slots=True)
 class Causal(_BandMask):
-    """A query sees itself and what came before."""
+    """A query sees itself and all earlier keys."""
 
     right: int = 0
 

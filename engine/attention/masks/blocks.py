@@ -30,7 +30,7 @@ class TooManyTiles(ValueError):
 
 
 class BlockRun(NamedTuple):
-    """Local tokens [start, stop) of one shard lie in `block`."""
+    """Local tokens [start, stop) of one shard are in `block`."""
 
     block: int
     start: int
@@ -153,7 +153,7 @@ def _segment_pairs(q: tuple[Segment, ...], k: tuple[Segment, ...], causal: bool)
     for q_segment, q_offset in zip(q, q_offsets, strict=False):
         k_offsets = itertools.accumulate((segment.count for segment in k), initial=0)
         for k_segment, k_offset in zip(k, k_offsets, strict=False):
-            assert q_segment.step == k_segment.step, "layouts deal segments of one step"
+            assert q_segment.step == k_segment.step, "layouts have segments of one step"
             hi: int | None = (q_segment.start - k_segment.start) // q_segment.step
             assert hi is not None
             if hi + q_segment.count <= 0:

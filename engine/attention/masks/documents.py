@@ -19,7 +19,7 @@ def _starts(lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Documents(BlockMask):
-    """Consecutive documents of the given lengths; a query sees its own document, with `causal` only what came before.
+    """Consecutive documents of the given lengths; a query sees its own document, with `causal` only earlier keys.
 
     Args:
         lengths: tokens of each document. They sum to the sequence.

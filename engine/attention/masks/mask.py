@@ -1,4 +1,4 @@
-"""What every mask answers, and a mask that is cut off at a position."""
+"""The interface of every mask, and a mask restricted to the queries before a position."""
 
 from __future__ import annotations
 

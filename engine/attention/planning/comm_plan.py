@@ -42,11 +42,13 @@ class RingStep:
 
 @dataclass(frozen=True, slots=True)
 class CommPlan:
-    """One rank's work along a ring: the steps with their tiles, and what is sent in each inner ring."""
+    """One rank's work along a ring: the steps with their tiles, and the token ranges sent in each inner ring."""
 
     steps: tuple[RingStep, ...]
     inner_rings: tuple[ChunkRanges, ...]  # by outer step
-    leaving: tuple[TokenRange, ...]  # by outer step, what later nodes need of the chunk that this rank then holds
+    leaving: tuple[
+        TokenRange, ...
+    ]  # by outer step, tokens that later nodes need of the chunk that this rank then holds
     given: tuple[TokenRange, ...]  # by outer step, the tokens of that chunk whose gradients this rank's node computes
     given_unreduced: tuple[bool, ...]  # by outer step, those gradients are as kernels wrote them
     returned: tuple[TokenRange, ...]  # by outer step, this rank's own tokens whose gradients the node of the chunk then

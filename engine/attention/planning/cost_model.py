@@ -97,41 +97,41 @@ class Estimate:
         return ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in self.seconds)
 
 
-def schedule_unsupported_reason(schedule: str, share: HeadsAndRanks, layout: str) -> str | None:
+def schedule_unsupported_reason(schedule: str, workload: HeadsAndRanks, layout: str) -> str | None:
     """One sentence why a schedule cannot run this problem, or None."""
     if schedule not in RING_SCHEDULES + ULYSSES_SCHEDULES:
         known = ", ".join(("auto", *RING_SCHEDULES, *ULYSSES_SCHEDULES))
         return f"schedule {schedule!r} is unknown; choose one of {known}"
     if schedule in RING_SCHEDULES:
         return None
-    ranks = _all_to_all_ranks(schedule, share)
-    for label, heads in (("query", share.heads), ("KV", share.kv_heads)):
+    ranks = _all_to_all_ranks(schedule, workload)
+    for label, heads in (("query", workload.heads), ("KV", workload.kv_heads)):
         if heads % ranks:
             return (
                 f"schedule {schedule} divides {label} heads among {ranks} ranks and {heads} do not divide by that; "
                 "choose schedule ring or double_ring"
             )
-    if layout == "striped" and share.cp_size > 1:
+    if layout == "striped" and workload.cp_size > 1:
         return (
             f"schedule {schedule} needs runs of consecutive tokens, found layout striped; choose zigzag or contiguous"
         )
     return None
 
 
-def estimate(schedule: str, share: Workload, hardware: HardwareModel, chunks: int = 1) -> float:
+def estimate(schedule: str, workload: Workload, hardware: HardwareModel, chunks: int = 1) -> float:
     """Seconds of forward and backward under a schedule, with the heads of an all-to-all in `chunks` chunks."""
-    forward = share.forward_flops / hardware.forward_tflops / 1e12
-    backward = 2.5 * share.forward_flops / hardware.backward_tflops / 1e12
+    forward = workload.forward_flops / hardware.forward_tflops / 1e12
+    backward = 2.5 * workload.forward_flops / hardware.backward_tflops / 1e12
     inside, spanning, across = (gib * GIB for gib in (hardware.inside_gib, hardware.spanning_gib, hardware.across_gib))
-    query, key, nodes = share.query_bytes, share.key_bytes, share.nodes
+    query, key, nodes = workload.query_bytes, workload.key_bytes, workload.nodes
 
     def all_to_all(ranks: int, far: float, inner: float) -> float:
         """Seconds of `inner` between all-to-alls of q, k, v, out, dout, dq, dk, dv, and of q, k, v again with
         recompute; a fraction `far` of the bytes leaves the node."""
-        nbytes = 4 * query + 4 * key + (query + 2 * key if share.recompute else 0)
+        nbytes = 4 * query + 4 * key + (query + 2 * key if workload.recompute else 0)
         near = (ranks - 1) / ranks - far
         transfer = nbytes * near / (spanning if far else inside) + nbytes * far / across
-        inner *= _tail_factor(share, chunks, hardware.processors)
+        inner *= _tail_factor(workload, chunks, hardware.processors)
         if far == 0:
             unpacked = 2 * (2 * query + 2 * key) / (hardware.memory_gib * GIB)
             exposed = (min(inner, transfer) + unpacked) / chunks
@@ -140,12 +140,12 @@ def estimate(schedule: str, share: Workload, hardware: HardwareModel, chunks: in
         overlapped = max(inner + transfer / chunks, transfer + inner / chunks) if chunks > 1 else inner + transfer
         return overlapped + copies + chunks * hardware.all_to_all_seconds
 
-    def ring(steps: float, inner_rings: int, gradient_factor: float = share.gradient_factor) -> float:
+    def ring(steps: float, inner_rings: int, gradient_factor: float = workload.gradient_factor) -> float:
         """Seconds of a ring of `steps` steps whose chunks cross nodes `inner_rings` - 1 times."""
         shard_forward, far = 2 * key, (inner_rings - 1) / across
         sent = min(2 * query, 2 * key)
         returning = gradient_factor * (query if 2 * query + query <= 4 * key else 2 * key)
-        left = share.left
+        left = workload.left
         steps, near, far = max(1.0, steps * left.steps), left.near * (steps - inner_rings) / inside, left.far * far
         compute = 1 + hardware.ring_step_share * (steps - 1)
         passes = max(forward * compute, shard_forward * max(near, far))
@@ -157,40 +157,40 @@ def estimate(schedule: str, share: Workload, hardware: HardwareModel, chunks: in
 
     if schedule in RING_SCHEDULES:
         if nodes == 1:
-            return ring(share.cp_size, 1)
+            return ring(workload.cp_size, 1)
         # On a flat ring every chunk crosses every node boundary, one after the other over the slow link.
-        return ring(share.cp_size, nodes if schedule == "double_ring" else share.cp_size)
+        return ring(workload.cp_size, nodes if schedule == "double_ring" else workload.cp_size)
     if schedule == "ulysses":
-        return all_to_all(share.cp_size, (nodes - 1) / nodes, forward + backward)
+        return all_to_all(workload.cp_size, (nodes - 1) / nodes, forward + backward)
     if schedule == "usp":
         # Each gradient sent between nodes is one kernel's result, so it is sent in the dtype the kernel wrote.
-        return all_to_all(share.node_size, 0, ring(nodes, nodes, gradient_factor=1.0))
-    return all_to_all(nodes, (nodes - 1) / nodes, ring(share.node_size, 1))
+        return all_to_all(workload.node_size, 0, ring(nodes, nodes, gradient_factor=1.0))
+    return all_to_all(nodes, (nodes - 1) / nodes, ring(workload.node_size, 1))
 
 
-def _tail_factor(share: Workload, chunks: int, processors: int) -> float:
+def _tail_factor(workload: Workload, chunks: int, processors: int) -> float:
     """How much longer a kernel takes because a GPU runs out of tiles at its end: few heads of few rows are few tiles,
     and under a causal mask the longest takes twice the mean. Measured with FlashAttention-4 on H200: 1.02, 1.09 and 2.1
     with 512, 256 and 128 tiles."""
-    per_tile = processors * chunks * TILE_ROWS / (share.rows * share.heads)
+    per_tile = processors * chunks * TILE_ROWS / (workload.rows * workload.heads)
     return max(1 + 0.3 * per_tile**2, 2 * per_tile)
 
 
-def choose_num_head_chunks(schedule: str, share: Workload, hardware: HardwareModel | None = None) -> int:
+def choose_num_head_chunks(schedule: str, workload: Workload, hardware: HardwareModel | None = None) -> int:
     """How many chunks a rank's heads should be cut into: the cheapest number that divides its KV heads."""
     if schedule not in ULYSSES_SCHEDULES:
         return 1
-    mine = share.kv_heads // _all_to_all_ranks(schedule, share)
+    mine = workload.kv_heads // _all_to_all_ranks(schedule, workload)
     able = [chunks for chunks in range(1, MAX_HEAD_CHUNKS + 1) if mine % chunks == 0]
-    return min(able, key=lambda chunks: estimate(schedule, share, hardware or HardwareModel(), chunks))
+    return min(able, key=lambda chunks: estimate(schedule, workload, hardware or HardwareModel(), chunks))
 
 
-def _all_to_all_ranks(schedule: str, share: HeadsAndRanks) -> int:
+def _all_to_all_ranks(schedule: str, workload: HeadsAndRanks) -> int:
     """Ranks of the all-to-all, among which heads are divided."""
-    return {"ulysses": share.cp_size, "usp": share.node_size, "usp_transposed": share.nodes}[schedule]
+    return {"ulysses": workload.cp_size, "usp": workload.node_size, "usp_transposed": workload.nodes}[schedule]
 
 
-def link_bound_seconds(share: Workload, forward: float, backward: float, across_gib: float) -> float:
+def link_bound_seconds(workload: Workload, forward: float, backward: float, across_gib: float) -> float:
     """Least seconds of forward and backward that any schedule could take over a link of `across_gib` GiB per second.
 
     `forward` and `backward` are the compute's own seconds, overlapped with all transfers of the same pass; links inside
@@ -198,25 +198,27 @@ def link_bound_seconds(share: Workload, forward: float, backward: float, across_
     and in backward the cheaper side with its gradients; an all-to-all sends Q, K, V and O, and in backward their
     gradients (the tensors received in forward are saved).
     """
-    query, key, nodes = share.query_bytes, share.key_bytes, share.nodes
+    query, key, nodes = workload.query_bytes, workload.key_bytes, workload.nodes
     volumes = [
         ((nodes - 1) * 2 * key, (nodes - 1) * min(3 * query, 4 * key)),
         ((nodes - 1) / nodes * 2 * (query + key), (nodes - 1) / nodes * 2 * (query + key)),
     ]
-    if schedule_unsupported_reason("usp_transposed", share, "zigzag"):
+    if schedule_unsupported_reason("usp_transposed", workload, "zigzag"):
         del volumes[1]
     link = across_gib * GIB
     return min(max(forward, out / link) + max(backward, back / link) for out, back in volumes)
 
 
-def choose_schedule(share: Workload, layout: str, hardware: HardwareModel | None = None) -> Estimate:
+def choose_schedule(workload: Workload, layout: str, hardware: HardwareModel | None = None) -> Estimate:
     """Every schedule that can run the problem, cheapest first; on a tie the simpler one."""
-    names = ["ring", "ulysses"] if share.nodes == 1 else [*RING_SCHEDULES, *ULYSSES_SCHEDULES]
-    if share.cp_size == 1:
+    names = ["ring", "ulysses"] if workload.nodes == 1 else [*RING_SCHEDULES, *ULYSSES_SCHEDULES]
+    if workload.cp_size == 1:
         names = ["ring"]
-    if share.nodes == share.cp_size:  # nodes of one rank: nothing is sent inside a node
+    if workload.nodes == workload.cp_size:  # nodes of one rank: nothing is sent inside a node
         names = [name for name in names if name not in ("usp", "usp_transposed", "double_ring")]
-    able = [name for name in names if schedule_unsupported_reason(name, share, layout) is None]
+    able = [name for name in names if schedule_unsupported_reason(name, workload, layout) is None]
     hardware = hardware or HardwareModel()
-    costs = [(name, estimate(name, share, hardware, choose_num_head_chunks(name, share, hardware))) for name in able]
+    costs = [
+        (name, estimate(name, workload, hardware, choose_num_head_chunks(name, workload, hardware))) for name in able
+    ]
     return Estimate(tuple(sorted(costs, key=lambda pair: pair[1])))

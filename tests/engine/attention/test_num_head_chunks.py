@@ -1,4 +1,4 @@
-"""Heads traded in parts: the same attention and the same bytes, with one part under way while another is computed."""
+"""Heads in chunks: the same attention and the same bytes, with one chunk sent while another is computed."""
 
 from __future__ import annotations
 

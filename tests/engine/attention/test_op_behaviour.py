@@ -25,29 +25,31 @@ def shards(cp: ContextParallel, heads: int, kv_heads: int, dtype: torch.dtype) -
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 
 
-def posted_bytes(heads: int, kv_heads: int, route: str, wire: str) -> tuple[int, int]:
+def posted_bytes(heads: int, kv_heads: int, route: str, comm_dtype: str) -> tuple[int, int]:
     """(forward, backward) bytes this rank posted in bf16."""
     cp = ContextParallel()
     q, k, v = shards(cp, heads, kv_heads, torch.bfloat16)
-    out = burst_attention(q, k, v, cp=cp, backward=route, grad_comm_dtype=wire, exchange="relay", kernel="reference")
+    out = burst_attention(
+        q, k, v, cp=cp, backward=route, grad_comm_dtype=comm_dtype, exchange="relay", kernel="reference"
+    )
     forward = cp.traffic.sent_bytes
     cp.traffic.reset()
     out.backward(torch.ones_like(out))
     return forward, cp.traffic.sent_bytes
 
 
-@pytest.mark.parametrize(("wire", "gradient_bytes", "saving"), [("input", 2, 0.24), ("fp32", 4, 0.33)])
-def test_the_query_side_sends_a_quarter_to_a_third_fewer_bytes(wire, gradient_bytes, saving) -> None:
+@pytest.mark.parametrize(("comm_dtype", "gradient_bytes", "saving"), [("input", 2, 0.24), ("fp32", 4, 0.33)])
+def test_the_query_side_sends_a_quarter_to_a_third_fewer_bytes(comm_dtype, gradient_bytes, saving) -> None:
     world_size, tokens, heads = 3, 16, 4
-    hops = world_size - 1
+    steps = world_size - 1
     expected = {
-        "query": hops * tokens * heads * (HEAD_DIM * (4 + gradient_bytes) + 8),
-        "key_value": hops * tokens * heads * HEAD_DIM * (4 + 2 * gradient_bytes),
+        "query": steps * tokens * heads * (HEAD_DIM * (4 + gradient_bytes) + 8),
+        "key_value": steps * tokens * heads * HEAD_DIM * (4 + 2 * gradient_bytes),
     }
     backward = {}
     for route in expected:
-        for forward_bytes, backward_bytes in run_on_ranks(world_size, posted_bytes, heads, heads, route, wire):
-            assert forward_bytes == hops * tokens * heads * HEAD_DIM * 4
+        for forward_bytes, backward_bytes in run_on_ranks(world_size, posted_bytes, heads, heads, route, comm_dtype):
+            assert forward_bytes == steps * tokens * heads * HEAD_DIM * 4
             assert backward_bytes == expected[route]
             backward[route] = backward_bytes
     assert 1 - backward["query"] / backward["key_value"] == pytest.approx(saving, abs=0.005)
@@ -226,7 +228,7 @@ def test_direct_transfers_send_only_tokens_that_the_receivers_mask_can_see() -> 
     assert (forward_0, forward_1) == (8 * 2 * per_token, 16 * 2 * per_token)
     # Only the second half of rank 0's queries sees rank 1's keys, all of rank 1's queries see some of rank 0's.
     queries_0, queries_1 = 8 * (2 * per_token + rows), 16 * (2 * per_token + rows)
-    # Each sends the other's dQ home: as many tokens as it was sent.
+    # Each returns the other's dQ: as many tokens as it received.
     assert (backward_0, backward_1) == (queries_0 + 16 * per_token, queries_1 + 8 * per_token)
 
 
@@ -253,9 +255,9 @@ def bytes_between_nodes_of_one() -> int:
 
 
 def test_a_double_ring_sends_each_gradient_across_nodes_once() -> None:
-    hop = 16 * 4 * (HEAD_DIM * (2 + 2) + 8)
+    step_bytes = 16 * 4 * (HEAD_DIM * (2 + 2) + 8)
     gradient = 16 * 4 * HEAD_DIM * 4
-    assert run_on_ranks(3, bytes_between_nodes_of_one) == [2 * (hop + gradient)] * 3
+    assert run_on_ranks(3, bytes_between_nodes_of_one) == [2 * (step_bytes + gradient)] * 3
 
 
 def bytes_of_a_window_across_nodes() -> tuple[int, int]:
@@ -273,7 +275,7 @@ def bytes_of_a_window_across_nodes() -> tuple[int, int]:
 def test_only_tokens_that_a_window_needs_are_sent_between_nodes() -> None:
     keys_and_values = 2 * 3 * 4 * HEAD_DIM * 4  # of three tokens
     # Rank 0 sends its last tokens to rank 1 and rank 2 to rank 3. Rank 1's go to rank 3, same slot of the next node,
-    # and from there to rank 2. Backward they travel again, and gradients go home, across nodes once.
+    # and from there to rank 2. Backward sends them again and returns gradients, across nodes once.
     assert run_on_ranks(4, bytes_of_a_window_across_nodes) == [
         (keys_and_values, keys_and_values),
         (keys_and_values, 2 * keys_and_values),

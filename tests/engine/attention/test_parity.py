@@ -99,7 +99,7 @@ SCHEDULES = [  # schedule, ranks, ranks per node
 
 
 def schedule_cases(schedule: str, layout: str, node_size: int) -> dict[str, float]:
-    """Error of every mask and head count under a schedule that trades heads."""
+    """Error of every mask and head count under a Ulysses schedule."""
     cp = ContextParallel(layout=layout, node_size=node_size)
     errors = {}
     for (heads, kv_heads), mask in itertools.product(((4, 4), (8, 4)), MASKS):

@@ -1,5 +1,4 @@
-"""The head of the sequence is computed again and the tail kept: who holds how much of either, and what
-backward_side."""
+"""The head of the sequence is recomputed and the tail saved: shares of every rank, and the bytes that are sent."""
 
 from __future__ import annotations
 
@@ -240,7 +239,7 @@ def test_a_trial_records_the_saved_and_recomputed_shares_of_its_worst_rank() -> 
 
 
 def bytes_of_replays(routes: list[tuple[str, str]], tails: tuple[float, ...]) -> list[list[int]]:
-    """Bytes this rank sends on each route for one whole forward and for the replay from each tail, causal."""
+    """Bytes this rank sends on each route for one whole forward and for the recomputation from each tail, causal."""
     cps = [ContextParallel(layout=SplitZigzag(tail)) for tail in tails]
     found = []
     for schedule, exchange in routes:
@@ -264,13 +263,13 @@ def test_a_recomputation_sends_the_share_of_the_sequence_that_it_computes() -> N
     routes, tails = [("ring", "relay"), ("ring", "direct"), ("ulysses", "auto")], (0.0, 0.25, 0.5, 1.0)
     per_rank = run_on_ranks(4, bytes_of_replays, routes, tails)
     for index, (_, exchange) in enumerate(routes):
-        whole, *replays = (sum(ranks) for ranks in zip(*(routes[index] for routes in per_rank), strict=True))
+        whole, *recomputed = (sum(ranks) for ranks in zip(*(routes[index] for routes in per_rank), strict=True))
         assert whole > 0
         if exchange == "direct":  # leaves out what the receiver does not see, which is less of a layout in more runs
-            assert [replay <= (1 - tail) * whole for replay, tail in zip(replays, tails, strict=True)] == [True] * 4
-            assert replays[1] > 0.6 * whole
+            assert [one <= (1 - tail) * whole for one, tail in zip(recomputed, tails, strict=True)] == [True] * 4
+            assert recomputed[1] > 0.6 * whole
         else:
-            assert replays == [(1 - tail) * whole for tail in tails]
+            assert recomputed == [(1 - tail) * whole for tail in tails]
 
 
 def test_the_saved_output_is_a_copy_of_only_the_tails_rows() -> None:

@@ -140,29 +140,29 @@ RINGS = [Ring(cp_size=p, node_size=n) for p in range(1, 9) for n in range(1, p +
 @pytest.mark.parametrize("ring", RINGS, ids=str)
 def test_every_rank_computes_on_every_chunk_once(ring) -> None:
     for rank in range(ring.cp_size):
-        assert sorted(ring.owner(rank, hop) for hop in range(ring.cp_size)) == list(range(ring.cp_size))
+        assert sorted(ring.owner(rank, step) for step in range(ring.cp_size)) == list(range(ring.cp_size))
         assert ring.owner(rank, 0) == rank
 
 
 @pytest.mark.parametrize("ring", RINGS, ids=str)
 def test_every_chunk_is_received_from_the_peer_that_held_it(ring) -> None:
-    for rank, hop in product(range(ring.cp_size), range(1, ring.cp_size)):
+    for rank, step in product(range(ring.cp_size), range(1, ring.cp_size)):
         node, local_rank = divmod(rank, ring.node_size)
-        if hop % ring.node_size:  # handed on inside the node
+        if step % ring.node_size:  # forwarded inside the node
             relay = P2PRing(local_rank=local_rank, size=ring.node_size, chunks=NoTransport(), gradients=NoTransport())
-            source, earlier = node * ring.node_size + relay.peers[1], hop - 1
-        else:  # crossed from the node before, where the lap before it began with it
-            source, earlier = (rank - ring.node_size) % ring.cp_size, hop - ring.node_size
-        assert ring.owner(source, earlier) == ring.owner(rank, hop)
+            source, earlier = node * ring.node_size + relay.peers[1], step - 1
+        else:  # sent by the node before, where the inner ring before it began with it
+            source, earlier = (rank - ring.node_size) % ring.cp_size, step - ring.node_size
+        assert ring.owner(source, earlier) == ring.owner(rank, step)
 
 
 def links_into(rank: int, ring: Ring, ranks_per_node: int) -> list[tuple[int, int]]:
     """(rank that sent it, rank) for every shard that came to `rank` from another node of `ranks_per_node`."""
     links = []
-    for hop in range(1, ring.cp_size):
+    for step in range(1, ring.cp_size):
         first = rank // ring.node_size * ring.node_size
         within = first + (rank - first - 1) % ring.node_size
-        source = within if hop % ring.node_size else (rank - ring.node_size) % ring.cp_size
+        source = within if step % ring.node_size else (rank - ring.node_size) % ring.cp_size
         if source // ranks_per_node != rank // ranks_per_node:
             links.append((source, rank))
     return links

@@ -34,17 +34,17 @@ RECOMPUTING = [name for name in POLICIES if name != "keep"]
 
 
 class CountedAttention:
-    """The method's attention, counting forwards that were computed and forwards that were replayed."""
+    """The method's attention, counting forwards that were computed and forwards that were recomputed."""
 
     def __init__(self) -> None:
         self._attend = METHOD.attention(ContextParallel(), SETTINGS)
-        self.computed = self.replayed = 0
+        self.computed = self.recomputed = 0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, saved: Any = None) -> Any:
         if saved is None:
             self.computed += 1
         else:
-            self.replayed += 1
+            self.recomputed += 1
         return self._attend(q, k, v, saved=saved)
 
     def keep(self, out: Tensor, lse: Tensor, tail: float) -> Any:
@@ -87,13 +87,13 @@ def test_each_policy_recomputes_its_layers_with_equal_gradients(policy: str, kep
     loss.backward()
     settings = POLICIES[policy]
     if settings.every == 0:
-        assert (attend.computed, attend.replayed) == (LAYERS, 0)
+        assert (attend.computed, attend.recomputed) == (LAYERS, 0)
     elif settings.every == 1:
-        assert (attend.computed, attend.replayed) == ((2 * LAYERS, 0) if settings.tail == 0 else (LAYERS, LAYERS))
+        assert (attend.computed, attend.recomputed) == ((2 * LAYERS, 0) if settings.tail == 0 else (LAYERS, LAYERS))
     else:  # of each group all but the last layer run twice more, and find attention computed the second time
         twice = LAYERS - -(-LAYERS // settings.every)
         again = LAYERS if settings.tail == 0 else 0
-        assert (attend.computed, attend.replayed) == (LAYERS + again, LAYERS + twice - again)
+        assert (attend.computed, attend.recomputed) == (LAYERS + again, LAYERS + twice - again)
     torch.testing.assert_close((loss.detach(), gradients(model)), kept, rtol=1e-11, atol=1e-13)
 
 
@@ -130,7 +130,7 @@ def test_evaluation_computes_each_layer_once_and_keeps_nothing(policy: str, kept
     model, attend, keeper = model_with(policy)
     with torch.no_grad():
         loss = loss_of(model, seed=1)
-    assert (attend.computed, attend.replayed) == (LAYERS, 0)
+    assert (attend.computed, attend.recomputed) == (LAYERS, 0)
     assert held_bytes(keeper) == 0
     torch.testing.assert_close(loss, kept[0], rtol=1e-12, atol=0)
 

@@ -134,17 +134,17 @@ def test_few_inputs_and_no_attention_exist_at_once(every: int, monkeypatch: pyte
     monkeypatch.delattr(AttendOnce, "ahead")
     model, attend, keeper = model_with(settings)
     assert keeper is not None
-    replayed: weakref.WeakSet[Any] = weakref.WeakSet()
+    recomputed: weakref.WeakSet[Any] = weakref.WeakSet()
     alive: list[int] = []
     held: list[int] = []
 
     def watched(layer: Any) -> Any:
         def run(*args: Any) -> Tensor:
-            alive.append(len(replayed))
+            alive.append(len(recomputed))
             held.append(keeper.inputs.held_bytes)
             out = layer(*args)
             if not torch.is_grad_enabled():
-                replayed.add(out.untyped_storage())
+                recomputed.add(out.untyped_storage())
             return out
 
         return run
@@ -153,7 +153,7 @@ def test_few_inputs_and_no_attention_exist_at_once(every: int, monkeypatch: pyte
         block.layer = watched(block.layer)
     loss = loss_of(model)
     before = keeper.inputs.held_bytes
-    assert (len(replayed), before) == (0, -(-LAYERS // every) * INPUT_BYTES)
+    assert (len(recomputed), before) == (0, -(-LAYERS // every) * INPUT_BYTES)
     loss.backward()
     assert max(alive) == inputs_at_once(settings, LAYERS) <= math.ceil(math.log2(every))
     assert max(held) <= before + kept_at_once(settings, LAYERS) * INPUT_BYTES

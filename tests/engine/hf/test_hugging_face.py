@@ -240,7 +240,7 @@ def test_parameters_may_be_given_in_any_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"norm.weight": None}, r"lacks 1 parameters, norm.weight among them; hand over the whole model"),
+        ({"norm.weight": None}, r"lacks 1 parameters, norm.weight among them; pass the whole model"),
         ({"bias": torch.zeros(1)}, r"bias is no parameter of this shape"),
         ({"norm.weight": torch.zeros(49)}, r"norm.weight has size \[49\]; the shape makes it \[48\]"),
     ],
@@ -256,7 +256,7 @@ def test_a_state_of_another_model_is_refused_and_leaves_nothing(
 
 def test_a_parameter_given_twice_is_refused(tmp_path: Path) -> None:
     pairs = list(decoder(LLAMA).state_dict().items())
-    with pytest.raises(ValueError, match=r"embedding.weight comes twice"):
+    with pytest.raises(ValueError, match=r"embedding.weight is given twice"):
         export_hugging_face([*pairs, pairs[0]], LLAMA, tmp_path / "out")
 
 
@@ -265,7 +265,7 @@ def test_a_sharded_parameter_is_refused(tmp_path: Path) -> None:
     try:
         state = decoder(LLAMA).state_dict()
         state["norm.weight"] = distribute_tensor(state["norm.weight"], init_device_mesh("cpu", (1,)))
-        with pytest.raises(ValueError, match=r"norm.weight is sharded over ranks; hand over its full_tensor"):
+        with pytest.raises(ValueError, match=r"norm.weight is sharded over ranks; pass its full_tensor"):
             export_hugging_face(state, LLAMA, tmp_path / "out")
     finally:
         dist.destroy_process_group()
@@ -280,7 +280,7 @@ def test_a_plain_mlp_cannot_be_exported(tmp_path: Path) -> None:
 
 def test_a_width_that_transformers_llama_refuses_is_not_exported(tmp_path: Path) -> None:
     odd = SHAPE | {"hidden": 40}
-    with pytest.raises(ValueError, match=r"hidden 40 is not divisible by 6 heads, which LlamaForCausalLM insists on"):
+    with pytest.raises(ValueError, match=r"hidden 40 is not divisible by 6 heads, which LlamaForCausalLM requires"):
         exported(ModelShape(name="odd", **odd), tmp_path / "llama")
     qwen3 = ModelShape(name="qwen3", qk_norm=True, **odd)
     assert import_hugging_face(exported(qwen3, tmp_path / "qwen3"))[0] == qwen3

@@ -1,4 +1,5 @@
-"""Hold the Triton kernel of LM head and loss against its torch twin in float64: `python softmax_program.py [cpu|cuda]`.
+"""Hold the Triton kernel of LM head and loss against its reference implementation in float64: `python
+softmax_program.py [cpu|cuda]`.
 
 A program of its own because Triton reads TRITON_INTERPRET, which runs kernels on the CPU, when it is first imported.
 """
@@ -42,15 +43,17 @@ def faults(device: str, vocabularies: tuple[int, ...], tokens: int) -> list[str]
     for words, z_loss, dtype, kind in itertools.product(vocabularies, (0.0, 1e-2), dtypes, KINDS):
         logits_TV, labels_T = (tensor.to(device) for tensor in rows(kind, tokens, words))
         logits_TV = logits_TV.to(dtype)
-        twin = Softmax(labels_T, z_loss, torch.float64)
-        exps_TV = twin.fold(logits_TV.double(), 0)
-        truth_TV = twin.gradient(exps_TV, 0, torch.float64)
+        reference = Softmax(labels_T, z_loss, torch.float64)
+        exps_TV = reference.update(logits_TV.double(), 0)
+        truth_TV = reference.gradient(exps_TV, 0, torch.float64)
         loss_T = loss_with_gradient_in_place(logits_TV, labels_T, z_loss)
         gradient_TV = logits_TV  # that is where it is now
         # bf16 has 8 bits; the interpreter cuts the others off where a GPU rounds.
         allowed = 2**-7 if dtype == torch.bfloat16 else 1e-5
         error = ((gradient_TV.double() - truth_TV).norm() / truth_TV.norm().clamp_min(1e-12)).item()
-        loss_error = abs(loss_T.double().sum() - twin.loss_sum()).item() / max(1.0, abs(twin.loss_sum().item()))
+        loss_error = abs(loss_T.double().sum() - reference.loss_sum()).item() / max(
+            1.0, abs(reference.loss_sum().item())
+        )
         silent = not gradient_TV[labels_T == IGNORE].any()
         if not (error <= allowed and loss_error <= 1e-5 and silent):
             found.append(f"{words} words, z {z_loss}, {dtype}, {kind}: gradient {error:.1e}, loss {loss_error:.1e}")

@@ -1,4 +1,4 @@
-"""The fused LM head and loss against its plain twin."""
+"""The fused LM head and loss against the plain implementation."""
 
 from __future__ import annotations
 

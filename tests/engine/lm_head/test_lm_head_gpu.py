@@ -1,4 +1,4 @@
-"""The GPU's forms of LM head and loss: our Triton kernel against its torch twin, two libraries against float64."""
+"""LM head and loss on GPUs: the Triton kernel against its reference implementation, two libraries against float64."""
 
 from __future__ import annotations
 

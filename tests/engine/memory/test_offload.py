@@ -36,10 +36,10 @@ def test_a_host_buffer_has_exactly_the_bytes_asked_for(nbytes: int) -> None:
 
 def test_a_host_tensor_has_shape_and_dtype_of_the_tensor() -> None:
     tensor = torch.randn(3, 5, 2).to(torch.bfloat16).transpose(0, 1)
-    twin = host_like(tensor, CPU).copy_(tensor)
-    assert twin.is_contiguous()
-    assert twin.dtype == tensor.dtype
-    assert torch.equal(twin, tensor)
+    hosted = host_like(tensor, CPU).copy_(tensor)
+    assert hosted.is_contiguous()
+    assert hosted.dtype == tensor.dtype
+    assert torch.equal(hosted, tensor)
 
 
 def test_more_host_memory_than_there_is_ends_with_a_reason() -> None:

@@ -96,7 +96,7 @@ def test_states_stay_in_host_memory_and_are_copied_through_bounded_buffers(monke
 
     monkeypatch.setattr(torch, "empty", empty)
     train(model, optimizer, range(1, 3))
-    assert made == [len(MOMENTS) * PIECE] * BUFFERS * 2  # two steps' lanes, and nothing else
+    assert made == [len(MOMENTS) * PIECE] * BUFFERS * 2  # two steps' buffers, and nothing else
     assert homes == {(p, name): optimizer.state[p][name].data_ptr() for p in model.parameters() for name in MOMENTS}
 
 

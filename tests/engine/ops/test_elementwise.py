@@ -1,4 +1,5 @@
-"""SwiGLU's product and RoPE on a CPU: the torch twins, bit for bit what autograd makes of the plain formulas."""
+"""SwiGLU's product and RoPE on a CPU: the reference implementations, bit for bit equal to autograd of the plain
+formulas."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from engine.model import rotary_angles
 from engine.ops.rotary import rotate
-from engine.ops.swiglu import swiglu, swiglu_again
+from engine.ops.swiglu import KERNELS, swiglu, swiglu_again
 from engine.ops.triton_kernels import kernels_for
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -69,5 +70,5 @@ def test_second_derivatives_are_those_of_the_formulas() -> None:
 
 
 def test_no_kernel_takes_tensors_of_a_cpu_or_of_float64() -> None:
-    assert [kernels_for(torch.empty(1, dtype=dtype)) for dtype in DTYPES] == [None] * 3
-    assert kernels_for(types.SimpleNamespace(is_cuda=True, dtype=torch.float64)) is None
+    assert [kernels_for(torch.empty(1, dtype=dtype), KERNELS) for dtype in DTYPES] == [None] * 3
+    assert kernels_for(types.SimpleNamespace(is_cuda=True, dtype=torch.float64), KERNELS) is None

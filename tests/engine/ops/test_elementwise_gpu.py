@@ -1,4 +1,5 @@
-"""The Triton kernels of SwiGLU and RoPE: against float64 and their torch twins, in the interpreter and on GPUs."""
+"""The Triton kernels of SwiGLU and RoPE: against float64 and their reference implementations, in the interpreter and on
+GPUs."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def test_tensors_and_results_that_our_modules_keep_are_dropped_and_those_of_othe
     def remembered() -> object:
         return object()
 
-    ours, theirs = ModuleType("engine.attention.remembers"), ModuleType("somebody.else")
+    ours, theirs = ModuleType("engine.attention.caching"), ModuleType("another.package")
     for module in (ours, theirs):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     remembered.__module__ = ours.__name__

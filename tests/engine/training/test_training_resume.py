@@ -22,10 +22,10 @@ from tests.ranks import run_on_ranks
 ALLOWED = "what only changes its course"
 PER_STEP = "sequences per step (batch_size x gradient_accumulation x replicas)"
 CHANGES = {
-    "seq_len 32, and the run now says 16": config(seq_len=16),
-    f"{PER_STEP} 2, and the run now says 4": config(batch_size=4),
-    "seed 0, and the run now says 1": config(seed=1),
-    "model.layers 2, and the run now says 1": config(model=replace(SHAPE, layers=1)),
+    "seq_len 32, and the run now has 16": config(seq_len=16),
+    f"{PER_STEP} 2, and the run now has 4": config(batch_size=4),
+    "seed 0, and the run now has 1": config(seed=1),
+    "model.layers 2, and the run now has 1": config(model=replace(SHAPE, layers=1)),
     ALLOWED: config(steps=5, learning_rate=0.002, evaluate=Evaluation()),
 }
 
@@ -154,7 +154,7 @@ def test_a_run_resumes_with_four_ranks_in_two_replicas_and_other_memory_settings
 @pytest.mark.parametrize("words", [words for words in CHANGES if words != ALLOWED])
 def test_settings_that_would_change_the_run_are_refused(one_rank, words: str) -> None:
     sentence = one_rank[words]["refused"]
-    assert sentence.startswith("checkpoint step-00000004 cannot be gone on from: it was made with")
+    assert sentence.startswith("checkpoint step-00000004 cannot be resumed from: it was made with")
     assert words in sentence
     assert sentence.endswith("give what it was made with, or start anew without --resume")
 
@@ -171,8 +171,8 @@ def test_a_store_of_the_same_text_parted_alike_is_the_same_data(two_ranks, one_r
 
 def test_a_store_with_another_part_held_out_is_refused_with_both_numbers(one_rank) -> None:
     sentence = one_rank["a store with more held out"]["refused"]
-    assert re.search(r"it was made with validation tokens [1-9]\d+, and the run now says [1-9]\d+; ", sentence)
-    assert "and the run now says none; " in one_rank["a store with nothing held out"]["refused"]
+    assert re.search(r"it was made with validation tokens [1-9]\d+, and the run now has [1-9]\d+; ", sentence)
+    assert "and the run now has none; " in one_rank["a store with nothing held out"]["refused"]
     assert "the 0 held-out tokens of" in one_rank["a store with nothing to evaluate on"]["refused"]
 
 
@@ -189,17 +189,15 @@ def test_a_run_cannot_end_before_where_it_is(one_rank) -> None:
 )
 def test_a_checkpoint_that_is_not_whole_is_skipped_with_a_sentence(two_ranks, one_rank, folder, case, problem):
     result = one_rank[case]
-    assert result["notes"] == [
-        f"checkpoint step-00000006 is passed over because {problem}; it is now broken-step-00000006"
-    ]
+    assert result["notes"] == [f"checkpoint step-00000006 is skipped because {problem}; it is now broken-step-00000006"]
     assert result["progress"][0]["note"] == result["notes"][0]
     assert_same_curve(result, two_ranks[0], done=4)
 
 
 def test_without_any_whole_checkpoint_the_run_does_not_start_over_by_itself(one_rank) -> None:
     sentence = one_rank["all damaged"]["refused"]
-    assert sentence.startswith("there is no checkpoint to go on from (checkpoint step-00000006 is passed over because")
-    assert sentence.count("is passed over") == 2
+    assert sentence.startswith("there is no checkpoint to resume from (checkpoint step-00000006 is skipped because")
+    assert sentence.count("is skipped") == 2
 
 
 def test_a_finished_run_stays_finished(two_ranks, one_rank) -> None:

@@ -94,7 +94,7 @@ def test_a_run_starts_from_hugging_face_weights_and_impossible_ones_are_refused(
         assert "hold no such sequence (16 tokens, held-out ones included); give more text" in short
         assert sequences.startswith("evaluate.sequences is 1000000, but the")
         assert "a vocabulary of 100" in vocabulary
-        assert nothing.startswith("there is no checkpoint to go on from (checkpoints/ holds none)")
+        assert nothing.startswith("there is no checkpoint to resume from (checkpoints/ holds none)")
 
 
 def stop_requests(_: str) -> tuple[bool, bool, object]:

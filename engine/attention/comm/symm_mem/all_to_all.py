@@ -37,7 +37,7 @@ class CopyEngineAllToAll:
         self.outbound, self.inbound = SymmMemChannel(group, traffic, SLOTS), SymmMemChannel(group, traffic, SLOTS)
         self.rank, self.size = self.outbound.rank, self.outbound.size
         self.unpack_stream = own_stream()  # copies results out of receive slots, beside the kernels
-        self.save_stream = own_stream()  # copies what backward needs again, beside the results
+        self.save_stream = own_stream()  # copies tensors that backward needs again, beside the results
         self.chunk_streams = (own_stream(), own_stream())
         self._planners: dict[tuple[tuple[TokenRun, ...], int], CopyPlanner] = {}
 

@@ -45,8 +45,8 @@ def _sources(tensors: tuple[Tensor, ...]) -> tuple[_Source, ...]:
 
 
 class CopyPlanner:
-    """Plans the copies of one rank in a group of `size`, whose members hold `token_runs`; a rank's heads come in
-    `num_head_chunks` chunks."""
+    """Plans the copies of one rank in a group of `size`, whose members hold `token_runs`; a rank's heads are cut
+    into `num_head_chunks` chunks."""
 
     def __init__(self, rank: int, size: int, token_runs: tuple[TokenRun, ...], num_head_chunks: int) -> None:
         self.rank, self.size, self.num_head_chunks = rank, size, num_head_chunks

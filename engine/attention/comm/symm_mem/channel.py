@@ -9,7 +9,7 @@ Flow of message n from A to B, slot n mod s: A's copy stream waits until B has r
 slot, then sets B's `arrived[A]` to n + 1. B's stream waits for that, uses the slot, and B's release stream sets
 `released[B]` to n + 1 at every rank. All ranks number their messages alike, because messages are collective in order.
 
-Sources: torch.distributed._symmetric_memory; the CUDA driver's stream memory operations. The same idea carries NCCL
+Sources: torch.distributed._symmetric_memory; the CUDA driver's stream memory operations. The same idea is behind NCCL
 2.28's copy-engine collectives.
 """
 
@@ -165,7 +165,7 @@ class SymmMemChannel:
 
     def open(self) -> Message:
         """The next message, in the numbering that all ranks share."""
-        assert self._buffer is not None, "reserve comes first"
+        assert self._buffer is not None, "call reserve first"
         message = Message(self._buffer, self._messages)
         self._messages += 1
         return message

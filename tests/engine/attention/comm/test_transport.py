@@ -31,7 +31,7 @@ class Calls:
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2])
         monkeypatch.setattr(dist, "P2POp", lambda op, tensor, peer, group: tensor)
         monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: self.note("messages", []))
-        monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: self.note("all ranks meet", None))
+        monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: self.note("call of all ranks", None))
 
     def note(self, call, result):
         self.noted.append(call)
@@ -47,7 +47,7 @@ def test_all_ranks_form_the_communicator_before_the_first_message_also_a_rank_wi
     route = PointToPoint(object(), Traffic())
     for expected in (first, (TensorSpec((3,), torch.bfloat16),)):
         route.start((), 1, expected, 2)
-    assert calls.noted == ["all ranks meet", *["messages"] * (1 + len(first))]
+    assert calls.noted == ["call of all ranks", *["messages"] * (1 + len(first))]
 
 
 def test_gloo_needs_no_call_of_all_ranks_before_the_first_message(monkeypatch) -> None:

@@ -24,7 +24,7 @@ SHAPE = ModelShape(name="s", layers=1, hidden=8, ffn=8, heads=2, kv_heads=2, hea
         (Full(), 4096, 8, "contiguous"),
         (Causal(), 4096, 8, "zigzag"),
         (Causal(), 4096, 1, "contiguous"),
-        (SlidingWindow(4096), 1 << 18, 4, "contiguous"),  # meets one neighbour, and rank 0 lacks little
+        (SlidingWindow(4096), 1 << 18, 4, "contiguous"),  # needs chunks of one neighbour, and rank 0 lacks little
         (SlidingWindow(1 << 14), 1 << 18, 4, "contiguous"),
         (SlidingWindow(1 << 17), 1 << 18, 4, "striped"),  # one rank would wait for the others a third of the time
         (Documents((512,) * 8), 4096, 8, "contiguous"),  # each rank its own document

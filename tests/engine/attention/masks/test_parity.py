@@ -32,11 +32,11 @@ BLIND = ((1, 0, 0, 1), (0, 0, 0, 0), (0, 1, 1, 0), (1, 0, 0, 0))  # the second q
 MASKS = (
     Documents((7, 1, 20, 20)),
     Documents((24, 24), causal=False),
-    Documents((12, 12, 12, 12)),  # contiguous on 4 ranks: no hop has any work
+    Documents((12, 12, 12, 12)),  # contiguous on 4 ranks: no ring step has any tile
     Documents((5,), repeat=True),
     BlockSparse(BLIND, 12),
     BlockSparse(BLIND, 12, causal=True),  # rows of the third quarter see key block 1, and half of their own
-    BlockSparse([[False] * 4] * 4, 12),  # nobody sees anything
+    BlockSparse([[False] * 4] * 4, 12),  # no query sees a key
     BlockSparse([[False, True], [False, False]], 24, causal=True),  # only the future, which is hidden
     BlockSparse(Strided(3), 5, causal=True),
     BlockSparse(LocalGlobal(1, 1), 4),
@@ -150,7 +150,7 @@ LONELY = BlockSparse([[False] * 4, [False] * 4, [True, False, False, False], [Fa
 
 
 def lonely_errors() -> list[float]:
-    """Errors where some ranks have no query that sees anything and others are met by no one."""
+    """Errors where some ranks have no query that sees anything and the keys of others are seen by none."""
     whole = problem(SEQ_LEN, 4, 2, batch=1)
     expected = dense(*whole, LONELY)
     return [

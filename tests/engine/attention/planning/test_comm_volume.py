@@ -1,4 +1,4 @@
-"""The bytes a plan says it will send are those that are posted, and they decide what backward_side in backward."""
+"""The bytes that a plan computes are those that are posted, and they decide the backward side."""
 
 from __future__ import annotations
 

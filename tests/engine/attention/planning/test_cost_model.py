@@ -81,7 +81,7 @@ def test_the_given_link_speed_decides() -> None:
     for slow in (1.0, 2.0):
         assert best(8, slow) == "usp"  # few KV heads: shards around a ring between nodes
         assert best(32, slow) in ("ulysses", "usp_transposed")
-    # Where bytes cost nothing: no hops, whose tiles are smaller and whose outputs have to be merged.
+    # Where bytes cost nothing: no ring steps, whose tiles are smaller and whose outputs have to be merged.
     assert best(8, 1e5) == best(32, 1e5) == "ulysses"
 
 
@@ -123,7 +123,7 @@ def test_heads_that_cannot_be_shared_out_leave_only_rings() -> None:
 def test_striped_shards_do_not_run_an_all_to_all() -> None:
     assert [name for name, _ in choose_schedule(share(8 << 10), "striped").seconds] == ["ring"]
     assert "choose zigzag or contiguous" in (schedule_unsupported_reason("usp", share(8 << 10), "striped") or "")
-    # Also where no rank has another to trade with: what follows needs runs of consecutive tokens all the same.
+    # Also where the all-to-all has a single rank: the steps after it need runs of consecutive tokens all the same.
     assert "choose zigzag" in (schedule_unsupported_reason("usp", share(8 << 10, node_size=1), "striped") or "")
 
 

@@ -85,7 +85,7 @@ def test_memory_at_twice_the_length_is_twice_the_memory_for_every_mask(mask, ker
     assert peaks[1] < 2.5 * peaks[0]
 
 
-# Bands as ranks of a longer sequence meet them: a limit on one side only, far from either corner, a single diagonal.
+# Bands in the tiles of a longer sequence: a limit on one side only, far from either corner, a single diagonal.
 @pytest.mark.parametrize("band", [Band(-1000, None), Band(None, 1000), Band(-300, 2000), Band(7, 7), Band(1500, None)])
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_band_of_any_place_and_width_costs_its_visible_pairs(name, band) -> None:

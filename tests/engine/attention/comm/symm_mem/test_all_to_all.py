@@ -1,4 +1,4 @@
-"""Heads traded by copy engine: every byte lands where all-to-all, packing and unpacking would have put it."""
+"""An all-to-all by copy engine: every byte is written where packing, all-to-all and unpacking would write it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_results_sent_back_have_all_heads_in_order(driver, layout, parts) -> Non
     whole = whole_tensors(32)
     found, positions = routes(layout, parts, 32)
     share = HEADS // (SIZE * parts)
-    home = [
+    results_by_rank = [
         [torch.zeros(BATCH, 8, SIZE, parts, share, *tensor.shape[3:], dtype=tensor.dtype) for tensor in whole]
         for _ in range(SIZE)
     ]
@@ -114,8 +114,8 @@ def test_results_sent_back_have_all_heads_in_order(driver, layout, parts) -> Non
         results = [tuple(tensor[:, :, some].contiguous() for tensor in whole) for some in heads]
         slots, specs = sent(lambda rank, tensors: found[rank].send_back(tensors), results)
         for rank, route in enumerate(found):
-            launch(route.from_slot(specs, part), [slots[rank]], home[rank])
-    for results, held in zip(home, positions, strict=True):
+            launch(route.from_slot(specs, part), [slots[rank]], results_by_rank[rank])
+    for results, held in zip(results_by_rank, positions, strict=True):
         for result, tensor in zip(results, whole, strict=True):
             assert torch.equal(result.flatten(2, 4), tensor[:, held])
 

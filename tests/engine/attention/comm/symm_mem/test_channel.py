@@ -40,7 +40,8 @@ def events(monkeypatch) -> list[str]:
 
 def test_nothing_is_still_to_be_zeroed_when_peers_hear_of_a_window(events) -> None:
     SymmBuffer(object(), slots=2, slot_bytes=256)
-    # What is zeroed on the stream, here and by torch, is done before any rank leaves the rendezvous; then all meet.
+    # What is zeroed on the stream, here and by torch, is done before any rank leaves the rendezvous; then all ranks
+    # wait for each other.
     assert events == ["synchronize", "rendezvous", "synchronize", "barrier", "synchronize"]
 
 

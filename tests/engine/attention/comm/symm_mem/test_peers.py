@@ -71,6 +71,6 @@ def test_all_ranks_find_the_same_reason_when_one_rank_cannot() -> None:
 def test_a_gpu_is_known_by_its_uuid_and_does_not_reach_itself() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     mine = report(device, copy_engine_unsupported_reason(device))
-    assert mine.missing is None
+    assert mine.unsupported_reason is None
     assert mine.uuid
     assert mine.uuid not in mine.reaches

@@ -49,7 +49,7 @@ TROUBLE = {
 }
 
 
-def measured_in_trouble(
+def measured_with_a_failing_profiler(
     directory: str, settings: TrialSettings, where: str, failing: int
 ) -> tuple[list[Any], Measurement, list[object]]:
     """(profiles as rank 0 wrote them, its measurement in the end, what all ranks still say to each other)."""
@@ -82,14 +82,14 @@ def test_a_profiler_error_on_one_rank_loses_only_the_trace(
         task="train", method="burst", model=SHAPE, seq_len=64, cp_size=2, dtype="fp32",
         steps=Steps(warmup=1, measured=measured),
     )  # fmt: skip
-    [(written, figures, everybody), (nothing, _, _)] = run_on_ranks(
-        2, measured_in_trouble, str(tmp_path), settings, where, failing
+    [(written, figures, all_ranks), (nothing, _, _)] = run_on_ranks(
+        2, measured_with_a_failing_profiler, str(tmp_path), settings, where, failing
     )
     of = "measured_step" if measured == 1 else "extra_step"
     reason = f"rank {failing} has no trace of its step: OSError: as planned"
     assert written == [unfinished(of), {"of": of, "reason": reason}]  # type: ignore[arg-type]
     assert nothing == []
-    assert everybody == [0, 1]
+    assert all_ranks == [0, 1]
     assert figures.extra["profile"] == written[-1]
     assert (len(figures.step_seconds), len(figures.loss)) == (measured, 1 + measured)
 
