@@ -53,7 +53,7 @@ def test_install_writes_on_the_node_and_keeps_what_was_there(tmp_path, capsys):
     assert "the earlier one is" in capsys.readouterr().err
     assert sorted("MINE" in each.read_text() for each in tmp_path.iterdir()) == [False, True]
     assert main(["env", "--install", str(path)]) == 0
-    assert "is as it should be" in capsys.readouterr().err
+    assert "is up to date" in capsys.readouterr().err
 
 
 def test_a_site_file_and_an_inventory_are_both_understood(tmp_path, capsys):

@@ -87,7 +87,7 @@ def test_a_build_that_fails_is_exit_code_1(docker, capsys):
         (["push", "gpu01"], "no image is named for gpu01"),
         (["push", "gpu01", "--image", NAME], f"this machine has no image {NAME}; build it with"),
         (["push", "gpu01", "--image", "a b"], "expected an image's name"),
-        (["push", "gpu01", "--image", "burst@sha256:" + "0" * 64], "has no name to arrive under"),
+        (["push", "gpu01", "--image", "burst@sha256:" + "0" * 64], "has no name to load it under"),
         (["push", "gpu01", "--image", NAME, "--parallel", "0"], "expected 1 to 256"),
         (["push", "gpu01", "--image", NAME, "--folder", "here"], "expected an absolute path"),
         (["push", "gpu01", "--image", NAME, "--via", "shared"], "no writable shared folder is named for gpu01"),
