@@ -251,7 +251,7 @@ def test_a_signal_that_is_dropped_on_its_way_still_ends_a_run(tmp_path, where):
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{PROJECT}{os.pathsep}{tmp_path}"}, stderr=subprocess.PIPE,
         text=True,
     )  # fmt: skip
-    wait_until(lambda: list((tmp_path / "out" / "trials").glob("*/progress.jsonl")))
+    wait_until(lambda: list((tmp_path / "out" / "trials").glob("*/progress.jsonl")), "no trial has made a step")
     program.send_signal(signal.SIGUSR1)
     try:
         _, said = program.communicate(timeout=120)
