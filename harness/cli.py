@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from cluster.files.errors import shown
 from harness.base.errors import UsageError
-from harness.base.interrupts import heeded
+from harness.base.interrupts import interruptible
 from harness.commands import Command, all_commands
 
 USAGE = 2
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = all_commands()
     try:
         arguments = _parse(typed, commands)
-        with heeded():  # SIGHUP and SIGTERM leave a resumable state, as Ctrl-C does
+        with interruptible():  # SIGHUP and SIGTERM leave a resumable state, as Ctrl-C does
             code = commands[arguments.command].run(arguments)
             sys.stdout.flush()  # here, where an error still has its sentence
         return code

@@ -33,8 +33,8 @@ _SENTENCE = (
 )
 
 
-class _Heeding:
-    """The handlers of one `heeded` block, and the state of its signals."""
+class _Handlers:
+    """The handlers of one `interruptible` block, and the state of its signals."""
 
     def __init__(self, react: Callable[[int], bool]) -> None:
         self.requested = False  # a signal was to interrupt the block
@@ -107,28 +107,28 @@ class _Heeding:
             self._hook_before(unraisable)
 
 
-_current: _Heeding | None = None
+_current: _Handlers | None = None
 
 
 @contextlib.contextmanager
-def heeded(react: Callable[[int], bool] = lambda _: True, *, outlives: bool = False) -> Iterator[None]:
+def interruptible(react: Callable[[int], bool] = lambda _: True, *, outlives: bool = False) -> Iterator[None]:
     """A block that signals interrupt, as Ctrl-C does. `react` is called with each signal; False ignores that one.
 
     `outlives`: after a signal the handlers stay for the rest of the program. Signals that the program was started to
     ignore stay ignored. For the main thread alone.
     """
     global _current
-    outer, heeding = _current, _Heeding(react)
+    outer, handlers = _current, _Handlers(react)
     if outlives:
-        atexit.register(heeding.ignore)  # before Ray registers its end, hence after it: the exit code is settled then
-    _current = heeding
-    heeding.begin()
+        atexit.register(handlers.ignore)  # before Ray registers its end, hence after it: the exit code is settled then
+    _current = handlers
+    handlers.begin()
     try:
         yield
     finally:
-        if _current is heeding and not (outlives and heeding.requested):
-            atexit.unregister(heeding.ignore)
-            heeding.end()
+        if _current is handlers and not (outlives and handlers.requested):
+            atexit.unregister(handlers.ignore)
+            handlers.end()
             _current = outer
 
 
@@ -151,41 +151,41 @@ def interrupted_once() -> Iterator[None]:
                 os.write(sys.__stderr__.fileno(), _SENTENCE.encode())  # a print may be what was interrupted
         return False
 
-    with heeded(react, outlives=True):
+    with interruptible(react, outlives=True):
         yield
 
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
     """A block that a signal does not break off, unless it takes longer than WAIT_SECONDS: it is raised at its end."""
-    heeding = _current
-    if heeding is None:
+    handlers = _current
+    if handlers is None:
         yield
         return
-    heeding.holds += 1
+    handlers.holds += 1
     try:
         yield
     finally:
-        heeding.holds -= 1
-    heeding.raise_waiting()
+        handlers.holds -= 1
+    handlers.raise_waiting()
 
 
 @contextlib.contextmanager
 def released() -> Iterator[None]:
     """A part of a `held` block that signals interrupt all the same."""
-    heeding = _current
-    if heeding is None or heeding.holds == 0:
+    handlers = _current
+    if handlers is None or handlers.holds == 0:
         yield
         return
-    heeding.holds -= 1
+    handlers.holds -= 1
     try:
-        heeding.raise_waiting()
+        handlers.raise_waiting()
         yield
     finally:
-        heeding.holds += 1
+        handlers.holds += 1
 
 
-def asked_to_end() -> bool:
+def end_requested() -> bool:
     """Whether a signal is to interrupt the command, which its caller then ends.
 
     For use only before the first interruption: a signal that did not interrupt by then was dropped.
@@ -194,8 +194,8 @@ def asked_to_end() -> bool:
 
 
 def look() -> None:
-    """Raise KeyboardInterrupt when `asked_to_end`. For loops that wait."""
-    if asked_to_end():
+    """Raise KeyboardInterrupt when `end_requested`. For loops that wait."""
+    if end_requested():
         raise KeyboardInterrupt
 
 

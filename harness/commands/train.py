@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness.base.errors import UsageError
-from harness.base.interrupts import heeded
+from harness.base.interrupts import interruptible
 from harness.commands import command_line
 from harness.launch.launcher import LAUNCHERS, default_launcher, make_launcher
 
@@ -80,7 +80,7 @@ def _announced(say: Callable[[str], None]) -> contextlib.AbstractContextManager[
                 say("stopping: the step under way is finished and saved; a second signal ends at once")
         return True
 
-    return heeded(announce)
+    return interruptible(announce)
 
 
 COMMAND = Train()

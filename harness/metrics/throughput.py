@@ -134,13 +134,12 @@ def interquartile_range(samples: Sequence[float]) -> float | None:
 def _sent_gib(settings: TrialSettings, measured: Measurement) -> float | None:
     """GiB that attention sent, of the largest rank; None where the method did not count them.
 
-    Ranks that share a sequence send something, so that 0 from all of them is a count that was never made, unless the
-    plan computed 0 as well (a mask of documents that each fit one rank).
+    Ranks that share a sequence send something. 0 from all of them means that nothing was counted, unless the plan
+    computed 0 as well (a mask of documents that each fit one rank).
     """
-    largest = max(measured.sent_bytes, default=0)
-    if settings.cp_size > 1 and largest == 0 and any(measured.extra.get("computed_sent_bytes") or [1]):
-        return None
-    return _largest_gib(measured.sent_bytes)
+    computed = measured.extra.get("computed_sent_bytes")
+    nothing_to_send = settings.cp_size == 1 or (computed is not None and not any(computed))
+    return _largest_gib(measured.sent_bytes) if any(measured.sent_bytes) or nothing_to_send else None
 
 
 def _largest_gib(bytes_per_rank: Sequence[int]) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.base.errors import UsageError
-from harness.base.interrupts import asked_to_end, held
+from harness.base.interrupts import end_requested, held
 from harness.plan.matrix import nothing_can_run
 from harness.records.record import RESULTS, Record, write_record
 from harness.report.run_records import RunRecords
@@ -76,7 +76,7 @@ def run_experiment(
         view.begin(len(trials))
         try:
             for trial in trials:
-                if asked_to_end():
+                if end_requested():
                     statuses.append("interrupted")
                     break
                 record = _recorded(directory, records, trial.id) if resume is not None else None

@@ -1,4 +1,4 @@
-"""`burst` as a user meets it: exit codes, sentences, and no traceback."""
+"""The command line of `burst`: exit codes, sentences, and no traceback."""
 
 import json
 import os

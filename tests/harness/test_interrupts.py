@@ -21,10 +21,10 @@ from harness.base import interrupts
 from harness.base.interrupts import (
     PATIENCE_SECONDS,
     SIGNALS,
-    asked_to_end,
-    heeded,
+    end_requested,
     held,
     interrupted_once,
+    interruptible,
     look,
     released,
 )
@@ -158,7 +158,7 @@ def sleep_at_most(seconds: float) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("block", [heeded, interrupted_once])
+@pytest.mark.parametrize("block", [interruptible, interrupted_once])
 @pytest.mark.parametrize("land", [in_a_destructor, in_a_generators_end, in_a_cycles_destructor, in_an_import])
 def test_a_signal_that_python_drops_interrupts_a_moment_later(now, tmp_path, capfd, block, land):
     with block():
@@ -169,12 +169,12 @@ def test_a_signal_that_python_drops_interrupts_a_moment_later(now, tmp_path, cap
 
 def test_a_signal_of_which_nothing_came_is_raised_at_the_next_look(now):
     look()  # outside of a block there is nothing to see
-    with heeded():
+    with interruptible():
         look()
-        assert not asked_to_end()
+        assert not end_requested()
         with contextlib.suppress(BaseException):
             press()
-        assert asked_to_end()
+        assert end_requested()
         with pytest.raises(KeyboardInterrupt):
             look()
 
@@ -187,13 +187,13 @@ def test_a_held_block_is_finished_before_a_signal_interrupts(now):
         press()
         done.append("record")
 
-    with heeded(), pytest.raises(KeyboardInterrupt):
+    with interruptible(), pytest.raises(KeyboardInterrupt):
         write_record()
     assert done == ["record"]
 
 
 def test_a_released_part_of_a_held_block_is_interrupted(now):
-    with heeded(), held():
+    with interruptible(), held():
         with pytest.raises(KeyboardInterrupt), released():
             press()
         press()
@@ -203,14 +203,14 @@ def test_a_released_part_of_a_held_block_is_interrupted(now):
 
 
 def test_a_held_block_that_hangs_can_be_broken_off(now):
-    with heeded(), held():
+    with interruptible(), held():
         press()
         now[0] += interrupts.WAIT_SECONDS
         wait_to_be_interrupted()
 
 
 def test_two_signals_at_once_are_two_interruptions(now):
-    with heeded():
+    with interruptible():
         with pytest.raises(KeyboardInterrupt):
             press(signal.SIGTERM)
         press(signal.SIGINT)  # the first may still be on its way
@@ -251,7 +251,7 @@ def test_a_signal_that_is_dropped_on_its_way_still_ends_a_run(tmp_path, where):
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{PROJECT}{os.pathsep}{tmp_path}"}, stderr=subprocess.PIPE,
         text=True,
     )  # fmt: skip
-    wait_until(lambda: list((tmp_path / "out" / "trials").glob("*/progress.jsonl")))
+    wait_until(lambda: list((tmp_path / "out" / "trials").glob("*/progress.jsonl")), "no trial has made a step")
     program.send_signal(signal.SIGUSR1)
     try:
         _, said = program.communicate(timeout=120)

@@ -1,4 +1,4 @@
-"""Ports of a rendezvous: outside the kernel's own range, nobody else's meanwhile, and usable by rank 0."""
+"""Ports of a rendezvous: outside the kernel's own range, reserved against other processes, and usable by rank 0."""
 
 import datetime
 import socket

@@ -48,7 +48,7 @@ def parent(pid: int) -> int:
 
 def test_jobs_run_in_an_actor_and_a_lost_actor_costs_one_job(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # somebody else's Ray: not ours to use
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # another program's Ray, which is not used
     launcher = RayLauncher()
     try:
         lines: list[dict[str, object]] = []
@@ -111,7 +111,7 @@ def test_an_interrupted_or_killed_program_leaves_neither_ranks_nor_ray(tmp_path,
 
 
 def ray_directory(owner: int) -> str:
-    """The directory of the Ray that `owner` embeds, as its janitor was told."""
+    """The directory of the Ray that `owner` embeds, from its janitor's arguments."""
     for stat in Path("/proc").glob("[0-9]*/cmdline"):
         arguments = stat.read_text().split("\0") if stat.exists() else []
         if "harness.launch.ray.janitor" in arguments and parent(int(stat.parent.name)) == owner:

@@ -1,4 +1,4 @@
-"""A job on several hosts, without the hosts: who is taken, how ranks are dealt, what is made of what each host saw."""
+"""A job on several hosts, without the hosts: the choice of hosts, the ranks on each, and the merged observations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def job(tmp_path: Path, ranks: int = 4, **more) -> Job:
 
 
 class Checks:
-    """Stands for node checks over SSH: what is wrong with whom, and who was asked."""
+    """Replaces node checks over SSH: the reason for each unfit node, and the nodes checked."""
 
     def __init__(self) -> None:
         self.wrong: dict[str, str] = {}

@@ -61,7 +61,7 @@ def test_an_unknown_gpu_has_speed_but_no_utilisation() -> None:
     assert found.tflops_per_gpu is not None
 
 
-def test_a_kernel_nobody_measured_has_no_ceiling() -> None:
+def test_a_kernel_without_a_measured_speed_has_no_ceiling() -> None:
     found = metrics_of(record(model=LARGE, dtype="bf16", gpu=H200, kernel="reference"))
     assert found.mfu is not None
     assert found.mfu_ceiling is None
@@ -89,6 +89,17 @@ def test_what_was_not_measured_is_absent_rather_than_zero() -> None:
 
 def test_bytes_that_were_counted_as_zero_stay_zero() -> None:
     assert metrics_of(record(cp_size=1)).sent_gib_per_gpu == 0.0
+    trial = record(task="attention", cp_size=2)
+    assert trial.measurement is not None
+    trial.measurement.sent_bytes, trial.measurement.extra["computed_sent_bytes"] = [0, 0], [0, 0]
+    assert metrics_of(trial).sent_gib_per_gpu == 0.0
+
+
+def test_bytes_that_a_method_did_not_count_are_absent() -> None:
+    trial = record(task="attention", cp_size=2)
+    assert trial.measurement is not None
+    trial.measurement.sent_bytes = [0, 0]
+    assert metrics_of(trial).sent_gib_per_gpu is None
 
 
 def test_loss_is_that_of_the_last_measured_step() -> None:

@@ -31,7 +31,7 @@ PORT_TAKEN = "rank 0: DistNetworkError: EADDRINUSE, message: address already in 
 
 
 class ScriptedLauncher:
-    """Ends each job as it is told; an implementation of the protocol, so that ends are tested without torch."""
+    """Ends each job with a given outcome: it implements the protocol, so that outcomes are tested without torch."""
 
     name = "scripted"
 
