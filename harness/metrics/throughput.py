@@ -97,7 +97,7 @@ def metrics_of(record: Record) -> Metrics:
         peak_memory_gib=_largest_gib(measured.peak_allocated_bytes),
         peak_reserved_gib=_largest_gib(measured.peak_reserved_bytes),
         peak_rss_gib=_largest_gib(measured.peak_rss_bytes),
-        sent_gib_per_gpu=_largest_gib(measured.sent_bytes),
+        sent_gib_per_gpu=_largest_gib(measured.sent_bytes) if _traffic_was_counted(record) else None,
         loss=measured.loss[-1] if measured.loss else None,
         grad_norm=measured.grad_norm[-1] if measured.grad_norm else None,
         tflops_ceiling=counted / best / 1e12 if best else None,
@@ -127,6 +127,18 @@ def interquartile_range(samples: Sequence[float]) -> float | None:
         return None
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
     return high - low
+
+
+def _traffic_was_counted(record: Record) -> bool:
+    """Whether the record's bytes are those that attention sent: the engine counts what its own transports send.
+
+    One rank sends none. Ranks whose count is 0 used transports of their own, unless the plan's arithmetic gives 0 too.
+    """
+    measured = record.measurement
+    if measured is None or record.settings.task == "lm_head":  # which runs no attention
+        return False
+    none_computed = measured.extra.get("computed_sent_bytes") == [0] * len(measured.sent_bytes)
+    return any(measured.sent_bytes) or none_computed or record.settings.cp_size == 1
 
 
 def _largest_gib(bytes_per_rank: Sequence[int]) -> float | None:
