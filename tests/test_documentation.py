@@ -134,7 +134,7 @@ def commands_of(text: str) -> list[list[str]]:
     """Arguments of every `burst ...` on a page: lines of code blocks that are no YAML or Python, and code in prose."""
     blocks = "".join(block for language, block in FENCE.findall(text) if language in ("", "sh", "bash"))
     lines = re.findall(r"^(?:\$ |[\w./]+/)?burst +([\w-][^#\n]*)", blocks, re.MULTILINE)
-    lines += re.findall(r"`burst +([^`#]+)`", FENCE.sub("", text))
+    lines += re.findall(r"`burst +([^`#(][^`#]*)`", FENCE.sub("", text))  # `burst (ring, query side)` is a trial's name
     return [line.split() for line in lines]
 
 

@@ -25,6 +25,10 @@ class Report:
             "--format", metavar="LIST", help=f"which files (default: {FORMATS}; of a site: html, which it always has)"
         )
         parser.add_argument(
+            "--baseline", metavar="METHOD",
+            help="method that tables compare the others with (default: the best one that is not burst)",
+        )  # fmt: skip
+        parser.add_argument(
             "--set-aside-bad", action="store_true", help="rename records that cannot be used, and go on without them"
         )
         parser.add_argument("--out", type=Path, metavar="DIR", help="where they go (default: the first DIR)")
@@ -41,14 +45,14 @@ class Report:
         if sites and len(directories) > 1:
             raise UsageError(f"{sites[0]} holds several runs; give it alone for a site, or name the runs in it")
         problems: list[str] = []
-        aside = arguments.set_aside_bad
+        aside, baseline = arguments.set_aside_bad, arguments.baseline
         try:
             if sites:
                 formats = _formats(arguments.format, "html")
-                path, problems = write_site(sites[0], out, formats, set_bad_aside=aside, say=say)
+                path, problems = write_site(sites[0], out, formats, baseline=baseline, set_bad_aside=aside, say=say)
             else:
                 formats = _formats(arguments.format, FORMATS)
-                path = write_report(directories, out, formats, set_bad_aside=aside, say=say)
+                path = write_report(directories, out, formats, baseline=baseline, set_bad_aside=aside, say=say)
         except ValueError as error:
             raise UsageError(str(error)) from error
         for problem in problems:

@@ -9,8 +9,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.measurement import Measurement
-from engine.settings import TrialSettings
 from harness.metrics.flops import Work, seconds_at_kernel_speed, tokens_per_step, work_of
 from harness.metrics.hardware import Hardware, hardware_for
 from harness.records.record import Record
@@ -99,7 +97,7 @@ def metrics_of(record: Record) -> Metrics:
         peak_memory_gib=_largest_gib(measured.peak_allocated_bytes),
         peak_reserved_gib=_largest_gib(measured.peak_reserved_bytes),
         peak_rss_gib=_largest_gib(measured.peak_rss_bytes),
-        sent_gib_per_gpu=_sent_gib(record.settings, measured),
+        sent_gib_per_gpu=_largest_gib(measured.sent_bytes) if _traffic_was_counted(record) else None,
         loss=measured.loss[-1] if measured.loss else None,
         grad_norm=measured.grad_norm[-1] if measured.grad_norm else None,
         tflops_ceiling=counted / best / 1e12 if best else None,
@@ -131,15 +129,16 @@ def interquartile_range(samples: Sequence[float]) -> float | None:
     return high - low
 
 
-def _sent_gib(settings: TrialSettings, measured: Measurement) -> float | None:
-    """GiB that attention sent, of the largest rank; None where the method did not count them.
+def _traffic_was_counted(record: Record) -> bool:
+    """Whether the record's bytes are those that attention sent: the engine counts what its own transports send.
 
-    Ranks that share a sequence send something. 0 from all of them means that nothing was counted, unless the plan
-    computed 0 as well (a mask of documents that each fit one rank).
+    One rank sends none. Ranks whose count is 0 used transports of their own, unless the plan's arithmetic gives 0 too.
     """
-    computed = measured.extra.get("computed_sent_bytes")
-    nothing_to_send = settings.cp_size == 1 or (computed is not None and not any(computed))
-    return _largest_gib(measured.sent_bytes) if any(measured.sent_bytes) or nothing_to_send else None
+    measured = record.measurement
+    if measured is None or record.settings.task == "lm_head":  # which runs no attention
+        return False
+    none_computed = measured.extra.get("computed_sent_bytes") == [0] * len(measured.sent_bytes)
+    return any(measured.sent_bytes) or none_computed or record.settings.cp_size == 1
 
 
 def _largest_gib(bytes_per_rank: Sequence[int]) -> float | None:

@@ -33,7 +33,7 @@ NOTE = (
 
 
 def ideal_table(rows: Sequence[Row]) -> Table | None:
-    """Share of the ideal, and of the link's bound, that shared attention reaches; None without trials of cp_size 1."""
+    """Percentage of the ideal, and of the link's bound, that shared attention reaches; None without a cp_size of 1."""
     attention = [row for row in rows if row["task"] == "attention" and row["status"] == "ok" and row["gpu"] != "cpu"]
     unshared: dict[tuple[Any, ...], list[Row]] = {}  # by problem and ranks that work on it at once, each on all of it
     for row in attention:

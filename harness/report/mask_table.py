@@ -8,7 +8,7 @@ from engine.attention.masks import parse_mask
 from harness.base.lengths import format_length
 from harness.report.results import Row
 from harness.report.tables import Column, Table, significant, without_empty_columns
-from harness.report.variants import panel_name, panel_of
+from harness.report.variants import method_name, panel_name, panel_of
 
 
 def mask_table(rows: Sequence[Row]) -> Table | None:
@@ -56,7 +56,7 @@ def _line(row: Row) -> tuple[object, ...]:
     pairs, step = parse_mask(row["mask"]).area(row["seq_len"]), row["step_seconds_median"]
     sequences = row["batch_size"] * row["dp_size"]
     return (
-        row["method"],
+        method_name(row),
         _kernel(row),
         row["mask"],
         panel_name(panel_of(row)),

@@ -30,6 +30,7 @@ from harness.report.summary import (
     accuracy_table,
     agreement_table,
     comparison_table,
+    known_baseline,
     problems_table,
     results_table,
     series_names,
@@ -80,6 +81,7 @@ def write_report(
     formats: Iterable[str] = ALL_FORMATS,
     *,
     index: str = "",
+    baseline: str | None = None,
     set_bad_aside: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path:
@@ -87,8 +89,10 @@ def write_report(
 
     Returns where to look first: report.html, or `out` when html is not asked for. Records without a number are shown by
     status and reason. Records that cannot be used are renamed where `set_bad_aside` asks for it, and `say` is called
-    with a sentence for each. `index` is the address of the page that links this one, where there is one.
-    Raises UsageError for an unknown format, when there is no record at all, and for records that cannot be used.
+    with a sentence for each. `index` is the address of the page that links this one, where there is one; `baseline` the
+    method that tables compare with (by default `harness.report.summary.baseline_of`).
+    Raises UsageError for an unknown format or baseline, when there is no record at all, and for records that cannot be
+    used.
     """
     wanted = checked_formats(formats)
     records, rows = read_runs(run_dirs, set_bad_aside=set_bad_aside, say=say)
@@ -97,7 +101,7 @@ def write_report(
         raise UsageError(
             f"no record below {places}; name directories that `burst run` left, holding trials/*/record.json"
         )
-    return write_report_of(records, rows, out, wanted, index=index)
+    return write_report_of(records, rows, out, wanted, index=index, baseline=known_baseline(baseline, rows))
 
 
 def checked_formats(formats: Iterable[str]) -> frozenset[str]:
@@ -115,13 +119,14 @@ def write_report_of(
     wanted: frozenset[str] = ALL_FORMATS,
     *,
     index: str = "",
+    baseline: str | None = None,
 ) -> Path:
     """The report of records that have been read; returns where to look first. Those without a number are shown by
     status and reason."""
     make_writable(out)
     if "csv" in wanted:
         write_results(out / "results.csv", rows)
-    summaries = report_tables(rows)
+    summaries = report_tables(rows, baseline)
     plots = draw_plots(rows) if wanted & {"html", *figures.FORMATS} else []
     written: set[Path] = set()
     for table in summaries:
@@ -163,9 +168,10 @@ def read_runs(
     return [record for run in runs for record in run.records()], [row for run in runs for row in run.rows()]
 
 
-def report_tables(rows: Sequence[Row]) -> list[Table]:
+def report_tables(rows: Sequence[Row], baseline: str | None = None) -> list[Table]:
     """The report's tables in reading order, less those with nothing to say."""
-    candidates = [make(rows) for make in TABLES.values()]
+    candidates = [comparison_table(rows, baseline) if make is comparison_table else make(rows)
+                  for make in TABLES.values()]  # fmt: skip
     return [table for table in candidates if table is not None]
 
 

@@ -1,7 +1,8 @@
 """Records as rows: one flat dict per trial, and results.csv.
 
 A row holds the contract's columns, every setting under its dotted name (`checkpoint.tail`, `model.layers`), and what
-each `auto` became (`chosen_kernel`). None means absent and becomes an empty cell; the status and reason say why.
+each `auto` became (`chosen_kernel`; in words: `ran`). None means absent and becomes an empty cell; status and reason
+say why.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from engine.atomic import write_atomic
+from engine.attention.planning.cost_model import ULYSSES_SCHEDULES
 from engine.settings import Task, TrialSettings, to_json
 from harness.metrics.throughput import metrics_of
 from harness.records.record import Record
@@ -28,11 +30,15 @@ COLUMNS: tuple[str, ...] = (
     "nodes", "gpu", "dtype", "status", "reason", "samples", "step_seconds_median", "step_seconds_iqr",
     "forward_seconds_median", "tokens_per_gpu_per_second", "tflops_per_gpu", "mfu", "mfu_ceiling", "hfu",
     "peak_memory_gib", "peak_reserved_gib", "sent_gib_per_gpu", "loss", "grad_norm", "seed", "commit",
+    "ran",
 )  # fmt: skip
 
 _NO_COLUMN = ("model.name", "model.note")  # the one is column `model`, the other no setting
 _SETTINGS = frozenset(field.name for field in fields(TrialSettings))
 _TASKS = get_args(Task)
+
+ONE_RANK = "one rank"  # what a trial ran that shared no sequence
+_SIDES = {"query": "query side", "key_value": "key side"}
 
 # Order of methods in tables, legends and palettes: ours, then the systems it is compared with, then the rest by name.
 METHOD_ORDER: tuple[str, ...] = (
@@ -59,6 +65,7 @@ def row_of(record: Record, run: str = "") -> Row:
         status=record.status,
         reason=record.reason or None,
         commit=record.commit or None,
+        ran=ran_of(record),
     )
     row.update(to_json(metrics_of(record)))
     row.update((name, value) for name, value in flatten(to_json(settings)).items() if name not in _NO_COLUMN)
@@ -77,6 +84,25 @@ def row_of(record: Record, run: str = "") -> Row:
         grad_norm_by_step=list(measured.grad_norm) if measured and record.status == "ok" else [],
     )
     return row
+
+
+def ran_of(record: Record) -> str | None:
+    """The attention that a trial ran, in words: `ring, query side`, `ulysses, copy engine`, `one rank`.
+
+    None without a measurement, and for a task that runs no attention.
+    """
+    chosen = record.measurement.chosen if record.measurement else {}
+    if "schedule" not in chosen:
+        return None
+    if record.settings.cp_size == 1:
+        return ONE_RANK
+    parts = [chosen["schedule"].replace("_", " ")]
+    if chosen["schedule"] in ULYSSES_SCHEDULES:
+        # Such as `copy_engine + relay`: the all-to-all's, then the ring's between its groups.
+        first = chosen.get("exchange", "").partition(" + ")[0]
+        parts.append("all-to-all" if first == "all_to_all" else first.replace("_", " "))
+    parts.append(_SIDES.get(chosen.get("backward", ""), ""))
+    return ", ".join(part for part in parts if part)
 
 
 def rows_of(records: Iterable[Record], run: str = "") -> list[Row]:

@@ -16,6 +16,7 @@ from harness.base.writable import make_writable
 from harness.records.record import RECORD_FILE, Record
 from harness.report.page import checked_formats, distinct, read_runs, template, write_report_of
 from harness.report.results import Row
+from harness.report.summary import known_baseline
 
 INDEX_FILE = "index.html"
 
@@ -47,28 +48,34 @@ def write_site(
     out: Path,
     formats: Iterable[str] = ("html",),
     *,
+    baseline: str | None = None,
     set_bad_aside: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[Path, list[str]]:
     """Write the report of every run below `root` to the same place below `out`, and an index of them.
 
-    Returns the index, and a sentence about every run whose records cannot be read; the index shows it as well. Raises
-    UsageError when no run is there, for an unknown format, and when `out` cannot be written.
+    Tables of a run with trials of method `baseline` compare with it. Returns the index, and a sentence about every run
+    whose records cannot be read; the index shows it as well. Raises UsageError when no run is there, for an unknown
+    format or a baseline that no run has, and when `out` cannot be written.
     """
     runs = runs_below(root)
     if not runs:
         raise UsageError(f"no run below {root}; name a directory that holds directories `burst run` left")
     make_writable(out)
     wanted = checked_formats({"html", *formats})
-    entries = []
+    read: dict[Path, tuple[list[Record], list[Row]] | str] = {}
     for run in runs:
         try:
-            records, rows = read_runs([run], set_bad_aside=set_bad_aside, say=say)
+            read[run.relative_to(root)] = read_runs([run], set_bad_aside=set_bad_aside, say=say)
         except UsageError as error:
-            entries.append(Entry(folder=run.relative_to(root).as_posix(), problem=str(error)))
-        else:
-            if records:
-                entries.append(_entry(records, rows, run.relative_to(root), out, wanted))
+            read[run.relative_to(root)] = str(error)
+    known_baseline(baseline, [row for found in read.values() if not isinstance(found, str) for row in found[1]])
+    entries = []
+    for folder, found in read.items():
+        if isinstance(found, str):
+            entries.append(Entry(folder=folder.as_posix(), problem=found))
+        elif found[0]:
+            entries.append(_entry(*found, folder, out, wanted, baseline))
     groups = [(name, list(members)) for name, members in groupby(entries, key=_group)]
     text = template("index.html.j2").render(
         title=f"Reports of {root.resolve().name}",
@@ -79,9 +86,17 @@ def write_site(
     return write_atomic(out / INDEX_FILE, text), [entry.problem for entry in entries if entry.problem]
 
 
-def _entry(records: Sequence[Record], rows: Sequence[Row], folder: Path, out: Path, formats: frozenset[str]) -> Entry:
+def _entry(
+    records: Sequence[Record],
+    rows: Sequence[Row],
+    folder: Path,
+    out: Path,
+    formats: frozenset[str],
+    baseline: str | None,
+) -> Entry:
     """Write one run's report; returns its line of the index."""
-    page = write_report_of(records, rows, out / folder, formats, index="../" * len(folder.parts) + INDEX_FILE)
+    index = "../" * len(folder.parts) + INDEX_FILE
+    page = write_report_of(records, rows, out / folder, formats, index=index, baseline=baseline)
     return Entry(
         folder=folder.as_posix(),
         link=quote(page.relative_to(out).as_posix()),

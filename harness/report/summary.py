@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
+from harness.base.errors import UsageError, nearest
 from harness.base.lengths import format_length
 from harness.metrics.throughput import FORMULAS
 from harness.report.agreement import LIMIT, Agreement, agreements
 from harness.report.results import Row, method_rank, setting_names
 from harness.report.tables import Column, Table, significant, without_empty_columns
 from harness.report.variants import (
+    OWN_METHOD,
     Setup,
     masks_of,
     models_of,
@@ -18,12 +22,11 @@ from harness.report.variants import (
     panel_of,
     pooled,
     series_name,
+    settings_name,
     setup_of,
     setups_of,
     varying_settings,
 )
-
-PREFERRED_BASELINE = "megatron_cp"  # the system most readers know; any other method stands in when it did not run
 
 CPU_TIMES = (
     "Times on a CPU do not tell which method is faster on GPUs: ranks share cores and memory there; what such trials "
@@ -58,6 +61,7 @@ def results_table(rows: Sequence[Row]) -> Table:
         Column(header="loss", form=significant(6), numeric=True),
         Column(header="grad norm", form=significant(5), numeric=True),
         Column(header="n", numeric=True),
+        Column(header="ran"),
         Column(header="kernel"),
         Column(header="reason"),
     )
@@ -84,6 +88,7 @@ def results_table(rows: Sequence[Row]) -> Table:
             row["loss"],
             row["grad_norm"],
             row["samples"],
+            row["ran"],
             row.get("chosen_kernel"),
             row["reason"],
         )
@@ -110,19 +115,18 @@ def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table 
     None when no more than one method was planned. Without `baseline`, `baseline_of` chooses.
     """
     methods = sorted({row["method"] for row in rows}, key=method_rank)
-    if len(methods) < 2:
-        return None
-    baseline = baseline or baseline_of(rows)
-    points: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
-    for row in rows:
-        points.setdefault(_point_of(row), {}).setdefault(row["method"], []).append(row)
-    points = {point: by_method for point, by_method in points.items() if len(by_method) > 1}
+    points = _contested_points(rows)
     if not points:
         return None
-    shared_cores = any(on_cpu(row) for by_method in points.values() for group in by_method.values() for row in group)
+    baseline = baseline if baseline is not None and baseline in methods else baseline_of(rows)
+    shown = [row for by_method in points for group in by_method.values() for row in group]
+    shared_cores = any(on_cpu(row) for row in shown)
+    ran = {
+        method: sorted({row["ran"] for row in shown if row["method"] == method and row["ran"]}) for method in methods
+    }
+    several = [method for method in methods if len(ran[method]) > 1]  # a column each says which
 
-    names = series_names(rows)
-    name_of = {id(row): name for row, name in zip(rows, names, strict=True)}
+    varying = varying_by_setup(rows)
     challengers = [method for method in methods if method != baseline]
     columns = (
         Column(header="run"),
@@ -130,15 +134,16 @@ def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table 
         Column(header="tokens", form=format_length, numeric=True),
         Column(header="parallel"),
         Column(header="settings"),
+        *(Column(header=f"{method} ran") for method in several),
         *(Column(header=f"{method} tok/s/GPU", form=significant(4), numeric=True) for method in methods),
         *(Column(header=f"{method} ÷ {baseline}", form=_times, numeric=True) for method in challengers),
     )
     several_runs = len({row["run"] for row in rows}) > 1
     lines = []
-    for by_method in points.values():
+    for by_method in points:
         first = next(iter(by_method.values()))[0]
         reference = pooled(by_method.get(baseline, ()), "step_seconds_median")
-        settings = name_of[id(first)].removeprefix(first["method"]).removeprefix(", ")
+        settings = settings_name(first, varying[setup_of(first)])
         lines.append(
             (
                 first["run"] if several_runs else None,
@@ -146,6 +151,10 @@ def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table 
                 first["seq_len"],
                 panel_name(panel_of(first)),
                 settings or None,
+                *(
+                    "; ".join(dict.fromkeys(row["ran"] or "" for row in by_method.get(method, ())))
+                    for method in several
+                ),
                 *(_number_or_status(by_method.get(method, ())) for method in methods),
                 *(_speedup(reference, by_method.get(method, ())) for method in challengers),
             )
@@ -158,6 +167,7 @@ def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table 
             rows=tuple(lines),
             note=f"{FORMULAS['tokens_per_gpu_per_second']}. "
             f"Speed-up = median step of {baseline} ÷ median step of the method, same run and settings only."
+            + "".join(f" {method} ran: {ran[method][0]}." for method in methods if len(ran[method]) == 1)
             + (f" {CPU_TIMES}" if shared_cores else ""),
         )
     )
@@ -280,8 +290,13 @@ def problems_table(rows: Sequence[Row]) -> Table | None:
 
 def series_names(rows: Sequence[Row]) -> list[str]:
     """The series name of every row, in order; what varies is judged within the row's own set-up."""
-    varying: dict[Setup, list[str]] = {setup_of(group[0]): varying_settings(group) for group in setups_of(rows)}
+    varying = varying_by_setup(rows)
     return [series_name(row, varying[setup_of(row)]) for row in rows]
+
+
+def varying_by_setup(rows: Sequence[Row]) -> dict[Setup, list[str]]:
+    """The settings that vary within each set-up."""
+    return {setup_of(group[0]): varying_settings(group) for group in setups_of(rows)}
 
 
 def on_cpu(row: Row) -> bool:
@@ -289,13 +304,36 @@ def on_cpu(row: Row) -> bool:
     return row["gpu"] in (None, "cpu")
 
 
-def baseline_of(rows: Iterable[Row]) -> str:
-    """The method others are compared with: Megatron's context parallelism, else the first that is not ours."""
+def baseline_of(rows: Sequence[Row]) -> str:
+    """The method that others are compared with: of those other than ours the one measured at the most points, and of
+    several the fastest there (geometric mean of its times over the fastest one's)."""
     methods = sorted({row["method"] for row in rows}, key=method_rank)
-    others = [method for method in methods if method != "burst"] or methods
-    measured = [method for method in others if any(r["method"] == method and r["status"] == "ok" for r in rows)]
-    candidates = measured or others
-    return PREFERRED_BASELINE if PREFERRED_BASELINE in candidates else candidates[0]
+    others = [method for method in methods if method != OWN_METHOD] or methods
+    behind: dict[str, list[float]] = {method: [] for method in others}  # log of the time over the fastest other's
+    for by_method in _contested_points(rows):
+        seconds = {method: pooled(group, "step_seconds_median") for method, group in by_method.items()}
+        found = {method: value for method in others if (value := seconds.get(method))}
+        for method, value in found.items():
+            behind[method].append(math.log(value / min(found.values())))
+    return min(others, key=lambda method: (-len(behind[method]), statistics.fmean(behind[method] or [0.0])))
+
+
+def known_baseline(baseline: str | None, rows: Sequence[Row]) -> str | None:
+    """The baseline that was asked for. Raises UsageError when no trial of `rows` ran it."""
+    methods = sorted({row["method"] for row in rows}, key=method_rank)
+    if baseline is not None and methods and baseline not in methods:
+        raise UsageError(
+            f"--baseline {baseline}: no trial of these records is of that method; {nearest(baseline, methods)}"
+        )
+    return baseline
+
+
+def _contested_points(rows: Sequence[Row]) -> list[dict[str, list[Row]]]:
+    """Trials by method at every point where more than one method was planned."""
+    points: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    for row in rows:
+        points.setdefault(_point_of(row), {}).setdefault(row["method"], []).append(row)
+    return [by_method for by_method in points.values() if len(by_method) > 1]
 
 
 def _point_of(row: Row) -> tuple[Any, ...]:

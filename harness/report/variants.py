@@ -1,7 +1,8 @@
 """What tells rows apart: the set-up a figure is about, the panel and series a row belongs to, and their names.
 
-A sweep may vary anything. Method, sequence length and parallel sizes have their own place in a figure; every other
-setting that varies becomes part of a series' name, so that two bars with different settings never look alike.
+A sweep may vary anything. Method, sequence length and parallel sizes have their own place in a figure. A series is
+named by its method, what the method ran (`ran`), and every other setting that varies, so that two bars with different
+settings never look alike. Steps, warm-up and seeds are no part of a name.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
 
-from harness.report.results import Row, method_rank, setting_names, sortable
+from harness.report.results import ONE_RANK, Row, method_rank, setting_names, sortable
 
-# Settings that have a place of their own: set-up, panel, horizontal axis, colour; and the seed, over which we pool.
-_PLACED = frozenset({"task", "model", "dtype", "mask", "cp_size", "tp_size", "world_size", "seq_len", "method", "seed"})
+OWN_METHOD = "burst"  # the one whose schedule and backward are settings; other methods bring theirs
+
+# Settings that have a place of their own: set-up, panel, horizontal axis, colour; seeds and steps, over which we pool.
+_PLACED = frozenset(
+    {"task", "model", "dtype", "mask", "cp_size", "tp_size", "world_size", "seq_len", "method", "seed", "steps"}
+)
 
 Setup = tuple[Any, ...]
 
@@ -74,23 +79,68 @@ def varying_settings(rows: Iterable[Row]) -> list[str]:
     return [name for name, seen in values.items() if len(seen) > 1]
 
 
+def method_name(row: Row) -> str:
+    """Method and what it ran: `burst (ring, query side)`, `burst (auto: ulysses, copy engine)`, `ulysses (all-to-all)`.
+
+    `auto` says that the cost model chose the schedule. The method alone for a trial that was not measured, or on one
+    rank.
+    """
+    method, ran = row["method"], row["ran"]
+    if ran in (None, ONE_RANK):
+        return str(method)
+    if method == OWN_METHOD:
+        return f"{method} ({'auto: ' if row['schedule'] == 'auto' else ''}{ran})"
+    schedule, _, rest = ran.partition(", ")
+    if schedule.replace(" ", "_") in (method, method.partition("_")[2]):  # the method's name says it
+        ran = rest
+    return f"{method} ({ran})" if ran else method
+
+
 def series_name(row: Row, varying: Sequence[str]) -> str:
-    """Method, and what else distinguishes the series: `burst, kernel cudnn`."""
-    return ", ".join([row["method"], *(_setting_text(name, row.get(name)) for name in varying)])
+    """`method_name`, and what else distinguishes the series: `burst (ring, query side), kernel cudnn`."""
+    settings = [_setting_text(name, row.get(name)) for name in varying if not _said_by_name(row, name)]
+    return ", ".join([method_name(row), *settings])
+
+
+def _said_by_name(row: Row, setting: str) -> bool:
+    """Whether `method_name` tells the setting's value from every other."""
+    if setting not in ("schedule", "backward"):
+        return False
+    if row["method"] != OWN_METHOD or (setting == "schedule" and row["schedule"] == "auto"):
+        return bool(row[setting] == "auto")
+    return row["ran"] not in (None, ONE_RANK) and row[setting] == row.get(f"chosen_{setting}")
 
 
 def series_of(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    """Rows split by series: methods in their usual order, variants of one method in the order of their settings."""
+    """Rows split by series: methods in their usual order, variants of one method in the order of their settings.
+
+    A row without a measurement, or of one rank, joins the rows with its settings where all of these ran the same.
+    """
     varying = varying_settings(rows)
+
+    def variant(row: Row) -> tuple[Any, ...]:
+        return (row["method"], *(row.get(name) for name in varying))
+
+    named: dict[tuple[Any, ...], set[str]] = {}
+    for row in rows:
+        if method_name(row) != row["method"]:
+            named.setdefault(variant(row), set()).add(series_name(row, varying))
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(series_name(row, varying), []).append(row)
+        names = named.get(variant(row), set())
+        alone = method_name(row) == row["method"] and len(names) == 1
+        groups.setdefault(next(iter(names)) if alone else series_name(row, varying), []).append(row)
 
     def order(item: tuple[str, list[Row]]) -> tuple[Any, ...]:
-        first = item[1][0]
-        return (method_rank(first["method"]), [sortable(first.get(name)) for name in varying])
+        name, members = item
+        return (method_rank(members[0]["method"]), [sortable(members[0].get(key)) for key in varying], name)
 
     return sorted(groups.items(), key=order)
+
+
+def settings_name(row: Row, varying: Sequence[str]) -> str:
+    """The varying settings alone, whatever method they were given to."""
+    return ", ".join(_setting_text(name, row.get(name)) for name in varying)
 
 
 def panel_of(row: Row) -> tuple[int, int, int]:

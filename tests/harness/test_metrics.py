@@ -102,6 +102,16 @@ def test_bytes_that_a_method_did_not_count_are_absent() -> None:
     assert metrics_of(trial).sent_gib_per_gpu is None
 
 
+def test_traffic_that_was_not_counted_is_absent() -> None:
+    trial = record(cp_size=2, task="attention")
+    assert trial.measurement is not None
+    trial.measurement.sent_bytes = [0, 0]  # of a method with transports of its own
+    assert metrics_of(trial).sent_gib_per_gpu is None
+    trial.measurement.extra["computed_sent_bytes"] = [0, 0]  # of a mask that no rank needs another's keys for
+    assert metrics_of(trial).sent_gib_per_gpu == 0.0
+    assert metrics_of(record(task="lm_head")).sent_gib_per_gpu is None
+
+
 def test_loss_is_that_of_the_last_measured_step() -> None:
     trial = record()
     assert trial.measurement is not None

@@ -21,6 +21,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from harness.report.results import Row
+from harness.report.variants import method_name
 
 INK, MUTED, GRID = "#1b1f24", "#5b6470", "#dfe3e8"
 
@@ -65,17 +66,22 @@ def method_colour(method: str) -> str:
 def looks_of(series: Sequence[tuple[str, list[Row]]]) -> dict[str, Look]:
     """A look for each named series: the method's colour, and a hatch for its variant, the same for all methods.
 
-    The variant with the most trials is plain, since it is the one most bars show.
+    A variant is a choice of settings, and where a method ran several things one of these. The variant with the most
+    trials is plain, since it is the one most bars show.
     """
     methods: dict[str, list[str]] = {}  # by colour: an upstream system shares its native form's
-    trials: dict[tuple[str, int], int] = {}  # by variant, and by place among the methods of one colour
-    variants: dict[str, tuple[str, int]] = {}
+    ran: dict[str, list[str]] = {}  # names of each method with what it ran
+    trials: dict[tuple[str, int, int], int] = {}
+    variants: dict[str, tuple[str, int, int]] = {}
     for name, rows in series:
         method = rows[0]["method"]
         sharing = methods.setdefault(method_colour(method), [])
         if method not in sharing:
             sharing.append(method)
-        variants[name] = (name.removeprefix(method), sharing.index(method))
+        named = max((method_name(row) for row in rows), key=len)  # a row that ran nothing has the method's name alone
+        if named not in ran.setdefault(method, []):
+            ran[method].append(named)
+        variants[name] = (name.removeprefix(named), ran[method].index(named), sharing.index(method))
         trials[variants[name]] = trials.get(variants[name], 0) + len(rows)
     order = sorted(trials, key=lambda variant: -trials[variant])
     return {
