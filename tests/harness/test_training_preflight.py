@@ -121,7 +121,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         (lambda: weights(replace(MODEL, qk_norm=True)), "holds a model with qk_norm True, but model m has False"),
         (lambda: weights(tied=True, tie_word_embeddings=False), "model: lacks lm_head.weight; fetch the missing files"),
         (lambda: weights(tied=True, without="model.embed_tokens.weight"), "model: lacks model.embed_tokens.weight"),
-        (lambda: weights(dtype="I8"), "embed_tokens.weight is stored as I8; expected one of F64, F32, F16, BF16"),
+        (lambda: weights(dtype="I8"), "embed_tokens.weight is saved as I8; expected one of F64, F32, F16, BF16"),
         (lambda: weights(without=Q), f"model: lacks {Q}; fetch the missing files"),
         (lambda: weights(sizes={Q: (16, 8)}), f"{Q} has size [16, 8], but config.json makes it [16, 16]"),
         (lambda: weights(sizes={"model.layers.0.bias": (2,)}), "holds model.layers.0.bias, which this model has no"),
