@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -73,6 +74,25 @@ def test_records_of_a_commit_in_no_history_are_marked_on_every_page_that_links_t
             blocks = [block for block in re.split(r"\n(?=[|\n-])", text) if link in block]
             assert all("in no history" in block for block in blocks), f"{name(page)} links {link} without the mark"
             assert page.name != "README.md" or page.parent != ROOT or not blocks, "not on the first screen"
+
+
+def test_the_middle_halves_of_the_steps_part_where_the_page_says_that_auto_leads_beyond_the_noise() -> None:
+    page = (ROOT / "docs" / "attention-performance.md").read_text(encoding="utf-8")
+    assert "at 64K with 32:32 heads and at 16K, 32K and 64K with 32:8 heads." in page
+    assert "except at 256K with 32:8 heads" in page
+    leads = set()
+    for run in ("attention_node", "attention_node_grouped"):
+        records, _ = read_runs([PUBLISHED / "h200x4" / run])
+        steps: dict[int, dict[str, list[float]]] = {}
+        for record in records:
+            if record.settings.cp_size > 1 and record.measurement:
+                steps.setdefault(record.settings.seq_len, {})[record.settings.method] = record.measurement.step_seconds
+        for seq_len, by_method in steps.items():
+            _, _, slow = statistics.quantiles(by_method.pop("burst"), n=4, method="inclusive")
+            best = min(by_method.values(), key=statistics.median)
+            if slow < statistics.quantiles(best, n=4, method="inclusive")[0]:
+                leads.add((records[0].settings.model.kv_heads, seq_len >> 10))
+    assert leads == {(32, 64), (8, 16), (8, 32), (8, 64), (8, 256)}
 
 
 def in_history(commit: str) -> bool:
