@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +33,7 @@ DEFINITIONS = Path("docs") / "quoted.yaml"
 RECORDS = Path("results") / "published"
 PAGES = ("README.md", "docs/*.md", "results/published/*.md")
 _MARKED = re.compile(r"<!--(\w+)-->(.*?)<!--/-->", re.DOTALL)
+NOT_MEASURED = "not measured"
 _TAKEN = {"min": min, "max": max}
 
 
@@ -108,20 +108,21 @@ class Quotes:
         except KeyError as error:
             raise UsageError(f"{DEFINITIONS} defines no {error}; add it, or correct the marker") from error
         except Absent as error:
-            raise UsageError(f"{name}: {error}") from error
+            raise UsageError(f"{name} of {DEFINITIONS} has no number ({error}); correct its condition") from error
         except (ValueError, TypeError, SyntaxError, pd.errors.UndefinedVariableError) as error:
             raise UsageError(f"{name} of {DEFINITIONS} cannot be computed ({error})") from error
 
     def drawing(self, path: str) -> bytes:
-        """The SVG that lies at `path`. Its text stays text, so that changed numbers show in a diff."""
+        """The SVG file at `path`. Its text is not drawn as paths, so that changed numbers show in a diff."""
         drawing = self.definitions.drawings[path]
         frame = self._frame(drawing.runs)
         rows: list[Row] = list(_rows(frame, drawing.where)["row"])
         with rc_context({"svg.fonttype": "none"}):
             return render(all_figures()[drawing.figure].draw(rows), "svg")
 
-    @cached_property
+    @property
     def names(self) -> list[str]:
+        """Of all numbers and tables."""
         return [*self.definitions.numbers, *self.definitions.tables]
 
     def _number(self, name: str) -> Any:
@@ -152,11 +153,11 @@ class Quotes:
             for label, group in groups
         ]
         headers = [*([table.label] if table.lines else []), *table.columns]
-        whole = [line for line in cells if not table.complete or "" not in line]
+        whole = [line for line in cells if not table.complete or NOT_MEASURED not in line]
         return [f"| {' | '.join(line)} |" for line in (headers, ["---"] * len(headers), *whole)]
 
     def _cell(self, group: pd.DataFrame, column: Quantity, let: Mapping[str, Quantity]) -> str:
-        """A cell: the number, else the status of the trial that gave none, else nothing."""
+        """A cell: the number, else the status of the trial that gave none, else `not measured`."""
 
         def value(quantity: Quantity) -> Any:
             return _value(self._frame([quantity.run]) if quantity.run else group, quantity)
@@ -192,10 +193,12 @@ def quoted_names(page: str) -> list[str]:
 
 
 def pages_of(root: Path) -> list[Path]:
+    """The pages of a checkout that may quote records."""
     return sorted(path for pattern in PAGES for path in root.glob(pattern))
 
 
 def main(root: Path) -> int:
+    """Write every page and figure that differs from its records, and print its path."""
     quotes = Quotes(root)
     for path in pages_of(root):
         page = path.read_text(encoding="utf-8")
@@ -205,7 +208,6 @@ def main(root: Path) -> int:
     for name in quotes.definitions.drawings:
         path, figure = root / name, quotes.drawing(name)
         if not path.exists() or path.read_bytes() != figure:
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, figure)
             print(f"drawn: {name}")
     return 0
@@ -219,7 +221,7 @@ def _value(frame: pd.DataFrame, quantity: Quantity) -> Any:
     """The quantity out of the rows that meet its condition. Raises Absent where no row has it, ValueError for two."""
     rows = _rows(frame, quantity.where)
     if rows.empty:
-        raise Absent("")
+        raise Absent(NOT_MEASURED)
     values = rows.eval(quantity.value, engine="python").dropna()
     if values.empty:
         raise Absent("/".join(sorted(set(rows["status"]))))

@@ -34,7 +34,12 @@ tables:
     let:
       step: {value: step_seconds_median}
       first: {run: cpu/sweep, where: seq_len == 2048, value: step_seconds_median}
-    columns: {share: {of: step / first, form: "{:.0%}"}}
+    columns: {share: {of: step / first, form: "{:.0%}"}, ring: {where: method == 'ring', value: step_seconds_median}}
+  complete:
+    runs: [cpu/sweep]
+    each: [seq_len]
+    complete: true
+    columns: {tokens: {value: seq_len}, short: {where: seq_len < 2048, value: seq_len}}
 drawings: {}
 """
 
@@ -61,7 +66,11 @@ def test_a_table_has_a_line_per_group_and_the_status_where_there_is_no_number(ch
     assert quotes.text("steps").split("\n") == [
         "", "| tokens | ms |", "| --- | --- |", "| 1k | 104 |", "| 2k | 416 |", "| 4k | oom |", "",
     ]  # fmt: skip
-    assert quotes.text("named").split("\n")[1:4] == ["| length | share |", "| --- | --- |", "| short | 25% |"]
+    assert quotes.text("named").split("\n")[1::2] == ["| length | share | ring |", "| short | 25% | not measured |"]
+
+
+def test_a_table_may_leave_out_lines_that_lack_a_record(checkout: Path) -> None:
+    assert Quotes(checkout).text("complete").split("\n")[3:] == ["| 1024 | 1024 |", ""]
 
 
 def test_the_command_writes_what_is_between_markers_and_leaves_the_rest(
