@@ -15,7 +15,7 @@ from harness.base.interrupts import interrupted_once
 from harness.commands import command_line
 from harness.launch.choose import LAUNCHERS, default_launcher, make_launcher
 from harness.machine.cluster_arguments import add_cluster_arguments
-from harness.spec.experiment_arguments import add_experiment_arguments, chosen_experiment
+from harness.spec.experiment import add_experiment_arguments, chosen_experiment
 
 if TYPE_CHECKING:
     from harness.report.run_records import RunRecords
