@@ -1,7 +1,7 @@
-"""What one trial is, in the engine's own terms: model shape, parallel sizes, and every switch that changes the work.
+"""The settings of one trial: model shape, parallel sizes, and every switch that changes the work.
 
-These values are pure data (no torch here), travel to the workers as JSON, and become one results column each, so
-two rows with different settings never look alike.
+These values are pure data (no torch here), are sent to the workers as JSON, and become one results column each, so
+that two rows with different settings never look alike.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Schedule = Literal["auto", "ring", "double_ring", "ulysses", "usp", "usp_transpo
 Backward = Literal["auto", "query", "key_value"]
 Kernel = Literal["auto", "reference", "cpu", "fa2", "cudnn", "fa4", "flex"]
 ExchangeName = Literal["auto", "relay", "direct", "copy_engine"]
-GradientWire = Literal["fp32", "input_across", "input"]
+GradCommDtype = Literal["fp32", "input_across", "input"]
 LossKernel = Literal["own", "liger", "cce"]
 Offload = Literal["none", "inputs", "all"]
 Replay = Literal["hold", "bisect"]
@@ -29,7 +29,7 @@ BYTES_OF: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2}  # of one element
 
 BYTE_VOCABULARY = 256  # ids of byte-level tokens: what a text file is read as
 
-# Beyond any machine; sizes past them would overflow in the middle of a trial instead of being told at its start.
+# Beyond any machine; sizes past them would overflow in the middle of a trial instead of being refused at its start.
 MAX_TOKENS = 1 << 40
 LARGEST_DIMENSION = 1 << 28
 
@@ -173,10 +173,10 @@ class TrialSettings:
     backward: Backward = "auto"
     kernel: Kernel = "auto"
     exchange: ExchangeName = "auto"
-    grad_comm_dtype: GradientWire = "fp32"  # dtype of partial gradients between ranks
+    grad_comm_dtype: GradCommDtype = "fp32"  # dtype of partial gradients between ranks
     deterministic: bool = False
     lm_head_fusion: bool = True
-    loss_kernel: LossKernel = "own"  # who fuses: the engine, or a library
+    loss_kernel: LossKernel = "own"  # the fused loss of the engine, or of a library
     z_loss: float = 0.0  # weight of the squared log-partition added to each token's loss
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     projection_tiles: int = 1  # runs of tokens that queries, keys and values are formed in, one after another

@@ -12,7 +12,7 @@ import sys
 from cluster.files.errors import shown
 from harness.base.errors import UsageError
 from harness.commands import add_cluster_arguments
-from harness.spec.experiment_arguments import add_experiment_arguments, chosen_experiment
+from harness.spec.experiment import add_experiment_arguments, chosen_experiment
 
 
 class Plan:

@@ -14,7 +14,7 @@ from harness.base.errors import UsageError
 from harness.base.interrupts import interrupted_once
 from harness.commands import add_cluster_arguments, command_line
 from harness.launch.launcher import LAUNCHERS, default_launcher, make_launcher
-from harness.spec.experiment_arguments import add_experiment_arguments, chosen_experiment
+from harness.spec.experiment import add_experiment_arguments, chosen_experiment
 
 if TYPE_CHECKING:
     from harness.report.run_records import RunRecords

@@ -1,7 +1,7 @@
 """One trial leaves one record: what was asked, where it ran, what came out, and how it ended.
 
-A record is written aside and renamed, so a reader never meets half of one. Derived figures (tokens per second, MFU)
-are computed on reading by `harness.metrics.throughput`: a corrected formula needs no rerun.
+A record is written aside and renamed, so that a reader never sees half a record. Derived figures (tokens per second,
+MFU) are computed on reading by `harness.metrics.throughput`: a corrected formula needs no rerun.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ _CHECKED = ("loss", "dhidden", "dweight")  # compared with float64, as the worke
 
 
 def form_of(row: Row) -> str:
-    """How the loss is formed: plain, with all logits at once, or who fuses it."""
+    """How the loss is formed: plain, with all logits at once, or fused by the named library."""
     return str(row["loss_kernel"]) if row["lm_head_fusion"] else "plain"
 
 

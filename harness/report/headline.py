@@ -1,4 +1,4 @@
-"""What a reader should know first: the sentences above a report's tables."""
+"""The sentences above a report's tables."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from harness.report.variants import panel_name, panel_of, setups_of
 
 
 def summary_sentences(rows: Sequence[Row]) -> list[str]:
-    """What a reader should know first: how many trials ended how, who was fastest, whether the numbers agree.
+    """How many trials ended with each status, which method was fastest, and whether the losses agree.
 
-    On a CPU nobody was: instead of a winner, a sentence says so.
+    No method is called fastest on a CPU: a sentence says why.
     """
     if not rows:
         return ["No trial was recorded."]
@@ -44,7 +44,7 @@ def _contest(group: Sequence[Row]) -> list[Row]:
 
 
 def _fastest(contest: Sequence[Row], rows: Sequence[Row]) -> str:
-    """Who won a contest, and by how much. `rows` are all there are, from which the series have their names."""
+    """The fastest trial of a contest, and by how much. Series are named among all `rows`."""
     names = {id(row): name for row, name in zip(rows, series_names(rows), strict=True)}
     ranked = sorted(contest, key=lambda row: (row["step_seconds_median"], method_rank(row["method"])))
     best = ranked[0]

@@ -1,4 +1,4 @@
-"""Attention beside what nobody can beat: the whole problem on one GPU, shared out for nothing; and the link's bound.
+"""Attention beside two limits: the time of one GPU divided by the number of ranks, and the bound of the link.
 
 Both are formed from the trials of one run: the ideal is the time of the trial with cp_size 1 over the number of ranks;
 where nodes are joined by a slow link, its speed was measured in the trial that is judged. A trial with cp_size 1 on all

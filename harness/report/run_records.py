@@ -12,7 +12,7 @@ WRITE_SECONDS = 30.0  # between two writes of results.csv while trials run; the 
 
 
 class RunRecords:
-    """Records of the trials in a run's directory, by the names of theirs; `run` names the run in rows."""
+    """The records in a run's directory, by the name of their trial's directory; `run` names the run in rows."""
 
     def __init__(self, run_dir: Path, run: str = "") -> None:
         self.run_dir = run_dir

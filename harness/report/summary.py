@@ -1,4 +1,4 @@
-"""What a set of rows says: the tables of a report. The sentences above them are `harness.report.headline`'s."""
+"""The tables of a report that every run can have. The sentences above them are in `harness.report.headline`."""
 
 from __future__ import annotations
 

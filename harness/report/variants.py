@@ -1,4 +1,4 @@
-"""What tells rows apart: the set-up a figure is about, the panel and series a row belongs to, and their names.
+"""The set-up that a figure shows, the panel and the series that a row belongs to, and their names.
 
 A sweep may vary anything. Method, sequence length and parallel sizes have their own place in a figure. A series is
 named by its method, what the method ran (`ran`), and every other setting that varies, so that two bars with different

@@ -7,6 +7,7 @@ either swept or fixed; a later layer may turn one into the other. Which settings
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,21 @@ def load_experiment(path: str | Path, scale: str | None = None, overrides: Seque
     for override in overrides:
         chosen = _stack(chosen, _layer(_override(override), "--set"))
     return _read(chosen, path, scale)
+
+
+def add_experiment_arguments(parser: argparse.ArgumentParser) -> None:
+    """EXP.yaml, --scale and --set: how every command takes an experiment."""
+    parser.add_argument("experiment", type=Path, metavar="EXP.yaml", help="experiment file")
+    parser.add_argument("--scale", metavar="NAME", help="the same question at another size, as the file's scales say")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="PATH=VALUE",
+        help="replace one value, such as steps.measured=5; may be repeated",
+    )  # fmt: skip
+
+
+def chosen_experiment(arguments: argparse.Namespace) -> Experiment:
+    """The experiment the command line names. Raises UsageError."""
+    return load_experiment(arguments.experiment, arguments.scale, arguments.overrides)
 
 
 # Layers: mappings of sections in which sweep and fixed are flat, so that two of them can be laid over each other.

@@ -38,7 +38,7 @@ def read_setting(node: Node, key: str, folder: Path) -> Any:
 def overriding(text: str, example: str) -> tuple[str, Node]:
     """One `key.path=value` of --set as its first key and a mapping to lay over a document.
 
-    The value is YAML, the path leads through nested mappings; `example` is shown to who wrote something else.
+    The value is YAML, the path leads through nested mappings; an error shows `example`.
     """
     key_path, equals, value = text.partition("=")
     place = f"--set {text}"
