@@ -43,7 +43,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"loss_kernel": "cce", "dtype": "fp32"}, "cuda", "loss_kernel cce takes dtype bf16, found fp32; choose"),
         ({"loss_kernel": "liger", "dtype": "fp64"}, "cpu", "loss_kernel liger takes dtype bf16 or fp32, found fp64"),
         ({"loss_kernel": "cce", "z_loss": 1e-4}, "cuda", "loss_kernel cce has no z-loss, found z_loss 0.0001; choose"),
-        ({"loss_kernel": "liger", "lm_head_fusion": False}, "cuda", "is a fused one, but lm_head_fusion is false"),
+        ({"loss_kernel": "liger", "lm_head_fusion": False}, "cuda", "is fused, but lm_head_fusion is false"),
     ],
 )
 def test_settings_that_a_library_lacks_are_refused_with_a_next_step(installed, changes, device, sentence) -> None:

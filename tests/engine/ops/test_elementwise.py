@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.model import rotary_angles
 from engine.ops.rotary import rotate
 from engine.ops.swiglu import swiglu, swiglu_again
+from engine.ops.swiglu import KERNELS
 from engine.ops.triton_kernels import kernels_for
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -70,5 +71,5 @@ def test_second_derivatives_are_those_of_the_formulas() -> None:
 
 
 def test_no_kernel_takes_tensors_of_a_cpu_or_of_float64() -> None:
-    assert [kernels_for(torch.empty(1, dtype=dtype)) for dtype in DTYPES] == [None] * 3
-    assert kernels_for(types.SimpleNamespace(is_cuda=True, dtype=torch.float64)) is None
+    assert [kernels_for(torch.empty(1, dtype=dtype), KERNELS) for dtype in DTYPES] == [None] * 3
+    assert kernels_for(types.SimpleNamespace(is_cuda=True, dtype=torch.float64), KERNELS) is None
