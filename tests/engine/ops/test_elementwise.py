@@ -12,8 +12,7 @@ from torch import Tensor
 
 from engine.model import rotary_angles
 from engine.ops.rotary import rotate
-from engine.ops.swiglu import swiglu, swiglu_again
-from engine.ops.swiglu import KERNELS
+from engine.ops.swiglu import KERNELS, swiglu, swiglu_again
 from engine.ops.triton_kernels import kernels_for
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
