@@ -16,7 +16,7 @@ from engine.data.tokenizers import ByteTokenizer
 @pytest.fixture
 def store(tmp_path: Path) -> TokenStore:
     """200 different bytes, the last 20 held out."""
-    (tmp_path / "text").write_text("".join(map(chr, range(128))) + "".join(map(chr, range(72))), encoding="utf-8")
+    (tmp_path / "text").write_text("".join(map(chr, range(1, 128))) + "".join(map(chr, range(1, 74))), encoding="utf-8")
     build_store([str(tmp_path / "text")], tmp_path / "store", ByteTokenizer(), validation=0.1)
     return TokenStore(tmp_path / "store")
 

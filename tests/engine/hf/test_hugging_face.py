@@ -481,7 +481,7 @@ def _swap_files(path: Path) -> None:
         (INDEX, Path.unlink, r"holds neither model.safetensors.index.json nor model.safetensors; .* never read"),
         (INDEX, lambda path: path.write_text("{}"), r"index.json: has no weight_map; fetch the file again"),
         (INDEX, _point_outside, r"index.json: names '../secret.safetensors'; expected files of this folder"),
-        (INDEX, _swap_files, r"lacks .*, which model.safetensors.index.json says is there"),
+        (INDEX, _swap_files, r"lacks .*, which model.safetensors.index.json lists"),
         (FIRST, Path.unlink, r"00001-of-\d+.safetensors: not readable as safetensors .* fetch the file again"),
         (FIRST, _cut, r"00001-of-\d+.safetensors: not readable as safetensors"),
         (FIRST, lambda path: path.write_text("version https://git-lfs.github.com/spec/v1"), r"not readable as safe"),

@@ -114,7 +114,7 @@ def test_a_range_gives_the_category_of_operations_that_no_name_rule_matches() ->
     assert category_of("ncclDevKernel_AllReduce_Sum_f32_RING_LL", {OPTIMIZER}) == "communication"
 
 
-CATEGORY_OF_PACKAGE = {"attention": "merge", "lm_head": "lm_head", "elementwise": "other_compute"}
+CATEGORY_OF_PACKAGE = {"accumulate": "merge", "lm_head": "lm_head", "ops": "other_compute"}
 
 
 def test_every_triton_kernel_of_the_engine_is_known() -> None:

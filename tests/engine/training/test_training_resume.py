@@ -156,7 +156,7 @@ def test_settings_that_would_change_the_run_are_refused(one_rank, words: str) ->
     sentence = one_rank[words]["refused"]
     assert sentence.startswith("checkpoint step-00000004 cannot be resumed from: it was made with")
     assert words in sentence
-    assert sentence.endswith("give what it was made with, or start anew without --resume")
+    assert sentence.endswith("set that value again, or start anew without --resume")
 
 
 def test_other_data_are_refused_and_another_schedule_is_not(one_rank) -> None:
