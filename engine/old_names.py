@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 SETTINGS = {"gradient_wire": "grad_comm_dtype"}
 VALUES = {  # by the setting's name of today
@@ -47,7 +48,7 @@ def current_resolved(resolved: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def renamed_keywords(function: Callable[P, R]) -> Callable[P, R]:
+def renamed_keywords(function: Callable[P, R], names: Mapping[str, str] = KEYWORDS) -> Callable[P, R]:
     """`function`, which also takes keywords and values by their old names, each with a DeprecationWarning.
 
     Raises TypeError where a keyword is given under both names.
@@ -55,8 +56,8 @@ def renamed_keywords(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def renaming(*args: P.args, **keywords: P.kwargs) -> R:
-        for old in KEYWORDS.keys() & keywords.keys():
-            new = KEYWORDS[old]
+        for old in names.keys() & keywords.keys():
+            new = names[old]
             if new in keywords:
                 raise TypeError(f"{function.__name__} was given {old} and {new}, which is its name now; give {new}")
             warnings.warn(f"{old} is now {new}; write {new}=", DeprecationWarning, stacklevel=2)
@@ -69,6 +70,16 @@ def renamed_keywords(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **keywords)
 
     return renaming
+
+
+def renamed_fields(**names: str) -> Callable[[type[T]], type[T]]:
+    """A class decorator: the class also takes keyword arguments by their old names, as `renamed_keywords` does."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        cls.__init__ = renamed_keywords(cls.__init__, names)  # type: ignore[misc]
+        return cls
+
+    return decorate
 
 
 def _renamed(

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from engine.old_names import renamed_fields
+
 
 class Pattern(Protocol):
     """A rule over block numbers."""
@@ -68,6 +70,7 @@ class Grid:
         return "/".join(self.rows)
 
 
+@renamed_fields(everywhere="global_blocks")
 @dataclass(frozen=True, slots=True)
 class LocalGlobal:
     """Blocks see those up to `reach` away; the first `global_blocks` blocks see all and are seen by all.
