@@ -55,9 +55,9 @@ class _BurstAttention(torch.autograd.Function):
         refuse_second_derivative("attention")  # autograd does not see what the ranks exchange
         out_BLND, lse_BNL, *tensors = ctx.saved_tensors
         dout_BLND = torch.zeros_like(out_BLND) if dout_BLND is None else laid_out(dout_BLND.contiguous())
-        # d lse / d score is the probability itself, so a gradient of LSE enters exactly where delta leaves.
+        # d lse / d score is the probability itself, so the gradient of the LSE is subtracted from delta.
         delta_BNL = row_dot(dout_BLND, out_BLND)
-        del out_BLND  # of a layer computed again this is the last reference, and the gradients need the memory
+        del out_BLND  # in a recomputed layer the last reference to O: the gradients need its memory
         if dlse_BNL is not None:
             ctx.plan.check_takes_lse_gradient()
             delta_BNL -= dlse_BNL
@@ -134,14 +134,14 @@ def burst_attention(
         backward: the side that is sent in backward: query, key_value, or auto for the one whose bytes take less time.
         deterministic: repeat bit for bit, from run to run: no choice rests on a measurement; refused by kernels that
             cannot.
-        grad_comm_dtype: dtype in which sums of gradients are sent. fp32: all of them, and a single kernel result in the
-            dtype that the kernel wrote; input_across: between nodes in the inputs' dtype, once; input: everywhere so.
+        grad_comm_dtype: dtype in which gradients are sent. fp32: sums in fp32, the result of one kernel call as the
+            kernel wrote it; input_across: between nodes in the inputs' dtype, once; input: everywhere so.
         num_head_chunks: under a Ulysses schedule, the number of chunks of a rank's heads: one is sent while another is
             computed. The cost model's choice when None.
         saved: result of `engine.attention.algorithms.saved.save_suffix` on an earlier call with the same inputs: only
             the other rows are computed again.
-        recompute: under activation checkpointing, a call that will be repeated with `saved`. Both then save the same
-            tensors for backward; otherwise Ulysses saves Q, K and V as they were received.
+        recompute: under activation checkpointing, set on both calls, the first and the one repeated with `saved`, so
+            that both save the same tensors. Without it, Ulysses saves Q, K and V as they were received.
         return_lse: also return lse_BNL, the natural-log sum-exp of scaled scores; it is differentiable. The same on
             every rank, as all choices are. With kernels cpu, cudnn and fa2, backward takes twice the time for tiles in
             which some row's gradient comes by LSE alone, or nearly so.

@@ -50,8 +50,8 @@ def plan_attention(
 ) -> AttentionPlan:
     """Resolve every `auto` for shards of this shape, dtype and device. Raises ValueError when nothing fits.
 
-    Without `lse_gradient` backward need not look for a gradient of the LSE: some kernels wait for the answer. The other
-    arguments are those of `burst_attention`.
+    Without `lse_gradient` backward skips the check for a gradient of the LSE; with some kernels it makes the host wait
+    for the GPU. The other arguments are those of `burst_attention`.
     """
     batch, tokens, heads, head_dim = q_BLND.shape
     kv_heads, seq_len = k_BLKD.shape[2], tokens * cp.size

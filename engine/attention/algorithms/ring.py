@@ -8,8 +8,8 @@ of its own queries. Backward, either side can be sent (setting `backward`):
   of it.
 - `key_value` (RingAttention, arXiv:2310.01889): K and V are sent, dK and dV are returned, dQ accumulates locally.
 
-A double ring (arXiv:2403.09347, section 3.3) starts the transfer of a chunk to the next node together with an inner
-ring, which leaves the transfer that whole ring to finish. Gradients are summed inside the node that computed them and
+A double ring (arXiv:2403.09347, section 3.3) starts to send a chunk to the next node when an inner ring starts. The
+transfer may take as long as that whole ring. Gradients are summed inside the node that computed them and
 cross between nodes once.
 
 This file composes ring order, layout, mask, kernel and exchange pattern; each is a value of its own.
@@ -146,7 +146,7 @@ def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor
             part_BLND, part_lse_BNL = plan.kernel.forward(q_BLND[:, queries], k_BMKD, v_BMKD, band, plan.scale)
             output.update(queries, part_BLND, part_lse_BNL)
             del k_BMKD, v_BMKD
-        del chunk  # its memory is free before the next but one is received
+        del chunk  # frees its memory before the chunk after the next one arrives
     return output.result()
 
 

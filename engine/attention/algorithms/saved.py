@@ -34,8 +34,8 @@ class AttentionPlan(Protocol):
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
         """(out_BLND, lse_BNL, saved) of this rank's queries over the whole sequence.
 
-        `save`: what was received is saved where that spares backward from sending it again; else `saved` holds the
-        given shards, which the caller has anyway.
+        `save`: received tensors are saved where backward would otherwise receive them again. Without it, `saved` holds
+        the given shards only.
         """
         ...
 

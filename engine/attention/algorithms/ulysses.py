@@ -140,8 +140,9 @@ class UlyssesPlan:
 class UlyssesFirstRows:
     """The forward of a `UlyssesPlan` for the queries before a position: what selective checkpointing computes again.
 
-    Where every rank holds equally many of them, and they see no later keys, only those tokens are exchanged. Elsewhere
-    all are, since an all-to-all moves equally many of every rank, and only attention computes less.
+    Where every rank holds equally many of them, and they see no later keys, only those tokens are exchanged. Otherwise
+    all tokens are exchanged, because an all-to-all sends the same number from every rank, and only attention computes
+    less.
     """
 
     plan: UlyssesPlan
