@@ -47,7 +47,7 @@ def test_another_process_that_reserves_is_given_another_port():
     with reserve_port() as port:
         other = subprocess.run([sys.executable, "-c", script, str(port)], capture_output=True, text=True, timeout=AMPLE)
     assert other.returncode == 1
-    assert "all 1 ports for a trial's rendezvous are in use; end what holds them" in other.stderr
+    assert "all 1 ports for a trial's rendezvous are in use; end the processes that hold them" in other.stderr
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "::1"])

@@ -13,7 +13,7 @@ from rich.console import Console
 from engine.measurement import MEASUREMENT_FILE, read_measurement
 from engine.settings import to_json
 from harness.base.errors import UsageError
-from harness.launch import Job, Outcome
+from harness.launch.launcher import Job, Outcome
 from harness.machine.this_machine import Machine, imagined
 from harness.plan.matrix import plan
 from harness.records.record import read_record, record_files

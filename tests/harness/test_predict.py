@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from engine.old_names import current_settings
 from engine.settings import Checkpoint, ModelShape, TrialSettings, from_json
 from harness.metrics.hardware import hardware_named
 from harness.metrics.throughput import GIB
@@ -30,7 +31,7 @@ def published() -> list[tuple[TrialSettings, dict[str, Any]]]:
         json.loads(path.read_text(encoding="utf-8")) for path in sorted(PUBLISHED.glob("*/trials/*/record.json"))
     ]
     return [
-        (from_json(TrialSettings, record["settings"]), record["measurement"])
+        (from_json(TrialSettings, current_settings(record["settings"])), record["measurement"])
         for record in records
         if record["status"] == "ok"
     ]
