@@ -86,7 +86,7 @@ class _Parser(argparse.ArgumentParser):
     """Prints an error as one sentence, without the list of all arguments."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"{self.prog}: {shown(message)}; `{self.prog} --help` says what there is\n")
+        self.exit(USAGE, f"{self.prog}: {shown(message)}; `{self.prog} --help` lists the arguments\n")
 
 
 def _parse(typed: list[str], commands: dict[str, Command]) -> argparse.Namespace:

@@ -110,7 +110,7 @@ def test_an_unknown_command_line_exits_with_2_and_one_sentence(arguments, said, 
     assert exit_info.value.code == 2
     message = capsys.readouterr().err
     assert message.startswith(said)
-    assert message.endswith("--help` says what there is\n")
+    assert message.endswith("--help` lists the arguments\n")
     assert message.count("\n") == 1
 
 

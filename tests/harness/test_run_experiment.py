@@ -2,6 +2,9 @@
 
 import csv
 import dataclasses
+import errno
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +13,10 @@ import pytest
 from engine.measurement import Measurement, write_measurement
 from engine.settings import ModelShape, TrialSettings
 from harness.base.errors import UsageError
+from harness.cli import main
 from harness.launch.launcher import Job, Outcome
 from harness.machine.this_machine import Machine
-from harness.records.record import Record, read_record, read_records
+from harness.records.record import Record, read_record, read_records, write_record
 from harness.run.attempt import Host
 from harness.run.experiment import Resume, run_experiment
 from harness.run.progress import PlainView
@@ -218,3 +222,39 @@ def test_a_record_that_makes_no_sense_is_named_before_anything_runs(run):
     with pytest.raises(UsageError, match="mask 'sideways' is unknown"):
         run({}, [trial(16), trial(32)], Resume())
     assert run.records().keys() == {32}
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EROFS, errno.EACCES], ids=errno.errorcode.get)
+def test_a_file_system_that_fails_in_mid_run_loses_no_finished_trial(run, monkeypatch, number):
+    written = []
+
+    def failing(trial_dir: Path, record: Record) -> None:
+        if written:
+            raise OSError(number, os.strerror(number), str(trial_dir / "record.json"))
+        written.append(trial_dir / "record.json")
+        write_record(trial_dir, record)
+
+    monkeypatch.setattr("harness.run.attempt.write_record", failing)
+    trials = [trial(32), trial(64)]
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))):  # one sentence of the command line: cli.main
+        run({}, trials)
+    (first,) = written
+    kept = first.read_bytes()
+    monkeypatch.undo()
+    code, launcher = run({}, trials, Resume())
+    assert code == 0
+    assert [job.trial_id for job in launcher.jobs] == [trial(64).id]
+    assert first.read_bytes() == kept
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EROFS, errno.EACCES], ids=errno.errorcode.get)
+def test_a_file_systems_error_is_one_sentence_of_the_command_line(tmp_path, monkeypatch, capfd, number):
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), "results/trials/x/record.json")
+
+    monkeypatch.setattr("harness.commands.status.Status.run", failing)
+    assert main(["status", str(tmp_path)]) == 1
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert os.strerror(number) in said
+    assert "record.json" in said

@@ -1,4 +1,7 @@
-"""Figures: one file each, found by file name. A figure chooses columns and draws them; it derives nothing."""
+"""Figures: one file each, found by file name.
+
+A figure chooses columns and draws them. It derives no number and reads no record.
+"""
 
 from __future__ import annotations
 
