@@ -76,7 +76,7 @@ def renamed_fields(**names: str) -> Callable[[type[T]], type[T]]:
     """A class decorator: the class also takes keyword arguments by their old names, as `renamed_keywords` does."""
 
     def decorate(cls: type[T]) -> type[T]:
-        cls.__init__ = renamed_keywords(cls.__init__, names)  # type: ignore[misc]
+        cls.__init__ = renamed_keywords(cls.__init__, names)  # type: ignore[method-assign]
         return cls
 
     return decorate
