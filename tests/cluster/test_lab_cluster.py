@@ -233,6 +233,7 @@ def test_a_cluster_is_started_swept_over_half_lost_and_ended(tmp_path):
         assert site.burst("cluster", "down")[0] == 2
 
 
+@pytest.mark.slow
 def test_a_killed_start_and_a_killed_run_leave_what_down_can_end(tmp_path):
     guests_before = guests()
     with opened_site(2, tmp_path) as site:
@@ -287,6 +288,7 @@ def test_without_its_head_a_run_ends_with_a_reason_and_no_rank_is_left(tmp_path)
         assert site.rays() == []
 
 
+@pytest.mark.slow
 def test_a_run_without_a_cluster_has_one_of_its_own_and_a_late_trial_leaves_nothing(tmp_path):
     with opened_site(2, tmp_path) as site:
         seconds = scaled(5.0)

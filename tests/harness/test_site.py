@@ -37,6 +37,7 @@ def reached(site: Path) -> set[Path]:
     return {(site / unquote(link)).resolve() for link in links(site / "index.html")}
 
 
+@pytest.mark.slow
 def test_the_site_of_the_published_records_has_a_page_for_each_run_and_no_dead_link(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
