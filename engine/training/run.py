@@ -1,4 +1,4 @@
-"""The loop: step, save, evaluate, until the steps are done or the run is asked to stop.
+"""The loop: step, save, evaluate, until the steps are done or a stop is requested.
 
 SIGTERM or SIGINT lets the run finish its step and save; a second one ends the process at once.
 """

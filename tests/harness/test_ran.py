@@ -47,7 +47,7 @@ def ran(chosen: dict[str, str], **changes: object) -> Record:
         (SENT, "ulysses, all-to-all"),
         (USP, "usp, copy engine, query side"),
         (ACROSS, "usp transposed, all-to-all, key side"),
-        ({"schedule": "all_gather"}, "all gather"),  # of a method that somebody contributes
+        ({"schedule": "all_gather"}, "all gather"),  # of a contributed method
         ({}, None),  # a task without attention
     ],
 )

@@ -48,18 +48,6 @@ class BackwardInputs(NamedTuple):
     k_BMKD: Tensor
     v_BMKD: Tensor
 
-    def tokens(self, queries: slice, keys: slice) -> BackwardInputs:
-        """The inputs of some rows and columns."""
-        q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = self
-        return BackwardInputs(
-            q_BLND[:, queries],
-            dout_BLND[:, queries],
-            lse_BNL[:, :, queries],
-            delta_BNL[:, :, queries],
-            k_BMKD[:, keys],
-            v_BMKD[:, keys],
-        )
-
     def heads(self, queries: slice, keys: slice) -> BackwardInputs:
         """The inputs of some query heads, and of the KV heads that they read."""
         q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = self
