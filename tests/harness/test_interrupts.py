@@ -148,8 +148,11 @@ def in_an_import(folder: Path) -> None:
             sys.modules.pop(name, None)
 
 
-def wait_to_be_interrupted() -> None:
+@contextlib.contextmanager
+def interrupted() -> Iterator[None]:
+    """A block that is interrupted within 20 s: in its midst on a slow machine, else while it waits at its end."""
     with pytest.raises(KeyboardInterrupt):
+        yield
         sleep_at_most(20.0)
 
 
@@ -161,9 +164,8 @@ def sleep_at_most(seconds: float) -> None:
 @pytest.mark.parametrize("block", [interruptible, interrupted_once])
 @pytest.mark.parametrize("land", [in_a_destructor, in_a_generators_end, in_a_cycles_destructor, in_an_import])
 def test_a_signal_that_python_drops_interrupts_a_moment_later(now, tmp_path, capfd, block, land):
-    with block():
+    with block(), interrupted():
         land(tmp_path)
-        wait_to_be_interrupted()
     assert capfd.readouterr().err.replace(interrupts._SENTENCE, "") == ""
 
 
@@ -203,19 +205,18 @@ def test_a_released_part_of_a_held_block_is_interrupted(now):
 
 
 def test_a_held_block_that_hangs_can_be_broken_off(now):
-    with interruptible(), held():
+    with interruptible(), held(), interrupted():
         press()
         now[0] += interrupts.WAIT_SECONDS
-        wait_to_be_interrupted()
 
 
 def test_two_signals_at_once_are_two_interruptions(now):
     with interruptible():
         with pytest.raises(KeyboardInterrupt):
             press(signal.SIGTERM)
-        press(signal.SIGINT)  # the first may still be on its way
-        now[0] += interrupts.SETTLING_SECONDS
-        wait_to_be_interrupted()
+        with interrupted():
+            press(signal.SIGINT)  # the first may still be on its way
+            now[0] += interrupts.SETTLING_SECONDS
 
 
 LANDING = """\
