@@ -15,6 +15,20 @@ MEASUREMENT_FILE = "measurement.json"
 PROGRESS_FILE = "progress.jsonl"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuState:
+    """One GPU at one moment, as NVML tells; None for what a machine cannot tell.
+
+    `throttle`: reasons why its clocks were lowered then, by NVML's names (`sw_power_cap`, `hw_thermal_slowdown`).
+    """
+
+    sm_mhz: int | None = None
+    memory_mhz: int | None = None
+    power_watts: float | None = None
+    temperature_c: int | None = None
+    throttle: list[str] | None = None
+
+
 @dataclass(kw_only=True, slots=True)
 class Measurement:
     """Raw figures of one trial, gathered on rank 0.
@@ -33,7 +47,10 @@ class Measurement:
     sent_bytes: list[int] = field(default_factory=list)  # one per rank, posted by attention per step
     chosen: dict[str, str] = field(default_factory=dict)  # what every `auto` became: kernel, layout, backward, ...
     device: str = "cpu"  # cpu or the GPU's name
-    software: dict[str, str] = field(default_factory=dict)  # python, torch, cuda, nccl, cudnn, flash-attn-4
+    software: dict[str, str] = field(default_factory=dict)  # python, torch, cuda, nccl, cudnn, flash-attn-4, driver
+    gpus: list[str] = field(default_factory=list)  # one per rank: a digest that tells GPUs apart and names none
+    gpus_before: list[GpuState] = field(default_factory=list)  # one per rank, before the warm-up
+    gpus_after: list[GpuState] = field(default_factory=list)  # and after the last measured step
     data: dict[str, Any] = field(default_factory=dict)  # source of the tokens: origin, sha256, tokenizer
     extra: dict[str, Any] = field(default_factory=dict)  # task-specific raw values, such as errors against float64
 

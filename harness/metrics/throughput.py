@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from harness.metrics.flops import Work, seconds_at_kernel_speed, tokens_per_step, work_of
 from harness.metrics.hardware import Hardware, hardware_for
+from harness.metrics.intervals import median_interval
 from harness.records.record import Record
 
 GIB = 1 << 30
@@ -35,6 +36,8 @@ FORMULAS: dict[str, str] = {
     "peak_rss_gib": "peak host memory = resident set of a rank's process, maximum over ranks",
     "sent_gib_per_gpu": "sent = bytes attention sends per step, maximum over ranks; empty where the method counts none",
     "loss": "loss and gradient norm = means over all target tokens of the whole batch, at the last measured step",
+    "step_seconds_low": "interval = 95% interval of the median step, rounds resampled as a whole (cluster bootstrap, "
+    "widened for few rounds); empty with one round",
     "step_seconds_iqr": "spread = interquartile range of the measured steps; a step lasts as long as its slowest rank",
 }
 
@@ -43,11 +46,16 @@ FORMULAS: dict[str, str] = {
 class Metrics:
     """Derived figures of one trial; all None unless the trial is ok. Units are in the names, GPU means rank."""
 
-    samples: int | None = None  # measured steps
+    samples: int | None = None  # measured steps, of all rounds
+    rounds: int | None = None  # that gave a figure
     step_seconds_median: float | None = None
     step_seconds_iqr: float | None = None  # needs two samples
+    step_seconds_low: float | None = None  # interval of the median, from rounds; needs two of them
+    step_seconds_high: float | None = None
     forward_seconds_median: float | None = None
     tokens_per_gpu_per_second: float | None = None
+    tokens_per_gpu_per_second_low: float | None = None
+    tokens_per_gpu_per_second_high: float | None = None
     tflops_per_gpu: float | None = None  # train: model FLOPs (3 x forward); attention: kernel convention (3.5 x)
     mfu: float | None = None  # model FLOPs over dense bf16 peak
     mfu_ceiling: float | None = None  # MFU of this work at measured kernel speeds, nothing repeated or exposed
@@ -76,6 +84,8 @@ def metrics_of(record: Record) -> Metrics:
     settings = record.settings
     work = work_of(settings)
     step = statistics.median(measured.step_seconds)
+    interval = median_interval(record.step_seconds_by_round)
+    tokens_per_rank = tokens_per_step(settings) / settings.world_size
     gpu_seconds = step * settings.world_size
     counted = work.kernel if settings.task == "attention" else work.model
 
@@ -86,10 +96,15 @@ def metrics_of(record: Record) -> Metrics:
 
     return Metrics(
         samples=len(measured.step_seconds),
+        rounds=len(record.step_seconds_by_round),
         step_seconds_median=step,
         step_seconds_iqr=interquartile_range(measured.step_seconds),
+        step_seconds_low=interval.low if interval else None,
+        step_seconds_high=interval.high if interval else None,
         forward_seconds_median=statistics.median(measured.forward_seconds) if measured.forward_seconds else None,
-        tokens_per_gpu_per_second=tokens_per_step(settings) / gpu_seconds,
+        tokens_per_gpu_per_second=tokens_per_rank / step,
+        tokens_per_gpu_per_second_low=tokens_per_rank / interval.high if interval else None,
+        tokens_per_gpu_per_second_high=tokens_per_rank / interval.low if interval else None,
         tflops_per_gpu=counted / gpu_seconds / 1e12,
         mfu=work.model / gpu_seconds / 1e12 / peak if peak else None,
         mfu_ceiling=work.model / best / 1e12 / peak if peak and best else None,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.measurement import Measurement, current_measurement, write_json
+from engine.measurement import GpuState, Measurement, current_measurement, write_json
 from engine.old_names import current_settings
 from engine.plain_json import from_json, read_json, to_json
 from engine.settings import TrialSettings
@@ -27,9 +27,33 @@ Status = Literal["ok", "oom", "host_oom", "timeout", "hang", "failed", "node_los
 RESULTS: frozenset[str] = frozenset({"ok", "oom", "host_oom", "refused"})
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """One run of a trial: every round of an experiment runs all its trials once, in a random order of its own.
+
+    Steps of one round share processes, clocks and neighbours, so they are not independent; rounds are.
+    """
+
+    number: int  # of the round, from 1
+    place: int  # of the trial in the round's order, from 1
+    started_at: str  # ISO 8601, UTC
+    wall_seconds: float
+    step_seconds: list[float] = field(default_factory=list)  # of the slowest rank; empty where the round gave no figure
+    forward_seconds: list[float] = field(default_factory=list)
+    status: Status = "ok"
+    reason: str = ""
+    hosts: list[str] = field(default_factory=list)
+    gpus_before: list[GpuState] = field(default_factory=list)  # one per rank, before the warm-up
+    gpus_after: list[GpuState] = field(default_factory=list)  # and after the last measured step
+
+
 @dataclass(kw_only=True, slots=True)
 class Record:
-    """Everything known about one finished trial."""
+    """Everything known about one finished trial.
+
+    With several rounds, `measurement` holds all of them: their steps one after another, the largest peaks, and of the
+    rest what the last round gave. `status` is ok where a round gave a figure; `reason` then names those that did not.
+    """
 
     trial_id: str
     experiment: str  # name of the experiment: the file's stem
@@ -49,7 +73,16 @@ class Record:
     wall_seconds: float = 0.0  # launch to end of the last process, start-up included; in shared ranks, its own turn
     ranks_turn: int = 0  # among the trials that its ranks were given, from 1; 0: it had ranks of its own
     attempts: int = 1
+    rounds: list[Round] = field(default_factory=list)  # empty in records from before there were rounds: one, then
+    run_command: list[str] = field(default_factory=list)  # the `burst run` that made it, as typed
     schema: int = SCHEMA
+
+    @property
+    def step_seconds_by_round(self) -> list[list[float]]:
+        """Measured steps of every round that gave some."""
+        if self.rounds:
+            return [one.step_seconds for one in self.rounds if one.step_seconds]
+        return [self.measurement.step_seconds] if self.measurement else []
 
 
 def write_record(trial_dir: Path, record: Record) -> None:

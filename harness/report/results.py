@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
@@ -30,7 +31,8 @@ COLUMNS: tuple[str, ...] = (
     "nodes", "gpu", "dtype", "status", "reason", "samples", "step_seconds_median", "step_seconds_iqr",
     "forward_seconds_median", "tokens_per_gpu_per_second", "tflops_per_gpu", "mfu", "mfu_ceiling", "hfu",
     "peak_memory_gib", "peak_reserved_gib", "sent_gib_per_gpu", "loss", "grad_norm", "seed", "commit",
-    "ran",
+    "ran", "rounds", "step_seconds_low", "step_seconds_high", "tokens_per_gpu_per_second_low",
+    "tokens_per_gpu_per_second_high", "driver", "gpus", "run_command",
 )  # fmt: skip
 
 _NO_COLUMN = ("model.name", "model.note")  # the one is column `model`, the other no setting
@@ -50,7 +52,7 @@ METHOD_ORDER: tuple[str, ...] = (
 def row_of(record: Record, run: str = "") -> Row:
     """One trial as a row; `run` names the run it belongs to, since only trials of one run may be compared in speed.
 
-    Lists (`loss_by_step`, `grad_norm_by_step`) are there for figures and stay out of results.csv.
+    Lists (`step_seconds_by_round`, `loss_by_step`, `grad_norm_by_step`) are for tables and figures, not results.csv.
     """
     settings, measured = record.settings, record.measurement
     row: Row = dict.fromkeys(COLUMNS)
@@ -66,10 +68,12 @@ def row_of(record: Record, run: str = "") -> Row:
         reason=record.reason or None,
         commit=record.commit or None,
         ran=ran_of(record),
+        run_command=shlex.join(record.run_command) or None,
     )
     row.update(to_json(metrics_of(record)))
     row.update((name, value) for name, value in flatten(to_json(settings)).items() if name not in _NO_COLUMN)
     if measured is not None:
+        row.update(driver=measured.software.get("driver"), gpus=" ".join(dict.fromkeys(measured.gpus)) or None)
         row.update((f"chosen_{name}", value) for name, value in measured.chosen.items())
         row.update((f"extra_{name}", value) for name, value in flatten(measured.extra).items())
     row.update(
@@ -80,6 +84,7 @@ def row_of(record: Record, run: str = "") -> Row:
         wall_seconds=record.wall_seconds or None,
         ranks_turn=record.ranks_turn or None,
         started_at=record.started_at or None,
+        step_seconds_by_round=record.step_seconds_by_round if record.status == "ok" else [],
         loss_by_step=list(measured.loss) if measured and record.status == "ok" else [],
         grad_norm_by_step=list(measured.grad_norm) if measured and record.status == "ok" else [],
     )

@@ -151,7 +151,7 @@ def in_an_import(folder: Path) -> None:
 @contextlib.contextmanager
 def interrupted() -> Iterator[None]:
     """A block that is interrupted within 20 s: in its midst on a slow machine, else while it waits at its end."""
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
         yield
         sleep_at_most(20.0)
 

@@ -16,7 +16,8 @@ CONTRACT = (
     "trial_id, experiment, task, method, system, model, seq_len, world_size, cp_size, dp_size, nodes, gpu, dtype, "
     "status, reason, samples, step_seconds_median, step_seconds_iqr, forward_seconds_median, "
     "tokens_per_gpu_per_second, tflops_per_gpu, mfu, mfu_ceiling, hfu, peak_memory_gib, peak_reserved_gib, "
-    "sent_gib_per_gpu, loss, grad_norm, seed, commit, ran"
+    "sent_gib_per_gpu, loss, grad_norm, seed, commit, ran, rounds, step_seconds_low, step_seconds_high, "
+    "tokens_per_gpu_per_second_low, tokens_per_gpu_per_second_high, driver, gpus, run_command"
 )
 
 
