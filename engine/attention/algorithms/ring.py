@@ -104,13 +104,9 @@ class RingPlan:
     def sent_bytes(self, *, gathered: bool = True) -> CallBytes:
         """What this rank sends in a whole forward and its backward; `gathered` makes no difference to a ring."""
         assert self.cut is None, "the forward of some rows has no backward"
-        rank, volume, shards = self.cp.rank, self.volume, self.shards
         sends_queries = self.backward_side == "query"
         forward, backward = self.comm_plan(sends_queries=False), self.comm_plan(sends_queries)
-        return CallBytes(
-            volume.chunks(forward, rank, shards.tokens, 2 * shards.key),
-            volume.backward(backward, rank, shards, sends_queries),
-        )
+        return self.volume.call_bytes(forward, backward, self.cp.rank, self.shards, sends_queries)
 
     def with_cheaper_backward(self, hardware: HardwareModel) -> RingPlan:
         """This plan with the backward side whose bytes take less time: the same one on every rank."""

@@ -156,6 +156,15 @@ class RingVolume:
         out = self.chunks(work, cp_rank, shards.tokens, shards.sent_side(sends_queries))
         return out + self.gradients(work, cp_rank, shards, sends_queries)
 
+    def call_bytes(
+        self, forward: CommPlan, backward: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool
+    ) -> CallBytes:
+        """Bytes that `cp_rank` sends in a forward, whose plan sends keys, and in the backward of one side's plan."""
+        return CallBytes(
+            self.chunks(forward, cp_rank, shards.tokens, 2 * shards.key),
+            self.backward(backward, cp_rank, shards, sends_queries),
+        )
+
     def _posted(self, work: CommPlan, cp_rank: int, tokens: int) -> Iterator[tuple[int, int]]:
         """(rank sent to, tokens of a shard) of each message."""
         ring, (node, local_rank) = self.ring, divmod(cp_rank, self.ring.node_size)
