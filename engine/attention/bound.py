@@ -9,6 +9,7 @@ from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import tail_cut
 from engine.attention.masks import kept_share, parse_mask
 from engine.attention.op import run_attention
+from engine.attention.planning.comm_volume import Sent
 from engine.attention.resolve import plan_attention
 from engine.settings import TrialSettings
 
@@ -68,10 +69,13 @@ class BoundAttention:
         plan = self._last_plan()
         return {} if plan is None else plan.resolved() | self._tail_shares(plan)
 
-    def computed_sent_bytes(self) -> int | None:
+    def computed_sent(self) -> Sent | None:
         """Bytes this rank sends in one forward and backward, computed from the plan; None before the first call."""
         plan = self._last_plan()
-        return None if plan is None else plan.sent_bytes(gathered=not self._recompute).total
+        if plan is None:
+            return None
+        call = plan.sent_bytes(gathered=not self._recompute)
+        return call.forward + call.backward
 
     def _last_plan(self) -> AttentionPlan | None:
         return next(reversed(self._plans.values()), None)  # warm-up may use shorter sequences

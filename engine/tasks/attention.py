@@ -22,6 +22,7 @@ from engine.method import NativeMethod
 from engine.ops.ranges import STEP
 from engine.settings import TrialSettings
 from engine.tasks.clock import StepClock
+from engine.tasks.link_probes import LinkProbes
 from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured
 
 CHECKED_TOKENS = 4096  # up to this length the dense float64 run fits anywhere
@@ -64,7 +65,9 @@ class AttentionTask:
         """
         plan, flush = self.settings.steps, self._flush()
         forward_seconds, step_seconds = [], []
+        link = LinkProbes(self.world, self.cp, plan, message=self.q_BLND)
         for index in range(plan.warmup + plan.measured):
+            link.before_step(index)
             if index == plan.warmup:
                 reset_peaks(self.world.device)
             forward_seconds.append(self._timed(self._forward, flush))
@@ -79,12 +82,13 @@ class AttentionTask:
             forward_seconds=self.world.slowest(forward_seconds[plan.warmup :]),
             chosen=self.attend.resolved(),
         )
-        if (computed := self.attend.computed_sent_bytes()) is not None:
-            figures.extra["computed_sent_bytes"] = self.world.gather(computed)
+        if (computed := self.attend.computed_sent()) is not None:
+            sent = self.world.gather((computed.total, computed.far))
+            figures.extra["computed_sent_bytes"], between = map(list, zip(*sent, strict=True))
+            if any(between):
+                figures.extra["computed_sent_between_nodes_bytes"] = between
         # Last, because each would raise every peak.
-        if (across := self.cp.measure_link(self.q_BLND)) is not None:
-            # Of the slowest replica, because every rank returns the same figures.
-            figures.extra["across_gib_per_second"] = 1 / self.world.slowest([1 / across])[0]
+        figures.extra |= link.figures()
         if self.whole is not None:
             figures.extra["error"] = self._errors(self.whole)
         return figures

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.attention.algorithms.saved import SavedOutput
 from engine.attention.context import ContextParallel
+from engine.attention.planning.comm_volume import Sent
 from engine.distributed import World
 from engine.measurement import PROGRESS_FILE, Measurement
 from engine.memory.resources import Usage, device_name, software, usage
@@ -72,9 +73,9 @@ class RefusingAttention:
         """The value of every `auto`; empty before the first call."""
         return self._attend.resolved()
 
-    def computed_sent_bytes(self) -> int | None:
+    def computed_sent(self) -> Sent | None:
         """Bytes this rank sends in one forward and backward, from methods that compute them beforehand; else None."""
-        compute = getattr(self._attend, "computed_sent_bytes", None)
+        compute = getattr(self._attend, "computed_sent", None)
         return compute() if compute else None
 
 

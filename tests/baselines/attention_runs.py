@@ -58,10 +58,10 @@ def run_attention(
     dense_out.backward(whole[3])
     pairs = [(out.detach(), dense_out.detach())]
     pairs += [(found.grad, truth.grad) for found, truth in zip((q, k, v), dense, strict=True)]
-    compute = getattr(fn, "computed_sent_bytes", None)
+    compute = getattr(fn, "computed_sent", None)
     return AttentionRun(
         error=max(((cp.unshard(found) - truth).abs().max() / truth.abs().max()).item() for found, truth in pairs),
         sent_bytes=cp.traffic.sent_bytes,
-        computed_sent_bytes=compute() if compute else None,
+        computed_sent_bytes=compute().total if compute else None,
         resolved=fn.resolved(),
     )

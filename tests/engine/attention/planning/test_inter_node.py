@@ -45,7 +45,12 @@ def problem(
 
 def planned(node_size: int, layout: str) -> list[tuple[str, dict[str, Any], Sent]]:
     """(case, choices, bytes sent in forward and backward) of this rank's plan of every mask, heads and schedule."""
-    cp, kernel, chance, found = ContextParallel(layout=layout, node_size=node_size), WritesInputs(), random.Random(1), []
+    cp, kernel, chance, found = (
+        ContextParallel(layout=layout, node_size=node_size),
+        WritesInputs(),
+        random.Random(1),
+        [],
+    )
     for (heads, kv_heads), mask, choice in itertools.product(HEADS, MASKS, choices(SCHEDULES, layout)):
         members = {"ulysses": cp.size, "usp": node_size, "usp_transposed": cp.size // node_size}
         shared_by = members.get(choice["schedule"], 1)
