@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from engine.attention.masks import Causal, parse_mask
 from engine.checkpoint.counts import group_starts, inputs_at_once, inputs_in_store
 from engine.settings import BYTES_OF, TrialSettings
+from harness.metrics.ceilings import kernel_bound_seconds
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import Hardware
-from harness.metrics.throughput import GIB, kernel_bound_seconds
+from harness.metrics.throughput import GIB
 
 _PROCESS = 2 * GIB  # of host memory: interpreter, torch, CUDA's own
 _HEAD_TILE = 1 * GIB  # logits of one tile (engine.lm_head.tiles)
@@ -51,8 +52,7 @@ def _seconds(settings: TrialSettings, hardware: Hardware) -> float | None:
     once = kernel_bound_seconds(work, hardware, kernels[0])  # nothing repeated
     if once is None:
         return None
-    assert hardware.gemm_tflops is not None  # or `once` would be None
-    again = work.recomputed_layers / hardware.gemm_tflops
+    again = work.recomputed_layers / hardware.gemm_tflops if hardware.gemm_tflops else 0.0  # attention repeats none
     if work.recomputed_attention:
         again += work.recomputed_attention / hardware.kernel_ceilings[kernels[0]]["forward"]
     return (once + again / 1e12) / settings.world_size
