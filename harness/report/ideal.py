@@ -22,19 +22,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.attention.geometry.layout import SplitZigzag, layout_named
 from engine.attention.masks import parse_mask
+from engine.attention.planning.inter_node import InterNodeBytes, SpanningProblem, least_inter_node_bytes
 from engine.settings import BYTES_OF
 from harness.base.lengths import format_length
 from harness.report.results import Row, setting_names
 from harness.report.summary import series_names
 from harness.report.tables import Column, Table, significant, without_empty_columns
 from harness.report.variants import panel_name, panel_of, pooled
-
-if TYPE_CHECKING:
-    from engine.attention.planning.inter_node import InterNodeBytes
 
 GIB = 1 << 30
 MOMENTS = ("before", "between", "after")  # the steps of a trial, when its link is measured
@@ -136,7 +134,7 @@ class SpanningTrial:
     least: Mapping[str, InterNodeBytes]  # by schedule, fewest bytes first, of the node that sends most
     ranks: int  # of a node
     measured: Mapping[str, float]  # GiB per second and rank, by moment
-    sent: float | None  # bytes that the node that sends most sent in a step, no more than it did; None if unknown
+    sent: int | None  # bytes that the node that sends most sent in a step, no more than it did; None if unknown
     fastest_step: float  # seconds
 
     @property
@@ -202,22 +200,21 @@ class SpanningTrial:
 
 def spanning_trial(row: Row) -> SpanningTrial | None:
     """What is known of the link of a trial of task attention; None on one node or unequal ones, or without a figure."""
-    measured = {moment: row.get(f"extra_link_gib_per_second.{moment}") for moment in MOMENTS}
-    known = {moment: speed for moment, speed in measured.items() if speed}
-    if not known and row.get("extra_across_gib_per_second"):  # of a record from before the link was measured thrice
-        known = {"after": row["extra_across_gib_per_second"]}
+    found = {moment: row.get(f"extra_link_gib_per_second.{moment}") for moment in MOMENTS}
+    if not any(found.values()):  # a record from before the link was measured three times
+        found = {"after": row.get("extra_across_gib_per_second")}
+    known = {moment: speed for moment, speed in found.items() if isinstance(speed, int | float) and speed > 0}
     nodes, world, size = row["nodes"] or 1, row["world_size"], row["cp_size"]
     if not known or nodes < 2 or world % nodes or size % (ranks := world // nodes) or size == ranks:
         return None
     least = _least(row, ranks)
     if not least:
         return None
-    counted = json.loads(row.get("extra_computed_sent_between_nodes_bytes") or "null")
-    if counted is not None:
-        sent = float(max(sum(counted[first : first + ranks]) for first in range(0, world, ranks)))
-    else:
-        ran = least.get(row.get("chosen_schedule") or "")
-        sent = float(ran.total) if ran else None
+    ran = least.get(row.get("chosen_schedule") or "")
+    sent = ran.total if ran else None
+    if counted := row.get("extra_computed_sent_between_nodes_bytes"):  # a list, in a row as JSON
+        by_rank = json.loads(counted)
+        sent = max(sum(by_rank[first : first + ranks]) for first in range(0, world, ranks))
     return SpanningTrial(
         least=least,
         ranks=ranks,
@@ -230,9 +227,6 @@ def spanning_trial(row: Row) -> SpanningTrial | None:
 def _least(row: Row, ranks_per_node: int) -> Mapping[str, InterNodeBytes]:
     """Bytes that each schedule sends between nodes at least, for the problem of a trial; empty where the mask has more
     tiles under this layout than can be counted."""
-    # The plans that the bytes are counted from belong to code that imports torch: only rows that span nodes need it.
-    from engine.attention.planning.inter_node import SpanningProblem, least_inter_node_bytes
-
     name = row.get("chosen_layout") or row["layout"]
     try:
         return least_inter_node_bytes(

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from engine.attention.accumulate.accumulators import WAITING_PARTS
+from engine.attention.accumulate import WAITING_PARTS
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring, RingTraffic
 from engine.attention.geometry.tiles import Band, Tile

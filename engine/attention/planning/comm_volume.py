@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring
-from engine.attention.kernels import Kernel, Problem
 from engine.attention.masks import Mask
 from engine.attention.planning.comm_plan import ChunkRanges, CommPlan, comm_plan, length
 from engine.attention.planning.cost_model import BACKWARD_SIDES, GIB, HardwareModel
+
+if TYPE_CHECKING:  # reports count bytes too, and start without torch
+    from engine.attention.kernels import Kernel, Problem
 
 GRAD_COMM_DTYPES = ("fp32", "input_across", "input")
 ALL_RANKS = 8  # up to so many ranks are added up for a choice; of more ranks, three
