@@ -78,7 +78,7 @@ def closing(comparison: Comparison, names: dict[int, str]) -> list[str]:
         counted[-1] += f" ({single} with one round, which has no interval; `steps.rounds: 3` gives one)"
     others = [pair.outcome for pair in comparison.pairs if pair.outcome != "compared"]
     words = {"lost": "measured in A alone", "gained": "measured in B alone", "neither": "without a number in both"}
-    counted += [f"{others.count(outcome)} {text}" for outcome, text in words.items() if outcome in others]  # type: ignore[arg-type]
+    counted += [f"{others.count(outcome)} {text}" for outcome, text in words.items() if outcome in others]
     total = len(comparison.pairs)
     sentence = f"B against A in {total} {'pair' if total == 1 else 'pairs'}: {', '.join(counted)}"
     memory = [word for pair in comparison.pairs if (word := pair.memory_word(tolerance))]

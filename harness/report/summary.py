@@ -114,8 +114,11 @@ def results_table(rows: Sequence[Row]) -> Table:
 
 
 def agreement_table(rows: Sequence[Row]) -> Table | None:
-    """Loss and gradient norm of every training trial against the first ok trial that computes the same function."""
+    """Loss and gradient norm of every training trial against the first ok trial that computes the same function; None
+    where no two trials do. A trial that nothing is held against has no line."""
     found = agreements(rows)
+    held = {id(pair.reference) for pair in found if pair.row is not pair.reference}
+    found = [pair for pair in found if id(pair.reference) in held]
     if not found:
         return None
     names = {id(row): name for row, name in zip(rows, series_names(rows), strict=True)}

@@ -105,6 +105,35 @@ def test_steps_warm_up_and_seeds_are_no_part_of_a_name() -> None:
     assert series_names(rows_of(trials)) == ["burst (auto: ulysses, copy engine)"] * 2
 
 
+def test_no_two_choices_of_settings_share_a_name() -> None:
+    trials = [
+        ran(
+            chosen,
+            schedule=schedule,
+            backward=backward,
+            kernel=kernel,
+            data=data,
+            status=status,
+            steps=steps,
+            seed=seed,
+        )
+        for chosen in (RING, RING_KEYS, COPIED)
+        for schedule in ("auto", "ring", "ulysses")
+        for backward in ("auto", "query", "key_value")
+        for kernel in ("auto", "cpu")
+        for data in ("a/book.txt", "b/book.txt", "book.txt")
+        for status in ("ok", "oom")
+        for steps, seed in ((Steps(measured=3), 0), (Steps(measured=5), 1))
+    ]
+    rows = rows_of(trials)
+    choices: dict[str, set[tuple[object, ...]]] = {}
+    for name, members in series_of(rows):
+        choices[name] = {(row["schedule"], row["backward"], row["kernel"], row["data"]) for row in members}
+        assert not any(word in name for word in ("measured", "warmup", "seed", "round"))
+    assert {len(found) for found in choices.values()} == {1}
+    assert sum(len(members) for _, members in series_of(rows)) == len(trials)
+
+
 def test_a_figure_shows_a_trial_without_a_number_among_those_of_its_settings() -> None:
     trials = [
         ran(COPIED, seq_len=1024),

@@ -73,6 +73,13 @@ def test_the_same_batch_spread_over_replicas_or_micro_batches_is_compared() -> N
     assert {pair.reference["trial_id"] for pair in found} == {found[0].row["trial_id"]}
 
 
+def test_a_trial_that_nothing_is_held_against_has_no_line() -> None:
+    assert agreement_table(rows_of([record(), record(seq_len=2048)])) is None
+    table = agreement_table(rows_of([record(), record(method="ring"), record(seq_len=2048)]))
+    assert table is not None
+    assert [line["tokens"] for line in as_dicts(table)] == [1024, 1024]
+
+
 def test_bf16_is_shown_without_a_verdict() -> None:
     table = agreement_table(rows_of([record(dtype="bf16"), record(dtype="bf16", method="ring", drift=0.01)]))
     assert table is not None
