@@ -98,16 +98,15 @@ def results_table(rows: Sequence[Row]) -> Table:
     )
     tasks = sorted({row["task"] for row in rows}, reverse=True)
     formulas = [FORMULAS[f"tflops_per_gpu ({task})"] for task in tasks]
+    intervals = any(row["step_seconds_low"] is not None for row in rows)
+    about = FORMULAS["step_seconds_low"] if intervals else "No trial has two rounds, so there are no intervals"
     return without_empty_columns(
         Table(
             name="results",
             title="All trials",
             columns=columns,
             rows=lines,
-            note=". ".join(
-                ["Times are medians over n measured steps", FORMULAS["step_seconds_low"], *formulas, FORMULAS["mfu"]]
-            )
-            + ".",
+            note=". ".join(["Times are medians over n measured steps", about, *formulas, FORMULAS["mfu"]]) + ".",
             marked=frozenset(index for index, row in enumerate(rows) if row["status"] not in ("ok", "refused")),
         )
     )

@@ -156,6 +156,8 @@ def test_the_table_of_all_trials_has_rounds_and_the_interval_of_the_median() -> 
     texts = dict(zip((column.header for column in table.columns), table.texts()[0], strict=True))
     assert texts["interval ms"] == f"{1e3 * low:.0f} to {1e3 * high:.0f}"
     assert f"{low} to {high}" in to_csv(table)
+    assert "interval = 95% interval of the median step" in table.note
+    assert "No trial has two rounds, so there are no intervals" in results_table(rows_of([record()])).note
 
 
 def test_caveats_of_a_row_are_shown_where_there_are_any() -> None:
