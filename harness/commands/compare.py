@@ -112,9 +112,7 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
     if all(pair.outcome == "neither" for pair in found.pairs):
         counts = " and ".join(f"{len(side)} of {label}" for side, label in zip(sides, labels, strict=True))
         what = "no pair of them has a number" if found.pairs else "no two of them have equal settings"
-        raise UsageError(
-            f"nothing to compare: {counts} {'were' if len(found.pairs) else 'are'} found, and {what}; {hint}"
-        )
+        raise UsageError(f"nothing to compare: the records found are {counts}, and {what}; {hint}")
     return found
 
 

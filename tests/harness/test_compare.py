@@ -228,8 +228,9 @@ def test_methods_of_different_runs_are_never_paired(tmp_path: Path, capsys) -> N
     run_of(tmp_path / "all" / "a", [record()])
     run_of(tmp_path / "all" / "b", [record(method="ring")])
     assert main(["compare", str(tmp_path / "all"), "--methods", "burst", "ring"]) == 2
-    assert "nothing to compare: 1 of burst and 1 of ring are found, and no two of them have equal settings" in (
-        capsys.readouterr().err
+    assert (
+        "nothing to compare: the records found are 1 of burst and 1 of ring, and no two of them have equal settings"
+        in (capsys.readouterr().err)
     )
 
 
