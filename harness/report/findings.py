@@ -38,13 +38,14 @@ _WORK = {"train": "Training", "attention": "Attention", "lm_head": "LM head"}  #
 
 def findings(rows: Sequence[Row]) -> list[str]:
     """Sentences, the most telling first: set-ups in which methods compete before others, training before its parts,
-    long sequences before short ones."""
+    long sequences before short ones. Of several runs each sentence names its own."""
     contested: dict[Setup, list[Point]] = {}
     for point in contested_points(rows):
         if len(point.measured()) > 1:
             contested.setdefault(setup_of(point.first), []).append(point)
     groups = [group for group in setups_of(rows) if any(row["status"] == "ok" for row in group)]
     groups.sort(key=lambda group: _telling(group, setup_of(group[0]) in contested))
+    several_runs = len({row["run"] for row in rows}) > 1
     told: list[str] = []
     for place, group in enumerate(groups):
         if len(told) >= MOST_FINDINGS:
@@ -52,7 +53,8 @@ def findings(rows: Sequence[Row]) -> list[str]:
             told.append(f"{more} more {'set-up is' if more == 1 else 'set-ups are'} in the tables.")
             break
         points = contested.get(setup_of(group[0]))
-        told += _of_methods(points, group, rows) if points else _of_one_method(group, rows)
+        sentences = _of_methods(points, group, rows) if points else _of_one_method(group, rows)
+        told += [f"{group[0]['run']}: {one}" if several_runs else one for one in sentences]
     return told
 
 

@@ -123,6 +123,11 @@ def test_mask_dtype_and_emulated_nodes_are_part_of_the_place() -> None:
     assert told.startswith("Training 1b, fp32, 2 × 1M tokens, mask sliding_window:4095, 4 × H200 on 2 emulated nodes: ")
 
 
+def test_of_several_runs_each_sentence_names_its_own() -> None:
+    told = findings([*rows_of([on_gpu()], run="monday"), *rows_of([on_gpu()], run="tuesday")])
+    assert [one.split(": ")[0] for one in told] == ["monday", "tuesday"]
+
+
 def test_findings_are_few_and_contests_come_first() -> None:
     trials = [on_gpu(mask=f"sliding_window:{width}", seconds=1.0) for width in range(20)]
     trials += [on_gpu(method=method, seq_len=4096) for method in ("burst", "ring")]
