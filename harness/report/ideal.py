@@ -121,6 +121,21 @@ def ideal_table(rows: Sequence[Row]) -> Table | None:
     )  # fmt: skip
 
 
+def share_of_ideal(row: Row, rows: Sequence[Row]) -> float | None:
+    """Ideal seconds of shared attention over its own; None without the trial of `rows` that gives the ideal."""
+    if row["task"] != "attention" or row["cp_size"] == 1 or row["gpu"] == "cpu" or not row["step_seconds_median"]:
+        return None
+    whole = [
+        other
+        for other in rows
+        if (other["task"], other["seq_len"], other["cp_size"], other["world_size"])
+        == ("attention", row["seq_len"], 1, 1)
+        and _problem(other) == _problem(row)
+    ]
+    seconds = pooled(whole, "step_seconds_median")
+    return seconds / row["world_size"] / row["step_seconds_median"] if seconds else None
+
+
 def _problem(row: Row) -> tuple[Any, ...]:
     """Key of trials that compute the same attention with the same kernel, in one run."""
     settings = tuple((name, row[name]) for name in setting_names(row) if name not in _SHARING)

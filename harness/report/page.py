@@ -19,6 +19,7 @@ from harness.metrics.throughput import FORMULAS
 from harness.records.record import Record, refuse_bad, set_aside
 from harness.report import figures, tables
 from harness.report.breakdown_table import breakdown_table
+from harness.report.comparison import comparison_table, known_baseline
 from harness.report.figures import all_figures, render, save_figure
 from harness.report.head_table import head_table
 from harness.report.headline import summary_sentences
@@ -29,8 +30,6 @@ from harness.report.run_records import RunRecords
 from harness.report.summary import (
     accuracy_table,
     agreement_table,
-    comparison_table,
-    known_baseline,
     problems_table,
     results_table,
     series_names,
@@ -90,7 +89,7 @@ def write_report(
     Returns where to look first: report.html, or `out` when html is not asked for. Records without a number are shown by
     status and reason. Records that cannot be used are renamed where `set_bad_aside` asks for it, and `say` is called
     with a sentence for each. `index` is the address of the page that links this one, where there is one; `baseline` the
-    method that tables compare with (by default `harness.report.summary.baseline_of`).
+    method that tables compare with (by default at every point the best other one).
     Raises UsageError for an unknown format or baseline, when there is no record at all, and for records that cannot be
     used.
     """

@@ -52,7 +52,8 @@ METHOD_ORDER: tuple[str, ...] = (
 def row_of(record: Record, run: str = "") -> Row:
     """One trial as a row; `run` names the run it belongs to, since only trials of one run may be compared in speed.
 
-    Lists (`step_seconds_by_round`, `loss_by_step`, `grad_norm_by_step`) are for tables and figures, not results.csv.
+    Lists (`step_seconds_by_round` with its `round_numbers`, `loss_by_step`, `grad_norm_by_step`) are for tables and
+    figures, not results.csv.
     """
     settings, measured = record.settings, record.measurement
     row: Row = dict.fromkeys(COLUMNS)
@@ -85,10 +86,16 @@ def row_of(record: Record, run: str = "") -> Row:
         ranks_turn=record.ranks_turn or None,
         started_at=record.started_at or None,
         step_seconds_by_round=record.step_seconds_by_round if record.status == "ok" else [],
+        round_numbers=_round_numbers(record) if record.status == "ok" else [],
         loss_by_step=list(measured.loss) if measured and record.status == "ok" else [],
         grad_norm_by_step=list(measured.grad_norm) if measured and record.status == "ok" else [],
     )
     return row
+
+
+def _round_numbers(record: Record) -> list[int]:
+    """Numbers of the rounds behind `step_seconds_by_round`; a record from before there were rounds holds the first."""
+    return [one.number for one in record.rounds if one.step_seconds] if record.rounds else [1]
 
 
 def ran_of(record: Record) -> str | None:
@@ -139,9 +146,11 @@ def write_results(path: Path, rows: Sequence[Row]) -> Path:
 
 
 def cell(value: object) -> str:
-    """A value as a CSV cell: empty when absent, true/false, all digits of a float."""
+    """A value as a CSV cell: empty when absent, true/false, all digits of a float; an interval as `low to high`."""
     if value is None:
         return ""
+    if isinstance(value, tuple):
+        return " to ".join(map(cell, value))
     if isinstance(value, bool):
         return str(value).lower()
     return str(value)

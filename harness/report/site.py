@@ -14,9 +14,9 @@ from engine.atomic import write_atomic
 from harness.base.errors import UsageError
 from harness.base.writable import make_writable
 from harness.records.record import RECORD_FILE, Record
+from harness.report.comparison import known_baseline
 from harness.report.page import checked_formats, distinct, read_runs, template, write_report_of
 from harness.report.results import Row
-from harness.report.summary import known_baseline
 
 INDEX_FILE = "index.html"
 

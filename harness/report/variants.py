@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from pathlib import PurePath
 from typing import Any
 
 from harness.report.results import ONE_RANK, Row, method_rank, setting_names, sortable
@@ -98,7 +97,7 @@ def method_name(row: Row) -> str:
 
 def series_name(row: Row, varying: Sequence[str]) -> str:
     """`method_name`, and what else distinguishes the series: `burst (ring, query side), kernel cudnn`."""
-    settings = [_setting_text(name, row.get(name)) for name in varying if not _said_by_name(row, name)]
+    settings = [setting_text(name, row.get(name)) for name in varying if not _said_by_name(row, name)]
     return ", ".join([method_name(row), *settings])
 
 
@@ -140,7 +139,7 @@ def series_of(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
 
 def settings_name(row: Row, varying: Sequence[str]) -> str:
     """The varying settings alone, whatever method they were given to."""
-    return ", ".join(_setting_text(name, row.get(name)) for name in varying)
+    return ", ".join(setting_text(name, row.get(name)) for name in varying)
 
 
 def panel_of(row: Row) -> tuple[int, int, int]:
@@ -161,9 +160,7 @@ def pooled(rows: Iterable[Row], column: str) -> float | None:
     return float(statistics.median(values)) if values else None
 
 
-def _setting_text(name: str, value: object) -> str:
+def setting_text(name: str, value: object) -> str:
+    """A setting by the last part of its name, and its whole value: two values never read the same."""
     short = name.rsplit(".", 1)[-1]
-    if isinstance(value, bool):
-        return f"{short} {'on' if value else 'off'}"
-    # A path names a data file; its last part tells it apart well enough in a legend.
-    return f"{short} {PurePath(value).name if name == 'data' and isinstance(value, str) else value}"
+    return f"{short} {'on' if value else 'off'}" if isinstance(value, bool) else f"{short} {value}"

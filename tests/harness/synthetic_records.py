@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from engine.measurement import Measurement
 from engine.settings import ModelShape, TrialSettings
-from harness.records.record import Record, Status
+from harness.records.record import Record, Round, Status
 from harness.spec.trial import Trial
 
 GIB = 1 << 30
@@ -52,12 +53,17 @@ def record(
     seconds: float = 0.2,
     drift: float = 0.0,
     gpu: str = "",
+    rounds: Sequence[Sequence[float]] = (),
     **changes: Any,
 ) -> Record:
-    """One record; `changes` go to the settings. Only an ok trial holds a measurement."""
+    """One record; `changes` go to the settings. Only an ok trial holds a measurement: with `rounds`, the step seconds
+    of each, where an empty one gave no figure."""
     of = settings(**changes)
     trial = Trial(experiment=experiment, title=title, settings=of, deadline_seconds=60.0)
     ok = status == "ok"
+    measured = measurement(of, seconds=seconds, drift=drift, gpu=gpu) if ok else None
+    if measured and rounds:
+        measured.step_seconds = [step for steps in rounds for step in steps]
     return Record(
         trial_id=trial.id,
         experiment=experiment,
@@ -66,14 +72,29 @@ def record(
         system=of.method,
         status=status,
         reason=reason or ("" if ok else f"a synthetic reason for {status}"),
-        measurement=measurement(of, seconds=seconds, drift=drift, gpu=gpu) if ok else None,
+        measurement=measured,
         launcher="local",
         hosts=[] if status == "refused" else ["node0"],
         gpu=gpu or "cpu",
         commit="0123abc",
         started_at="2026-01-02T03:04:05Z",
         wall_seconds=4.2,
-    )
+        rounds=[
+            Round(
+                number=number, place=1, started_at=f"2026-01-02T0{number}:04:05Z", wall_seconds=4.2,
+                step_seconds=list(steps), status="ok" if steps else "timeout",
+            )
+            for number, steps in enumerate(rounds, start=1)
+        ],
+    )  # fmt: skip
+
+
+def around(seconds: float, rounds: int = 3, steps: int = 3) -> list[list[float]]:
+    """Rounds of steps whose median is about `seconds`: rounds differ by 1%, steps by half of that."""
+    return [
+        [seconds * (1 + 0.01 * (number % 3 - 1) + 0.005 * (step % 3 - 1)) for step in range(steps)]
+        for number in range(rounds)
+    ]
 
 
 def cpu_sweep() -> list[Record]:
