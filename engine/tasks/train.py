@@ -32,7 +32,7 @@ from engine.parallelize import build_model, sum_across_nodes
 from engine.recipe import Recipe
 from engine.settings import TrialSettings, vocabulary_unsupported_reason
 from engine.tasks.clock import StepClock
-from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured
+from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured, read_gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,7 @@ class TrainTask:
         """Warm up, then measure. Raises FloatingPointError when the loss stops being a number."""
         plan = self.settings.steps
         steps: list[Step] = []
+        before = read_gpus(self.world)
         for index in range(plan.warmup + plan.measured):
             if index == plan.warmup:
                 self._reserve()
@@ -98,10 +99,13 @@ class TrainTask:
                     "seconds": steps[-1].step_seconds,
                 }
             )
+        after = read_gpus(self.world)
         timed = steps[plan.warmup :]
         return measured(
             self.world,
             self.cp,
+            before,
+            after,
             step_seconds=self.world.slowest([step.step_seconds for step in timed]),
             forward_seconds=self.world.slowest([step.forward_seconds for step in timed]),
             loss=[step.loss for step in steps],
