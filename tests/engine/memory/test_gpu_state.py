@@ -32,19 +32,30 @@ CONSUMER = "210, 405, [N/A], 41, 535.183.01, [N/A]"
             CAPPED,
             "570.86.15",
             GpuState(
-                sm_mhz=1605, memory_mhz=3201, power_watts=699.42, temperature_c=71,
+                sm_mhz=1605,
+                memory_mhz=3201,
+                power_watts=699.42,
+                temperature_c=71,
                 throttle=["sw_power_cap", "sw_thermal_slowdown"],
             ),
-        ),  # fmt: skip
+        ),
         (CONSUMER, "535.183.01", GpuState(sm_mhz=210, memory_mhz=405, temperature_c=41)),
         ("[Not Supported], [N/A], N/A, [Unknown Error], [N/A], 0x0", "", GpuState(throttle=[])),
-        ("1980, 2619, 120.0, 40, 999.1, 0x1000000000000004", "999.1",
-         GpuState(sm_mhz=1980, memory_mhz=2619, power_watts=120.0, temperature_c=40,
-                  throttle=["sw_power_cap", "0x1000000000000000"])),
+        (
+            "1980, 2619, 120.0, 40, 999.1, 0x1000000000000004",
+            "999.1",
+            GpuState(
+                sm_mhz=1980,
+                memory_mhz=2619,
+                power_watts=120.0,
+                temperature_c=40,
+                throttle=["sw_power_cap", "0x1000000000000000"],
+            ),
+        ),
         ("nan, inf, -3, warm, 1.2, zero", "1.2", GpuState()),
         ("No devices were found", "", GpuState()),
     ],
-)  # fmt: skip
+)
 def test_a_line_of_nvidia_smi_is_read_and_what_it_cannot_tell_stays_empty(line, driver, state):
     assert parse(line) == (driver, state)
 
