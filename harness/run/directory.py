@@ -223,6 +223,8 @@ def next_attempt(archive: Path) -> int:
 def _describes_a_run(value: Any) -> bool:
     if not isinstance(value, dict) or not value.keys() >= RUN_FACTS:
         return False
+    if not all(isinstance(value.get(fact, 0), int | float) for fact in ("rounds", "interval")):
+        return False
     trials = value["trials"]
     names = isinstance(trials, list) and all(isinstance(name, str) and _is_name(name) for name in trials)
     return names and all(isinstance(value[fact], str) for fact in RUN_FACTS - {"trials"})

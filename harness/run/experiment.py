@@ -84,6 +84,7 @@ def run_experiment(
             title=trials[0].title,
             trials=[trial.id for trial in trials],
             rounds=repetition.rounds,
+            interval=repetition.interval,
             launcher=host.launcher.name,
             commit=host.commit,
             started_at=now(),

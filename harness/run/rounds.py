@@ -213,10 +213,8 @@ def _differences(before: Record, latest: Record) -> list[str]:
     if ours.sent_bytes != theirs.sent_bytes:
         found.append(f"a rank sent up to {max(ours.sent_bytes, default=0)} bytes, "
                      f"not {max(theirs.sent_bytes, default=0)}")  # fmt: skip
-    if _apart(theirs.loss, ours.loss, 0.0 if exact else LOSS_APART):
-        found.append(f"last loss {_last(ours.loss)}, not {_last(theirs.loss)}")
-    if _apart(theirs.grad_norm, ours.grad_norm, 0.0 if exact else GRAD_NORM_APART):
-        found.append(f"last gradient norm {_last(ours.grad_norm)}, not {_last(theirs.grad_norm)}")
+    found += _other_steps("loss", theirs.loss, ours.loss, 0.0 if exact else LOSS_APART)
+    found += _other_steps("gradient norm", theirs.grad_norm, ours.grad_norm, 0.0 if exact else GRAD_NORM_APART)
     return found + _other_errors(theirs.extra.get("error"), ours.extra.get("error"))
 
 
@@ -224,14 +222,14 @@ def _changed(before: Mapping[str, str], latest: Mapping[str, str]) -> list[str]:
     return sorted(name for name in before.keys() | latest.keys() if before.get(name) != latest.get(name))
 
 
-def _apart(before: Sequence[float], latest: Sequence[float], apart: float) -> bool:
+def _other_steps(what: str, before: Sequence[float], latest: Sequence[float], apart: float) -> list[str]:
+    """The first step whose value is not that of the rounds before."""
     if len(before) != len(latest):
-        return True
-    return any(abs(a - b) > apart * max(abs(a), abs(b)) for a, b in zip(before, latest, strict=True))
-
-
-def _last(values: Sequence[float]) -> str:
-    return f"{values[-1]:.6g}" if values else "none"
+        return [f"{len(latest)} values of {what}, not {len(before)}"]
+    for step, (old, new) in enumerate(zip(before, latest, strict=True), start=1):
+        if abs(old - new) > apart * max(abs(old), abs(new)):
+            return [f"{what} {new:.9g} at step {step}, not {old:.9g}"]
+    return []
 
 
 def _other_errors(before: Any, latest: Any) -> list[str]:
