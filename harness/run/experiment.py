@@ -177,8 +177,10 @@ class _Run:
         self._view.begin(total, self._title(number))
         for record in kept:
             self._view.trial_ended(record, kept=True)
-        # A round that was broken off goes on: its first places are taken.
-        taken = sum(round_in(record, number) is not None for record in self._kept.values())
+        # A round that was broken off goes on: its first places are taken, also by trials that are not run now.
+        coming = {trial.id for trial in due}
+        others = [record for record in self._records.records() if record.trial_id not in coming]
+        taken = sum(round_in(record, number) is not None for record in others)
         order = in_random_order(due, lambda trial: ranks_kind(trial, self._host), self._shuffle)
         for index, trial in enumerate(order):
             done = f"after {len(kept) + index} of {total} trials"
