@@ -23,7 +23,7 @@ from engine.ops.ranges import STEP
 from engine.settings import TrialSettings
 from engine.tasks.clock import StepClock
 from engine.tasks.link_probes import LinkProbes
-from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured
+from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured, read_gpus
 
 CHECKED_TOKENS = 4096  # up to this length the dense float64 run fits anywhere
 _L2_FLUSH_BYTES = 1 << 28  # several times the L2 of any current GPU
@@ -65,6 +65,7 @@ class AttentionTask:
         """
         plan, flush = self.settings.steps, self._flush()
         forward_seconds, step_seconds = [], []
+        before = read_gpus(self.world)
         link = LinkProbes(self.world, self.cp, plan, message=self.q_BLND)
         for index in range(plan.warmup + plan.measured):
             link.before_step(index)
@@ -75,9 +76,12 @@ class AttentionTask:
             with around_step() if index >= plan.warmup else nullcontext():
                 step_seconds.append(self._timed(self._forward_backward, flush))
             on_progress({"step": index + 1, "of": plan.warmup + plan.measured, "seconds": step_seconds[-1]})
+        after = read_gpus(self.world)
         figures = measured(
             self.world,
             self.cp,
+            before,
+            after,
             step_seconds=self.world.slowest(step_seconds[plan.warmup :]),
             forward_seconds=self.world.slowest(forward_seconds[plan.warmup :]),
             chosen=self.attend.resolved(),

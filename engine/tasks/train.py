@@ -34,7 +34,7 @@ from engine.settings import TrialSettings, vocabulary_unsupported_reason
 from engine.tasks.clock import StepClock
 from engine.tasks.gemm_speeds import gemm_figures
 from engine.tasks.link_probes import LinkProbes
-from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured
+from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured, read_gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +85,7 @@ class TrainTask:
         """Warm up, then measure. Raises FloatingPointError when the loss stops being a number."""
         plan = self.settings.steps
         steps: list[Step] = []
+        before = read_gpus(self.world)
         link = LinkProbes(self.world, self.cp, plan, message_bytes=self._query_bytes())
         for index in range(plan.warmup + plan.measured):
             link.before_step(index)
@@ -102,10 +103,13 @@ class TrainTask:
                     "seconds": steps[-1].step_seconds,
                 }
             )
+        after = read_gpus(self.world)
         timed = steps[plan.warmup :]
         figures = measured(
             self.world,
             self.cp,
+            before,
+            after,
             step_seconds=self.world.slowest([step.step_seconds for step in timed]),
             forward_seconds=self.world.slowest([step.forward_seconds for step in timed]),
             loss=[step.loss for step in steps],

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from cluster.environment.value import redact as redact  # here because it belongs to what a record may say
+from cluster.environment.value import shown
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 COMMIT_VARIABLE = "BURST_COMMIT"  # names the commit where the code is a copy without its history, such as an image
@@ -39,6 +40,19 @@ def portable_command(command: Sequence[str], trial_dir: Path) -> list[str]:
     """The command as a record keeps it: this machine's interpreter and directory mean nothing elsewhere."""
     names = {sys.executable: "python", str(trial_dir): "TRIAL_DIR"}
     return [names.get(part, part) for part in command]
+
+
+def redacted_command(typed: Sequence[str]) -> list[str]:
+    """A command line as a record keeps it: without the value of `NAME=VALUE` whose name says that it is a secret, and
+    without passwords inside addresses."""
+    return [_redacted(part) for part in typed]
+
+
+def _redacted(part: str) -> str:
+    name, equals, value = part.partition("=")
+    if name.startswith("--") and "=" in value:  # --set=NAME=VALUE
+        return f"{name}={_redacted(value)}"
+    return f"{name}={shown(name, value)}" if equals and not name.startswith("--") else shown("", part)
 
 
 def _git(root: Path, *arguments: str) -> str:
