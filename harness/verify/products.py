@@ -19,6 +19,7 @@ from harness.report.page import draw_plots, report_tables
 from harness.report.results import Row, cell, columns_of
 from harness.verify.finding import Failure
 from harness.verify.formulas import Figure
+from harness.verify.private import private_in
 
 RESULTS_FILE = "results.csv"
 _SHOWN_COLUMNS = 4
@@ -66,8 +67,8 @@ def results_failures(published: Sequence[Mapping[str, str]], rows: Sequence[Row]
             first = unequal[0]
             yield differs(
                 row["trial_id"],
-                f"{_some(unequal)} (the first: {line[first][:80] or 'empty'})",
-                f"the row that {by} writes (the first: {cell(row.get(first))[:80] or 'empty'})",
+                f"{_some(unequal)} (the first: {_shown(line[first])})",
+                f"the row that {by} writes (the first: {_shown(cell(row.get(first)))})",
             )
     for trial_id in lines:
         yield differs(trial_id or RESULTS_FILE, "a row without a record", "one row per record")
@@ -176,6 +177,13 @@ def _same(text: str, expected: Figure) -> bool:
         return math.isclose(float(text), expected, rel_tol=_PRECISION)
     except ValueError:
         return False
+
+
+def _shown(text: str) -> str:
+    """A cell inside a sentence; a private value is not repeated."""
+    if private_in(text):
+        return "a value that is not shown"
+    return text[:80] or "empty"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
-import stat
 import tarfile
 import tempfile
 import zlib
@@ -47,27 +46,30 @@ def unpacked(archive: Path) -> Iterator[Path]:
 
 
 def _unpack(file: IO[bytes], archive: Path, folder: Path) -> None:
-    seen: set[str] = set()
-    with gzip.GzipFile(fileobj=file) as plain, tarfile.open(fileobj=_Limited(plain, archive), mode="r|") as tar:
-        # From Python 3.11.4 on the standard filter looks at names and modes as well.
-        tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
-        for member in tar:
-            name = member.name
-            if problem := _problem(member) or ("is there twice" if name in seen else ""):
-                raise UsageError(f"{archive}: {shown_value(name)} {problem}; nothing of it is used")
-            seen.add(name)
-            if len(seen) > MAX_FILES:
-                raise UsageError(f"{archive} holds more than {MAX_FILES:,} files; nothing of it is used")
-            member.mode = (stat.S_IRWXU if member.isdir() else stat.S_IRUSR | stat.S_IWUSR)  # fmt: skip
-            try:
-                tar.extract(member, folder, set_attrs=False)
-            except OSError as error:  # such as a file where another name needs a folder
-                raise UsageError(f"{archive}: {shown_value(name)} cannot be unpacked ({error.strerror})") from error
+    seen: set[PurePosixPath] = set()
+    with gzip.GzipFile(fileobj=file) as plain:
+        content = _Limited(plain, archive)
+        with tarfile.open(fileobj=content, mode="r|") as tar:
+            # From Python 3.11.4 on the standard filter looks at names and modes as well.
+            tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+            for member in tar:
+                path = PurePosixPath(member.name)
+                if problem := _problem(member, path) or ("is there twice" if path in seen else ""):
+                    raise UsageError(f"{archive}: {shown_value(member.name)} {problem}; nothing of it is used")
+                seen.add(path)
+                if len(seen) > MAX_FILES:
+                    raise UsageError(f"{archive} holds more than {MAX_FILES:,} files; nothing of it is used")
+                try:
+                    tar.extract(member, folder, set_attrs=False)
+                except OSError as error:  # such as a file where another name needs a folder
+                    name = shown_value(member.name)
+                    raise UsageError(f"{archive}: {name} cannot be unpacked ({error.strerror})") from error
+        while content.read(1 << 16):  # to the end, where the sum of all bytes stands
+            pass
 
 
-def _problem(member: tarfile.TarInfo) -> str:
+def _problem(member: tarfile.TarInfo, path: PurePosixPath) -> str:
     """Why a member is refused; empty for a plain file or folder below the archive's own."""
-    path = PurePosixPath(member.name)
     if not (member.isfile() or member.isdir()) or member.issparse():
         return "is a link, a device or a sparse file"
     if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in member.name:

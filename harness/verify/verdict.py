@@ -127,7 +127,14 @@ def _products(
         verdict.files += 1
     if not rows:
         return
-    for count, failures in (table_failures(run_dir, rows, by), figure_failures(run_dir, rows, by)):
+    for compare in (table_failures, figure_failures):
+        try:
+            count, failures = compare(run_dir, rows, by)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # Records that hold something else than ours do, where any value may stand: tables cannot be made of them.
+            found = f"records of which no report can be made ({type(error).__name__}: {error})"
+            verdict.failures.append(Failure(place="trials", check="tables", found=found, expected="records of ours"))
+            continue
         verdict.files += count
         verdict.failures += failures
 
