@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -85,8 +86,10 @@ def figures_of(record: Record) -> dict[str, Figure]:
     found["mfu"] = 3.0 * forward / per_peak
     found["hfu"] = (3.0 * forward + 0.5 * attention + _repeated_flops(settings)) / per_peak
     speeds = hardware.kernel_ceilings.get(measured.chosen.get("kernel", ""))
-    if hardware.gemm_tflops and (speeds or not attention):
-        fastest = 3.0 * (forward - attention) / hardware.gemm_tflops / _TERA
+    gemm = _own_gemm_speed(settings.model, measured.extra.get("gemm_tflops")) or hardware.gemm_tflops
+    products = 3.0 * (forward - attention)
+    if (gemm or not products) and (speeds or not attention):
+        fastest = products / gemm / _TERA if gemm else 0.0
         if speeds and attention:
             fastest += attention * (1.0 / speeds["forward"] + 2.5 / speeds["backward"]) / _TERA
         found["mfu_ceiling"] = 3.0 * forward / fastest / _TERA / peak
@@ -161,6 +164,31 @@ def _kept_rows(settings: TrialSettings) -> int:
         elif settings.seq_len % settings.cp_size == 0:
             unit = settings.cp_size
     return round(settings.checkpoint.tail * settings.seq_len / unit) * unit
+
+
+def _own_gemm_speed(model: ModelShape, measured: Any) -> float | None:
+    """TFLOP/s of the model's products one after another, where the trial measured each of them in each direction
+    (`extra.gemm_tflops`); all directions of a product take equally many FLOPs."""
+    if not isinstance(measured, dict):
+        return None
+    width, matrix = model.hidden * model.head_dim, model.hidden * model.ffn
+    weights = {
+        "query": model.layers * width * model.heads,
+        "key_value": model.layers * width * model.kv_heads * 2,
+        "out": model.layers * width * model.heads,
+        "gate_up" if model.gated else "up": model.layers * matrix * (2 if model.gated else 1),
+        "down": model.layers * matrix,
+        "lm_head": model.hidden * model.vocab,
+    }
+    seconds = 0.0
+    for product, count in weights.items():
+        for direction in ("forward", "dgrad", "wgrad"):
+            speeds = measured.get(product)
+            speed = speeds.get(direction) if isinstance(speeds, dict) else None
+            if not isinstance(speed, int | float) or speed <= 0:
+                return None
+            seconds += count / speed
+    return 3 * sum(weights.values()) / seconds
 
 
 def _layers_replayed(layers: int, every: int, replay: str) -> int:

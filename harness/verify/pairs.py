@@ -12,17 +12,24 @@ from typing import Any
 import numpy as np
 
 _ROWS_AT_ONCE = 1 << 20
+_MOST_ROWS = 1 << 28  # beyond, counting takes minutes
+_MOST_BLOCKS = 1 << 16
 _UNITS = {"k": 1 << 10, "M": 1 << 20}
 
 
 @lru_cache(maxsize=256)
 def visible_pairs(mask: str, seq_len: int, rows: int) -> int:
-    """Pairs that the first `rows` queries of `seq_len` tokens see. Raises ValueError for a mask it does not know."""
+    """Pairs that the first `rows` queries of `seq_len` tokens see.
+
+    Raises ValueError for a mask it does not know, and for one of too many rows or blocks to be counted.
+    """
     name, *arguments = mask.split(":")
     if name == "full":
         return rows * seq_len
     if name == "causal":
         return rows * (rows + 1) // 2
+    if rows > _MOST_ROWS:
+        raise ValueError(f"mask {mask[:60]!r} of {rows} rows has no second count, which takes up to {_MOST_ROWS} rows")
     if name == "sliding_window":
         left, right, first = (*map(_tokens, arguments), 0, 0)[:3]
         return _summed(rows, lambda query: _window_row(query, seq_len, left, right, first))
@@ -69,6 +76,8 @@ def _document_row(query: Any, seq_len: int, ends: Any, causal: bool) -> Any:
 def _block_sparse(pattern: str, size: int, causal: bool, seq_len: int, rows: int) -> int:
     """Blocks seen times their sizes; with `causal` whole earlier blocks, and the triangle of a block with itself."""
     blocks = -(-seq_len // size)
+    if blocks > _MOST_BLOCKS:
+        raise ValueError(f"a mask of {blocks} blocks has no second count, which takes up to {_MOST_BLOCKS} blocks")
     sizes = np.full(blocks, size, dtype=np.int64)
     sizes[-1] = seq_len - (blocks - 1) * size
     columns = np.arange(blocks)

@@ -125,9 +125,9 @@ def _rounds(record: Record) -> Iterator[tuple[str, str]]:
         yield f"rounds {numbers}", "ascending numbers from 1, each once"
     for one in rounds:
         name = f"round {one.number}"
-        if one.place < 1:
-            yield f"{name} at place {one.place}", "a place in its order, from 1"
-        if _moment(one.started_at) is None:
+        if one.place < 0:
+            yield f"{name} at place {one.place}", "a place in its order from 1, or 0 where it is not known"
+        if _moment(one.started_at) is None and (one.started_at or one.status != "refused"):
             yield f"{name} started_at {one.started_at[:40]!r}", "a time in UTC by ISO 8601"
         if (one.status == "ok") != bool(one.step_seconds):
             yield f"{name} of status {one.status} with {len(one.step_seconds)} steps", "steps exactly where it is ok"
@@ -152,11 +152,9 @@ def _rounds(record: Record) -> Iterator[tuple[str, str]]:
 
 
 def _order(rounds: Sequence[Round]) -> Iterator[tuple[str, str]]:
-    """A round starts after the one before it has ended."""
-    for before, after in itertools.pairwise(rounds):
-        earlier, later = _moment(before.started_at), _moment(after.started_at)
-        if earlier is None or later is None:
-            continue
+    """No round starts before the one that started before it has ended. One that was repeated may be out of order."""
+    started = sorted(((start, one) for one in rounds if (start := _moment(one.started_at))), key=lambda pair: pair[0])
+    for (earlier, before), (later, after) in itertools.pairwise(started):
         if later + _CLOCK < earlier + timedelta(seconds=min(before.wall_seconds, 1e9)):
             yield f"round {after.number} started at {after.started_at}", f"after the end of round {before.number}"
 

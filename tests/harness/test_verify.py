@@ -156,7 +156,7 @@ def test_several_rounds_hold_and_are_no_gap(tmp_path: Path, capsys: pytest.Captu
     [
         ({"started_at": "2026-01-02T03:04:15Z"}, "expected after the end of round 1"),
         ({"number": 1}, "ascending numbers from 1, each once"),
-        ({"place": 0}, "round 2 at place 0"),
+        ({"place": -1}, "round 2 at place -1"),
         ({"status": "oom"}, "steps exactly where it is ok"),
         ({"step_seconds": [0.2, 0.2, 0.2]}, "those of its rounds one after another"),
         ({"wall_seconds": 0.1}, "round 2 of 0.1 s; expected no less than its steps"),

@@ -76,10 +76,19 @@ def test_lengths_in_k_and_sequences_longer_than_what_is_counted_at_once() -> Non
     assert visible_pairs("documents:1M,...", seq_len, seq_len) == 2 * (1 << 20) * ((1 << 20) + 1) // 2 + 15
 
 
-@pytest.mark.parametrize("mask", ["diagonal", "block_sparse:4:random-3"])
-def test_a_mask_without_a_second_count_is_an_error(mask: str) -> None:
+@pytest.mark.parametrize(
+    ("mask", "seq_len"),
+    [
+        ("diagonal", S),
+        ("block_sparse:4:random-3", S),
+        ("sliding_window:4", 1 << 40),
+        ("documents:4,...", 1 << 40),
+        ("block_sparse:1:strided-2", 1 << 20),
+    ],
+)
+def test_a_mask_without_a_second_count_is_an_error(mask: str, seq_len: int) -> None:
     with pytest.raises(ValueError, match="has no second count"):
-        visible_pairs(mask, S, S)
+        visible_pairs(mask, seq_len, seq_len)
 
 
 def test_figures_of_a_training_step_by_hand() -> None:
@@ -99,6 +108,23 @@ def test_figures_of_a_training_step_by_hand() -> None:
     assert found["hfu"] == pytest.approx((model + again) / 2 / step / 989e12)
     assert found["step_seconds_iqr"] == pytest.approx(0.04)
     assert found["peak_memory_gib"] == pytest.approx(21 // 2 + 0.5)
+
+
+def test_the_ceiling_takes_the_gemms_that_a_trial_measured_at_its_own_shapes() -> None:
+    one = record(gpu=H200, dtype="bf16", model=LARGE, seq_len=1 << 16)
+    assert one.measurement is not None
+    products = ("query", "key_value", "out", "gate_up", "down", "lm_head")
+    directions = ("forward", "dgrad", "wgrad")
+    of_the_hardware = figures_of(one)["mfu_ceiling"]
+    one.measurement.extra["gemm_tflops"] = {name: dict.fromkeys(directions, 796.0) for name in products}
+    assert figures_of(one)["mfu_ceiling"] == pytest.approx(of_the_hardware)
+    for name in products:  # two thirds of each product's FLOPs at half the speed
+        one.measurement.extra["gemm_tflops"][name] |= {"dgrad": 398.0, "wgrad": 398.0}
+    slower = figures_of(one)["mfu_ceiling"]
+    one.measurement.extra["gemm_tflops"] = {name: dict.fromkeys(directions, 796.0 * 3 / 5) for name in products}
+    assert figures_of(one)["mfu_ceiling"] == pytest.approx(slower)
+    del one.measurement.extra["gemm_tflops"]["down"]
+    assert figures_of(one)["mfu_ceiling"] == of_the_hardware
 
 
 def differing(one: Record) -> dict[str, Any]:
