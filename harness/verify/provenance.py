@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from harness.records.caveats import ONE_ROUND, ONE_STEP
 from harness.records.record import Record
-from harness.records.stated import About, Stated
+from harness.records.stated import About, Reason, Stated, TypedCommand
 from harness.verify.finding import Failure, Gap
 from harness.verify.history import History
 from harness.verify.private import HOME, private_in, secret_variables
@@ -40,7 +40,8 @@ def provenance_findings(record: Record, text: str, stated: Stated, history: Hist
 
 def unused_statements(stated: Stated, trials: list[str]) -> Iterator[Failure]:
     """Entries of provenance.yaml that name no record that is there."""
-    for one in (*stated.commands, *stated.reasons):
+    entries: list[TypedCommand | Reason] = [*stated.commands, *stated.reasons]
+    for one in entries:
         if not any(map(one.names, trials)):
             yield Failure(
                 place="provenance.yaml",

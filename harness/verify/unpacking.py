@@ -82,7 +82,7 @@ def _problem(member: tarfile.TarInfo, path: PurePosixPath) -> str:
 class _Limited(io.RawIOBase):
     """What an archive unpacks to, up to MAX_BYTES: compressed zeros grow a thousandfold."""
 
-    def __init__(self, source: IO[bytes], archive: Path) -> None:
+    def __init__(self, source: gzip.GzipFile, archive: Path) -> None:
         self._source = source
         self._archive = archive
         self._left = MAX_BYTES

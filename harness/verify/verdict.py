@@ -120,8 +120,8 @@ def _products(
     packed = os.path.lexists(run_dir / SUMS_FILE)  # an archive's: whoever reads it is not to change it
     by = "`burst archive`" if packed else f"`burst report {run_dir}`"
     if published is None:
-        found = Failure(place=RESULTS_FILE, check=RESULTS_FILE, found="no such file", expected=f"what {by} writes")
-        verdict.failures.append(found)
+        lacking = Failure(place=RESULTS_FILE, check=RESULTS_FILE, found="no such file", expected=f"what {by} writes")
+        verdict.failures.append(lacking)
     else:
         verdict.failures += [*results_failures(published, rows, by), *figures_failures(published, figures)]
         verdict.files += 1
