@@ -21,7 +21,9 @@ from engine.atomic import write_atomic
 from engine.attention.planning.cost_model import ULYSSES_SCHEDULES
 from engine.settings import Task, TrialSettings, to_json
 from harness.metrics.throughput import metrics_of
+from harness.records.caveats import caveats_of
 from harness.records.record import Record
+from harness.records.stated import NOTHING_STATED, Stated
 
 Row = dict[str, Any]
 
@@ -32,7 +34,7 @@ COLUMNS: tuple[str, ...] = (
     "forward_seconds_median", "tokens_per_gpu_per_second", "tflops_per_gpu", "mfu", "mfu_ceiling", "hfu",
     "peak_memory_gib", "peak_reserved_gib", "sent_gib_per_gpu", "loss", "grad_norm", "seed", "commit",
     "ran", "rounds", "step_seconds_low", "step_seconds_high", "tokens_per_gpu_per_second_low",
-    "tokens_per_gpu_per_second_high", "driver", "gpus", "run_command", "ceiling_source",
+    "tokens_per_gpu_per_second_high", "driver", "gpus", "run_command", "ceiling_source", "caveats",
 )  # fmt: skip
 
 _NO_COLUMN = ("model.name", "model.note")  # the one is column `model`, the other no setting
@@ -49,8 +51,10 @@ METHOD_ORDER: tuple[str, ...] = (
 )  # fmt: skip
 
 
-def row_of(record: Record, run: str = "") -> Row:
+def row_of(record: Record, run: str = "", stated: Stated = NOTHING_STATED) -> Row:
     """One trial as a row; `run` names the run it belongs to, since only trials of one run may be compared in speed.
+
+    `stated`: what the run's provenance.yaml says of its records.
 
     Lists (`step_seconds_by_round` with its `round_numbers`, `loss_by_step`, `grad_norm_by_step`) are for tables and
     figures, not results.csv.
@@ -69,7 +73,8 @@ def row_of(record: Record, run: str = "") -> Row:
         reason=record.reason or None,
         commit=record.commit or None,
         ran=ran_of(record),
-        run_command=shlex.join(record.run_command) or None,
+        run_command=shlex.join(record.run_command) or stated.command(record.trial_id),
+        caveats="; ".join(caveats_of(record, stated)) or None,
     )
     row.update(to_json(metrics_of(record)))
     row.update((name, value) for name, value in flatten(to_json(settings)).items() if name not in _NO_COLUMN)
