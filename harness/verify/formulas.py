@@ -138,20 +138,23 @@ def _repeated_flops(settings: TrialSettings) -> float:
     if settings.task != "train":
         return 0.0
     model, checkpoint = settings.model, settings.checkpoint
-    per_weight = 2.0 * settings.seq_len * _sequences(settings) * model.layers
+    per_weight = 2.0 * settings.seq_len * _sequences(settings)
     projections, matrix = _layer_weights(model)
     matrices = 3 if model.gated else 2
+    whole = model.layers if checkpoint.every == 0 else min(model.layers, checkpoint.whole_layers)
+    again = model.layers - whole
     repeated = 0.0
-    if checkpoint.every:
-        # Each layer once for its activations, and layers again for the inputs that are not kept.
-        runs = 1 + _layers_replayed(model.layers, checkpoint.every, checkpoint.replay) / model.layers
-        repeated += per_weight * (runs * (projections + matrices * matrix) - matrix)
-        rows = settings.seq_len - _kept_rows(settings)
-        repeated += _attention_flops(settings, rows) * (runs if checkpoint.replay == "bisect" else 1)
-    elif settings.mlp_tiles > 1:
-        repeated += per_weight * (matrices - 1) * matrix
+    if again:
+        # Each of these layers once for its activations, and some again for the inputs that are not kept.
+        runs = again + _layers_replayed(again, checkpoint.every, checkpoint.replay)
+        repeated += per_weight * (runs * (projections + matrices * matrix) - again * matrix)
+        head = _attention_flops(settings, settings.seq_len - _kept_rows(settings)) / model.layers
+        repeated += head * (runs if checkpoint.replay == "bisect" else again)
+    tokens = settings.batch_size * (settings.seq_len // settings.cp_size)
+    not_kept = tokens - round(checkpoint.mlp * tokens)
+    repeated += per_weight * whole * (matrices - 1) * matrix * not_kept / tokens
     if settings.projection_tiles > 1 and model.qk_norm:
-        repeated += per_weight * model.hidden * (model.heads + model.kv_heads) * model.head_dim
+        repeated += per_weight * model.layers * model.hidden * (model.heads + model.kv_heads) * model.head_dim
     return repeated
 
 

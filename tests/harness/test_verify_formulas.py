@@ -168,6 +168,8 @@ settings_of_any_kind = st.builds(
         every=st.integers(0, 9),
         tail=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
         replay=st.sampled_from(["hold", "bisect"]),
+        whole_layers=st.integers(0, 9),
+        mlp=st.sampled_from([0.0, 0.3, 1.0]),
     ),
     kernel=st.sampled_from(["fa4", "cudnn", "flex"]),
 )
