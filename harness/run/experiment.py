@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,8 +99,7 @@ def run_experiment(
     if stopped:
         say(f"interrupted {stopped}; go on with: {_resuming(again)}")
         return 1
-    left = [statuses_of(record) for trial in chosen if (record := records.get(trial.id)) is not None]
-    if failed := sum(not statuses <= RESULTS for statuses in left):
+    if failed := run.failed():
         say(f"{failed} of {len(chosen)} trials failed; try them again with: {_resuming(again, '--retry-failed')}")
     return 1 if failed else 0
 
@@ -119,26 +118,27 @@ class _Run:
         resume: Resume | None,
         shuffle: Shuffle,
     ) -> None:
-        self._trials, self._host, self._directory, self._records = trials, host, directory, records
+        self._trials = {trial.id: trial for trial in trials}  # forming an id takes a digest of all settings
+        self._host, self._directory, self._records = host, directory, records
         self._view, self._repetition, self._resume, self._shuffle = view, repetition, resume, shuffle
         self._pending = Pending(repetition, retry_failed=resume is not None and resume.retry_failed)
         self._kept: dict[str, Record] = {}  # what trials have left that is not executed again, so far
-        for trial in trials:
-            record = _recorded(directory, records, trial.id) if resume is not None else None
+        for trial_id in self._trials:
+            record = _recorded(directory, records, trial_id) if resume is not None else None
             if record is not None and resume is not None and resume.keeps(record):
-                self._kept[trial.id] = record
+                self._kept[trial_id] = record
 
     def check_hardware(self, say: Callable[[str], None]) -> None:
         """Raise UsageError where rounds of one trial would be measured on different hardware; say where this machine
         cannot run the rounds that are missing."""
         cannot = 0
-        for trial in self._trials:
-            record = self._kept.get(trial.id)
+        for trial_id, trial in self._trials.items():
+            record = self._kept.get(trial_id)
             if record is None or not self._pending.lacks(record):
                 continue
             if record.gpu != self._host.gpu:
                 raise UsageError(
-                    f"{self._directory.trial(trial.id)} was measured on {record.gpu or 'an unknown GPU'}, and further "
+                    f"{self._directory.trial(trial_id)} was measured on {record.gpu or 'an unknown GPU'}, and further "
                     f"rounds here would be measured on {self._host.gpu}; add them there, or give --out another "
                     "directory"
                 )
@@ -150,15 +150,19 @@ class _Run:
         """Run every round that is due; returns where the user stopped it in words, else nothing."""
         number = 1
         while True:
-            due = [trial for trial in self._trials if self._due(trial, number)]
+            due = {each: trial for each, trial in self._trials.items() if self._due(each, trial, number)}
             if number > self._last_known() and not due:
                 return ""
             if stopped := self._round(number, due):
                 return stopped
             number += 1
 
-    def _due(self, trial: Trial, number: int) -> bool:
-        record = self._kept.get(trial.id)
+    def failed(self) -> int:
+        """Trials that failed, or a round of which did."""
+        return sum(not statuses_of(record) <= RESULTS for record in self._kept.values())
+
+    def _due(self, trial_id: str, trial: Trial, number: int) -> bool:
+        record = self._kept.get(trial_id)
         if record is not None and trial.unsupported_reason is not None:
             return False
         return self._pending.due(record, number)
@@ -168,9 +172,9 @@ class _Run:
         numbers = (one.number for record in self._kept.values() for one in record.rounds)
         return max(self._repetition.rounds, max(numbers, default=1))
 
-    def _round(self, number: int, due: Sequence[Trial]) -> str:
+    def _round(self, number: int, due: Mapping[str, Trial]) -> str:
         """Run one round; returns where the user stopped it in words, else nothing."""
-        kept = [record for trial in self._trials if (record := self._kept.get(trial.id))] if number == 1 else []
+        kept = [self._kept[each] for each in self._trials if each in self._kept] if number == 1 else []
         total = len(due) + len(kept)
         if not total:
             return ""
@@ -178,10 +182,9 @@ class _Run:
         for record in kept:
             self._view.trial_ended(record, kept=True)
         # A round that was broken off goes on: its first places are taken, also by trials that are not run now.
-        coming = {trial.id for trial in due}
-        others = [record for record in self._records.records() if record.trial_id not in coming]
+        others = [record for record in self._records.records() if record.trial_id not in due]
         taken = sum(round_in(record, number) is not None for record in others)
-        order = in_random_order(due, lambda trial: ranks_kind(trial, self._host), self._shuffle)
+        order = in_random_order(list(due.values()), lambda trial: ranks_kind(trial, self._host), self._shuffle)
         for index, trial in enumerate(order):
             done = f"after {len(kept) + index} of {total} trials"
             where = f"in {self._title(number)} {done}" if self._title(number) else done

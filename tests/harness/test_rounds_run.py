@@ -427,3 +427,36 @@ def test_a_run_leaves_an_experiment_that_plans_its_very_trials(tmp_path, monkeyp
     assert described["rounds"] == 1
     assert main(["run", str(run_dir / "experiment.yaml"), "--launcher", "local", "--resume"]) == 0
     assert read_records(run_dir) == [record]
+
+
+def test_status_shows_the_round_of_the_trial_that_runs_now(run, capfd):
+    seen = []
+
+    def ends(seed: int, number: int) -> str:
+        if (seed, number) == (0, 2):
+            folder = run.run_dir / "trials" / trial(0).id
+            (folder / "progress.jsonl").write_text('{"step": 1, "of": 2}\n')
+            assert main(["status", str(run.run_dir)]) == 0
+            seen.append(capfd.readouterr().out.splitlines())
+        return "ok"
+
+    run([trial(0), trial(1)], TWICE, ends)
+    [lines] = seen
+    assert lines[0] == f"{trial(0).id}  running  round 2 of 2  step 1/2"
+    assert lines[1] == f"{trial(1).id}  ok  2.0 s  1 of 2 rounds"
+    assert lines[2].startswith("exp runs: 1 running, 1 ok of 2 trials")
+
+
+def test_a_plan_says_in_how_many_rounds_its_trials_run(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("exp.yaml").write_text(EXPERIMENT)
+    assert main(["plan", "exp.yaml"]) == 0
+    assert "4 trials, 4 can run on this machine, in 2 rounds\n" in capfd.readouterr().out
+    assert main(["plan", "exp.yaml", "--json"]) == 0
+    assert {row["rounds"] for row in json.loads(capfd.readouterr().out)} == {2}
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["plan", "exp.yaml", "--set", "steps.rounds=1", "--set", "steps.interval=0.01"]) == 0
+    said = capfd.readouterr().out
+    assert "in 1 round, then more until the interval of the median is within ±1% or a trial has taken 600 s" in said
+    assert main(["plan", "exp.yaml", "--set", "steps.rounds=1"]) == 0
+    assert capfd.readouterr().out.endswith("4 trials, 4 can run on this machine\n")

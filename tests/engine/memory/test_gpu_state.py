@@ -14,8 +14,10 @@ from engine.memory.gpu_state import digest_of, parse, read_gpu
 UUID = "6e1b3c2a-0000-4444-8888-0123456789ab"
 GPU = torch.device("cuda", 0)
 
-# Captured from an H100 at rest; the others have its form, with a GPU at its limits and one that leaves fields out.
+# Captured from an H100 at rest and right after matrix products; the others have that form, with a GPU at its limits and
+# one that leaves fields out.
 H100 = "345, 2619, 68.79, 33, 580.159.04, 0x0000000000000001"
+H100_BUSY = "1440, 2619, 516.05, 54, 580.159.04, 0x0000000000000004"
 CAPPED = "1605, 3201, 699.42, 71, 570.86.15, 0x0000000000000024"
 CONSUMER = "210, 405, [N/A], 41, 535.183.01, [N/A]"
 
@@ -38,6 +40,11 @@ CONSUMER = "210, 405, [N/A], 41, 535.183.01, [N/A]"
                 temperature_c=71,
                 throttle=["sw_power_cap", "sw_thermal_slowdown"],
             ),
+        ),
+        (
+            H100_BUSY,
+            "580.159.04",
+            GpuState(sm_mhz=1440, memory_mhz=2619, power_watts=516.05, temperature_c=54, throttle=["sw_power_cap"]),
         ),
         (CONSUMER, "535.183.01", GpuState(sm_mhz=210, memory_mhz=405, temperature_c=41)),
         ("[Not Supported], [N/A], N/A, [Unknown Error], [N/A], 0x0", "", GpuState(throttle=[])),
