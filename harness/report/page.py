@@ -184,9 +184,7 @@ def draw_plots(rows: Sequence[Row]) -> list[Plot]:
         applicable = [group for group in setups if drawing.applies(group)]
         suffixes = _suffixes(applicable)
         for group, suffix in zip(applicable, suffixes, strict=True):
-            plots.append(
-                Plot(name=key + suffix, title=drawing.title, setup=about(group), figure=drawing.draw(group))
-            )
+            plots.append(Plot(name=key + suffix, title=drawing.title, setup=about(group), figure=drawing.draw(group)))
     return plots
 
 

@@ -78,9 +78,9 @@ def _draw_line(ax: Axes, points: list[Point], look: Look, measure: Measure, form
     ax.plot(lengths, values, zorder=3, **style)
     if not measure.timed:
         return
-    ends = [point.whisker(measure.column) or (point.value(measure.column),) * 2 for point, _ in drawn]
-    low = [value - end[0] * measure.scale for value, end in zip(values, ends, strict=True)]
-    high = [end[1] * measure.scale - value for value, end in zip(values, ends, strict=True)]
+    ends = [point.whisker(measure.column) for point, _ in drawn]
+    low = [value - end[0] * measure.scale if end else 0.0 for value, end in zip(values, ends, strict=True)]
+    high = [end[1] * measure.scale - value if end else 0.0 for value, end in zip(values, ends, strict=True)]
     if any(low) or any(high):
         ax.errorbar(
             lengths, values, yerr=[[max(0.0, one) for one in low], [max(0.0, one) for one in high]], fmt="none",

@@ -45,6 +45,7 @@ _FIRST = (
 _FILLS = (*_FIRST, *(one for one in itertools.product((_PLAIN, _PALE, _DARK), _HATCHES) if one not in _FIRST))
 _MARKERS = ("o", "s", "D", "^", "v", "<", ">", "p")
 _DASHES: tuple[str | tuple[int, tuple[int, ...]], ...] = ("-", (0, (5, 2)), (0, (2, 2)), (0, (7, 2, 2, 2)), (0, (1, 1)))
+_UPSTREAM_SHADES = {_PLAIN: 0.85, _PALE: 0.62, _DARK: 0.4}
 _LINE_SHADES = (0.0, -0.45, 0.4)
 assert len(_FILLS) >= MAX_SERIES
 
@@ -70,7 +71,7 @@ class Look:
     def fill(self) -> tuple[float, float, float]:
         """Colour of a bar's face."""
         shade = _FILLS[self.variant % len(_FILLS)][0]
-        return mixed(self.colour, 0.8 if self.upstream else shade)
+        return mixed(self.colour, _UPSTREAM_SHADES[shade] if self.upstream else shade)
 
     @property
     def bar(self) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def value_axis(
 
 
 def length_axis(ax: Axes, lengths: Sequence[int], text: Callable[[int], str], most: int = 8) -> None:
-    """A logarithmic horizontal axis with a tick at each length; at every second where there are over `most`, and so on."""
+    """A logarithmic horizontal axis with a tick at each length; where there are over `most`, at every second."""
     ax.set_xscale("log", base=2)
     kept = sorted(lengths)
     while len(kept) > most:

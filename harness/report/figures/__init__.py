@@ -69,7 +69,7 @@ def render(figure: Figure, kind: str) -> bytes:
 
 
 def save_figure(figure: Figure, stem: Path, kinds: Iterable[str]) -> list[Path]:
-    """Write `stem`.png, `stem`.pdf ... whole or not at all; beside a PDF its caption, in `stem`.tex, which includes it."""
+    """Write `stem`.png, `stem`.pdf ... whole or not at all; beside a PDF `stem`.tex with its caption."""
     written = [write_atomic(stem.with_name(f"{stem.name}.{kind}"), render(figure, kind)) for kind in sorted(kinds)]
     if "pdf" in kinds and isinstance(figure, Sheet):
         written.append(write_atomic(stem.with_name(f"{stem.name}.tex"), latex_of(figure, stem.name)))

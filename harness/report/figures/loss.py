@@ -85,8 +85,8 @@ def _drawn(found: Sequence[Agreement]) -> tuple[list[Agreement], list[str]]:
     if compared:
         notes.append(
             "Loss = mean over all target tokens of the whole batch. Lower panels: larger of the two relative "
-            "differences (loss, gradient norm) to the reference, the first ok trial of the same model, length, dtype, data "
-            "and seed; "
+            "differences (loss, gradient norm) to the reference, the first ok trial of the same model, length, dtype, "
+            "data and seed; "
             f"exact equality is drawn at {_FLOOR:.0e}."
         )
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -25,7 +26,7 @@ from harness.report.results import Row, sortable
 from harness.report.tables import plain
 from harness.report.variants import varying_settings
 
-_FRONTIER = {"color": MUTED, "linewidth": 1.1, "linestyle": (0, (4, 2))}
+_FRONTIER: dict[str, Any] = {"color": MUTED, "linewidth": 1.1, "linestyle": (0, (4, 2))}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

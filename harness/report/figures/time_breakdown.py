@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
@@ -183,7 +184,7 @@ def _draw_categories(form: Form, *, bars: Sequence[_Bar], title: str, about: str
     return figure
 
 
-def _face(category: str) -> dict[str, object]:
+def _face(category: str) -> dict[str, Any]:
     if category in _AGAIN:
         return {
             "facecolor": mixed(_FILLS[category], 0.6),
