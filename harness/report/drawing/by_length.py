@@ -65,13 +65,15 @@ def _draw(form: Form, rows: Sequence[Row], layout: Layout, title: str, measure: 
     # Above the tallest bar stands its upright number.
     room = 1.08 if as_lines or measure.ceiling else 1.42 if form.paper else 1.24
     value_axis(cells[0], _extent(layout, measure), bars=not as_lines, room=room)
+    stretched = (figure.get_figwidth() - 0.9) / sum(widths)  # a sheet is wider than one narrow panel
+    bar_inches = form.bar_inches * min(2.0, max(1.0, stretched)) / max(1.0, stretched)
     for index, (ax, panel, place) in enumerate(zip(cells, layout.panels, places, strict=False)):
         if measure.peak:
             ax.axhline(measure.peak, color=MUTED, linewidth=1.0, linestyle=_PEAK_DASHES, zorder=1)
         if as_lines:
             draw_lines(ax, panel, layout.looks, measure, ceilings, form)
         else:
-            draw_bars(ax, place, layout.looks, measure, form, room=widths[index % columns] / form.bar_inches)
+            draw_bars(ax, place, layout.looks, measure, form, room=widths[index % columns] / bar_inches)
         if len(places) > 1 or not form.paper:
             panel_title(ax, panel.title, widths[index % columns], form)
         if index + columns >= len(places):
