@@ -153,7 +153,7 @@ def many_rows(count: int) -> list[Row]:
         row, round_trip = dict(one_of_each[number % len(one_of_each)]), number // len(one_of_each)
         changes = {
             "seed": round_trip,
-            "mlp_tiles": 1 + round_trip % 7,
+            "mlp_tiles": 1 + round_trip,
             "world_size": row["cp_size"] * (1 + round_trip % 8),
         }
         rows.append({**row, **changes})
