@@ -20,6 +20,7 @@ from harness.records.record import Record, refuse_bad, set_aside
 from harness.report import figures, tables
 from harness.report.breakdown_table import breakdown_table
 from harness.report.comparison import comparison_table, known_baseline
+from harness.report.drawing.points import about, groups_of
 from harness.report.figures import all_figures, render, save_figure
 from harness.report.head_table import head_table
 from harness.report.headline import summary_sentences
@@ -35,7 +36,7 @@ from harness.report.summary import (
     series_names,
 )
 from harness.report.tables import Table, save_table, significant
-from harness.report.variants import panel_name, panel_of, setup_name, setups_of
+from harness.report.variants import panel_name, panel_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -176,15 +177,13 @@ def report_tables(rows: Sequence[Row], baseline: str | None = None) -> list[Tabl
 
 def draw_plots(rows: Sequence[Row]) -> list[Plot]:
     """Every figure that applies, once per set-up; file names say the set-up only where there are several."""
-    setups = setups_of(rows)
+    setups = groups_of(rows)
     plots = []
     for key, drawing in all_figures().items():
         applicable = [group for group in setups if drawing.applies(group)]
         suffixes = _suffixes(applicable)
         for group, suffix in zip(applicable, suffixes, strict=True):
-            plots.append(
-                Plot(name=key + suffix, title=drawing.title, setup=setup_name(group), figure=drawing.draw(group))
-            )
+            plots.append(Plot(name=key + suffix, title=drawing.title, setup=about(group), figure=drawing.draw(group)))
     return plots
 
 

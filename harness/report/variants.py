@@ -110,12 +110,14 @@ def _said_by_name(row: Row, setting: str) -> bool:
     return row["ran"] not in (None, ONE_RANK) and row[setting] == row.get(f"chosen_{setting}")
 
 
-def series_of(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+def series_of(rows: Sequence[Row], varying: Sequence[str] | None = None) -> list[tuple[str, list[Row]]]:
     """Rows split by series: methods in their usual order, variants of one method in the order of their settings.
+
+    `varying` names the settings that tell series apart; by default all that vary.
 
     A row without a measurement, or of one rank, joins the rows with its settings where all of these ran the same.
     """
-    varying = varying_settings(rows)
+    varying = varying_settings(rows) if varying is None else varying
 
     def variant(row: Row) -> tuple[Any, ...]:
         return (row["method"], *(row.get(name) for name in varying))

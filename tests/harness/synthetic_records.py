@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from engine.measurement import Measurement
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.records.record import Record, Round, Status
+from harness.report.breakdown_table import HEADERS
 from harness.spec.trial import Trial
 
 GIB = 1 << 30
@@ -148,3 +150,42 @@ def gpu_sweep() -> list[Record]:
                             )
                         )  # fmt: skip
     return sweep
+
+
+def traced(seconds: float = 2.0, **changes: Any) -> Record:
+    """A trial whose step was traced: its time in five categories."""
+    one = record(gpu=H200, dtype="bf16", seconds=seconds, **changes)
+    assert one.measurement is not None
+    shares = {"attention_forward": 0.2, "attention_backward": 0.45, "matmul": 0.3, "copies": 0.049, "merge": 0.001}
+    parts = {name: seconds * shares.get(name, 0.0) for name in HEADERS}
+    profile = {"of": "extra_step", "on": "gpu", "rank": 0, "span_seconds": seconds, "seconds": parts}
+    return replace(one, measurement=replace(one.measurement, extra={"profile": profile}))
+
+
+def with_memory(gib: float, seconds: float, **changes: Any) -> Record:
+    """A trial on a GPU with this peak memory and step time."""
+    one = record(gpu=H200, dtype="bf16", seconds=seconds, **changes)
+    assert one.measurement is not None
+    ranks = one.settings.world_size
+    return replace(one, measurement=replace(one.measurement, peak_allocated_bytes=[int(gib * GIB)] * ranks))
+
+
+def levers() -> list[Record]:
+    """Memory against time at one length: the tiled MLP is dominated, the other three are on the frontier."""
+    return [
+        with_memory(20, 1.0),
+        with_memory(15, 1.2, checkpoint=Checkpoint(offload="all")),
+        with_memory(10, 1.5, optimizer_offload=True),
+        with_memory(16, 1.4, mlp_tiles=8),
+    ]
+
+
+def in_rounds(one: Record, *seconds: list[float]) -> Record:
+    """The record with these steps, a list for each round."""
+    assert one.measurement is not None
+    steps = [second for of_round in seconds for second in of_round]
+    rounds = [
+        Round(number=number, place=0, started_at=one.started_at, wall_seconds=1.0, step_seconds=list(of_round))
+        for number, of_round in enumerate(seconds, start=1)
+    ]
+    return replace(one, rounds=rounds, measurement=replace(one.measurement, step_seconds=steps))

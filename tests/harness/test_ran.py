@@ -11,7 +11,7 @@ from engine.settings import Steps
 from harness.cli import main
 from harness.records.record import Record, write_record
 from harness.report.comparison import comparison_table
-from harness.report.figures._style import looks_of
+from harness.report.drawing.looks import looks_of
 from harness.report.headline import summary_sentences
 from harness.report.mask_table import mask_table
 from harness.report.page import TABLES, report_tables, terminal_table

@@ -60,7 +60,8 @@ def test_a_report_leaves_page_figures_and_tables(full: Path) -> None:
         "throughput.png",
         "throughput.pdf",
         "loss.png",
-        "peak_memory-train.png",
+        "attention_speed.png",
+        "throughput.tex",
         "bytes_sent-attention.pdf",
     } <= figures
     tables = {path.name for path in (full / "tables").iterdir()}
@@ -115,7 +116,11 @@ def test_a_run_without_a_single_number_still_has_a_report(tmp_path: Path, status
 def test_runs_of_different_experiments_share_a_report_without_mixing_figures(tmp_path: Path) -> None:
     small = run_of(tmp_path / "small", [record(), record(method="megatron_cp", seconds=0.3)])
     large = run_of(
-        tmp_path / "large", [record(experiment="big", title="A large sweep", model=LARGE, dtype="bf16", gpu=H200)]
+        tmp_path / "large",
+        [
+            record(experiment="big", title="A large sweep", model=LARGE, dtype="bf16", gpu=H200, seq_len=seq_len)
+            for seq_len in (1024, 2048)
+        ],
     )
     page = Page(write_report([small, large], tmp_path / "out").read_text())
     assert "A small sweep · A large sweep" in page.text
@@ -130,10 +135,10 @@ def test_runs_with_one_name_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_only_the_formats_asked_for_are_written(tmp_path: Path) -> None:
-    folder = run_of(tmp_path / "r", [record()])
+    folder = run_of(tmp_path / "r", [record(), record(method="ring")])
     assert write_report([folder], tmp_path / "out", {"md", "pdf"}) == tmp_path / "out"
     written = {path.suffix for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    assert written == {".md", ".pdf"}
+    assert written == {".md", ".pdf", ".tex"}  # a PDF's caption lies beside it
 
 
 def test_an_unknown_format_and_an_empty_run_are_refused_in_one_sentence(tmp_path: Path) -> None:
