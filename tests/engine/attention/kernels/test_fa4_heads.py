@@ -1,4 +1,4 @@
-"""What FlashAttention-4 is handed in backward: a zero output and minus delta for dlse, or O itself, and no more heads than
+"""What FlashAttention-4 is handed in backward: a zero output and minus delta, or O itself, and no more heads than
 its memory allows. The library itself is stood in for by the reference kernel."""
 
 from __future__ import annotations
