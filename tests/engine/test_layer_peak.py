@@ -27,6 +27,7 @@ class Allocating(CpuKernel):
 
     writes_input_dtype = True
     takes_delta = True
+    takes_output = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Any, scale: float) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])

@@ -244,9 +244,7 @@ def group_backward_bytes(
     size = volume.ring.cp_size
     total = Sent()
     for rank in range(size) if size <= ALL_RANKS else (0, size // 2, size - 1):
-        # A flat ring has one inner ring, whose ranges are those of all ranks: one plan holds them.
-        known = 0 if volume.ring.nodes == 1 else rank
-        work = comm_plan(mask, layout, volume.ring, seq_len, known, sends_queries)
+        work = comm_plan(mask, layout, volume.ring, seq_len, rank, sends_queries)
         total += volume.backward(work, rank, shards, sends_queries)
     return total
 
