@@ -65,7 +65,9 @@ class Browser:
         os.close(self._read)
         self._folder.cleanup()
 
-    def open(self, page: Path, *, width: int = 1280, height: int = 900, dark: bool = False, script: bool = True) -> None:
+    def open(
+        self, page: Path, *, width: int = 1280, height: int = 900, dark: bool = False, script: bool = True
+    ) -> None:
         """Show a file at this width, in the light or the dark theme, and wait until it is loaded."""
         self._call("Emulation.setScriptExecutionDisabled", value=not script)
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
@@ -82,6 +84,12 @@ class Browser:
         answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
+
+    def document(self) -> str:
+        """The page's HTML as it stands now, also where its scripts may not run."""
+        root = self._call("DOM.getDocument")["root"]
+        html: str = self._call("DOM.getOuterHTML", nodeId=root["nodeId"])["outerHTML"]
+        return html
 
     def press(self, key: str, code: int) -> None:
         """A key of the keyboard, such as Enter, 13."""
