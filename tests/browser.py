@@ -85,6 +85,12 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
+    def document(self) -> str:
+        """The page's HTML as it stands now, also where its scripts may not run."""
+        root = self._call("DOM.getDocument")["root"]
+        html: str = self._call("DOM.getOuterHTML", nodeId=root["nodeId"])["outerHTML"]
+        return html
+
     def press(self, key: str, code: int) -> None:
         """A key of the keyboard, such as Enter, 13."""
         text = {"text": "\r"} if key == "Enter" else {}

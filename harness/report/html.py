@@ -24,6 +24,7 @@ from harness.report.tables import Column, Table, without_empty_columns
 
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_ROWS = 500  # of one table on the page; a browser lays out a few thousand cells at once
+_WRAPPED = ("next", "verdict", "reference", "settings")  # headers of short texts that take several lines in need
 _NAMES = ("trial", "method", "head")  # headers of the column that says which trial a line is; it comes first
 
 
@@ -152,6 +153,8 @@ def _cell(value: Any, text: str, column: Column) -> Cell:
         style = f"status {text}"
     elif column.header in ("reason", "caveats") and text:
         style = "words"
+    elif column.header in _WRAPPED:
+        style = "wrap"
     return Cell(text=text, sort=repr(key) if number else "", style=style)
 
 

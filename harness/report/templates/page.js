@@ -109,7 +109,7 @@ for (const block of document.querySelectorAll(".grid")) {
   const table = block.querySelector("table");
   const tools = block.querySelector(".tools");
   const rows = [...table.tBodies[0].rows];
-  if (rows.length > 5) addFilter(tools, rows, block.dataset.title);
+  if (rows.length > 8) addFilter(tools, rows, block.dataset.title);
   addGroups(tools, table);
   if (rows.length > 1) addSorting(table, rows);
   table.querySelectorAll("details.command").forEach(addCopy);
