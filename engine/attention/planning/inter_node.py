@@ -116,10 +116,8 @@ def _ring(
     problem: SpanningProblem, layout: Layout, volume: RingVolume, part: Shards, rank: int, side: str
 ) -> CallBytes:
     """Of one rank along a ring."""
-    # A ring without outer steps has one inner ring, whose ranges are those of all ranks: one plan holds them.
-    known = 0 if volume.ring.nodes == 1 else rank
     forward, backward = (
-        comm_plan(problem.mask, layout, volume.ring, problem.seq_len, known, sends_queries)
+        comm_plan(problem.mask, layout, volume.ring, problem.seq_len, rank, sends_queries)
         for sends_queries in (False, side == "query")
     )
     return volume.call_bytes(forward, backward, rank, part, side == "query")
