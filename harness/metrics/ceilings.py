@@ -19,6 +19,9 @@ from harness.records.record import Record
 NO_ATTENTION = {"forward": 1.0, "backward": 1.0}  # of work without any: no figure depends on it
 
 
+OWN_GEMMS = "GEMMs of this trial's shapes"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ceiling:
     """Least seconds of one GPU for all the work of a step, and a sentence on the speeds behind it."""
@@ -28,7 +31,10 @@ class Ceiling:
 
 
 def ceiling_of(record: Record, work: Work, hardware: Hardware) -> Ceiling | None:
-    """The ceiling of an ok record; None where a speed was measured neither in the trial nor for this hardware."""
+    """The ceiling of an ok record; None where a speed was measured neither in the trial nor for this hardware, and for
+    attention alone on one rank: that is the kernel itself, whose speed is no share of its speed at another length."""
+    if record.settings.task == "attention" and record.settings.cp_size == 1:
+        return None
     measured = record.measurement
     assert measured is not None, "an ok record has a measurement"
     own = own_gemm_tflops(record.settings.model, measured.extra.get("gemm_tflops"))
@@ -83,4 +89,4 @@ def _own_source(extra: Mapping[str, Any]) -> str:
     """When and where a trial's own GEMMs were measured."""
     how = extra.get("gemm", {})
     when = ", ".join(filter(None, (how.get("where", "in this trial"), how.get("started_at"))))
-    return f"GEMMs of this trial's shapes: {when}"
+    return f"{OWN_GEMMS}: {when}"

@@ -13,19 +13,25 @@ from cluster.environment.value import redact as redact  # here because it belong
 from cluster.environment.value import shown
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
-COMMIT_VARIABLE = "BURST_COMMIT"  # names the commit where the code is a copy without its history, such as an image
+COMMIT_VARIABLE = "BURST_COMMIT"  # names the commit of code that is a copy, such as an image
 
 
 def commit(root: Path = PROJECT_ROOT, environment: Mapping[str, str] = os.environ) -> str:
-    """Commit of the running code, with `-dirty` when tracked files differ from it; empty when nothing says."""
+    """Commit of the running code, with `-dirty` when tracked files differ from it; empty when nothing says.
+
+    The environment's variable counts where git does not know the code: no repository, or files that differ from its
+    commit, such as a copy of files laid over another checkout.
+    """
+    named, found = environment.get(COMMIT_VARIABLE, ""), ""
     try:
         # An installed copy may lie inside some other repository, whose commit would say nothing about it.
         if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() == root.resolve():
-            dirty = _git(root, "status", "--porcelain", "--untracked-files=no")
-            return _git(root, "rev-parse", "HEAD") + ("-dirty" if dirty else "")
+            found = _git(root, "rev-parse", "HEAD")
+            if not _git(root, "status", "--porcelain", "--untracked-files=no"):
+                return found
     except (OSError, subprocess.SubprocessError):  # no git, no repository, or one that belongs to someone else
         pass
-    return environment.get(COMMIT_VARIABLE, "")
+    return named or (f"{found}-dirty" if found else "")
 
 
 def version() -> str:

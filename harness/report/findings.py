@@ -6,6 +6,7 @@ A method or a setting is called ahead only where the interval of the ratio says 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -189,13 +190,15 @@ def _seconds_per_token(trials: Sequence[Row]) -> float:
 
 
 def _settings(variants: Sequence[Sequence[Row]], varying: Sequence[str]) -> list[str]:
-    """What tells the choices of settings apart: the form of a loss, the swept value, or what differs from most."""
+    """What tells the choices of settings apart: the form of a loss, the swept values, or what differs from most."""
     firsts = [trials[0] for trials in variants]
     forms = [form_of(row) for row in firsts]
     if firsts[0]["task"] == "lm_head" and len(set(forms)) == len(forms):
         return forms
     if len(varying) == 1:
         return [setting_text(varying[0], row[varying[0]]).partition(" ")[2] for row in firsts]
+    if len(firsts) == math.prod(len({row.get(name) for row in firsts}) for name in varying):  # all with all: a grid
+        return [", ".join(setting_text(name, row.get(name)) for name in varying) for row in firsts]
     usual = {name: Counter(row.get(name) for row in firsts).most_common(1)[0][0] for name in varying}
     changed = [
         [setting_text(name, row.get(name)) for name in varying if row.get(name) != usual[name]] for row in firsts

@@ -85,6 +85,8 @@ def figures_of(record: Record) -> dict[str, Figure]:
     found["peak_tflops"] = peak
     found["mfu"] = 3.0 * forward / per_peak
     found["hfu"] = (3.0 * forward + 0.5 * attention + _repeated_flops(settings)) / per_peak
+    if settings.task == "attention" and settings.cp_size == 1:
+        return found  # the kernel itself
     speeds = hardware.kernel_ceilings.get(measured.chosen.get("kernel", ""))
     gemm = _own_gemm_speed(settings.model, measured.extra.get("gemm_tflops")) or hardware.gemm_tflops
     products = 3.0 * (forward - attention)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from harness.metrics.ceilings import OWN_GEMMS
 from harness.metrics.hardware import hardware_for
 from harness.report.results import Row
 
@@ -22,12 +23,15 @@ def peak_note(rows: Sequence[Row]) -> str:
 
 def ceiling_note(rows: Sequence[Row]) -> str:
     """What the ceiling is, and where and when its kernels were measured; empty where no row has one."""
-    gpus = sorted({row["gpu"] for row in rows if row.get("mfu_ceiling") or row.get("tflops_ceiling")})
-    if not gpus:
+    drawn = [row for row in rows if row.get("mfu_ceiling") or row.get("tflops_ceiling")]
+    if not drawn:
         return ""
-    measured = [
-        f"{gpu}: GEMM {_source(gpu, 'gemm_tflops')}; attention {_source(gpu, 'kernel_ceilings')}" for gpu in gpus
-    ]
+    without = {row["gpu"] for row in drawn if not (row.get("ceiling_source") or "").startswith(OWN_GEMMS)}
+    own = any(row["gpu"] not in without for row in drawn)
+    measured = ["GEMM of the trials' own shapes, measured in them"] if own else []
+    for gpu in sorted({row["gpu"] for row in drawn}):
+        gemm = f"GEMM {_source(gpu, 'gemm_tflops')}; " if gpu in without else ""
+        measured.append(f"{gpu}: {gemm}attention {_source(gpu, 'kernel_ceilings')}")
     return f"Ceiling: the same work at measured kernel speeds, no transfer exposed ({'; '.join(measured)})."
 
 
