@@ -75,7 +75,7 @@ def closing(comparison: Comparison, names: dict[int, str]) -> list[str]:
     counted = [f"{verdicts[word]} {word}" for word in ("faster", "slower", "not distinguishable") if verdicts[word]]
     single = sum(min(pair.rounds) < 2 for pair in comparison.pairs if pair.times is not None)
     if single:
-        counted[-1] += f" ({single} with one round, which has no interval; `steps.rounds: 3` gives one)"
+        counted[-1] += f" ({single} with one round, which has no interval; steps.rounds: 3 gives one)"
     others = [pair.outcome for pair in comparison.pairs if pair.outcome != "compared"]
     words = {"lost": "measured in A alone", "gained": "measured in B alone", "neither": "without a number in both"}
     counted += [f"{others.count(outcome)} {text}" for outcome, text in words.items() if outcome in others]

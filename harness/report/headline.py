@@ -13,7 +13,7 @@ from harness.report.tables.trials import CHECKED, CPU_TIMES, on_cpu
 
 ALL_ONE_ROUND = (
     "Every trial ran in one round, so no figure has an interval and no difference can be told from noise; "
-    "`steps.rounds: 3` gives intervals."
+    "steps.rounds: 3 gives intervals."
 )
 
 
