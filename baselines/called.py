@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from baselines.install.places import Place
 from baselines.programs import PROGRAMS
@@ -17,7 +17,7 @@ from baselines.upstream import Printed, Rendered, Upstream
 from engine.attention.geometry.layout import split_unsupported_reason
 
 if TYPE_CHECKING:
-    from engine.settings import TrialSettings
+    from engine.settings import Task, TrialSettings
 
 REQUEST_FILE = "attention.json"
 MARK = "UPSTREAM "
@@ -37,7 +37,7 @@ def parse_program(output: str) -> Printed:
     """What our programs print: a line per step, and one with the peaks at the end."""
     lines = [json.loads(text) for text in _LINE.findall(output)]
     steps = [line for line in lines if "seconds" in line]
-    end = next((line for line in reversed(lines) if "peak_allocated_bytes" in line), {})
+    end: dict[str, Any] = next((line for line in reversed(lines) if "peak_allocated_bytes" in line), {})
     return Printed(
         step_seconds=[line["seconds"] for line in steps],
         forward_seconds=[line["forward_seconds"] for line in steps if "forward_seconds" in line],
@@ -52,7 +52,7 @@ def parse_program(output: str) -> Printed:
 class UpstreamAttention(Upstream):
     """The common part of systems that are called; adapters say how sequences are laid out, and what is refused."""
 
-    tasks = ("attention",)
+    tasks: tuple[Task, ...] = ("attention",)
 
     def request(self, settings: TrialSettings, place: Place) -> dict[str, object]:
         """The trial for the program; adapters add what their `call.py` reads."""

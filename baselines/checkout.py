@@ -37,7 +37,7 @@ def check_out(checkout: Checkout, into: Path, mirrors: Mapping[str, Path] | None
     Raises UsageError when a commit cannot be fetched, or is not the pinned one.
     """
     into.parent.mkdir(parents=True, exist_ok=True)
-    mirrors = mirrors or {}
+    mirrors = {} if mirrors is None else mirrors
     with tempfile.TemporaryDirectory(prefix=".checkout-", dir=into.parent) as scratch:
         files = Path(scratch) / "files"
         files.mkdir()

@@ -39,7 +39,7 @@ class _Repositories(dict[str, Path]):
         super().__init__()
         self._folder = folder
 
-    def get(self, commit: str, default: object = None) -> Path:  # type: ignore[override]
+    def get(self, commit: str, default: object = None) -> Path:
         candidates = [self._folder / REPOSITORIES / f"{commit}.git", self._folder, *sorted(self._folder.iterdir())]
         for path in candidates:
             if path.is_dir() and _holds(path, commit):

@@ -17,7 +17,7 @@ import yaml
 
 from baselines.install.build import check_space, install_system
 from baselines.install.bundle import make_bundle
-from baselines.install.interpreter import Interpreter, look_at
+from baselines.install.interpreter import Interpreter, clean_environment, look_at
 from baselines.install.places import Installed, Place
 from baselines.install.verify import verify
 from cluster.files.errors import UsageError
@@ -91,14 +91,16 @@ def test_an_installation_has_the_pinned_system_and_the_torch_of_this_environment
     assert install_system(place, given=given, say=quiet).problems == []
     assert place.condition()[0] == "installed"
     code = "import somering, torch, numpy; print(somering.__file__, torch.__version__)"
-    done = subprocess.run([place.python, "-c", code], capture_output=True, text=True, check=True)
+    alone = clean_environment()
+    done = subprocess.run([place.python, "-c", code], env=alone, capture_output=True, text=True, check=True)
     path, version = done.stdout.split()
     assert path.startswith(str(place.folder / "env"))
     state = place.state()
     assert state is not None
     assert (state.torch, state.packages["somering"]) == (version, "1.2")
     for name in ("pytest", "engine", "pip"):  # neither the packages beside torch, nor our own
-        assert subprocess.run([place.python, "-c", f"import {name}"], capture_output=True, check=False).returncode
+        tried = subprocess.run([place.python, "-c", f"import {name}"], env=alone, capture_output=True, check=False)
+        assert tried.returncode
 
 
 def test_what_was_cut_off_is_found_and_finished_without_what_it_had_fetched(
@@ -142,11 +144,14 @@ def test_a_bundle_installs_where_there_is_no_network(place: Place, given: Path, 
     pin = yaml.safe_load(pin_file.read_text())
     pin["current"]["checkout"]["repository"] = f"file://{given / 'some-clone'}"
     pin_file.write_text(yaml.safe_dump(pin))
-    wheels = place.folder.parent / "pip.conf"
-    wheels.parent.mkdir(parents=True)
-    wheels.write_text(f"[global]\nno-index = true\nfind-links = {given}\n")
+    index = tmp_path / "index" / "somering"
+    index.mkdir(parents=True)
+    name = "somering-1.2-py3-none-any.whl"
+    (index / "index.html").write_text(f'<a href="file://{given}/{name}">{name}</a>')
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PIP_CONFIG_FILE", str(wheels))
+        patch.setenv("PIP_CONFIG_FILE", "/dev/null")
+        patch.setenv("PIP_INDEX_URL", f"file://{tmp_path}/index")
+        patch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
         make_bundle(place, tmp_path / "some.tar")
     given.rename(tmp_path / "gone")
     install_system(place, given=tmp_path / "some.tar", say=quiet)
