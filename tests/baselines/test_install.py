@@ -99,7 +99,8 @@ def test_an_installation_has_the_pinned_system_and_the_torch_of_this_environment
     assert state is not None
     assert (state.torch, state.packages["somering"]) == (version, "1.2")
     for name in ("pytest", "engine", "pip"):  # neither the packages beside torch, nor our own
-        tried = subprocess.run([place.python, "-c", f"import {name}"], env=alone, capture_output=True, check=False)
+        command = [place.python, "-c", f"import {name}"]  # which would also look into the working directory
+        tried = subprocess.run(command, env=alone, cwd=place.folder, capture_output=True, check=False)
         assert tried.returncode
 
 
