@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.attention.context import ContextParallel
-    from engine.attention.op import burst_attention
+    from engine.attention.prepared import burst_attention, prepare_attention
     from engine.burst import choose_layout
 
-__all__ = ["ContextParallel", "burst_attention", "choose_layout"]
+__all__ = ["ContextParallel", "burst_attention", "choose_layout", "prepare_attention"]
 
 _MODULES = {
     "ContextParallel": "engine.attention.context",
-    "burst_attention": "engine.attention.op",
+    "burst_attention": "engine.attention.prepared",
     "choose_layout": "engine.burst",
+    "prepare_attention": "engine.attention.prepared",
 }
 
 

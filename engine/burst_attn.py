@@ -25,7 +25,7 @@ from torch import Tensor
 
 from engine.attention.context import ContextParallel
 from engine.attention.masks import Causal, Full
-from engine.attention.op import burst_attention
+from engine.attention.prepared import burst_attention
 
 # `flash` of the library -> kernel of ours. Its Triton kernels were a plain FlashAttention; torch's own today is flex.
 KERNELS = {"cuda": "auto", "triton": "flex", None: "reference"}

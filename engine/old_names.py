@@ -56,14 +56,15 @@ def renamed_keywords(function: Callable[P, R], names: Mapping[str, str] = KEYWOR
 
     @functools.wraps(function)
     def renaming(*args: P.args, **keywords: P.kwargs) -> R:
-        for old in names.keys() & keywords.keys():
-            new = names[old]
+        for old, new in names.items():  # plain loops: `torch.compile` traces them
+            if old not in keywords:
+                continue
             if new in keywords:
                 raise TypeError(f"{function.__name__} was given {old} and {new}, which is its name now; give {new}")
             warnings.warn(f"{old} is now {new}; write {new}=", DeprecationWarning, stacklevel=2)
             keywords[new] = keywords.pop(old)
-        for key in VALUES.keys() & keywords.keys():
-            value = keywords[key]
+        for key in VALUES:
+            value = keywords.get(key)
             if isinstance(value, str) and (new := VALUES[key].get(value, value)) != value:
                 warnings.warn(f"{key} {value} is now {new}; write {key}={new!r}", DeprecationWarning, stacklevel=2)
                 keywords[key] = new

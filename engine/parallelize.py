@@ -40,14 +40,21 @@ def build_model(settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> tu
 def parallelize(model: Decoder, settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> Recompute | None:
     """Context parallelism, activation checkpointing, tiles, loss fusion, then FSDP2 around all of them. Returns
     the store of saved layer inputs, or None when nothing is recomputed."""
-    for block in model.blocks:
-        block.attend = attend
-        block.project = project_in(settings.projection_tiles)
-        block.add_mlp = add_mlp_in(settings.mlp_tiles)
-    recompute = set_activations(settings.checkpoint, list(model.blocks))
+    recompute = set_layers(model, settings, attend)
     model.head.loss_sum = loss_sum_of(settings, mesh.device_type)
     shard_parameters(model, settings, mesh)
     return recompute
+
+
+def set_layers(model: Decoder, settings: TrialSettings, attend: Attend) -> Recompute | None:
+    """Attention, tiles, and the tensors that every layer saves for backward; returns what `parallelize` does."""
+    again = settings.checkpoint.layers_again(len(model.blocks))
+    for index, block in enumerate(model.blocks):
+        recomputed = index < again
+        block.attend = attend
+        block.project = project_in(settings.projection_tiles, recomputed=recomputed)
+        block.add_mlp = add_mlp_in(settings.mlp_tiles, saved=None if recomputed else settings.checkpoint.mlp)
+    return set_activations(settings.checkpoint, list(model.blocks))
 
 
 def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) -> None:

@@ -104,8 +104,11 @@ class ModelShape:
 class Checkpoint:
     """Activation checkpointing: what is kept of a layer for the backward pass.
 
-    `every: 0` keeps all activations. Otherwise each layer is computed again in backward, and of the layers' inputs only
-    every k-th is kept; the others follow from it and the kept attention outputs.
+    `every: 0` computes no layer again. Otherwise each layer is, but for the last `whole_layers`, and of the layers'
+    inputs only every k-th is kept; the others follow from it and the kept attention outputs.
+
+    Of a layer that is not computed again, backward gets its input, q, k, v, attention's output, the MLP's input, and
+    for the fraction `mlp` of the tokens the products of the MLP's first matrices; the others' products are repeated.
 
     `tail` is the fraction of the global sequence, counted from its end, whose attention outputs are kept through
     recomputation (1: attention is never computed twice, 0: always).
@@ -120,6 +123,8 @@ class Checkpoint:
     tail: float = 1.0
     offload: Offload = "none"
     replay: Replay = "hold"
+    whole_layers: int = 0
+    mlp: float = 1.0
 
     def __post_init__(self) -> None:
         if self.every < 0:
@@ -131,6 +136,20 @@ class Checkpoint:
                 f"checkpoint.tail is {self.tail}; expected a fraction from 0 (recompute attention) to 1 "
                 "(keep attention outputs)"
             )
+        if self.whole_layers < 0:
+            raise ValueError(
+                f"checkpoint.whole_layers is {self.whole_layers}; expected 0, or a number of layers that are not "
+                "computed again"
+            )
+        if not 0.0 <= self.mlp <= 1.0:
+            raise ValueError(
+                f"checkpoint.mlp is {self.mlp}; expected a fraction from 0 (repeat the MLP's first products) to 1 "
+                "(keep them)"
+            )
+
+    def layers_again(self, layers: int) -> int:
+        """Layers, of `layers`, that backward computes again: the first ones."""
+        return max(0, layers - self.whole_layers) if self.every else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,8 @@ from engine.attention.algorithms.saved import AttentionPlan, SavedOutput, save_s
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import tail_cut
 from engine.attention.masks import kept_share, parse_mask
-from engine.attention.op import run_attention
-from engine.attention.resolve import plan_attention
+from engine.attention.planning.comm_volume import Sent
+from engine.attention.prepared import PreparedAttention, prepare_attention
 from engine.settings import TrialSettings
 
 
@@ -34,14 +34,14 @@ class BoundAttention:
         # With `replay: hold` a layer's recomputation reuses the outputs of the group's, whatever the tail.
         held = checkpoint.every > 1 and checkpoint.replay == "hold"
         self._recompute = settings.task == "train" and (held or checkpoint.every * checkpoint.tail > 0)
-        self._plans: dict[object, AttentionPlan] = {}
+        self._prepared: dict[object, PreparedAttention] = {}
 
     def __call__(
         self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None
     ) -> tuple[Tensor, Tensor]:
         key = (q_BLND.shape, k_BLKD.shape, q_BLND.dtype, q_BLND.device)
-        if key not in self._plans:
-            self._plans[key] = plan_attention(
+        if key not in self._prepared:
+            self._prepared[key] = prepare_attention(
                 q_BLND,
                 k_BLKD,
                 mask=self._mask,
@@ -54,11 +54,10 @@ class BoundAttention:
                 grad_comm_dtype=self._settings.grad_comm_dtype,
                 num_head_chunks=self._num_head_chunks,
                 recompute=self._recompute,
+                return_lse=True,
                 lse_gradient=False,  # the LSE is only saved for a recomputation
             )
-        out_BLND, lse_BNL = run_attention(
-            self._plans[key], q_BLND, k_BLKD, v_BLKD, saved=saved, recompute=self._recompute, return_lse=True
-        )
+        out_BLND, lse_BNL = self._prepared[key](q_BLND, k_BLKD, v_BLKD, saved=saved)
         return out_BLND, lse_BNL
 
     def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> SavedOutput | None:
@@ -68,13 +67,17 @@ class BoundAttention:
         plan = self._last_plan()
         return {} if plan is None else plan.resolved() | self._tail_shares(plan)
 
-    def computed_sent_bytes(self) -> int | None:
+    def computed_sent(self) -> Sent | None:
         """Bytes this rank sends in one forward and backward, computed from the plan; None before the first call."""
         plan = self._last_plan()
-        return None if plan is None else plan.sent_bytes(gathered=not self._recompute).total
+        if plan is None:
+            return None
+        call = plan.sent_bytes(gathered=not self._recompute)
+        return call.forward + call.backward
 
     def _last_plan(self) -> AttentionPlan | None:
-        return next(reversed(self._plans.values()), None)  # warm-up may use shorter sequences
+        last = next(reversed(self._prepared.values()), None)  # warm-up may use shorter sequences
+        return None if last is None else last.plan
 
     def _tail_shares(self, plan: AttentionPlan) -> dict[str, str]:
         """Outputs that checkpointing saves on the fullest rank, and forward work that it repeats on the busiest, as

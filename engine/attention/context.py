@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from engine.attention.comm.all_to_all import AllToAll, GroupAllToAll
 from engine.attention.comm.exchange import HELD_GRADIENTS, AllPairsP2P, P2PRing, RingComms
@@ -27,17 +31,23 @@ from engine.attention.geometry.layout import (
     split_unsupported_reason,
 )
 from engine.attention.geometry.ring import Ring
+from engine.attention.plan_cache import PlanCache
 from engine.attention.planning.cost_model import HardwareModel
+from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
 
 _LINK_MESSAGE_BYTES = 64 << 20  # large enough for a link's full speed, small beside a shard
+_MESH_DIM = "cp"  # of a mesh of several dimensions
+
+_numbers = itertools.count()
 
 
 class ContextParallel:
     """The ranks that hold one sequence between them.
 
     Args:
-        group: process group of the context-parallel ranks; None means all ranks, or a group of one when
-            torch.distributed is not initialised.
+        group: process group of the context-parallel ranks, or a DeviceMesh of one dimension (`mesh["NAME"]` is one of a
+            larger mesh; of a mesh with several the dimension `cp` is taken). None means all ranks, or a group of one
+            when torch.distributed is not initialised.
         node_size: consecutive CP ranks that share a node; found from host names when None (NCCL_HOSTID, which emulates
             nodes for NCCL, is honoured; hosts with unequal numbers of ranks count as several nodes of equal ones).
         layout: contiguous, zigzag or striped, or a layout of `engine.attention.geometry.layout` such as SplitZigzag.
@@ -48,9 +58,14 @@ class ContextParallel:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, node_size: int | None = None, layout: str | Layout = "zigzag"
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        node_size: int | None = None,
+        layout: str | Layout = "zigzag",
     ) -> None:
-        if group is None and dist.is_initialized():
+        if isinstance(group, DeviceMesh):
+            group = _group_of_mesh(group)
+        elif group is None and dist.is_initialized():
             group = dist.group.WORLD
         self._set_up(group, node_size, layout)
 
@@ -82,10 +97,19 @@ class ContextParallel:
         if node_size is not None and (node_size < 1 or self.size % node_size):
             raise ValueError(f"node_size {node_size} does not divide cp_size {self.size}; give ranks per node that do")
         self._ring_comms: dict[tuple[Ring, str], RingComms] = {}
-        self._link_gib: float | None = None
+        self._link_gib: list[float] = []  # one number, once it was measured
         self._copies: dict[torch.device, str | None] = {}  # by device, why ranks cannot copy to each other
         self._all_to_alls: dict[tuple[str, str], tuple[AllToAll, tuple[int, ...], ContextParallel]] = {}
         self.node_size = node_size or self._find_node_size()
+        self.name = f"context {next(_numbers)}"  # of this process alone
+        self.plans = PlanCache()  # of attention among these ranks
+
+    def without_plans(self) -> ContextParallel:
+        """This context with a cache of its own. A cached plan holds it: holding the cache's owner, a plan would keep
+        communicators and buffers in memory until the garbage collector finds the circle."""
+        other = copy.copy(self)
+        other.plans = PlanCache()
+        return other
 
     def _find_node_size(self) -> int:
         """Consecutive ranks that share a host, the same number on every host."""
@@ -191,10 +215,11 @@ class ContextParallel:
             return None
         if fixed:
             return Link(HardwareModel().across_gib, measured=False)
-        if self._link_gib is None:
-            self._link_gib = self.measure_link(torch.empty(_LINK_MESSAGE_BYTES, dtype=torch.uint8, device=device))
-        assert self._link_gib is not None, "several nodes have a group"
-        return Link(self._link_gib, measured=True)
+        if not self._link_gib:
+            found = self.measure_link(torch.empty(_LINK_MESSAGE_BYTES, dtype=torch.uint8, device=device))
+            assert found is not None, "several nodes have a group"
+            self._link_gib.append(found)
+        return Link(self._link_gib[0], measured=True)
 
     def measure_link(self, message: Tensor) -> float | None:
         """The speed of `link`, in GiB per second, with messages like `message`, of one size on all ranks.
@@ -274,7 +299,11 @@ class ContextParallel:
         return torch.cat([torch.arange(s.start, s.start + s.count * s.step, s.step) for s in segments])
 
     def shard(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of a whole-sequence tensor (the same on every rank), in local order."""
+        """This rank's tokens of a whole-sequence tensor (the same on every rank), in local order.
+
+        Differentiable: the gradient of the whole is this rank's at its own tokens and 0 at all others, so that the sum
+        over ranks is the gradient of the sum of their losses.
+        """
         segments = self.segments(tensor.shape[dim])
         if self.size == 1:
             return tensor
@@ -284,15 +313,78 @@ class ContextParallel:
             parts.append(run[(slice(None),) * (dim % tensor.ndim) + (slice(None, None, segment.step),)])
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
 
-    def unshard(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """The whole-sequence tensor from every rank's tokens: `shard` undone. Collective; not differentiable."""
+    def unshard(self, tensor: Tensor, dim: int = 1, *, gradient: str = "sum") -> Tensor:
+        """The whole-sequence tensor from every rank's tokens: `shard` undone. Collective, and differentiable.
+
+        Args:
+            tensor: this rank's tokens, of the same shape and dtype on every rank.
+            dim: the dimension of the tokens.
+            gradient: what backward gives this rank's tokens. `sum`: the gradient of the *sum* of all ranks' losses; the
+                ranks' gradients of the whole are added, and backward is collective. Where every rank forms the same
+                loss of the whole, that is `size` times its gradient: divide the loss by `size`, or take `same`, which
+                says that all ranks have one loss and one gradient: backward takes this rank's part of it and sends
+                nothing.
+
+        Raises ValueError when no shard has this length, or `gradient` is unknown.
+        """
+        if gradient not in ("sum", "same"):
+            raise ValueError(f"gradient {gradient!r} is unknown; choose sum or same")
         if self.size == 1:
             return tensor
         self.segments(tensor.shape[dim] * self.size)  # refuses lengths no shard has
+        whole: Tensor = _Unshard.apply(tensor, self, dim, gradient)
+        return whole
+
+    def _gathered(self, tensor: Tensor, dim: int) -> Tensor:
+        """All ranks' tokens in order of position. Collective."""
         shards = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
         with self.collective():
             dist.all_gather(shards, tensor.detach().contiguous(), group=self.group)
-        seq_len = tensor.shape[dim] * self.size
-        order = torch.cat([self._positions_of(rank, seq_len) for rank in range(self.size)]).to(tensor.device)
         gathered = torch.cat(shards, dim)
-        return torch.empty_like(gathered).index_copy_(dim, order, gathered)
+        return torch.empty_like(gathered).index_copy_(dim, self._rank_order(tensor.shape[dim], tensor.device), gathered)
+
+    def _rank_order(self, tokens: int, device: torch.device) -> Tensor:
+        """Global positions of rank 0's tokens, rank 1's, ..."""
+        return torch.cat([self._positions_of(rank, tokens * self.size) for rank in range(self.size)]).to(device)
+
+    def _summed_shard(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's tokens of the sum of all ranks' tensors. Collective.
+
+        The sum is formed in rank order in the accumulation dtype: the same bits in every run.
+        """
+        tokens = whole.shape[dim] // self.size
+        by_rank = whole.index_select(dim, self._rank_order(tokens, whole.device)).split(tokens, dim)
+        sent = torch.stack([part.contiguous() for part in by_rank])
+        received = torch.empty_like(sent)
+        with self.collective():
+            dist.all_to_all_single(received, sent, group=self.group)
+        return received.to(accumulation_dtype(whole.dtype)).sum(dim=0).to(whole.dtype)
+
+
+class _Unshard(torch.autograd.Function):
+    """All ranks' tokens in order of position; backward as `ContextParallel.unshard` says."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, cp: ContextParallel, dim: int, gradient: str) -> Tensor:
+        ctx.cp, ctx.dim, ctx.gradient = cp, dim, gradient
+        return cp._gathered(tensor, dim)
+
+    @staticmethod
+    def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("unshard")
+        shard = ctx.cp.shard if ctx.gradient == "same" else ctx.cp._summed_shard
+        return shard(dwhole, ctx.dim), None, None, None
+
+
+def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of a mesh of one dimension, or of its dimension `cp`. Raises ValueError when there is none."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    names = mesh.mesh_dim_names or ()
+    if _MESH_DIM not in names:
+        found = ", ".join(names) if names else f"{mesh.ndim} without names"
+        raise ValueError(
+            f"the mesh has several dimensions ({found}) and none is named {_MESH_DIM}; pass mesh['NAME'] of the "
+            "dimension that shares a sequence"
+        )
+    return mesh.get_group(_MESH_DIM)

@@ -1,9 +1,12 @@
 """From settings to a plan: every `auto` is resolved here, once for a shape, dtype and device.
 
-The result is an `engine.attention.algorithms.saved.AttentionPlan`: ring attention, or Ulysses around it.
+The result is an `engine.attention.algorithms.saved.AttentionPlan`: ring attention, or Ulysses around it. A context
+keeps the plans used last (`cached_plan`).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,9 +16,10 @@ from engine.attention.algorithms.ulysses import UlyssesPlan
 from engine.attention.comm.all_to_all import token_runs_in_order
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.ring import RingTraffic
+from engine.attention.inputs import check_inputs, check_mask, check_scale
 from engine.attention.kernels import Problem, choose_kernel
 from engine.attention.kernels.stand_in import AnyDelta
-from engine.attention.masks import Mask, band_kinds
+from engine.attention.masks import Mask
 from engine.attention.planning.comm_plan import traffic_left
 from engine.attention.planning.comm_volume import GRAD_COMM_DTYPES, Shards, narrowed
 from engine.attention.planning.cost_model import (
@@ -27,7 +31,40 @@ from engine.attention.planning.cost_model import (
     choose_schedule,
     schedule_unsupported_reason,
 )
+from engine.attention.planning.pair_table import pair_table
 from engine.old_names import renamed_keywords
+
+
+class Choices(NamedTuple):
+    """The settings of a call besides its mask, as `plan_attention` takes them."""
+
+    scale: float | None = None
+    kernel: str = "auto"
+    schedule: str = "auto"
+    backward: str = "auto"
+    exchange: str = "auto"
+    deterministic: bool = False
+    grad_comm_dtype: str = "fp32"
+    num_head_chunks: int | None = None
+    recompute: bool = False
+    lse_gradient: bool = True
+
+
+def cached_plan(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel, choices: Choices) -> AttentionPlan:
+    """The plan that `cp` keeps for such tensors, this mask and these choices, made where it has none.
+
+    `q_BLND` and `k_BLKD` are of one dtype and device. A new plan may be collective, on all ranks alike. Raises
+    ValueError when nothing fits.
+    """
+    check_mask(mask)
+    key = (q_BLND.shape, k_BLKD.shape, q_BLND.dtype, q_BLND.device, mask, choices)
+    plan: AttentionPlan | None = cp.plans.get(key)
+    if plan is None:
+        check_inputs(q_BLND, k_BLKD, k_BLKD)
+        check_scale(choices.scale)
+        made = plan_attention(q_BLND, k_BLKD, mask=mask, cp=cp.without_plans(), **choices._asdict())
+        plan = cp.plans.put(key, made)
+    return plan
 
 
 @renamed_keywords
@@ -110,7 +147,7 @@ def plan_attention(
         heads=heads // shared_by // chunks,
         kv_heads=kv_heads // shared_by // chunks,
         head_dim=head_dim,
-        bands=band_kinds(mask, inner.layout, seq_len, inner.size),
+        bands=pair_table(mask, inner.layout, seq_len, inner.size).kinds,
         deterministic=deterministic,
     )
     attend = choose_kernel(kernel, problem)

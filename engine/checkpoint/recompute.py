@@ -26,18 +26,19 @@ def set_activations(settings: Checkpoint, blocks: Sequence[Block]) -> Recompute 
 
     Returns the stores of the saved tensors, or None when nothing is recomputed.
     """
-    if settings.every == 0:
-        for block in blocks:
-            block.activations = keep_all
+    again = settings.layers_again(len(blocks))
+    for block in blocks[again:]:
+        block.activations = keep_all
+    if not again:
         return None
-    recompute = Recompute(settings, layers=len(blocks))
-    for index, block in enumerate(blocks):
+    recompute = Recompute(settings, layers=again)
+    for index, block in enumerate(blocks[:again]):
         block.activations = recompute.of_layer(index, block)
     return recompute
 
 
 class Recompute:
-    """The layers of one model, each computed again in backward. Evaluation saves nothing.
+    """The first layers of one model, each computed again in backward. Evaluation saves nothing.
 
     torch's checkpoint saves its arguments, so its only tensor arguments are RoPE's tables, which all layers share. A
     layer's input comes from a source, which returns the forward's tensor once and afterwards the group's.

@@ -1,15 +1,17 @@
-"""The MLP over runs of tokens, so that only the intermediates of one run exist at a time.
+"""The MLP over runs of tokens: only the intermediates of one run exist at a time, and those that are saved.
 
-At 128K tokens per rank and an MLP 11008 wide, one bf16 intermediate is 2.7 GiB and a SwiGLU's backward holds six. Only
-the branch's input is saved; backward recomputes the intermediates of a run, and from them the run's gradients, before
-the next run: three of them at a time on GPUs, where the gradients overwrite them. The norm before the MLP is part of
-the run, and so is the residual sum.
+At 128K tokens per rank and an MLP 11008 wide, one bf16 intermediate is 2.7 GiB, and torch saves four for a SwiGLU's
+backward (gate, up, their product, the normed input) and holds six. Here at most gate and up are saved, for the tokens
+that are chosen; for the others only the branch's input is. Backward forms the rest of a run again (its norm and its
+product take one pass over memory each), and from them the run's gradients, before the next run. The norm before the MLP
+is part of the run, and so is the residual sum.
 
 Shape letters: T tokens, E embedding, F MLP width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,30 +22,35 @@ from torch.profiler import record_function
 from engine.model import MLP, AddMLP, activate, add_whole_mlp
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.ranges import RECOMPUTE
-from engine.ops.runs import RecomputedNorm, add_product, run_length, runs, zeros_for_sum
-from engine.ops.swiglu import swiglu_again
+from engine.ops.runs import RecomputedNorm, WeightGradient, run_length, runs, zeros_for_sum
+from engine.ops.swiglu import swiglu, swiglu_again, swiglu_gradients
 
 
-def add_mlp_in(tiles: int) -> AddMLP:
-    """The MLP's residual branch in `tiles` runs of tokens; 1 is the whole at once, as torch does it.
+def add_mlp_in(tiles: int, saved: float | None = None) -> AddMLP:
+    """The MLP's residual branch in `tiles` runs of tokens.
 
     T tokens go in runs of ceil(T / tiles), fewer where that is more than a norm takes at once, so there are never more
     runs than tokens, and the last may be shorter. Outputs equal those of the whole to rounding, and so do gradients:
     those of the weights are summed over the runs in fp32 or wider and rounded to the weight's dtype once.
+
+    `saved` is the fraction of the tokens, the last ones, whose gate and up are saved; the others' are computed again.
+    None is for a layer that backward recomputes as a whole: nothing is saved, and one tile is left to torch.
     """
-    if tiles == 1:
+    if tiles == 1 and saved is None:
         return add_whole_mlp
 
     def add_tiled_mlp(norm: nn.RMSNorm, mlp: MLP, x_BLE: Tensor) -> Tensor:
         x_TE = x_BLE.flatten(0, -2)
-        run = run_length(x_TE.shape[0], x_TE.shape[1], tiles)
+        tokens = x_TE.shape[0]
+        run = run_length(tokens, x_TE.shape[1], tiles)
+        cut = tokens - round((saved or 0.0) * tokens)
         matrices = [mlp.down.weight, mlp.up.weight, *([] if mlp.gate is None else [mlp.gate.weight])]
         weights = (norm.weight, *matrices)
         if torch.is_grad_enabled():
             # Saved before anything is computed: torch's non-reentrant checkpoint ends a layer's recomputation with the
             # last tensor that backward needs, so the recomputation never runs the MLP.
             x_TE = _SaveInputs.apply(x_TE, *weights)
-        return _TiledMLP.apply(x_TE, x_TE.grad_fn, x_BLE.shape, norm.eps, run, *weights)
+        return _TiledMLP.apply(x_TE, x_TE.grad_fn, x_BLE.shape, norm.eps, run, cut, *weights)
 
     return add_tiled_mlp
 
@@ -62,21 +69,25 @@ class _SaveInputs(torch.autograd.Function):
 
 
 class _TiledMLP(torch.autograd.Function):
-    """(x_TE, the node that saves the inputs, shape of x_BLE, eps, tokens of a run, weights of norm, down, up, gate or
-    none) -> x + mlp(x), [B, L, E]."""
+    """(x_TE, the node that saves the inputs, shape of x_BLE, eps, tokens of a run, first token whose gate and up are
+    saved, weights of norm, down, up, gate or none) -> x + mlp(x), [B, L, E]."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_TE: Tensor, saver: Any, shape: torch.Size, eps: float | None, run: int, *weights: Tensor
+        ctx: Any, x_TE: Tensor, saver: Any, shape: torch.Size, eps: float | None, run: int, cut: int, *weights: Tensor
     ) -> Tensor:
-        ctx.saver, ctx.eps, ctx.run = saver, eps, run
+        ctx.saver, ctx.eps, ctx.run, ctx.cut = saver, eps, run, cut
         norm_E, down_EF, *projections_FE = weights
         out_BLE = x_TE.new_empty(shape)  # not a view of another tensor, which FSDP2 warns of
         out_TE = out_BLE.flatten(0, -2)
-        for tokens in runs(x_TE.shape[0], run):
+        saved: list[Tensor] = []
+        for tokens in _runs(x_TE.shape[0], run, cut):
             normed_TE = F.rms_norm(x_TE[tokens], norm_E.shape, norm_E, eps)
-            hidden_TF = activate(*(F.linear(normed_TE, weight_FE) for weight_FE in projections_FE))
-            torch.add(x_TE[tokens], F.linear(hidden_TF, down_EF), out=out_TE[tokens])
+            projected_TF = [F.linear(normed_TE, weight_FE) for weight_FE in projections_FE]
+            torch.add(x_TE[tokens], F.linear(activate(*projected_TF), down_EF), out=out_TE[tokens])
+            if tokens.start >= cut:
+                saved += projected_TF
+        ctx.save_for_backward(*saved)
         return out_BLE
 
     @staticmethod
@@ -84,30 +95,55 @@ class _TiledMLP(torch.autograd.Function):
         refuse_second_derivative("an MLP in tiles")
         dout_TE = dout_BLE.flatten(0, -2)
         x_TE, norm_E, *matrices = ctx.saver.saved_tensors
-        dx_TE = torch.empty_like(x_TE)
-        dnorm_E, *dmatrices = (zeros_for_sum(weight) for weight in (norm_E, *matrices))
-        for tokens in runs(x_TE.shape[0], ctx.run):
+        saved, width = list(ctx.saved_tensors), len(matrices) - 1
+        dx_TE, dnorm_E = torch.empty_like(x_TE), zeros_for_sum(norm_E)
+        of_tokens = list(_runs(x_TE.shape[0], ctx.run, ctx.cut))
+        dmatrices = [WeightGradient(single=len(of_tokens) == 1) for _ in matrices]
+        for tokens in of_tokens:
             norm = RecomputedNorm(x_TE[tokens], norm_E, ctx.eps)
-            dnormed_TE = _mlp_backward(dout_TE[tokens], norm.normed_TE, matrices, dmatrices)
+            projected_TF: list[Tensor] | None = None
+            if tokens.start >= ctx.cut:
+                projected_TF, saved = saved[:width], saved[width:]
+            dnormed_TE = _mlp_backward(dout_TE[tokens], norm.normed_TE, projected_TF, matrices, dmatrices)
             torch.add(dout_TE[tokens], norm.gradient(dnormed_TE, dnorm_E), out=dx_TE[tokens])
-        return dx_TE, None, None, None, None, *(total.to(norm_E.dtype) for total in (dnorm_E, *dmatrices))
+        gradients = (dnorm_E.to(norm_E.dtype), *(total.rounded(norm_E.dtype) for total in dmatrices))
+        return dx_TE, None, None, None, None, None, *gradients
 
 
-def _mlp_backward(dout_TE: Tensor, normed_TE: Tensor, matrices: list[Tensor], dmatrices: list[Tensor]) -> Tensor:
-    """The gradient of one run's MLP input; those of the matrices, down first, are added to `dmatrices`."""
+def _runs(tokens: int, run: int, cut: int) -> Iterator[slice]:
+    """Runs of the tokens before `cut`, then of those from it on."""
+    yield from runs(cut, run)
+    for part in runs(tokens - cut, run):
+        yield slice(cut + part.start, cut + part.stop)
+
+
+def _mlp_backward(
+    dout_TE: Tensor,
+    normed_TE: Tensor,
+    saved_TF: list[Tensor] | None,
+    matrices: list[Tensor],
+    dmatrices: list[WeightGradient],
+) -> Tensor:
+    """The gradient of one run's MLP input; those of the matrices, down first, are added to `dmatrices`. `saved_TF`:
+    the products of up, and gate, where they were saved."""
     down_EF, *projections_FE = matrices
     ddown_EF, *dprojections_FE = dmatrices
-    with record_function(RECOMPUTE):
-        projected_TF = [F.linear(normed_TE, weight_FE) for weight_FE in projections_FE]
-    hidden_TF, *dprojected_TF = _activate_again(dout_TE @ down_EF, *projected_TF)
-    del projected_TF
-    add_product(ddown_EF, dout_TE, hidden_TF)
+    dhidden_TF = dout_TE @ down_EF
+    if saved_TF is None:
+        with record_function(RECOMPUTE):
+            projected_TF = [F.linear(normed_TE, weight_FE) for weight_FE in projections_FE]
+        hidden_TF, *dprojected_TF = _activate_again(dhidden_TF, *projected_TF)
+        del projected_TF
+    else:
+        hidden_TF, *dprojected_TF = _activate_saved(dhidden_TF, *saved_TF)
+    del dhidden_TF
+    ddown_EF.add(dout_TE, hidden_TF)
     del hidden_TF
     dnormed_TE = dprojected_TF[0] @ projections_FE[0]
     for d_TF, weight_FE in zip(dprojected_TF[1:], projections_FE[1:], strict=True):
         dnormed_TE.addmm_(d_TF, weight_FE)
     for dprojection_FE, d_TF in zip(dprojections_FE, dprojected_TF, strict=True):
-        add_product(dprojection_FE, d_TF, normed_TE)
+        dprojection_FE.add(d_TF, normed_TE)
     return dnormed_TE
 
 
@@ -117,3 +153,11 @@ def _activate_again(dhidden_TF: Tensor, up_TF: Tensor, gate_TF: Tensor | None = 
         return F.gelu(up_TF), torch.ops.aten.gelu_backward(dhidden_TF, up_TF)
     hidden_TF, dgate_TF, dup_TF = swiglu_again(dhidden_TF, gate_TF, up_TF)
     return hidden_TF, dup_TF, dgate_TF
+
+
+def _activate_saved(dhidden_TF: Tensor, up_TF: Tensor, gate_TF: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The same where `up_TF` and `gate_TF` are saved tensors, which a second backward may want: they stay."""
+    if gate_TF is None:
+        return F.gelu(up_TF), torch.ops.aten.gelu_backward(dhidden_TF, up_TF)
+    dgate_TF, dup_TF = swiglu_gradients(dhidden_TF, gate_TF, up_TF)
+    return swiglu(gate_TF, up_TF), dup_TF, dgate_TF

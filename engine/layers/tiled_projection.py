@@ -23,23 +23,29 @@ from torch import Tensor, nn
 from engine.model import Attention, Project, Rotary, project_whole
 from engine.ops.autograd import refuse_second_derivative
 from engine.ops.rotary import rotate_into
-from engine.ops.runs import RecomputedNorm, add_product, run_length, runs, zeros_for_sum
+from engine.ops.runs import RecomputedNorm, WeightGradient, run_length, runs, zeros_for_sum
 
 
-def project_in(tiles: int) -> Project:
-    """Queries, keys and values in `tiles` runs of tokens; 1 is the whole at once, as torch does it.
+def project_in(tiles: int, *, recomputed: bool = True) -> Project:
+    """Queries, keys and values in `tiles` runs of tokens.
 
     A run is within one sequence, so sequences shorter than a run make more runs than `tiles`. Outputs and gradients
     equal those of the whole to rounding; the gradients of the weights are summed over the runs in fp32 or wider and
     rounded to the weight's dtype once.
+
+    `recomputed`: backward recomputes the layer as a whole, so what torch saves here is not held for long, and one tile
+    is left to torch. So is one tile of normed queries and keys (Qwen3): torch keeps them as they were before their
+    norm, which would otherwise be projected again.
     """
-    if tiles == 1:
+    if tiles == 1 and recomputed:
         return project_whole
 
     def project_tiled(
         norm: nn.RMSNorm, attention: Attention, x_BLE: Tensor, rotary: Rotary
     ) -> tuple[Tensor, Tensor, Tensor]:
         head_norms = [each for each in (attention.q_norm, attention.k_norm) if each is not None]
+        if tiles == 1 and head_norms:
+            return project_whole(norm, attention, x_BLE, rotary)
         eps = tuple(each.eps for each in (norm, *head_norms))
         matrices = (attention.q.weight, attention.k.weight, attention.v.weight)
         # All heads of a token are normed together, and they may be wider than the token's embedding.
@@ -88,9 +94,11 @@ class _TiledProjection(torch.autograd.Function):
         x_BLE, cos_LD, sin_LD, *weights = ctx.saved_tensors
         matrices_OE, (norm_E, *head_norms_D) = weights[:3], weights[3:]
         dx_BLE = torch.empty_like(x_BLE)
-        dweights = [zeros_for_sum(weight) for weight in weights]
-        dmatrices_OE, (dnorm_E, *dhead_norms_D) = dweights[:3], dweights[3:]
-        for at in _runs(x_BLE, ctx.run):
+        of_tokens = list(_runs(x_BLE, ctx.run))
+        dmatrices_OE = [WeightGradient(single=len(of_tokens) == 1) for _ in matrices_OE]
+        dnorms = [zeros_for_sum(weight) for weight in weights[3:]]
+        dnorm_E, *dhead_norms_D = dnorms
+        for at in of_tokens:
             norm = RecomputedNorm(x_BLE[at], norm_E, ctx.eps[0])
             dnormed_TE: Tensor | None = None
             for place, (dout_BLND, matrix_OE) in enumerate(zip(douts, matrices_OE, strict=True)):
@@ -104,14 +112,14 @@ class _TiledProjection(torch.autograd.Function):
                         again = RecomputedNorm(projected_TND, head_norms_D[place], ctx.eps[1 + place])
                         dprojected_TND = again.gradient(dprojected_TND, dhead_norms_D[place])
                 dprojected_TO = dprojected_TND.flatten(1)
-                add_product(dmatrices_OE[place], dprojected_TO, norm.normed_TE)
+                dmatrices_OE[place].add(dprojected_TO, norm.normed_TE)
                 if dnormed_TE is None:
                     dnormed_TE = dprojected_TO @ matrix_OE
                 else:
                     dnormed_TE.addmm_(dprojected_TO, matrix_OE)
             assert dnormed_TE is not None
             dx_BLE[at] = norm.gradient(dnormed_TE, dnorm_E)
-        rounded = (total.to(weight.dtype) for total, weight in zip(dweights, weights, strict=True))
+        rounded = [total.rounded(norm_E.dtype) for total in dmatrices_OE] + [total.to(norm_E.dtype) for total in dnorms]
         return dx_BLE, None, None, None, None, None, *rounded
 
 

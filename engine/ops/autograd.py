@@ -30,6 +30,8 @@ def outside_autocast(operation: Callable[Args, Result]) -> Callable[Args, Result
 
     @functools.wraps(operation)
     def run(*args: Args.args, **named: Args.kwargs) -> Result:
+        if not any(map(torch.is_autocast_enabled, _DEVICE_TYPES)):
+            return operation(*args, **named)
         with ExitStack() as off:
             for device_type in _DEVICE_TYPES:
                 if torch.is_autocast_enabled(device_type):

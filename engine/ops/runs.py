@@ -73,3 +73,32 @@ def add_product(dweight_OI: Tensor, dout_TO: Tensor, in_TI: Tensor) -> None:
         torch.ops.aten.addmm.dtype_out(dweight_OI, dout_TO.T, in_TI, dweight_OI.dtype, out=dweight_OI)
     else:
         dweight_OI += dout_TO.T @ in_TI
+
+
+class WeightGradient:
+    """The gradient of a matrix, summed over runs of tokens by `add_product` and rounded once.
+
+    The first run's product is written, where adding it to zeros would read and write the sum once more. A single run's
+    is formed in the operands' dtype: the matmul itself sums in fp32 and rounds once.
+    """
+
+    def __init__(self, *, single: bool) -> None:
+        """`single`: there will be one run."""
+        self._single = single
+        self._sum_OI: Tensor | None = None
+
+    def add(self, dout_TO: Tensor, in_TI: Tensor) -> None:
+        """Add dout^T @ in: T tokens of the run, O outputs and I inputs of the matrix."""
+        if self._sum_OI is not None:
+            add_product(self._sum_OI, dout_TO, in_TI)
+            return
+        dtype = in_TI.dtype if self._single else accumulation_dtype(in_TI.dtype)
+        if in_TI.is_cuda and dtype != in_TI.dtype:
+            self._sum_OI = torch.ops.aten.mm.dtype(dout_TO.T, in_TI, dtype)
+        else:
+            self._sum_OI = (dout_TO.T @ in_TI).to(dtype)
+
+    def rounded(self, dtype: torch.dtype) -> Tensor:
+        """The sum, after the last run."""
+        assert self._sum_OI is not None, "no run has added its product"
+        return self._sum_OI.to(dtype)

@@ -42,6 +42,15 @@ def swiglu_again(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     return hidden, dgate, silu.mul_(dhidden)
 
 
+def swiglu_gradients(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """(dgate, dup), with all arguments left as they are. No autograd."""
+    kernels = kernels_for(gate, KERNELS)
+    if kernels is not None:
+        return kernels.swiglu_gradients(dhidden, gate, up)
+    dgate = torch.ops.aten.silu_backward(up * dhidden, gate)
+    return dgate, F.silu(gate).mul_(dhidden)
+
+
 class _SwiGLU(torch.autograd.Function):
     """(gate, up) -> silu(gate) x up, by the kernels."""
 
@@ -56,4 +65,4 @@ class _SwiGLU(torch.autograd.Function):
         if torch.is_grad_enabled():  # this backward will be differentiated itself, which takes torch's operations
             s = torch.sigmoid(gate)
             return dhidden * up * s * (1 + gate * (1 - s)), dhidden * gate * s
-        return kernels_for(gate, KERNELS).swiglu_gradients(dhidden, gate, up)
+        return swiglu_gradients(dhidden, gate, up)

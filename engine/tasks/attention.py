@@ -22,7 +22,8 @@ from engine.method import NativeMethod
 from engine.ops.ranges import STEP
 from engine.settings import TrialSettings
 from engine.tasks.clock import StepClock
-from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured
+from engine.tasks.link_probes import LinkProbes
+from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured, read_gpus
 
 CHECKED_TOKENS = 4096  # up to this length the dense float64 run fits anywhere
 _L2_FLUSH_BYTES = 1 << 28  # several times the L2 of any current GPU
@@ -64,7 +65,10 @@ class AttentionTask:
         """
         plan, flush = self.settings.steps, self._flush()
         forward_seconds, step_seconds = [], []
+        before = read_gpus(self.world)
+        link = LinkProbes(self.world, self.cp, plan, message=self.q_BLND)
         for index in range(plan.warmup + plan.measured):
+            link.before_step(index)
             if index == plan.warmup:
                 reset_peaks(self.world.device)
             forward_seconds.append(self._timed(self._forward, flush))
@@ -72,19 +76,23 @@ class AttentionTask:
             with around_step() if index >= plan.warmup else nullcontext():
                 step_seconds.append(self._timed(self._forward_backward, flush))
             on_progress({"step": index + 1, "of": plan.warmup + plan.measured, "seconds": step_seconds[-1]})
+        after = read_gpus(self.world)
         figures = measured(
             self.world,
             self.cp,
+            before,
+            after,
             step_seconds=self.world.slowest(step_seconds[plan.warmup :]),
             forward_seconds=self.world.slowest(forward_seconds[plan.warmup :]),
             chosen=self.attend.resolved(),
         )
-        if (computed := self.attend.computed_sent_bytes()) is not None:
-            figures.extra["computed_sent_bytes"] = self.world.gather(computed)
+        if (computed := self.attend.computed_sent()) is not None:
+            sent = self.world.gather((computed.total, computed.far))
+            figures.extra["computed_sent_bytes"], between = map(list, zip(*sent, strict=True))
+            if any(between):
+                figures.extra["computed_sent_between_nodes_bytes"] = between
         # Last, because each would raise every peak.
-        if (across := self.cp.measure_link(self.q_BLND)) is not None:
-            # Of the slowest replica, because every rank returns the same figures.
-            figures.extra["across_gib_per_second"] = 1 / self.world.slowest([1 / across])[0]
+        figures.extra |= link.figures()
         if self.whole is not None:
             figures.extra["error"] = self._errors(self.whole)
         return figures

@@ -24,7 +24,7 @@ from engine.ops.autograd import accumulation_dtype
 from engine.ops.ranges import LM_HEAD, STEP
 from engine.settings import TrialSettings
 from engine.tasks.clock import StepClock
-from engine.tasks.task import DTYPES, AroundStep, OnProgress, context_parallel, measured
+from engine.tasks.task import DTYPES, AroundStep, OnProgress, context_parallel, measured, read_gpus
 
 CHECKED_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 22}  # up to this many a plain float64 run fits and is quick
 LOGIT_DEVIATION = 2.0  # of the random logits: a softmax that is neither flat nor peaked at one word
@@ -54,6 +54,7 @@ class HeadTask:
         seconds: list[tuple[float, float]] = []
         losses: list[Tensor] = []
         norms: list[Tensor] = []
+        before = read_gpus(self.world)
         for index in range(plan.warmup + plan.measured):
             if index == plan.warmup:
                 reset_peaks(self.world.device)
@@ -66,10 +67,13 @@ class HeadTask:
             )
             del gradients  # before the next step forms its own
             on_progress({"step": index + 1, "of": plan.warmup + plan.measured, "seconds": seconds[-1][1]})
+        after = read_gpus(self.world)
         timed = seconds[plan.warmup :]
         figures = measured(
             self.world,
             self.cp,
+            before,
+            after,
             step_seconds=self.world.slowest([step for _, step in timed]),
             forward_seconds=self.world.slowest([forward for forward, _ in timed]),
             loss=self._summed(losses),

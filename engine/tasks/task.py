@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from engine.attention.algorithms.saved import SavedOutput
 from engine.attention.context import ContextParallel
+from engine.attention.planning.comm_volume import Sent
 from engine.distributed import World
 from engine.measurement import PROGRESS_FILE, Measurement
+from engine.memory.gpu_state import Gpu, read_gpu
 from engine.memory.resources import Usage, device_name, software, usage
 from engine.method import AttentionFn, NativeMethod
 from engine.settings import TrialSettings
@@ -72,9 +74,9 @@ class RefusingAttention:
         """The value of every `auto`; empty before the first call."""
         return self._attend.resolved()
 
-    def computed_sent_bytes(self) -> int | None:
+    def computed_sent(self) -> Sent | None:
         """Bytes this rank sends in one forward and backward, from methods that compute them beforehand; else None."""
-        compute = getattr(self._attend, "computed_sent_bytes", None)
+        compute = getattr(self._attend, "computed_sent", None)
         return compute() if compute else None
 
 
@@ -88,9 +90,20 @@ def progress_to(trial_dir: Path) -> OnProgress:
     return append
 
 
-def measured(world: World, cp: ContextParallel, **figures: Any) -> Measurement:
-    """The trial's measurement: `figures`, and memory and sent bytes of each rank since the last resets. Collective."""
+def read_gpus(world: World) -> list[Gpu]:
+    """Every rank's GPU as it is now, in rank order; empty on CPUs. Collective. For use outside of timed steps."""
+    return [gpu for gpu in world.gather(read_gpu(world.device)) if isinstance(gpu, Gpu)]
+
+
+def measured(
+    world: World, cp: ContextParallel, before: Sequence[Gpu], after: Sequence[Gpu], **figures: Any
+) -> Measurement:
+    """The trial's measurement: `figures`, and memory and sent bytes of each rank since the last resets. Collective.
+
+    `before` and `after` are the GPUs before the warm-up and right after the last measured step.
+    """
     traffic = cp.traffic
+    driver = next((gpu.driver for gpu in after if gpu.driver), "")
     ranks = cast(list[Usage], world.gather(usage(world.device, traffic.sent_bytes, traffic.window_bytes)))
     return Measurement(
         peak_allocated_bytes=[rank.allocated_bytes for rank in ranks if rank.allocated_bytes is not None],
@@ -98,6 +111,9 @@ def measured(world: World, cp: ContextParallel, **figures: Any) -> Measurement:
         peak_rss_bytes=[rank.rss_bytes for rank in ranks],
         sent_bytes=[rank.sent_bytes for rank in ranks],
         device=device_name(world.device),
-        software=software(),
+        software=software() | ({"driver": driver} if driver else {}),
+        gpus=[gpu.digest for gpu in after],
+        gpus_before=[gpu.state for gpu in before],
+        gpus_after=[gpu.state for gpu in after],
         **figures,
     )

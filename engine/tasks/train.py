@@ -32,7 +32,9 @@ from engine.parallelize import build_model, sum_across_nodes
 from engine.recipe import Recipe
 from engine.settings import TrialSettings, vocabulary_unsupported_reason
 from engine.tasks.clock import StepClock
-from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured
+from engine.tasks.gemm_speeds import gemm_figures
+from engine.tasks.link_probes import LinkProbes
+from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured, read_gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,10 @@ class TrainTask:
         """Warm up, then measure. Raises FloatingPointError when the loss stops being a number."""
         plan = self.settings.steps
         steps: list[Step] = []
+        before = read_gpus(self.world)
+        link = LinkProbes(self.world, self.cp, plan, message_bytes=self._query_bytes())
         for index in range(plan.warmup + plan.measured):
+            link.before_step(index)
             if index == plan.warmup:
                 self._reserve()
                 reset_peaks(self.world.device)
@@ -98,10 +103,13 @@ class TrainTask:
                     "seconds": steps[-1].step_seconds,
                 }
             )
+        after = read_gpus(self.world)
         timed = steps[plan.warmup :]
-        return measured(
+        figures = measured(
             self.world,
             self.cp,
+            before,
+            after,
             step_seconds=self.world.slowest([step.step_seconds for step in timed]),
             forward_seconds=self.world.slowest([step.forward_seconds for step in timed]),
             loss=[step.loss for step in steps],
@@ -109,6 +117,10 @@ class TrainTask:
             chosen=self.attend.resolved() | self._found_nodes(),
             data=self.store.describe(),
         )
+        # Last, because each would raise every peak.
+        figures.extra |= link.figures()
+        figures.extra |= gemm_figures(self.world, self.settings)
+        return figures
 
     def again(self) -> None:
         """The step after the last one measured."""
@@ -121,6 +133,12 @@ class TrainTask:
             tokens = settings.batch_size * settings.seq_len // self.cp.size
             nbytes = tokens * settings.model.hidden * DTYPES[settings.dtype].itemsize
             self._recompute.reserve(nbytes, self.world.device)
+
+    def _query_bytes(self) -> int:
+        """Of this rank's queries in a micro-batch of full length."""
+        settings, model = self.settings, self.settings.model
+        tokens = settings.batch_size * settings.seq_len // self.cp.size
+        return tokens * model.heads * model.head_dim * DTYPES[settings.dtype].itemsize
 
     def _found_nodes(self) -> dict[str, str]:
         """Over how many ranks hybrid sharding splits parameters: the ranks of one node."""

@@ -11,6 +11,7 @@ from typing import TextIO
 
 from cluster.files.errors import shown
 from harness.base.errors import UsageError, nearest, one_of
+from harness.run.directory import ROUNDS_DIRECTORY, round_of_files
 
 LISTED = 5  # ids that one sentence names
 
@@ -22,6 +23,7 @@ class Logs:
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("trial", metavar="TRIAL", help="a trial's directory, or its id (or the id's beginning)")
         parser.add_argument("--rank", type=int, metavar="N", help="only this rank")
+        parser.add_argument("--round", type=int, metavar="N", help="of this round (default: the one that ran last)")
         parser.add_argument(
             "--runs", type=Path, default=Path("results", "runs"), metavar="DIR",
             help="where ids are looked up (default: results/runs)",
@@ -29,6 +31,8 @@ class Logs:
 
     def run(self, arguments: argparse.Namespace) -> int:
         trial_dir = find_trial(arguments.trial, arguments.runs)
+        if arguments.round is not None:
+            trial_dir = _round_directory(trial_dir, arguments.round)
         logs = rank_logs(trial_dir)
         if not logs:
             raise UsageError(f"{trial_dir} holds no logs; the trial was refused or has not started, or it is no trial")
@@ -52,6 +56,19 @@ def _print_shown(file: TextIO) -> None:
         return
     for line in file:
         sys.stdout.write(shown(line.replace("\r", "\n").rstrip("\n") + "\n"))
+
+
+def _round_directory(trial_dir: Path, number: int) -> Path:
+    """Where the files of a round lie. Raises UsageError where there is no such round."""
+    last = round_of_files(trial_dir)
+    if number == last:
+        return trial_dir
+    earlier = {int(path.name): path for path in (trial_dir / ROUNDS_DIRECTORY).glob("*") if path.name.isdecimal()}
+    if number not in earlier:
+        there = sorted(earlier.keys() | ({last} if last else set()))
+        found = f"those of round {one_of(map(str, there))}" if there else "no round's"
+        raise UsageError(f"{trial_dir} holds no logs of round {number}, but {found}; give --round one of them")
+    return earlier[number]
 
 
 def rank_logs(trial_dir: Path) -> dict[int, Path]:

@@ -13,6 +13,7 @@ from cluster.files.errors import shown
 from harness.base.errors import UsageError
 from harness.commands import add_cluster_arguments
 from harness.spec.experiment import add_experiment_arguments, chosen_experiment
+from harness.spec.repetition import Repetition
 
 
 class Plan:
@@ -54,9 +55,10 @@ class Plan:
         hardware = hardware_for(machine.gpu_name)
         rows = plan_table(trials, machine if arguments.nodes else None, hardware)
         if arguments.json:
-            print(json.dumps(rows, indent=1))
+            rounds = {"rounds": experiment.repetition.rounds}
+            print(json.dumps([row | rounds for row in rows], indent=1))
         else:
-            _print_table(rows, where)
+            _print_table(rows, where, experiment.repetition)
             if hardware and (sentence := _too_large(rows, hardware.memory_gib)):
                 print(sentence)
         if problem := nothing_can_run(trials):
@@ -76,7 +78,7 @@ def _too_large(rows: list[dict[str, object]], memory_gib: float) -> str:
     )
 
 
-def _print_table(rows: list[dict[str, object]], where: str) -> None:
+def _print_table(rows: list[dict[str, object]], where: str, repetition: Repetition) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -112,7 +114,8 @@ def _print_table(rows: list[dict[str, object]], where: str) -> None:
     for reason, number in reasons.items():
         console.print(f"({number}) {reason}", markup=False, highlight=False)
     runnable = sum(bool(row["can_run"]) for row in rows)
-    console.print(f"{len(rows)} trials, {runnable} can run on {where}", highlight=False)
+    often = "" if repetition == Repetition() else f", in {repetition}"
+    console.print(f"{len(rows)} trials, {runnable} can run on {where}{often}", markup=False, highlight=False)
 
 
 def _cell(name: str, value: object) -> str:

@@ -26,7 +26,7 @@ class Report:
         )
         parser.add_argument(
             "--baseline", metavar="METHOD",
-            help="method that tables compare the others with (default: the best one that is not burst)",
+            help="method that tables compare the others with (default: at every point the best other one)",
         )  # fmt: skip
         parser.add_argument(
             "--set-aside-bad", action="store_true", help="rename records that cannot be used, and go on without them"

@@ -6,10 +6,12 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from cluster.files.errors import shown_value
 from harness.base.errors import UsageError
 from harness.base.interrupts import interrupted_once
 from harness.commands import add_cluster_arguments, command_line
@@ -35,10 +37,15 @@ class Run:
         parser.add_argument(
             "--out", type=Path, metavar="DIR", help="directory of the run (default: results/runs/<experiment>)"
         )
-        parser.add_argument("--resume", action="store_true", help="keep finished trials of the run in DIR")
+        parser.add_argument(
+            "--only", metavar="ID", action="append", default=[],
+            help="run only the trials whose id is or begins with this, or matches a pattern such as 'train-*-cp4-*'; "
+            "may be repeated",
+        )  # fmt: skip
+        parser.add_argument("--resume", action="store_true", help="keep finished trials and rounds of the run in DIR")
         parser.add_argument(
             "--retry-failed", action="store_true",
-            help="resume, and run again trials that failed, timed out, hung or lost their node",
+            help="resume, and run again trials and rounds that failed, timed out, hung or lost their node",
         )  # fmt: skip
         parser.add_argument(
             "--set-aside-bad", action="store_true",
@@ -53,11 +60,13 @@ class Run:
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.base.terminal import stderr_console
         from harness.machine.this_machine import discover
-        from harness.plan.matrix import plan
+        from harness.plan.matrix import named, plan
+        from harness.records.provenance import redacted_command
         from harness.report.run_records import RunRecords
         from harness.run.attempt import Host
         from harness.run.experiment import Resume, run_experiment
         from harness.run.progress import view_for
+        from harness.spec.written import experiment_text
 
         experiment = chosen_experiment(arguments)
         run_dir = arguments.out or Path("results", "runs", experiment.name)
@@ -80,13 +89,17 @@ class Run:
         records = RunRecords(run_dir)
         with contextlib.closing(launcher):
             trials = [dataclasses.replace(trial, profile=arguments.profile) for trial in plan(experiment, machine)]
+            typed = redacted_command(command_line(arguments))
             code = run_experiment(
                 experiment.name,
                 trials,
-                Host(machine=machine, launcher=launcher),
+                Host(machine=machine, launcher=launcher, run_command=typed),
                 run_dir,
                 view=view_for(console),
                 say=say,
+                repetition=experiment.repetition,
+                only=named(trials, arguments.only) if arguments.only else None,
+                text=experiment_text(experiment, f"As resolved by: {shown_value(shlex.join(typed))}"),
                 resume=resume,
                 again=command_line(arguments),
                 records=records,

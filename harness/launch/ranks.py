@@ -27,7 +27,7 @@ class Ranks:
         """Reserves what ranks for `job`, and for jobs like it, need; starts nothing."""
         self.server = server
         self.turn = 0  # number of jobs they have run; always 0 where jobs do not share ranks
-        self._kind = _kind(job)
+        self._kind = kind(job)
         self._numbers = job.own_ranks
         self._gone: set[int] = set()  # ranks whose process has ended
         self._through: set[int] = set()  # ranks that have finished the current job, their process ended or not
@@ -83,7 +83,7 @@ class Ranks:
 
     def suit(self, job: Job) -> bool:
         """Whether the ranks wait, and the job may be given to them."""
-        if not self.waiting or self._kind != _kind(job):
+        if not self.waiting or self._kind != kind(job):
             return False
         with contextlib.suppress(ServerLost):
             self.exits(0)  # one may have died while it waited
@@ -96,7 +96,7 @@ class Ranks:
             return [] if self.server.closed else self.server.sweep()
 
 
-def _kind(job: Job) -> tuple[object, ...] | None:
+def kind(job: Job) -> tuple[object, ...] | None:
     """A key that is equal for jobs that the same ranks may run; None for a job that needs ranks of its own."""
     if job.share is None or job.part is not None:
         return None

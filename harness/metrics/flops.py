@@ -76,12 +76,13 @@ def attention_forward(settings: TrialSettings) -> float:
 def work_of(settings: TrialSettings) -> Work:
     """FLOPs of one training step, or of one call for the other tasks.
 
-    Checkpointing repeats each layer's matrix multiplications once, except the MLP's last, whose result no gradient
-    needs; with `checkpoint.every` k those of k - 1 of k layers once more, or as often as `checkpoint.replay: bisect`
-    runs them, and attention for the part of the sequence whose outputs are not kept (`checkpoint.tail`): once, under
-    `bisect` in every run of its layer. A tiled MLP whose layer is not recomputed repeats the matrices before its last
-    one; tiled projections repeat queries and keys where these are normed. The fused LM head forms its gradients in
-    the forward pass and repeats nothing.
+    Checkpointing repeats the matrix multiplications of each layer it recomputes once, except the MLP's last, whose
+    result no gradient needs; with `checkpoint.every` k those of k - 1 of k such layers once more, or as often as
+    `checkpoint.replay: bisect` runs them, and attention for the part of the sequence whose outputs are not kept
+    (`checkpoint.tail`): once, under `bisect` in every run of its layer. A layer that is not recomputed repeats the
+    MLP's matrices before its last one for the tokens whose products are not kept (`checkpoint.mlp`); tiled projections
+    repeat queries and keys where these are normed. The fused LM head forms its gradients in the forward pass and
+    repeats nothing.
     """
     model, checkpoint = settings.model, settings.checkpoint
     tokens = tokens_per_step(settings)
@@ -92,50 +93,59 @@ def work_of(settings: TrialSettings) -> Work:
     if settings.task == "attention":
         return Work(layers=0.0, head=0.0, attention=attention)
     layers = 2.0 * tokens * model.layers * layer_matmul_parameters(model)
+    again = checkpoint.layers_again(model.layers)
+    layer = layers / model.layers
     return Work(
         layers=layers,
         head=head,
         attention=attention * model.layers,
-        recomputed_layers=(layers * _layers_again(settings) - _last_matrices(settings) if checkpoint.every else 0.0)
+        recomputed_layers=(again * layer + _for_inputs(settings) * layer - again * _last_matrix(settings))
         + _repeated_by_tiles(settings),
-        recomputed_attention=attention * model.layers * _attention_again(settings) if checkpoint.every else 0.0,
+        recomputed_attention=attention * _attention_again(settings),
     )
 
 
-def _layers_again(settings: TrialSettings) -> float:
-    """Forwards of all layers that backward runs: one for the activations, and those of a group for its inputs."""
-    layers = settings.model.layers
-    return 1 + layers_recomputed(settings.checkpoint, layers) / layers
+def _for_inputs(settings: TrialSettings) -> int:
+    """Layers that backward runs only for the next layer's input, within groups; their own recomputation comes later."""
+    again = settings.checkpoint.layers_again(settings.model.layers)
+    return layers_recomputed(settings.checkpoint, again) if again else 0
 
 
-def _last_matrices(settings: TrialSettings) -> float:
-    """One run of the last matrix of every layer's MLP: torch's checkpoint ends a recomputation before it."""
-    model = settings.model
-    return 2.0 * tokens_per_step(settings) * model.layers * model.ffn * model.hidden
+def _last_matrix(settings: TrialSettings) -> float:
+    """One run of the last matrix of a layer's MLP: torch's checkpoint ends a recomputation before it."""
+    return 2.0 * tokens_per_step(settings) * settings.model.ffn * settings.model.hidden
 
 
 def _attention_again(settings: TrialSettings) -> float:
-    """Forwards of attention that backward runs, in visible pairs: those of the sequence's head, whose outputs are not
-    kept. Once a layer, since a group that holds computes for the layers' own recomputation; under `bisect` every run's.
-    """
-    mask, seq_len = parse_mask(settings.mask), settings.seq_len
+    """Layers' forwards of attention that backward runs, in visible pairs: those of the sequence's head, whose outputs
+    are not kept. Once a layer, since a group that holds computes for the layers' own recomputation; under `bisect`
+    every run's."""
+    mask, seq_len, again = parse_mask(settings.mask), settings.seq_len, settings.checkpoint
     cut = tail_cut(settings.checkpoint.tail, seq_len, settings.cp_size)
     head = FirstRows(mask, cut).area(seq_len) / max(1, mask.area(seq_len))
-    return head * (_layers_again(settings) if settings.checkpoint.replay == "bisect" else 1)
+    runs = again.layers_again(settings.model.layers)
+    return head * (runs + (_for_inputs(settings) if again.replay == "bisect" else 0))
 
 
 def _repeated_by_tiles(settings: TrialSettings) -> float:
-    """FLOPs that tiles repeat in backward because they keep only their input.
+    """FLOPs that are repeated in backward outside of a layer's recomputation, because their results were not kept.
 
-    A tiled MLP: its first matrix, or the first two of a gated one, unless the layer's recomputation ends before them.
-    Tiled projections: queries and keys where these are normed, since their norm's gradient needs its input.
+    The MLP of a layer that is not computed again: its first matrix, or the first two of a gated one, for the tokens
+    whose products are not kept (`checkpoint.mlp`). Tiled projections: queries and keys where these are normed, since
+    their norm's gradient needs its input.
     """
-    model, again = settings.model, 0
-    if settings.mlp_tiles > 1 and settings.checkpoint.every == 0:
-        again += (2 if model.gated else 1) * model.hidden * model.ffn
-    if settings.projection_tiles > 1 and model.qk_norm:
-        again += model.hidden * (model.heads + model.kv_heads) * model.head_dim
-    return 2.0 * tokens_per_step(settings) * model.layers * again
+    model, tokens = settings.model, tokens_per_step(settings)
+    whole = model.layers - settings.checkpoint.layers_again(model.layers)
+    first = (2 if model.gated else 1) * model.hidden * model.ffn
+    again = model.qk_norm and settings.projection_tiles > 1
+    normed = model.hidden * (model.heads + model.kv_heads) * model.head_dim if again else 0
+    kept = round(settings.checkpoint.mlp * tokens_of_rank(settings)) / tokens_of_rank(settings)
+    return 2.0 * tokens * (whole * (1 - kept) * first + model.layers * normed)
+
+
+def tokens_of_rank(settings: TrialSettings) -> int:
+    """Tokens that one rank computes at once: those of a micro-batch."""
+    return settings.seq_len // settings.cp_size * settings.batch_size
 
 
 def sequences_per_step(settings: TrialSettings) -> int:

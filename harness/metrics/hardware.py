@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import typing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 
@@ -11,9 +12,20 @@ from cluster.files.document import Node, read_yaml
 from cluster.files.errors import nearest, one_of
 from engine.settings import Kernel
 from harness.base.errors import UsageError
-from harness.spec.schema import check_keys, convert
+from harness.spec.schema import build, check_keys, convert
+
+MEASURABLE = ("memory_gib", "gemm_tflops", "kernel_ceilings")  # figures that may be measured rather than published
 
 HARDWARE_DIR = Path(__file__).parents[2] / "experiments" / "hardware"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """When, where and on what a figure of a hardware file was measured."""
+
+    when: str  # the day, as 2026-11-20
+    where: str  # machine and software
+    what: str  # sizes of the problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +40,13 @@ class Hardware:
     gemm_tflops: float | None  # measured on a large GEMM; None when not measured
     kernel_ceilings: dict[str, dict[str, float]]  # attention kernel -> {"forward": TFLOP/s, "backward": TFLOP/s}
     sources: dict[str, str]  # where each figure comes from
+    measured: dict[str, Measured] = field(default_factory=dict)  # by figure, where its file says more than the source
+
+    def source_of(self, figure: str) -> str:
+        """When and on what a measured figure was measured, in a few words: file, day and sizes."""
+        found = self.measured.get(figure)
+        detail = (found.when, found.what) if found else (self.sources[figure],)
+        return ", ".join((f"experiments/hardware/{self.name}.yaml", *detail))
 
 
 def hardware_for(gpu_name: str) -> Hardware | None:
@@ -62,9 +81,10 @@ def load_hardware(path: Path) -> Hardware:
     """Read one hardware file strictly. Raises UsageError naming the file, the line and what is wrong."""
     root = read_yaml(path, "hardware file")
     entries = root.mapping("the hardware file")
-    known = [field.name for field in fields(Hardware) if field.name != "name"]
+    known = [each.name for each in fields(Hardware) if each.name != "name"]
     check_keys(entries, known, "the hardware file")
-    missing = [key for key in known if key not in entries and key not in ("gemm_tflops", "kernel_ceilings")]
+    optional = ("gemm_tflops", "kernel_ceilings", "measured")
+    missing = [key for key in known if key not in entries and key not in optional]
     if missing:
         raise UsageError(f"{path}: the hardware file lacks {', '.join(missing)}; add what is missing")
 
@@ -79,6 +99,7 @@ def load_hardware(path: Path) -> Hardware:
         gemm_tflops=None if gemm is None else _positive(gemm, "gemm_tflops"),
         kernel_ceilings=ceilings,
         sources={key: convert(node, str, key) for key, node in entries["sources"].mapping("sources").items()},
+        measured=_measured(entries["measured"], entries) if "measured" in entries else {},
     )
     figures = {key for key in ("peak_bf16_tflops", "memory_gib", "gemm_tflops", "kernel_ceilings") if key in entries}
     check_keys(entries["sources"].mapping("sources"), figures, "sources")
@@ -106,6 +127,21 @@ def _ceilings(node: Node) -> dict[str, dict[str, float]]:
             )
         ceilings[kernel] = given
     return ceilings
+
+
+def _measured(node: Node, given: dict[str, Node]) -> dict[str, Measured]:
+    """When, where and on what the figures of a file were measured, of those that it gives."""
+    figures = node.mapping("measured")
+    check_keys(figures, [key for key in MEASURABLE if key in given], "measured")
+    found = {key: build(Measured, entry, f"measured.{key}") for key, entry in figures.items()}
+    for key, each in found.items():
+        try:
+            datetime.date.fromisoformat(each.when)
+        except ValueError:
+            raise UsageError(
+                f'{figures[key].place}: measured.{key}.when is {each.when}; expected a day such as "2026-11-20"'
+            ) from None
+    return found
 
 
 def _positive(node: Node, label: str) -> float:

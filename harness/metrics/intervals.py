@@ -13,7 +13,7 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -56,7 +56,7 @@ def median_interval(rounds: Rounds) -> Interval | None:
     """Interval of the median over all steps; None for fewer than two rounds."""
     if len(rounds) < 2:
         return None
-    return _interval(_pooled_median(rounds), (_pooled_median(drawn) for drawn in _draws(rounds)), len(rounds))
+    return _interval(_pooled_median(rounds), _drawn_values(rounds, _pooled_median), len(rounds))
 
 
 def median_ratio(candidate: Rounds, reference: Rounds, *, paired: bool) -> Ratio:
@@ -68,20 +68,13 @@ def median_ratio(candidate: Rounds, reference: Rounds, *, paired: bool) -> Ratio
     value = _pooled_median(candidate) / _pooled_median(reference)
     if min(len(candidate), len(reference)) < 2:
         return Ratio(value=value, interval=None)
-    drawn: Iterator[float]
     if paired:
         assert len(candidate) == len(reference), (len(candidate), len(reference))
-        pairs = list(zip(candidate, reference, strict=True))
-        drawn = (
-            _pooled_median([one for one, _ in some]) / _pooled_median([other for _, other in some])
-            for some in _draws(pairs)
-        )
+        drawn = _drawn_values(list(zip(candidate, reference, strict=True)), _ratio_of_pairs)
     else:
-        ours, theirs = list(_draws(candidate)), list(_draws(reference))
+        ours, theirs = _drawn_values(candidate, _pooled_median), _drawn_values(reference, _pooled_median)
         generator = random.Random(_SEED)  # noqa: S311 - draws of a bootstrap
-        drawn = (
-            _pooled_median(generator.choice(ours)) / _pooled_median(generator.choice(theirs)) for _ in range(DRAWS)
-        )
+        drawn = [generator.choice(ours) / generator.choice(theirs) for _ in range(DRAWS)]
     return Ratio(value=value, interval=_interval(value, drawn, min(len(candidate), len(reference))))
 
 
@@ -89,14 +82,25 @@ def _pooled_median(rounds: Rounds) -> float:
     return statistics.median(itertools.chain.from_iterable(rounds))
 
 
-def _draws(rounds: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """As many rounds with replacement, again and again: every combination once, or DRAWS of them."""
-    if len(rounds) <= _ALL_COMBINATIONS_UP_TO:
-        yield from itertools.product(rounds, repeat=len(rounds))
-        return
-    generator = random.Random(_SEED)  # noqa: S311 - draws of a bootstrap
-    for _ in range(DRAWS):
-        yield generator.choices(rounds, k=len(rounds))
+def _ratio_of_pairs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
+    return _pooled_median([one for one, _ in pairs]) / _pooled_median([other for _, other in pairs])
+
+
+def _drawn_values(rounds: Sequence[_T], value: Callable[[Sequence[_T]], float]) -> list[float]:
+    """`value` of as many rounds with replacement, again and again: of every combination once, or of DRAWS of them.
+
+    The order of rounds does not change their value, so that of each choice is computed once, and stands in the list as
+    often as the choice can be ordered.
+    """
+    if len(rounds) > _ALL_COMBINATIONS_UP_TO:
+        generator = random.Random(_SEED)  # noqa: S311 - draws of a bootstrap
+        return [value(generator.choices(rounds, k=len(rounds))) for _ in range(DRAWS)]
+    values = []
+    for chosen in itertools.combinations_with_replacement(range(len(rounds)), len(rounds)):
+        repeats = (chosen.count(place) for place in set(chosen))
+        orders = math.factorial(len(chosen)) // math.prod(map(math.factorial, repeats))
+        values += [value([rounds[place] for place in chosen])] * orders
+    return values
 
 
 def _interval(value: float, drawn: Iterable[float], rounds: int) -> Interval:

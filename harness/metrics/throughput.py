@@ -9,8 +9,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.metrics.flops import Work, seconds_at_kernel_speed, tokens_per_step, work_of
-from harness.metrics.hardware import Hardware, hardware_for
+from harness.metrics.ceilings import ceiling_of
+from harness.metrics.flops import tokens_per_step, work_of
+from harness.metrics.hardware import hardware_for
 from harness.metrics.intervals import median_interval
 from harness.records.record import Record
 
@@ -28,8 +29,10 @@ FORMULAS: dict[str, str] = {
     "tflops_per_gpu (lm_head)": "TFLOP/s/GPU = 6 × tokens × vocabulary × hidden ÷ (median seconds of forward + "
     "backward × ranks); logits computed again not counted",
     "mfu": "MFU = 3 × forward FLOPs ÷ (median step seconds × ranks × dense bf16 peak), recomputation not counted",
-    "mfu_ceiling": "MFU ceiling = MFU of the same work at the measured GEMM and attention kernel speeds of this "
-    "hardware, nothing recomputed by checkpointing and no transfer exposed",
+    "mfu_ceiling": "MFU ceiling = MFU of the same work at measured GEMM and attention kernel speeds, nothing "
+    "recomputed by checkpointing and no transfer exposed; GEMMs of the model's own shapes where the trial measured "
+    "them after its last step, otherwise a large GEMM on this hardware",
+    "ceiling_source": "ceiling source = where and when the speeds behind the ceiling were measured",
     "hfu": "HFU = MFU with activation recomputation and the attention kernels' own QKᵀ recomputation counted",
     "peak_memory_gib": "peak memory = the allocator's peak allocated plus attention's receive windows, "
     "maximum over ranks",
@@ -68,6 +71,7 @@ class Metrics:
     grad_norm: float | None = None
     tflops_ceiling: float | None = None  # tflops_per_gpu at measured kernel speeds
     peak_tflops: float | None = None  # the peak behind mfu
+    ceiling_source: str | None = None  # where and when the speeds behind both ceilings were measured
 
 
 def metrics_of(record: Record) -> Metrics:
@@ -92,7 +96,8 @@ def metrics_of(record: Record) -> Metrics:
     # The table of peaks holds the bf16 one only: a fraction of it has no meaning for an fp32 run.
     hardware = hardware_for(record.gpu or measured.device) if settings.dtype == "bf16" else None
     peak = hardware.peak_bf16_tflops if hardware else None
-    best = kernel_bound_seconds(work, hardware, measured.chosen.get("kernel", "")) if hardware else None
+    ceiling = ceiling_of(record, work, hardware) if hardware else None
+    best = ceiling.seconds if ceiling else None
 
     return Metrics(
         samples=len(measured.step_seconds),
@@ -117,22 +122,7 @@ def metrics_of(record: Record) -> Metrics:
         grad_norm=measured.grad_norm[-1] if measured.grad_norm else None,
         tflops_ceiling=counted / best / 1e12 if best else None,
         peak_tflops=peak,
-    )
-
-
-def kernel_bound_seconds(work: Work, hardware: Hardware, kernel: str) -> float | None:
-    """Seconds one GPU needs for `work` at this hardware's measured GEMM and attention speeds; None if unmeasured.
-
-    Work without attention, as of task lm_head, needs no speed of an attention kernel.
-    """
-    ceiling = hardware.kernel_ceilings.get(kernel) if work.attention else {"forward": 1.0, "backward": 1.0}
-    if ceiling is None or not hardware.gemm_tflops:
-        return None
-    return seconds_at_kernel_speed(
-        work,
-        gemm=hardware.gemm_tflops,
-        attention_forward=ceiling["forward"],
-        attention_backward=ceiling["backward"],
+        ceiling_source=ceiling.source if ceiling else None,
     )
 
 

@@ -5,11 +5,13 @@ A combination that cannot run stays in the plan with its reason: in a sweep that
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,25 @@ def unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
         or _memory_unsupported_reason(settings, machine)
         or unavailable_reason(method, machine.device)
     )
+
+
+def named(trials: Sequence[Trial], names: Sequence[str]) -> tuple[Trial, ...]:
+    """The trials that any of `names` means, in the plan's order: an id, the beginning of ids, or a pattern with `*`.
+
+    Raises UsageError, with the nearest id, for one that means none.
+    """
+    ids = [trial.id for trial in trials]
+    found: set[str] = set()
+    for name in names:
+        means = [each for each in ids if name and (each.startswith(name) or fnmatchcase(each, name))]
+        if not means:
+            near = difflib.get_close_matches(name, ids, n=1, cutoff=0.0)
+            raise UsageError(
+                f"--only {name!r} means none of the {len(ids)} trials; "
+                + (f"did you mean {near[0]}?" if near else "`burst plan --json` lists the ids")
+            )
+        found.update(means)
+    return tuple(trial for trial in trials if trial.id in found)
 
 
 def nothing_can_run(trials: Sequence[Trial]) -> str | None:

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from engine.attention.masks import Causal, parse_mask
 from engine.checkpoint.counts import group_starts, inputs_at_once, inputs_in_store
 from engine.settings import BYTES_OF, TrialSettings
+from harness.metrics.ceilings import kernel_bound_seconds
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import Hardware
-from harness.metrics.throughput import GIB, kernel_bound_seconds
+from harness.metrics.throughput import GIB
 
 _PROCESS = 2 * GIB  # of host memory: interpreter, torch, CUDA's own
 _HEAD_TILE = 1 * GIB  # logits of one tile (engine.lm_head.tiles)
@@ -51,8 +52,7 @@ def _seconds(settings: TrialSettings, hardware: Hardware) -> float | None:
     once = kernel_bound_seconds(work, hardware, kernels[0])  # nothing repeated
     if once is None:
         return None
-    assert hardware.gemm_tflops is not None  # or `once` would be None
-    again = work.recomputed_layers / hardware.gemm_tflops
+    again = work.recomputed_layers / hardware.gemm_tflops if hardware.gemm_tflops else 0.0  # attention repeats none
     if work.recomputed_attention:
         again += work.recomputed_attention / hardware.kernel_ceilings[kernels[0]]["forward"]
     return (once + again / 1e12) / settings.world_size
@@ -100,6 +100,7 @@ class _Estimate:
         settings, checkpoint = self._settings, self._settings.checkpoint
         wide, moments = self._wide * self._parameters, 2 * self._wide * self._parameters
         inputs, attention = self._kept()
+        whole = self._whole()
         on_host = float(_PROCESS)
         device = wide
         if settings.optimizer_offload:
@@ -107,28 +108,50 @@ class _Estimate:
         else:
             device += moments
         kept = 0.0
-        if checkpoint.every and checkpoint.offload != "none":
-            on_host += inputs_in_store(checkpoint, settings.model.layers) * self._state
+        if checkpoint.offload != "none" and inputs:
+            again = checkpoint.layers_again(settings.model.layers)
+            on_host += inputs_in_store(checkpoint, again) * self._state
         else:
             kept += inputs
-        if checkpoint.every and checkpoint.offload == "all":
+        if checkpoint.offload == "all":
             on_host += attention
         else:
             kept += attention
-        layer = self._gathered() + self._layer()
-        fullest = max(kept + self._head(), kept + layer, wide + layer)  # LM head, last layer, first layer
+        # In the LM head all is held; in the last layer too; recomputed layers come when whole ones have been passed.
+        last = self._gathered() + (self._whole_layer() if whole else self._layer())
+        moments_of_peak = [kept + whole + self._head(), kept + whole + last, wide + last]
+        if checkpoint.layers_again(settings.model.layers):
+            moments_of_peak += [kept + self._gathered() + self._layer(), wide + self._gathered() + self._layer()]
+        fullest = max(moments_of_peak)
         return Memory(gpu=device + fullest, host=on_host)
 
     def _kept(self) -> tuple[float, float]:
-        """Layer inputs and attention's results of a whole forward; under `every: 0` all of a layer's saved tensors
-        count as input."""
+        """Inputs and attention's results of the layers that backward recomputes, of a whole forward."""
+        checkpoint = self._settings.checkpoint
+        again = checkpoint.layers_again(self._settings.model.layers)
+        if not again:
+            return 0.0, 0.0
+        return group_starts(checkpoint, again) * self._state, again * checkpoint.tail * (self._query + self._lse)
+
+    def _whole(self) -> float:
+        """All saved tensors of the layers that are not recomputed: their input and the MLP's, queries, keys and
+        values, attention's results, and the kept products of the MLP's first matrices."""
         shape, checkpoint = self._settings.model, self._settings.checkpoint
-        if checkpoint.every == 0:
-            left = 4 * self._state + self._query + self._keys
-            left += 0.0 if self._settings.mlp_tiles > 1 else (3 if shape.gated else 2) * self._mlp_state
-            return shape.layers * left, shape.layers * (self._query + self._lse)
-        results = shape.layers * checkpoint.tail * (self._query + self._lse)
-        return group_starts(checkpoint, shape.layers) * self._state, results
+        kept = 2 * self._state + 2 * self._query + self._keys + self._lse
+        if shape.qk_norm and self._settings.projection_tiles == 1:  # torch's: normed input, and q and k before the norm
+            kept += self._state + self._query + self._keys / 2
+        kept += checkpoint.mlp * (2 if shape.gated else 1) * self._mlp_state
+        return (shape.layers - checkpoint.layers_again(shape.layers)) * kept
+
+    def _whole_layer(self) -> float:
+        """The backward of such a layer beyond its saved tensors: the larger of the MLP's and attention's."""
+        settings, gates = self._settings, 2 if self._settings.model.gated else 1
+        runs = settings.mlp_tiles if settings.checkpoint.mlp in (0, 1) else 2 * settings.mlp_tiles
+        mlp = (1 + gates) * self._mlp_state / settings.mlp_tiles
+        if runs > 1:
+            mlp += self._wide * (1 + gates) * settings.model.hidden * settings.model.ffn
+        # Gradients before and after, the normed states and their gradient; or of out, q, k, v and the residual.
+        return max(4 * self._state + mlp, self._state + 2 * self._query + self._keys + self._received())
 
     def _gathered(self) -> float:
         """Two layers' parameters, and the gradient of one as computed and as reduced."""
@@ -161,8 +184,12 @@ class _Estimate:
         output = 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._query
         in_mlp = held + output + 3 * self._state + mlp  # gradients before and after, the MLP's input
         in_attention = held + self._state + self._query + self._query + self._keys  # gradients: residual, out, q, k, v
-        if settings.cp_size > 1:  # received chunks and the gradients sent back: the part of them that the mask uses
-            mask = parse_mask(settings.mask)
-            used = min(1.0, mask.area(settings.seq_len) / Causal().area(settings.seq_len))
-            in_attention += used * (4 * self._query + 2 * self._keys)
-        return max(in_mlp, in_attention)
+        return max(in_mlp, in_attention + self._received())
+
+    def _received(self) -> float:
+        """Received chunks and the gradients sent back: the part of them that the mask uses."""
+        settings = self._settings
+        if settings.cp_size == 1:
+            return 0.0
+        used = min(1.0, parse_mask(settings.mask).area(settings.seq_len) / Causal().area(settings.seq_len))
+        return used * (4 * self._query + 2 * self._keys)

@@ -10,21 +10,28 @@ from importlib import metadata
 from pathlib import Path
 
 from cluster.environment.value import redact as redact  # here because it belongs to what a record may say
+from cluster.environment.value import shown
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
-COMMIT_VARIABLE = "BURST_COMMIT"  # names the commit where the code is a copy without its history, such as an image
+COMMIT_VARIABLE = "BURST_COMMIT"  # names the commit of code that is a copy, such as an image
 
 
 def commit(root: Path = PROJECT_ROOT, environment: Mapping[str, str] = os.environ) -> str:
-    """Commit of the running code, with `-dirty` when tracked files differ from it; empty when nothing says."""
+    """Commit of the running code, with `-dirty` when tracked files differ from it; empty when nothing says.
+
+    The environment's variable counts where git does not know the code: no repository, or files that differ from its
+    commit, such as a copy of files laid over another checkout.
+    """
+    named, found = environment.get(COMMIT_VARIABLE, ""), ""
     try:
         # An installed copy may lie inside some other repository, whose commit would say nothing about it.
         if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() == root.resolve():
-            dirty = _git(root, "status", "--porcelain", "--untracked-files=no")
-            return _git(root, "rev-parse", "HEAD") + ("-dirty" if dirty else "")
+            found = _git(root, "rev-parse", "HEAD")
+            if not _git(root, "status", "--porcelain", "--untracked-files=no"):
+                return found
     except (OSError, subprocess.SubprocessError):  # no git, no repository, or one that belongs to someone else
         pass
-    return environment.get(COMMIT_VARIABLE, "")
+    return named or (f"{found}-dirty" if found else "")
 
 
 def version() -> str:
@@ -39,6 +46,19 @@ def portable_command(command: Sequence[str], trial_dir: Path) -> list[str]:
     """The command as a record keeps it: this machine's interpreter and directory mean nothing elsewhere."""
     names = {sys.executable: "python", str(trial_dir): "TRIAL_DIR"}
     return [names.get(part, part) for part in command]
+
+
+def redacted_command(typed: Sequence[str]) -> list[str]:
+    """A command line as a record keeps it: without the value of `NAME=VALUE` whose name says that it is a secret, and
+    without passwords inside addresses."""
+    return [_redacted(part) for part in typed]
+
+
+def _redacted(part: str) -> str:
+    name, equals, value = part.partition("=")
+    if name.startswith("--") and "=" in value:  # --set=NAME=VALUE
+        return f"{name}={_redacted(value)}"
+    return f"{name}={shown(name, value)}" if equals and not name.startswith("--") else shown("", part)
 
 
 def _git(root: Path, *arguments: str) -> str:

@@ -35,7 +35,7 @@ class Round:
     """
 
     number: int  # of the round, from 1
-    place: int  # of the trial in the round's order, from 1
+    place: int  # of the trial in the round's order, from 1; 0 where a record from before rounds does not tell
     started_at: str  # ISO 8601, UTC
     wall_seconds: float
     step_seconds: list[float] = field(default_factory=list)  # of the slowest rank; empty where the round gave no figure

@@ -59,6 +59,7 @@ def breakdown_table(rows: Sequence[Row]) -> Table | None:
             title="Where a step's time goes",
             columns=columns,
             rows=tuple(_line(row, placed, met) for row, placed in lines),
+            trials=tuple(row for row, _ in lines),
             note="Of the rank whose events span the longest time. From its first event to its last every instant "
             "belongs to one column, the leftmost of those that run then, so transfers count only where nothing "
             "computes beside them; idle: nothing runs, because the host or another rank is waited for. The profiler "

@@ -45,6 +45,7 @@ def head_table(rows: Sequence[Row]) -> Table | None:
             title="LM head and loss, form by form",
             columns=columns,
             rows=tuple(_line(row) for row in lines),
+            trials=tuple(lines),
             note=f"{FORMULAS['tflops_per_gpu (lm_head)']}. The fused forms but cce form the gradients in the forward. "
             "GiB beyond = peak memory less hidden states and weight, their gradients, and the labels. Errors are "
             "relative to a plain float64 run, ‖a − b‖ ÷ ‖b‖, the worst rank's.",

@@ -1,69 +1,50 @@
-"""The sentences above a report's tables."""
+"""The sentences above a report's tables: the findings, whether the losses agree, and how the trials ended."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 
-from harness.base.lengths import format_length
-from harness.report.agreement import LIMIT, agreements
-from harness.report.results import Row, method_rank
-from harness.report.summary import CPU_TIMES, on_cpu, series_names
-from harness.report.tables import significant
-from harness.report.variants import panel_name, panel_of, setups_of
+from harness.report.agreement import LIMIT, Agreement, agreements
+from harness.report.comparison import contested_points
+from harness.report.findings import findings
+from harness.report.results import Row
+from harness.report.summary import CHECKED, CPU_TIMES, on_cpu
+
+ALL_ONE_ROUND = (
+    "Every trial ran in one round, so no figure has an interval and no difference can be told from noise; "
+    "`steps.rounds: 3` gives intervals."
+)
 
 
 def summary_sentences(rows: Sequence[Row]) -> list[str]:
-    """How many trials ended with each status, which method was fastest, and whether the losses agree.
+    """Where trials disagree; the findings, the most telling first; whether the losses agree; how the trials ended.
 
-    No method is called fastest on a CPU: a sentence says why.
+    Trials on a CPU show agreement alone: no method is called faster there, and a sentence says why.
     """
     if not rows:
         return ["No trial was recorded."]
+    found = findings([row for row in rows if not on_cpu(row)])
+    measured = [row for row in rows if row["status"] == "ok" and not on_cpu(row)]
+    if found and len(measured) > 1 and all(row["rounds"] == 1 for row in measured):
+        found.append(ALL_ONE_ROUND)
+    if contested_points([row for row in rows if on_cpu(row)]):
+        found.append(CPU_TIMES)
+    compared = [pair for pair in agreements(rows) if pair.row is not pair.reference]
+    agreement = _agreement_sentences(compared)
+    disagree = any(pair.agrees is False for pair in compared)
+    agreement += _accuracy_sentence(rows)
+    return [*(agreement + found if disagree else found + agreement), _how_they_ended(rows)]
+
+
+def _how_they_ended(rows: Sequence[Row]) -> str:
     counts = Counter(row["status"] for row in rows)
     others = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()) if status != "ok")
-    sentences = [
-        f"{counts['ok']} of {len(rows)} {'trial' if len(rows) == 1 else 'trials'} gave a measurement"
-        + (f"; {others}." if others else ".")
-    ]
-    contests = [contest for group in setups_of(rows) if (contest := _contest(group))]
-    sentences += [_fastest(contest, rows) for contest in contests if not on_cpu(contest[0])]
-    if any(on_cpu(contest[0]) for contest in contests):
-        sentences.append(CPU_TIMES)
-    return sentences + _agreement_sentences(rows)
+    trials = "trial" if len(rows) == 1 else "trials"
+    return f"{counts['ok']} of {len(rows)} {trials} gave a measurement" + (f"; {others}." if others else ".")
 
 
-def _contest(group: Sequence[Row]) -> list[Row]:
-    """Rows of the largest point of a set-up at which at least two methods were measured; none where there is none."""
-    points: dict[tuple[int, tuple[int, int, int]], list[Row]] = {}
-    for row in group:
-        if row["status"] == "ok":
-            points.setdefault((row["seq_len"], panel_of(row)), []).append(row)
-    contested = [point for point, members in points.items() if len({row["method"] for row in members}) > 1]
-    return points[max(contested)] if contested else []
-
-
-def _fastest(contest: Sequence[Row], rows: Sequence[Row]) -> str:
-    """The fastest trial of a contest, and by how much. Series are named among all `rows`."""
-    names = {id(row): name for row, name in zip(rows, series_names(rows), strict=True)}
-    ranked = sorted(contest, key=lambda row: (row["step_seconds_median"], method_rank(row["method"])))
-    best = ranked[0]
-    second = next(row for row in ranked if row["method"] != best["method"])
-    ratio = second["step_seconds_median"] / best["step_seconds_median"]
-    apart = second["step_seconds_median"] - best["step_seconds_median"]
-    spread = ((best["step_seconds_iqr"] or 0.0) + (second["step_seconds_iqr"] or 0.0)) / 2
-    work = "training" if best["task"] == "train" else "attention"
-    return (
-        f"Fastest {work} at {format_length(best['seq_len'])} tokens on {panel_name(panel_of(best))} "
-        f"({best['model']}, {best['dtype']}): {names[id(best)]} with "
-        f"{significant(4)(best['tokens_per_gpu_per_second'])} tokens/s per GPU, "
-        f"{ratio:.2f}× the speed of {names[id(second)]}"
-        + (", a difference within the spread of the steps." if apart <= spread else ".")
-    )
-
-
-def _agreement_sentences(rows: Sequence[Row]) -> list[str]:
-    compared = [pair for pair in agreements(rows) if pair.row is not pair.reference]
+def _agreement_sentences(compared: Sequence[Agreement]) -> list[str]:
     bound = [pair for pair in compared if pair.agrees is not None]
     loose = [pair for pair in compared if pair.agrees is None]
     sentences = []
@@ -73,11 +54,34 @@ def _agreement_sentences(rows: Sequence[Row]) -> list[str]:
         verdict = (
             f"{len(apart)} of {len(bound)} trials differ from their reference by more than {LIMIT:.0e}"
             if apart
-            else f"Losses and gradient norms agree within {LIMIT:.0e} between all methods and parallel sizes"
+            else f"Losses and gradient norms agree within {LIMIT:.0e} between {_what_varies(bound)}"
         )
-        sentences.append(f"{verdict} (largest relative difference {worst:.1e}).")
+        sentences.append(f"{verdict} (largest relative difference {f'{worst:.1e}' if worst else '0'}).")
     if loose:
         worst = max(pair.loss for pair in loose)
         types = " and ".join(sorted({pair.row["dtype"] for pair in loose}))
         sentences.append(f"In {types} the losses differ by at most {worst:.1e} relative.")
     return sentences
+
+
+def _accuracy_sentence(rows: Sequence[Row]) -> list[str]:
+    """How far attention and its gradients are from a dense float64 run, where the workers measured it."""
+    worst: dict[str, float] = {}
+    for row in rows:
+        errors = [row[f"extra_error.{tensor}"] for tensor in CHECKED if row.get(f"extra_error.{tensor}") is not None]
+        if row["status"] == "ok" and row["task"] == "attention" and errors:
+            worst[row["dtype"]] = max(worst.get(row["dtype"], 0.0), *errors)
+    if not worst:
+        return []
+    listed = " and ".join(f"{error:.1e} in {dtype}" for dtype, error in sorted(worst.items()))
+    return [f"Attention and its gradients differ from a dense float64 run by at most {listed}, relative."]
+
+
+def _what_varies(pairs: Sequence[Agreement]) -> str:
+    """What the trials that agree differ in."""
+    methods = any(pair.row["method"] != pair.reference["method"] for pair in pairs)
+    sizes = any(
+        pair.row[size] != pair.reference[size] for pair in pairs for size in ("cp_size", "tp_size", "world_size")
+    )
+    varied = [word for word, varies in (("methods", methods), ("parallel sizes", sizes)) if varies]
+    return f"all {' and '.join(varied)}" if varied else "all trials"

@@ -1,23 +1,41 @@
-"""Attention beside two limits: the time of one GPU divided by the number of ranks, and the bound of the link.
+"""Attention beside what it could reach: one GPU's time divided by the ranks, and what the link between nodes allows.
 
-Both are formed from the trials of one run: the ideal is the time of the trial with cp_size 1 over the number of ranks;
-where nodes are joined by a slow link, its speed was measured in the trial that is judged. A trial with cp_size 1 on all
-ranks is the whole problem on every GPU at once, as slow as the slowest: what the GPUs reach together before anything is
-shared. Ranks on a CPU share its cores, so there is no ideal of theirs.
+Three figures, of which only the last is a bound:
+
+    ideal       the trial with cp_size 1 on one GPU ÷ ranks. Measured, in another trial: noise, clocks and neighbours
+                differ, so a trial can come out a little ahead of it. The same on every GPU at once, where a run holds
+                it, is what the GPUs reach together before anything is shared.
+    reference   for forward and for backward the longer of the ideal and the needed bytes ÷ link. It holds what is
+                measured in another trial, so it is a reference as well.
+    link bound  needed bytes ÷ link, with compute for nothing. No step of a schedule of the engine is shorter, by
+                construction (`engine.attention.planning.inter_node`): it needs no fewer bytes, and `link` is the
+                fastest of what was measured before, between and after the steps and of what the fastest step itself
+                sent between nodes. A link that drifts makes the bound lower, never false.
+
+A trial with a single measurement of the link, as records from before there were three have, gets the reference alone;
+so does one whose bytes between nodes are not known, or are fewer than those called needed. All is formed from trials
+of one run. Ranks on a CPU share its cores, so there is no ideal of theirs.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from engine.attention.planning.cost_model import Workload, link_bound_seconds
+from engine.attention.geometry.layout import SplitZigzag, layout_named
+from engine.attention.masks import parse_mask
+from engine.attention.planning.inter_node import InterNodeBytes, SpanningProblem, least_inter_node_bytes
 from engine.settings import BYTES_OF
 from harness.base.lengths import format_length
 from harness.report.results import Row, setting_names
 from harness.report.summary import series_names
 from harness.report.tables import Column, Table, significant, without_empty_columns
 from harness.report.variants import panel_name, panel_of, pooled
+
+GIB = 1 << 30
+MOMENTS = ("before", "between", "after")  # the steps of a trial, when its link is measured
 
 # What sharing the problem out may change; everything else must be equal for a trial to be the ideal of another.
 _SHARING = frozenset({
@@ -27,13 +45,21 @@ _SHARING = frozenset({
 
 NOTE = (
     "ideal = seconds of the trial with cp_size 1 on one GPU ÷ ranks; at once = the same on every GPU at the same time, "
-    "the slowest; bound = the ideal, or the bytes the best schedule sends between nodes ÷ the link's speed measured in "
-    "the trial, whichever is more, for forward and for backward"
+    "the slowest: both are measured references, no bounds"
+)
+LINK_NOTE = (
+    "needed = bytes that mask, layout, heads and dtype make the node that sends most send to others, per rank, under "
+    "the schedule with the fewest, beside it forward + backward of every schedule that can run; link = the fastest of "
+    "the measurements in the trial and of what its fastest step sent between nodes; link bound = needed ÷ link, never "
+    "exceeded by construction; reference = for forward and for backward the longer of the ideal and needed ÷ link. A "
+    "row without a link bound has a reference only: its link was measured once, its bytes between nodes are not known, "
+    "or it sent fewer than are needed by the engine's schedules"
 )
 
 
 def ideal_table(rows: Sequence[Row]) -> Table | None:
-    """Percentage of the ideal, and of the link's bound, that shared attention reaches; None without a cp_size of 1."""
+    """Percentage of the ideal, of the reference and of the link's bound that shared attention reaches; None without a
+    cp_size of 1."""
     attention = [row for row in rows if row["task"] == "attention" and row["status"] == "ok" and row["gpu"] != "cpu"]
     unshared: dict[tuple[Any, ...], list[Row]] = {}  # by problem and ranks that work on it at once, each on all of it
     for row in attention:
@@ -49,7 +75,6 @@ def ideal_table(rows: Sequence[Row]) -> Table | None:
         ideal = seconds["step_seconds_median"] / row["world_size"] if seconds["step_seconds_median"] else None
         together = pooled(unshared.get((_problem(row), row["world_size"]), []), "step_seconds_median")
         at_once = together / row["world_size"] if together else None
-        bound = _bound(row, seconds)
         step = row["step_seconds_median"]
         lines.append(
             (
@@ -62,8 +87,7 @@ def ideal_table(rows: Sequence[Row]) -> Table | None:
                 ideal / step if ideal else None,
                 1e3 * at_once if at_once else None,
                 at_once / step if at_once else None,
-                row.get("extra_across_gib_per_second"),
-                bound / step if bound else None,
+                *_link_cells(row, seconds),
             )
         )
     if not lines:
@@ -78,15 +102,38 @@ def ideal_table(rows: Sequence[Row]) -> Table | None:
         Column(header="% of ideal", form=significant(3, 100), numeric=True),
         Column(header="at once ms", form=significant(3), numeric=True),
         Column(header="% of at once", form=significant(3, 100), numeric=True),
+        Column(header="needed GiB", form=significant(3), numeric=True),
+        Column(header="needed by schedule, GiB"),
         Column(header="link GiB/s", form=significant(3), numeric=True),
-        Column(header="% of bound", form=significant(3, 100), numeric=True),
+        Column(header="link measured"),
+        Column(header="link spread %", form=significant(2, 100), numeric=True),
+        Column(header="link bound ms", form=significant(3), numeric=True),
+        Column(header="% of link bound", form=significant(3, 100), numeric=True),
+        Column(header="reference ms", form=significant(3), numeric=True),
+        Column(header="% of reference", form=significant(3, 100), numeric=True),
     )
+    spans = any(value is not None for line in lines for value in line[9:])
     return without_empty_columns(
         Table(
             name="ideal", title="Attention beside the ideal, forward and backward", columns=columns, rows=tuple(lines),
-            note=NOTE,
+            note="; ".join((NOTE, LINK_NOTE)) if spans else NOTE,
         )
     )  # fmt: skip
+
+
+def share_of_ideal(row: Row, rows: Sequence[Row]) -> float | None:
+    """Ideal seconds of shared attention over its own; None without the trial of `rows` that gives the ideal."""
+    if row["task"] != "attention" or row["cp_size"] == 1 or row["gpu"] == "cpu" or not row["step_seconds_median"]:
+        return None
+    whole = [
+        other
+        for other in rows
+        if (other["task"], other["seq_len"], other["cp_size"], other["world_size"])
+        == ("attention", row["seq_len"], 1, 1)
+        and _problem(other) == _problem(row)
+    ]
+    seconds = pooled(whole, "step_seconds_median")
+    return seconds / row["world_size"] / row["step_seconds_median"] if seconds else None
 
 
 def _problem(row: Row) -> tuple[Any, ...]:
@@ -95,22 +142,146 @@ def _problem(row: Row) -> tuple[Any, ...]:
     return (row["run"], row["experiment"], settings, row.get("chosen_kernel"))
 
 
-def _bound(row: Row, whole: Mapping[str, float | None]) -> float | None:
-    """Seconds that the link between nodes allows at best; None on one node or unequal ones, or without a figure."""
-    across, nodes = row.get("extra_across_gib_per_second"), row["nodes"] or 1
-    step, forward = whole["step_seconds_median"], whole["forward_seconds_median"]
-    ranks = row["cp_size"]
-    if across is None or nodes < 2 or ranks % nodes or step is None or forward is None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanningTrial:
+    """A trial whose ranks are on several nodes: what it had to send between them, and how fast that could go."""
+
+    least: Mapping[str, InterNodeBytes]  # by schedule, fewest bytes first, of the node that sends most
+    ranks: int  # of a node
+    measured: Mapping[str, float]  # GiB per second and rank, by moment
+    sent: int | None  # bytes that the node that sends most sent in a step, no more than it did; None if unknown
+    fastest_step: float  # seconds
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the schedule that sends fewest."""
+        return next(iter(self.least.values())).total
+
+    @property
+    def own(self) -> float | None:
+        """GiB per second and rank that the fastest step sent at least."""
+        return self.sent / self.ranks / GIB / self.fastest_step if self.sent else None
+
+    @property
+    def link(self) -> float:
+        """GiB per second and rank, the fastest that was seen."""
+        return max(*self.measured.values(), self.own or 0.0)
+
+    @property
+    def link_source(self) -> str:
+        """How often the link was measured, and which measurement was the fastest."""
+        moment, fastest = max(self.measured.items(), key=lambda pair: pair[1])
+        count = "once" if len(self.measured) == 1 else f"{len(self.measured)} times"
+        if self.own and self.own > fastest:
+            return f"{count}; its own steps were faster"
+        return f"{count}, {moment} the steps" if len(self.measured) == 1 else f"{count}, fastest {moment}"
+
+    @property
+    def spread(self) -> float | None:
+        """By how much the slowest measurement is below the fastest, as a fraction; None with a single one."""
+        if len(self.measured) == 1:
+            return None
+        return 1 - min(self.measured.values()) / max(self.measured.values())
+
+    @property
+    def bounded(self) -> bool:
+        """Whether needed bytes ÷ link is a bound by construction: see the module's text."""
+        return self.measured.keys() == set(MOMENTS) and self.sent is not None and self.sent >= self.needed
+
+    def seconds(self, nbytes: float) -> float:
+        """Of the link, for so many bytes of a node."""
+        return nbytes / self.ranks / GIB / self.link
+
+    def reference(self, forward: float, backward: float) -> float:
+        """Seconds of the schedule that comes nearest to these of a forward and a backward without any transfer."""
+        return min(
+            max(forward, self.seconds(each.forward)) + max(backward, self.seconds(each.backward))
+            for each in self.least.values()
+        )
+
+    def gib(self, nbytes: float) -> float:
+        """GiB per rank, of bytes of a node."""
+        return nbytes / self.ranks / GIB
+
+    def by_schedule(self) -> str:
+        """GiB per rank of forward + backward by schedule, those that need equally many together."""
+        form, names = significant(2), dict[tuple[int, int], list[str]]()
+        for name, each in self.least.items():
+            names.setdefault((each.forward, each.backward), []).append(name.replace("_", " "))
+        return "; ".join(
+            f"{', '.join(alike)} {' + '.join(form(self.gib(part)) for part in parts)}" for parts, alike in names.items()
+        )
+
+
+def spanning_trial(row: Row) -> SpanningTrial | None:
+    """What is known of the link of a trial of task attention; None on one node or unequal ones, or without a figure."""
+    found = {moment: row.get(f"extra_link_gib_per_second.{moment}") for moment in MOMENTS}
+    if not any(found.values()):  # a record from before the link was measured three times
+        found = {"after": row.get("extra_across_gib_per_second")}
+    known = {moment: speed for moment, speed in found.items() if isinstance(speed, int | float) and speed > 0}
+    nodes, world, size = row["nodes"] or 1, row["world_size"], row["cp_size"]
+    if not known or nodes < 2 or world % nodes or size % (ranks := world // nodes) or size == ranks:
         return None
-    tokens = row["seq_len"] // ranks * row["batch_size"]
-    share = Workload(
-        cp_size=ranks,
-        node_size=ranks // nodes,
-        heads=row["model.heads"],
-        kv_heads=row["model.kv_heads"],
-        query_bytes=tokens * row["model.heads"] * row["model.head_dim"] * BYTES_OF[row["dtype"]],
-        gradient_factor=1.0,
-        forward_flops=0.0,
-        rows=tokens,
+    least = _least(row, ranks)
+    if not least:
+        return None
+    ran = least.get(row.get("chosen_schedule") or "")
+    sent = ran.total if ran else None
+    if counted := row.get("extra_computed_sent_between_nodes_bytes"):  # a list, in a row as JSON
+        by_rank = json.loads(counted)
+        sent = max(sum(by_rank[first : first + ranks]) for first in range(0, world, ranks))
+    return SpanningTrial(
+        least=least,
+        ranks=ranks,
+        measured=known,
+        sent=sent,
+        fastest_step=min(seconds for steps in row["step_seconds_by_round"] for seconds in steps),
     )
-    return link_bound_seconds(share, forward / row["world_size"], (step - forward) / row["world_size"], across)
+
+
+def _least(row: Row, ranks_per_node: int) -> Mapping[str, InterNodeBytes]:
+    """Bytes that each schedule sends between nodes at least, for the problem of a trial; empty where the mask has more
+    tiles under this layout than can be counted."""
+    name = row.get("chosen_layout") or row["layout"]
+    try:
+        return least_inter_node_bytes(
+            SpanningProblem(
+                cp_size=row["cp_size"],
+                node_size=ranks_per_node,
+                heads=row["model.heads"],
+                kv_heads=row["model.kv_heads"],
+                mask=parse_mask(row["mask"]),
+                layout=SplitZigzag(row["checkpoint.tail"]) if name == "split_zigzag" else layout_named(name),
+                seq_len=row["seq_len"],
+                batch=row["batch_size"],
+                head_dim=row["model.head_dim"],
+                input_bytes=BYTES_OF[row["dtype"]],
+            )
+        )
+    except ValueError:
+        return {}
+
+
+def _link_cells(row: Row, whole: Mapping[str, float | None]) -> tuple[Any, ...]:
+    """The columns from `needed GiB` on; `whole` are the seconds of the trial with cp_size 1."""
+    trial = spanning_trial(row)
+    if trial is None:
+        return (None,) * 9
+    median, step, forward = (
+        row["step_seconds_median"], whole["step_seconds_median"], whole["forward_seconds_median"]
+    )  # fmt: skip
+    reference = None
+    if step and forward:
+        reference = trial.reference(forward / row["world_size"], (step - forward) / row["world_size"])
+    bound = trial.seconds(trial.needed) if trial.bounded else None
+    return (
+        trial.gib(trial.needed),
+        trial.by_schedule(),
+        trial.link,
+        trial.link_source,
+        trial.spread,
+        1e3 * bound if bound is not None else None,
+        bound / median if bound is not None else None,
+        1e3 * reference if reference else None,
+        reference / median if reference else None,
+    )

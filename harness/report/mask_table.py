@@ -30,13 +30,14 @@ def mask_table(rows: Sequence[Row]) -> Table | None:
         Column(header="peak GiB", form=significant(3), numeric=True),
         Column(header="host GiB", form=significant(3), numeric=True),
     )
-    lines = [_line(row) for row in sorted(ok, key=_problem)]
+    ordered = sorted(ok, key=_problem)
     return without_empty_columns(
         Table(
             name="masks",
             title="Cost of attention against the mask's area",
             columns=columns,
-            rows=tuple(lines),
+            rows=tuple(_line(row) for row in ordered),
+            trials=tuple(ordered),
             note="pairs = visible (query, key) pairs of one sequence; ms = forward + backward; ns per pair = seconds "
             "of forward + backward × ranks ÷ (pairs × sequences × query heads), the same at every length where time "
             "follows the mask's area. Host memory is the process's peak, interpreter and libraries included.",

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import jinja2
 
 from engine.atomic import write_atomic
 from harness.base.errors import UsageError
@@ -18,10 +16,14 @@ from harness.base.writable import make_writable
 from harness.metrics.throughput import FORMULAS
 from harness.records.record import Record, refuse_bad, set_aside
 from harness.report import figures, tables
+from harness.report.best_table import best_table
 from harness.report.breakdown_table import breakdown_table
+from harness.report.comparison import comparison_table, known_baseline
+from harness.report.drawing.points import about, groups_of
 from harness.report.figures import all_figures, render, save_figure
 from harness.report.head_table import head_table
 from harness.report.headline import summary_sentences
+from harness.report.html import Addresses, grid_of, render_page, with_provenance
 from harness.report.ideal import ideal_table
 from harness.report.mask_table import mask_table
 from harness.report.results import Row, write_results
@@ -29,21 +31,18 @@ from harness.report.run_records import RunRecords
 from harness.report.summary import (
     accuracy_table,
     agreement_table,
-    comparison_table,
-    known_baseline,
     problems_table,
     results_table,
     series_names,
 )
 from harness.report.tables import Table, save_table, significant
-from harness.report.variants import panel_name, panel_of, setup_name, setups_of
+from harness.report.variants import panel_name, panel_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table as RichTable
 
 ALL_FORMATS: frozenset[str] = frozenset({"html", "md", "csv", "tex", "png", "pdf"})
-TEMPLATES = Path(__file__).parent / "templates"
 
 
 # By the name of their files, in reading order.
@@ -58,6 +57,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], Table | None]] = {
     "breakdown": breakdown_table,
     "results": results_table,
 }
+FIRST = ("best", "comparison")  # tables that the page shows above the figures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +90,7 @@ def write_report(
     Returns where to look first: report.html, or `out` when html is not asked for. Records without a number are shown by
     status and reason. Records that cannot be used are renamed where `set_bad_aside` asks for it, and `say` is called
     with a sentence for each. `index` is the address of the page that links this one, where there is one; `baseline` the
-    method that tables compare with (by default `harness.report.summary.baseline_of`).
+    method that tables compare with (by default at every point the best other one).
     Raises UsageError for an unknown format or baseline, when there is no record at all, and for records that cannot be
     used.
     """
@@ -101,7 +101,10 @@ def write_report(
         raise UsageError(
             f"no record below {places}; name directories that `burst run` left, holding trials/*/record.json"
         )
-    return write_report_of(records, rows, out, wanted, index=index, baseline=known_baseline(baseline, rows))
+    named = named_runs(run_dirs)
+    return write_report_of(
+        records, rows, out, wanted, index=index, baseline=known_baseline(baseline, rows), run_dirs=named
+    )
 
 
 def checked_formats(formats: Iterable[str]) -> frozenset[str]:
@@ -120,13 +123,16 @@ def write_report_of(
     *,
     index: str = "",
     baseline: str | None = None,
+    run_dirs: Mapping[str, Path] | None = None,
+    site: Path | None = None,
 ) -> Path:
     """The report of records that have been read; returns where to look first. Those without a number are shown by
-    status and reason."""
+    status and reason. `run_dirs` holds the directory of each run by its name in the rows, by default `out`; a page of
+    `site` links nothing outside it."""
     make_writable(out)
     if "csv" in wanted:
         write_results(out / "results.csv", rows)
-    summaries = report_tables(rows, baseline)
+    summaries = [_with_trials(table, rows) for table in report_tables(rows, baseline)]
     plots = draw_plots(rows) if wanted & {"html", *figures.FORMATS} else []
     written: set[Path] = set()
     for table in summaries:
@@ -136,7 +142,17 @@ def write_report_of(
     _remove_outdated(out, written, wanted)
     if "html" not in wanted:
         return out
-    return write_atomic(out / "report.html", html_report(records, rows, summaries, plots, index))
+    if found := best_table(rows):
+        summaries = [found, *summaries]
+    addresses = Addresses(out, run_dirs, site)
+    text = html_report(records, rows, summaries, plots, index, addresses, frozenset(written))
+    return write_atomic(out / "report.html", text)
+
+
+def _with_trials(table: Table, rows: Sequence[Row]) -> Table:
+    """The table with the trial behind every line, where its lines are trials in the order of `rows`."""
+    of_lines = {"results": rows, "problems": [row for row in rows if row["status"] != "ok"]}.get(table.name, ())
+    return replace(table, trials=tuple(of_lines)) if len(of_lines) == len(table.rows) else table
 
 
 def _remove_outdated(out: Path, written: set[Path], kinds: frozenset[str]) -> None:
@@ -158,14 +174,19 @@ def read_runs(
 
     Raises UsageError that lists the records of all runs that cannot be used, unless they are to be set aside.
     """
-    paths = list(dict.fromkeys(path.resolve() for path in run_dirs))  # a run named twice is one run
-    runs = [RunRecords(path, name) for path, name in zip(paths, _unique_names(paths), strict=True)]
+    runs = [RunRecords(path, name) for name, path in named_runs(run_dirs).items()]
     bad = [one for run in runs for one in run.read()]
     if not set_bad_aside:
         refuse_bad(bad)
     for one in bad:
         say(f"{one.path} cannot be used and is now {set_aside(one).name}")
     return [record for run in runs for record in run.records()], [row for run in runs for row in run.rows()]
+
+
+def named_runs(run_dirs: Sequence[Path]) -> dict[str, Path]:
+    """Directories of runs by the names that rows have for them; a run named twice is one run."""
+    paths = list(dict.fromkeys(path.resolve() for path in run_dirs))
+    return dict(zip(_unique_names(paths), paths, strict=True))
 
 
 def report_tables(rows: Sequence[Row], baseline: str | None = None) -> list[Table]:
@@ -177,44 +198,70 @@ def report_tables(rows: Sequence[Row], baseline: str | None = None) -> list[Tabl
 
 def draw_plots(rows: Sequence[Row]) -> list[Plot]:
     """Every figure that applies, once per set-up; file names say the set-up only where there are several."""
-    setups = setups_of(rows)
+    setups = groups_of(rows)
     plots = []
     for key, drawing in all_figures().items():
         applicable = [group for group in setups if drawing.applies(group)]
         suffixes = _suffixes(applicable)
         for group, suffix in zip(applicable, suffixes, strict=True):
-            plots.append(
-                Plot(name=key + suffix, title=drawing.title, setup=setup_name(group), figure=drawing.draw(group))
-            )
+            plots.append(Plot(name=key + suffix, title=drawing.title, setup=about(group), figure=drawing.draw(group)))
     return plots
 
 
 def html_report(
-    records: Sequence[Record], rows: Sequence[Row], summaries: Sequence[Table], plots: Sequence[Plot], index: str = ""
+    records: Sequence[Record],
+    rows: Sequence[Row],
+    summaries: Sequence[Table],
+    plots: Sequence[Plot],
+    index: str,
+    addresses: Addresses,
+    written: frozenset[Path] = frozenset(),
 ) -> str:
-    """One HTML page with everything inside: no script, no font, no image from elsewhere; all text is escaped."""
+    """One HTML page with everything inside: style, script and figures; all text is escaped. Files are linked that this
+    report has `written`, and records."""
     counts: dict[str, int] = {}
     for record in records:
         counts[record.status] = counts.get(record.status, 0) + 1
-    return template("report.html.j2").render(
+    csv_of = {path.stem: path for path in written if path.suffix == ".csv"}
+    grids = [
+        grid_of(with_provenance(one, rows) if one.name == "results" else one, addresses, csv_of.get(one.name))
+        for one in summaries
+    ]
+    sections = [
+        ("findings", "Findings"),
+        *((grid.name, grid.title) for grid in grids if grid.name in FIRST),
+        *([("figures", "Figures")] if plots else []),
+        *((grid.name, grid.title) for grid in grids if grid.name not in FIRST),
+        ("provenance", "Where the numbers come from"),
+        ("formulas", "How the numbers are defined"),
+    ]
+    about = (distinct(record.gpu for record in records), days_of(records))
+    return render_page(
+        "report.html.j2",
         title=" · ".join(dict.fromkeys(record.title or record.experiment for record in records)),
         sentences=summary_sentences(rows),
+        about=[text for text in about if text],
         counts=sorted(counts.items(), key=lambda item: (item[0] != "ok", item[0])),
         facts=provenance(records),
-        tables={table.name: table for table in summaries},
-        plots=plots,
+        grids=grids,
+        first=FIRST,
+        sections=sections,
+        plots=[(plot, _files_of(plot, addresses, written)) for plot in plots],
         formulas=list(FORMULAS.values()),
         index=index,
     )
 
 
-def template(name: str) -> jinja2.Template:
-    """A page of ours; whatever is put into it is escaped."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
-    return environment.get_template(name)
+def _files_of(plot: Plot, addresses: Addresses, written: frozenset[Path]) -> list[tuple[str, str]]:
+    """Kind and address of the figure's files."""
+    named = {path.suffix[1:].upper(): path for path in written if path.stem == plot.name}
+    return [(kind, addresses.file(named[kind])) for kind in ("PDF", "PNG", "SVG") if kind in named]
+
+
+def days_of(records: Sequence[Record]) -> str:
+    """The day of the first and of the last start, in UTC."""
+    days = sorted({record.started_at[:10] for record in records if record.started_at})
+    return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""
 
 
 def provenance(records: Sequence[Record]) -> list[tuple[str, str]]:

@@ -21,7 +21,9 @@ from engine.atomic import write_atomic
 from engine.attention.planning.cost_model import ULYSSES_SCHEDULES
 from engine.settings import Task, TrialSettings, to_json
 from harness.metrics.throughput import metrics_of
+from harness.records.caveats import caveats_of
 from harness.records.record import Record
+from harness.records.stated import NOTHING_STATED, Stated
 
 Row = dict[str, Any]
 
@@ -32,7 +34,7 @@ COLUMNS: tuple[str, ...] = (
     "forward_seconds_median", "tokens_per_gpu_per_second", "tflops_per_gpu", "mfu", "mfu_ceiling", "hfu",
     "peak_memory_gib", "peak_reserved_gib", "sent_gib_per_gpu", "loss", "grad_norm", "seed", "commit",
     "ran", "rounds", "step_seconds_low", "step_seconds_high", "tokens_per_gpu_per_second_low",
-    "tokens_per_gpu_per_second_high", "driver", "gpus", "run_command",
+    "tokens_per_gpu_per_second_high", "driver", "gpus", "run_command", "ceiling_source", "caveats",
 )  # fmt: skip
 
 _NO_COLUMN = ("model.name", "model.note")  # the one is column `model`, the other no setting
@@ -49,10 +51,13 @@ METHOD_ORDER: tuple[str, ...] = (
 )  # fmt: skip
 
 
-def row_of(record: Record, run: str = "") -> Row:
+def row_of(record: Record, run: str = "", stated: Stated = NOTHING_STATED) -> Row:
     """One trial as a row; `run` names the run it belongs to, since only trials of one run may be compared in speed.
 
-    Lists (`step_seconds_by_round`, `loss_by_step`, `grad_norm_by_step`) are for tables and figures, not results.csv.
+    `stated`: what the run's provenance.yaml says of its records.
+
+    Lists (`step_seconds_by_round` with its `round_numbers`, `loss_by_step`, `grad_norm_by_step`) are for tables and
+    figures, not results.csv.
     """
     settings, measured = record.settings, record.measurement
     row: Row = dict.fromkeys(COLUMNS)
@@ -68,7 +73,8 @@ def row_of(record: Record, run: str = "") -> Row:
         reason=record.reason or None,
         commit=record.commit or None,
         ran=ran_of(record),
-        run_command=shlex.join(record.run_command) or None,
+        run_command=shlex.join(record.run_command) or stated.command(record.trial_id),
+        caveats="; ".join(caveats_of(record, stated)) or None,
     )
     row.update(to_json(metrics_of(record)))
     row.update((name, value) for name, value in flatten(to_json(settings)).items() if name not in _NO_COLUMN)
@@ -85,10 +91,16 @@ def row_of(record: Record, run: str = "") -> Row:
         ranks_turn=record.ranks_turn or None,
         started_at=record.started_at or None,
         step_seconds_by_round=record.step_seconds_by_round if record.status == "ok" else [],
+        round_numbers=_round_numbers(record) if record.status == "ok" else [],
         loss_by_step=list(measured.loss) if measured and record.status == "ok" else [],
         grad_norm_by_step=list(measured.grad_norm) if measured and record.status == "ok" else [],
     )
     return row
+
+
+def _round_numbers(record: Record) -> list[int]:
+    """Numbers of the rounds behind `step_seconds_by_round`; a record from before there were rounds holds the first."""
+    return [one.number for one in record.rounds if one.step_seconds] if record.rounds else [1]
 
 
 def ran_of(record: Record) -> str | None:
@@ -139,9 +151,11 @@ def write_results(path: Path, rows: Sequence[Row]) -> Path:
 
 
 def cell(value: object) -> str:
-    """A value as a CSV cell: empty when absent, true/false, all digits of a float."""
+    """A value as a CSV cell: empty when absent, true/false, all digits of a float; an interval as `low to high`."""
     if value is None:
         return ""
+    if isinstance(value, tuple):
+        return " to ".join(map(cell, value))
     if isinstance(value, bool):
         return str(value).lower()
     return str(value)

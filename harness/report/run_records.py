@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from harness.records.record import BadRecord, Record, read_record, record_files, refuse_bad, set_aside
+from harness.records.stated import stated_in
 from harness.report.results import Row, in_order, row_of, write_results
 
 WRITE_SECONDS = 30.0  # between two writes of results.csv while trials run; the last one is at the end
@@ -17,6 +18,7 @@ class RunRecords:
     def __init__(self, run_dir: Path, run: str = "") -> None:
         self.run_dir = run_dir
         self._run = run or run_dir.resolve().name
+        self._stated = stated_in(run_dir)
         self._records: dict[str, Record] = {}
         self._rows: dict[str, Row] = {}
         self._in_order: list[Row] | None = None  # the rows, sorted since the last one came
@@ -53,7 +55,7 @@ class RunRecords:
 
     def _put(self, trial_id: str, record: Record) -> None:
         try:
-            row = row_of(record, self._run)
+            row = row_of(record, self._run, self._stated)
         except ValueError as error:
             place = self.run_dir / "trials" / trial_id
             raise ValueError(f"{place / 'record.json'} makes no sense ({error})") from error

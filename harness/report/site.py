@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from urllib.parse import quote
 
@@ -14,9 +13,11 @@ from engine.atomic import write_atomic
 from harness.base.errors import UsageError
 from harness.base.writable import make_writable
 from harness.records.record import RECORD_FILE, Record
-from harness.report.page import checked_formats, distinct, read_runs, template, write_report_of
+from harness.report.comparison import known_baseline
+from harness.report.headline import summary_sentences
+from harness.report.html import render_page
+from harness.report.page import checked_formats, days_of, distinct, read_runs, write_report_of
 from harness.report.results import Row
-from harness.report.summary import known_baseline
 
 INDEX_FILE = "index.html"
 
@@ -28,6 +29,7 @@ class Entry:
     folder: str  # of the run, below the site's root
     link: str = ""
     title: str = ""
+    finding: str = ""  # the first sentence of its report
     hardware: str = ""
     records: int = 0
     statuses: Sequence[tuple[str, int]] = field(default_factory=tuple)
@@ -75,11 +77,11 @@ def write_site(
         if isinstance(found, str):
             entries.append(Entry(folder=folder.as_posix(), problem=found))
         elif found[0]:
-            entries.append(_entry(*found, folder, out, wanted, baseline))
-    groups = [(name, list(members)) for name, members in groupby(entries, key=_group)]
-    text = template("index.html.j2").render(
+            entries.append(_entry(*found, root / folder, folder, out, wanted, baseline))
+    text = render_page(
+        "index.html.j2",
         title=f"Reports of {root.resolve().name}",
-        groups=groups,
+        entries=entries,
         records=sum(entry.records for entry in entries),
         runs=len(entries),
     )
@@ -89,6 +91,7 @@ def write_site(
 def _entry(
     records: Sequence[Record],
     rows: Sequence[Row],
+    run_dir: Path,
     folder: Path,
     out: Path,
     formats: frozenset[str],
@@ -96,33 +99,26 @@ def _entry(
 ) -> Entry:
     """Write one run's report; returns its line of the index."""
     index = "../" * len(folder.parts) + INDEX_FILE
-    page = write_report_of(records, rows, out / folder, formats, index=index, baseline=baseline)
+    runs = {run_dir.resolve().name: run_dir}
+    page = write_report_of(
+        records, rows, out / folder, formats, index=index, baseline=baseline, run_dirs=runs, site=out
+    )
     return Entry(
         folder=folder.as_posix(),
         link=quote(page.relative_to(out).as_posix()),
         title=distinct(record.title or record.experiment for record in records),
+        finding=summary_sentences(rows)[0],
         hardware=distinct(record.gpu for record in records),
         records=len(records),
         statuses=_statuses(records),
-        started=_dates(records),
-        commit=distinct(record.commit for record in records),
+        started=days_of(records),
+        commit=distinct(record.commit[:10] for record in records),
     )
 
 
 def _statuses(records: Sequence[Record]) -> list[tuple[str, int]]:
     counts = Counter(record.status for record in records)
     return sorted(counts.items(), key=lambda item: (item[0] != "ok", item[0]))
-
-
-def _dates(records: Sequence[Record]) -> str:
-    """The day of the first and of the last start, in UTC."""
-    days = sorted({record.started_at[:10] for record in records if record.started_at})
-    return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""
-
-
-def _group(entry: Entry) -> str:
-    """The folder that a run lies in, which published records have one of per kind of hardware."""
-    return entry.folder.rpartition("/")[0]
 
 
 def _is_run(directory: Path) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,21 @@ def significant(digits: int, scale: float = 1.0) -> Callable[[Any], str]:
     return form
 
 
+# Groups of the columns that several tables have, by header.
+GROUPS: dict[str, str] = {
+    header: group
+    for group, headers in {
+        "time": ("step ms", "interval ms", "spread ms", "forward ms", "rounds", "n"),
+        "speed": ("tok/s/GPU", "TFLOP/s/GPU", "MFU %", "ceiling %", "HFU %"),
+        "memory": ("peak GiB", "host GiB"),
+        "traffic": ("sent MiB",),
+        "training": ("loss", "grad norm"),
+        "provenance": ("ran", "kernel", "caveats", "seed", "started (UTC)", "commit", "driver"),
+    }.items()
+    for header in headers
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
     """One column: how its header reads, and how its values are printed. CSV keeps the unprinted value."""
@@ -43,6 +58,14 @@ class Column:
     header: str
     form: Callable[[Any], str] = plain
     numeric: bool = False  # aligned to the right
+    group: str = ""  # of columns that the page shows or hides together; by default the header's in GROUPS
+    hint: str = ""  # what the header means, shown by the page where a pointer rests on it
+    sort: Callable[[Any], Any] | None = None  # what the page sorts a value by; by default the value itself
+
+    @property
+    def shown_with(self) -> str:
+        """The group; empty where the column is always shown."""
+        return self.group or GROUPS.get(self.header, "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,9 +78,11 @@ class Table:
     rows: tuple[tuple[Any, ...], ...]
     note: str = ""  # formulas and conventions, printed below
     marked: frozenset[int] = frozenset()
+    trials: tuple[Mapping[str, Any], ...] = ()  # where every line is one trial: the rows, in order
 
     def __post_init__(self) -> None:
         assert all(len(row) == len(self.columns) for row in self.rows), f"table {self.name} is ragged"
+        assert len(self.trials) in (0, len(self.rows)), f"table {self.name} has {len(self.trials)} trials"
 
     def texts(self) -> list[list[str]]:
         """The cells as printed."""
@@ -70,13 +95,10 @@ class Table:
 def without_empty_columns(table: Table) -> Table:
     """The same table less the columns in which no row has a value, such as MFU on a CPU."""
     kept = [index for index in range(len(table.columns)) if any(row[index] is not None for row in table.rows)]
-    return Table(
-        name=table.name,
-        title=table.title,
+    return replace(
+        table,
         columns=tuple(table.columns[index] for index in kept),
         rows=tuple(tuple(row[index] for index in kept) for row in table.rows),
-        note=table.note,
-        marked=table.marked,
     )
 
 

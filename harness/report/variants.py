@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from pathlib import PurePath
 from typing import Any
 
 from harness.report.results import ONE_RANK, Row, method_rank, setting_names, sortable
@@ -98,7 +97,7 @@ def method_name(row: Row) -> str:
 
 def series_name(row: Row, varying: Sequence[str]) -> str:
     """`method_name`, and what else distinguishes the series: `burst (ring, query side), kernel cudnn`."""
-    settings = [_setting_text(name, row.get(name)) for name in varying if not _said_by_name(row, name)]
+    settings = [setting_text(name, row.get(name)) for name in varying if not _said_by_name(row, name)]
     return ", ".join([method_name(row), *settings])
 
 
@@ -111,12 +110,14 @@ def _said_by_name(row: Row, setting: str) -> bool:
     return row["ran"] not in (None, ONE_RANK) and row[setting] == row.get(f"chosen_{setting}")
 
 
-def series_of(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+def series_of(rows: Sequence[Row], varying: Sequence[str] | None = None) -> list[tuple[str, list[Row]]]:
     """Rows split by series: methods in their usual order, variants of one method in the order of their settings.
+
+    `varying` names the settings that tell series apart; by default all that vary.
 
     A row without a measurement, or of one rank, joins the rows with its settings where all of these ran the same.
     """
-    varying = varying_settings(rows)
+    varying = varying_settings(rows) if varying is None else varying
 
     def variant(row: Row) -> tuple[Any, ...]:
         return (row["method"], *(row.get(name) for name in varying))
@@ -140,7 +141,7 @@ def series_of(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
 
 def settings_name(row: Row, varying: Sequence[str]) -> str:
     """The varying settings alone, whatever method they were given to."""
-    return ", ".join(_setting_text(name, row.get(name)) for name in varying)
+    return ", ".join(setting_text(name, row.get(name)) for name in varying)
 
 
 def panel_of(row: Row) -> tuple[int, int, int]:
@@ -161,9 +162,7 @@ def pooled(rows: Iterable[Row], column: str) -> float | None:
     return float(statistics.median(values)) if values else None
 
 
-def _setting_text(name: str, value: object) -> str:
+def setting_text(name: str, value: object) -> str:
+    """A setting by the last part of its name, and its whole value: two values never read the same."""
     short = name.rsplit(".", 1)[-1]
-    if isinstance(value, bool):
-        return f"{short} {'on' if value else 'off'}"
-    # A path names a data file; its last part tells it apart well enough in a legend.
-    return f"{short} {PurePath(value).name if name == 'data' and isinstance(value, str) else value}"
+    return f"{short} {'on' if value else 'off'}" if isinstance(value, bool) else f"{short} {value}"

@@ -7,7 +7,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,11 +22,13 @@ from harness.base.interrupts import released
 from harness.launch.environment import render
 from harness.launch.launcher import Job, Launcher, Outcome
 from harness.launch.ports import port_was_taken
+from harness.launch.ranks import kind
 from harness.machine.this_machine import Machine
 from harness.records.provenance import commit, portable_command, redact
-from harness.records.record import Record, write_record
-from harness.run.directory import TRIAL_FILE, RunDirectory
+from harness.records.record import Record, Round, write_record
+from harness.run.directory import TRIAL_FILE, RunDirectory, round_of_files
 from harness.run.progress import ProgressView
+from harness.run.rounds import alone, rounds_of, with_round
 from harness.spec.methods import method_module, method_named
 from harness.spec.trial import Trial
 
@@ -41,22 +43,49 @@ class Host:
     launcher: Launcher
     environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(os.environ))
     commit: str = dataclasses.field(default_factory=commit)
+    run_command: Sequence[str] = ()  # the `burst run` as typed, secrets redacted
+
+    @property
+    def gpu(self) -> str:
+        """GPU name as records have it, or "cpu"."""
+        return self.machine.gpu_name or "cpu"
 
 
-def execute(trial: Trial, host: Host, directory: RunDirectory, view: ProgressView) -> Record:
-    """Execute one trial, a second time where another process had taken its port: the cause is not the method, and the
-    next attempt gets another port."""
-    record = _attempt(trial, host, directory, view)
-    if record.status == "failed" and port_was_taken(record.reason):
-        record = _attempt(trial, host, directory, view)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """A trial's place in a run: the round, and its place in the round's order, both from 1."""
+
+    round: int
+    place: int
+
+
+def execute(
+    trial: Trial, turn: Turn, before: Record | None, host: Host, directory: RunDirectory, view: ProgressView
+) -> Record:
+    """Execute one trial once, and leave its record with this round and those of `before`, whose figures are kept; None:
+    whatever the trial has left before is not.
+
+    Once more where another process had taken its port: the cause is not the method, and the next attempt gets another
+    port.
+    """
+    record = _attempt(trial, turn, before, host, directory, view)
+    latest = alone(record, turn.round)
+    if latest.status == "failed" and port_was_taken(latest.reason):
+        record = _attempt(trial, turn, before and record, host, directory, view)
     return record
 
 
-def _attempt(trial: Trial, host: Host, directory: RunDirectory, view: ProgressView) -> Record:
-    """One attempt at a trial, from its directory to its record. Ctrl-C ends it as `interrupted`."""
+def _attempt(
+    trial: Trial, turn: Turn, before: Record | None, host: Host, directory: RunDirectory, view: ProgressView
+) -> Record:
+    """One attempt at a round of a trial, from its directory to its record. Ctrl-C ends it as `interrupted`."""
     method = method_named(trial.settings.method)
     trial_dir = directory.trial(trial.id).absolute()
-    attempt = directory.begin_attempt(trial.id)
+    if before is None:
+        attempt = directory.begin_attempt(trial.id)
+    else:
+        finished = [one.number for one in rounds_of(before) if one.status != "interrupted"]
+        attempt = directory.begin_round(trial.id, turn.round, finished)
     record = Record(
         trial_id=trial.id,
         experiment=trial.experiment,
@@ -65,16 +94,21 @@ def _attempt(trial: Trial, host: Host, directory: RunDirectory, view: ProgressVi
         system=method.system,
         status="refused",
         reason=trial.unsupported_reason or "",
-        gpu=host.machine.gpu_name or "cpu",
+        gpu=host.gpu,
         commit=host.commit,
         started_at=now(),
         attempts=attempt,
+        run_command=list(host.run_command),
     )
     if trial.unsupported_reason is None:
         job = _job(trial, method, trial_dir, host)
         write_json(
             trial_dir / TRIAL_FILE,
-            {"settings": to_json(trial.settings), "method": method_module(trial.settings.method)}
+            {
+                "settings": to_json(trial.settings),
+                "method": method_module(trial.settings.method),
+                "round": turn.round,
+            }
             | ({"profile": True} if trial.profile else {}),
         )
         try:
@@ -101,8 +135,36 @@ def _attempt(trial: Trial, host: Host, directory: RunDirectory, view: ProgressVi
             wall_seconds=round(outcome.wall_seconds, 3),
             ranks_turn=outcome.turn,
         )
+        record.rounds.append(_round(record, turn))
+    if before is not None:
+        record = with_round(before, record)
     write_record(trial_dir, record)
     return record
+
+
+def _round(record: Record, turn: Turn) -> Round:
+    """The round that the record of one attempt is."""
+    measured = record.measurement or Measurement(step_seconds=[])
+    return Round(
+        number=turn.round,
+        place=turn.place,
+        started_at=record.started_at,
+        wall_seconds=record.wall_seconds,
+        step_seconds=list(measured.step_seconds),
+        forward_seconds=list(measured.forward_seconds),
+        status=record.status,
+        reason=record.reason,
+        hosts=list(record.hosts),
+        gpus_before=list(measured.gpus_before),
+        gpus_after=list(measured.gpus_after),
+    )
+
+
+def ranks_kind(trial: Trial, host: Host) -> Hashable:
+    """Equal for trials that the same ranks may run one after another; None for one with ranks of its own."""
+    if not trial.share_ranks or trial.unsupported_reason is not None:
+        return None
+    return kind(_job(trial, method_named(trial.settings.method), Path(trial.id), host))
 
 
 def _job(trial: Trial, method: Method, trial_dir: Path, host: Host) -> Job:
@@ -147,12 +209,25 @@ def measured(outcome: Outcome, method: Method, trial_dir: Path) -> tuple[Outcome
 
 
 def completed(record: Record, trial_dir: Path) -> Record:
-    """The record of a trial that the user stopped: ok where its figures were on disk by then, else unchanged."""
-    how = f"{record.status}: {record.reason.partition(';')[0]}"
-    found = _left_before_the_trace(trial_dir, how) if record.status == "interrupted" else None
+    """The record of a trial that the user stopped: ok where its figures were on disk by then, else unchanged.
+
+    The same for a later round, where the trial had figures from others.
+    """
+    stopped = next((one for one in record.rounds if one.status == "interrupted"), None)
+    if record.status != "interrupted" and (stopped is None or round_of_files(trial_dir) != stopped.number):
+        return record
+    how = f"interrupted: {(stopped or record).reason.partition(';')[0]}"
+    found = _left_before_the_trace(trial_dir, how)
     if found is None:
         return record
-    return dataclasses.replace(record, status="ok", reason=f"measured, and then {how}", measurement=found)
+    latest = dataclasses.replace(
+        record, status="ok", reason=f"measured, and then {how}", measurement=found, rounds=[]
+    )  # fmt: skip
+    if stopped is None:  # from before there were rounds
+        return latest
+    latest = dataclasses.replace(latest, started_at=stopped.started_at, wall_seconds=stopped.wall_seconds)
+    latest.rounds.append(_round(latest, Turn(round=stopped.number, place=stopped.place)))
+    return latest if record.status == "interrupted" else with_round(record, latest)
 
 
 def _before_the_trace(outcome: Outcome, trial_dir: Path) -> tuple[Outcome, Measurement | None]:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from cluster.files.filesystem import try_lock
+from engine.atomic import write_atomic
 from engine.measurement import write_json
 from engine.plain_json import read_json
 from harness.base.errors import UsageError
 from harness.base.writable import make_writable
 from harness.records.record import RECORD_FILE, Record, read_record
+from harness.spec.written import EXPERIMENT_FILE, same_meaning
 
 RUN_FILE = "run.json"
 LOCK_FILE = ".lock"
 TRIAL_FILE = "trial.json"
 RESULTS_FILE = "results.csv"
 ATTEMPTS_DIRECTORY = "attempts"
+ROUNDS_DIRECTORY = "rounds"
 RUN_FACTS = frozenset({"experiment", "trials", "started_at"})  # of run.json, those that readers rely on
 
 
@@ -82,6 +86,62 @@ class RunDirectory:
                 path.rename(archive / str(number) / path.name)
             number += 1
         return number
+
+    def begin_round(self, trial_id: str, number: int, finished: Collection[int]) -> int:
+        """Make room for the files of round `number` of a trial whose record stays; returns the coming attempt's number.
+
+        Files of a `finished` round move to rounds/<n>/. Those of one that was broken off, or that is to run again, move
+        to attempts/<n>/, with a copy of the record.
+        """
+        trial_dir = self.trial(trial_id)
+        archive, rounds = trial_dir / ATTEMPTS_DIRECTORY, trial_dir / ROUNDS_DIRECTORY
+        stays = {archive, rounds, trial_dir / RECORD_FILE}
+        left = [path for path in trial_dir.iterdir() if path not in stays]
+        last = round_of_files(trial_dir)
+        if last in finished and last != number and not any((rounds / str(last) / path.name).exists() for path in left):
+            _move(left, rounds / str(last))
+            left = []
+        for files in (left, _files_in(rounds / str(number))):
+            if files:
+                aside = archive / str(next_attempt(archive))
+                aside.mkdir(parents=True)
+                shutil.copy2(trial_dir / RECORD_FILE, aside / RECORD_FILE)
+                _move(files, aside)
+        return next_attempt(archive)
+
+    def keep_experiment(self, text: str) -> Path | None:
+        """Leave the experiment as experiment.yaml; returns the new path of an earlier one that means another, which is
+        moved aside."""
+        path = self.path / EXPERIMENT_FILE
+        moved = None
+        if os.path.lexists(path):
+            with contextlib.suppress(OSError, ValueError):  # what cannot be read is another one
+                if same_meaning(path.read_text(encoding="utf-8"), text):
+                    return None
+            moved = path.rename(free_name(path))
+        write_atomic(path, text)
+        return moved
+
+
+def round_of_files(trial_dir: Path) -> int:
+    """The round that the files directly in a trial's directory belong to; 0 where there are none."""
+    try:
+        trial = read_json(trial_dir / TRIAL_FILE)
+    except (OSError, ValueError):
+        return 0
+    number = trial.get("round", 1) if isinstance(trial, dict) else 0  # 1: from before there were rounds
+    return number if isinstance(number, int) else 0
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def _move(paths: Sequence[Path], folder: Path) -> None:
+    """trial.json last: after a stop half-way it still says which round the files are of."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted(paths, key=lambda path: path.name == TRIAL_FILE):
+        path.rename(folder / path.name)
 
 
 @contextlib.contextmanager
@@ -162,6 +222,8 @@ def next_attempt(archive: Path) -> int:
 
 def _describes_a_run(value: Any) -> bool:
     if not isinstance(value, dict) or not value.keys() >= RUN_FACTS:
+        return False
+    if not all(isinstance(value.get(fact, 0), int | float) for fact in ("rounds", "interval")):
         return False
     trials = value["trials"]
     names = isinstance(trials, list) and all(isinstance(name, str) and _is_name(name) for name in trials)

@@ -16,10 +16,10 @@ STYLES = {"ok": "green", "refused": "yellow", "oom": "yellow", "host_oom": "yell
 
 
 class ProgressView(Protocol):
-    """Shows every trial in order."""
+    """Shows every trial of every round in order."""
 
-    def begin(self, total: int) -> None:
-        """Before the first of `total` trials."""
+    def begin(self, total: int, title: str = "") -> None:
+        """Before the first of the `total` trials of a round, which is called `title` where there are several."""
         ...
 
     def trial_began(self, trial: Trial) -> None: ...
@@ -48,9 +48,11 @@ class PlainView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._total = self._done = 0
+        self._round = ""
 
-    def begin(self, total: int) -> None:
-        self._total = total
+    def begin(self, total: int, title: str = "") -> None:
+        self._total, self._done = total, 0
+        self._round = f", {title}" if title else ""
 
     def trial_began(self, trial: Trial) -> None:
         pass
@@ -61,7 +63,10 @@ class PlainView:
     def trial_ended(self, record: Record, *, kept: bool = False) -> None:
         self._done += 1
         self._console.print(
-            f"[{self._done}/{self._total}] {describe(record, kept)}", markup=False, highlight=False, soft_wrap=True
+            f"[{self._done}/{self._total}{self._round}] {describe(record, kept)}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
         )
 
     def end(self) -> None:
@@ -80,15 +85,18 @@ class LiveView:
             BarColumn(bar_width=24),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),  # on a narrow terminal the bar shrinks, not these
             TimeElapsedColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[round]}", markup=False),
             TextColumn("{task.fields[trial]}", markup=False),
             TextColumn("{task.fields[step]}", style="cyan", markup=False),
             console=console,
             transient=True,
         )
-        self._task = self._progress.add_task("", total=None, trial="", step="")
+        self._task = self._progress.add_task("", total=None, round="", trial="", step="")
+        self._round = ""
 
-    def begin(self, total: int) -> None:
-        self._progress.update(self._task, total=total)
+    def begin(self, total: int, title: str = "") -> None:
+        self._round = title
+        self._progress.update(self._task, total=total, completed=0, round=title)
         self._progress.start()
 
     def trial_began(self, trial: Trial) -> None:
@@ -101,7 +109,10 @@ class LiveView:
         self._progress.update(self._task, trial="", step="")
         self._progress.advance(self._task)
         self._progress.console.print(
-            describe(record, kept), style=STYLES.get(record.status, "red"), markup=False, highlight=False
+            describe(record, kept) + (f"  {self._round}" if self._round else ""),
+            style=STYLES.get(record.status, "red"),
+            markup=False,
+            highlight=False,
         )
 
     def end(self) -> None:
@@ -109,7 +120,7 @@ class LiveView:
 
 
 def describe(record: Record, kept: bool = False) -> str:
-    """One finished trial in a line."""
+    """One finished trial in a line; its seconds are those of all its rounds."""
     time = "kept from before" if kept else f"{record.wall_seconds:.1f} s"
     return f"{record.trial_id}  {record.status}  {time}" + (f"  {record.reason}" if record.reason else "")
 

@@ -19,12 +19,13 @@ from cluster.files.document import Node, merge, read_yaml
 from engine.settings import Steps, Task
 from harness.base.errors import UsageError, nearest, one_of
 from harness.spec.models import model_name
+from harness.spec.repetition import Repetition
 from harness.spec.schema import build, check_keys, convert
 from harness.spec.setting import SETTINGS, overriding, read_setting, with_current_names
 
 # Decided by sections of their own rather than under sweep or fixed; `model` may be swept as well.
 SECTION_OF = {"task": "task", "seed": "seeds", "model": "model", "steps": "steps"} | {
-    f"steps.{field.name}": "steps" for field in dataclasses.fields(Steps)
+    f"steps.{field.name}": "steps" for cls in (Steps, Repetition) for field in dataclasses.fields(cls)
 }
 REFERENCES = ("paper",)
 
@@ -49,7 +50,7 @@ class Experiment:
     setting's type, models are shapes. An `exclude` entry drops the trials that match all its keys.
     """
 
-    name: str  # the file's stem
+    name: str  # the file's stem, where the file gives no other
     title: str
     path: Path
     scale: str | None
@@ -58,6 +59,7 @@ class Experiment:
     exclude: tuple[Mapping[str, tuple[Any, ...]], ...]
     fixed: Mapping[str, Any]
     steps: Steps
+    repetition: Repetition
     seeds: tuple[int, ...]
     limits: Limits
     reference: Mapping[str, str]
@@ -106,7 +108,7 @@ def chosen_experiment(arguments: argparse.Namespace) -> Experiment:
 # Layers: mappings of sections in which sweep and fixed are flat, so that two of them can be laid over each other.
 
 _SETTABLE = [key for key in SETTINGS if key not in SECTION_OF]
-_SECTIONS = ("title", "task", "model", "sweep", "exclude", "fixed", "steps", "seeds", "limits", "reference")
+_SECTIONS = ("name", "title", "task", "model", "sweep", "exclude", "fixed", "steps", "seeds", "limits", "reference")
 
 
 def _layer(node: Node, what: str) -> Node:
@@ -203,16 +205,19 @@ def _read(layer: Node, path: Path, scale: str | None) -> Experiment:
         raise UsageError(f"{where}: no task is given; add task: train, attention, lm_head or a list of them")
     tasks = [convert(item, Task, "task") for item in _listed(entries["task"], "task")]
     seeds = [_seed(item) for item in _listed(entries["seeds"], "seeds")] if "seeds" in entries else [0]
+    name = _name(entries["name"]) if "name" in entries else path.stem
+    steps, repetition = _steps(entries.get("steps"))
     return Experiment(
-        name=path.stem,
-        title=convert(entries["title"], str, "title") if "title" in entries else path.stem,
+        name=name,
+        title=convert(entries["title"], str, "title") if "title" in entries else name,
         path=path,
         scale=scale,
         tasks=tuple(dict.fromkeys(tasks)),
         sweep=sweep,
         exclude=_exclude(entries.get("exclude"), path),
         fixed=fixed,
-        steps=build(Steps, entries["steps"], "steps") if "steps" in entries else Steps(),
+        steps=steps,
+        repetition=repetition,
         seeds=tuple(dict.fromkeys(seeds)),
         limits=build(Limits, entries["limits"], "limits") if "limits" in entries else Limits(),
         reference=_reference(entries.get("reference")),
@@ -224,6 +229,26 @@ def _listed(node: Node, what: str) -> list[Node]:
     if node.value == []:
         raise UsageError(f"{node.place}: {what} is an empty list; give at least one value")
     return node.items()
+
+
+def _name(node: Node) -> str:
+    """The experiment's name, which is also that of its folder below results/runs."""
+    name: str = convert(node, str, "name")
+    if name.startswith(".") or not name.isprintable() or Path(name).name != name:
+        raise UsageError(f"{node.place}: name is {node.describe()}; expected one word that can name a folder")
+    return name
+
+
+def _steps(node: Node | None) -> tuple[Steps, Repetition]:
+    """Section `steps`: what a trial runs, which is part of its settings, and how often, which is not."""
+    if node is None:
+        return Steps(), Repetition()
+    entries = node.mapping("steps")
+    often = [field.name for field in dataclasses.fields(Repetition)]
+    check_keys(entries, [*(field.name for field in dataclasses.fields(Steps)), *often], "steps")
+    what = Node({key: entry for key, entry in entries.items() if key not in often}, node.place)
+    how_often = Node({key: entry for key, entry in entries.items() if key in often}, node.place)
+    return build(Steps, what, "steps"), build(Repetition, how_often, "steps")
 
 
 def _seed(node: Node) -> int:

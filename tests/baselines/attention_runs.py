@@ -24,6 +24,7 @@ class AttentionRun:
     error: float  # the largest of out, dq, dk and dv against dense float64, relative to the largest value
     sent_bytes: int  # counted
     computed_sent_bytes: int | None  # by the plan's arithmetic; None of a method without it
+    computed_far_bytes: int | None  # those of them for other nodes
     resolved: dict[str, str]
 
 
@@ -58,10 +59,12 @@ def run_attention(
     dense_out.backward(whole[3])
     pairs = [(out.detach(), dense_out.detach())]
     pairs += [(found.grad, truth.grad) for found, truth in zip((q, k, v), dense, strict=True)]
-    compute = getattr(fn, "computed_sent_bytes", None)
+    compute = getattr(fn, "computed_sent", None)
+    computed = compute() if compute else None
     return AttentionRun(
         error=max(((cp.unshard(found) - truth).abs().max() / truth.abs().max()).item() for found, truth in pairs),
         sent_bytes=cp.traffic.sent_bytes,
-        computed_sent_bytes=compute() if compute else None,
+        computed_sent_bytes=computed.total if computed else None,
+        computed_far_bytes=computed.far if computed else None,
         resolved=fn.resolved(),
     )

@@ -18,6 +18,9 @@ from typing import Any
 import pytest
 
 import baselines
+from engine.attention.geometry.layout import layout_named
+from engine.attention.masks import parse_mask
+from engine.attention.planning.inter_node import SpanningProblem, least_inter_node_bytes
 from engine.measurement import Measurement
 from engine.settings import ModelShape, TrialSettings
 from harness.machine.this_machine import Machine
@@ -81,6 +84,25 @@ def test_the_bytes_of_a_method_are_those_its_plan_computes(name: str, world_size
         for run in ranks:
             assert run.computed_sent_bytes in (None, run.sent_bytes), settings
             assert world_size > 1 or run.sent_bytes == 0
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_no_method_that_counts_its_bytes_sends_fewer_between_nodes_than_are_needed(name: str) -> None:
+    settings = settings_for(name, 4)
+    ranks = run_on_ranks(4, run_attention, method_module(name), settings, False, 2)
+    far = [run.computed_far_bytes for run in ranks]
+    if None in far:
+        assert far == [None] * 4  # a transport of its own: reports form no bound
+        return
+    least = least_inter_node_bytes(
+        SpanningProblem(
+            cp_size=4, node_size=2, heads=settings.model.heads, kv_heads=settings.model.kv_heads,
+            mask=parse_mask(settings.mask), layout=layout_named(ranks[0].resolved["layout"]), seq_len=settings.seq_len,
+            batch=2, head_dim=settings.model.head_dim, input_bytes=8,
+        )
+    )  # fmt: skip
+    needed = min(each.total for each in least.values())
+    assert 0 < needed <= least[ranks[0].resolved["schedule"]].total <= max(far[0] + far[1], far[2] + far[3])
 
 
 @pytest.mark.parametrize("name", NATIVE)

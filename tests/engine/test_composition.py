@@ -36,6 +36,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "tail": (1.0, 0.0, 0.35),
     "offload": ("none", "inputs", "all"),
     "replay": ("hold", "bisect"),
+    "whole_layers": (0, 1, 3),
+    "mlp": (1.0, 0.0, 0.4),
     "projection_tiles": (1, 3),
     "mlp_tiles": (1, 3),
     "optimizer_offload": (False, True),
@@ -51,9 +53,12 @@ STEPS = 2  # of the optimizer, in fp64: in narrower types AdamW's first steps tu
 LIMITS = {"fp64": 1e-10, "fp32": 1e-5}
 
 
+CHECKPOINT = ("every", "tail", "offload", "replay", "whole_layers", "mlp")
+
+
 def settings_of(row: Row, world_size: int = 1, cp_size: int = 1) -> TrialSettings:
     row = dict(row)
-    checkpoint = Checkpoint(**{name: row.pop(name) for name in ("every", "tail", "offload", "replay")})
+    checkpoint = Checkpoint(**{name: row.pop(name) for name in CHECKPOINT})
     sizes = {"world_size": world_size, "cp_size": cp_size, "emulate_nodes": min(2, world_size)}
     return dataclasses.replace(
         SETTINGS, checkpoint=checkpoint, batch_size=2 // row["gradient_accumulation"], **sizes, **row

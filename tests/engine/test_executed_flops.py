@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.checkpoint.recompute import set_activations
-from engine.layers.tiled_mlp import add_mlp_in
-from engine.layers.tiled_projection import project_in
 from engine.model import Decoder
+from engine.parallelize import set_layers
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.metrics.flops import work_of
 
@@ -21,7 +19,10 @@ GATED = ModelShape(name="gated", layers=5, hidden=12, ffn=20, heads=4, kv_heads=
 SHAPES = (GATED, dataclasses.replace(GATED, gated=False), dataclasses.replace(GATED, qk_norm=True))
 CHECKPOINTS = (
     Checkpoint(every=0),
+    Checkpoint(every=0, mlp=0.4),
     Checkpoint(every=1),
+    Checkpoint(every=1, whole_layers=2, mlp=0.0),
+    Checkpoint(every=2, whole_layers=1, mlp=0.5),
     Checkpoint(every=3),
     Checkpoint(every=4, replay="bisect"),
     Checkpoint(every=9, offload="inputs", replay="bisect"),
@@ -56,7 +57,7 @@ class NoProducts:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["gated", "ungated", "normed"])
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=lambda c: f"{c.every}-{c.replay}")
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("tiles", [(1, 1), (3, 1), (1, 3), (3, 3)], ids=lambda tiles: f"{tiles[0]}-{tiles[1]}")
 def test_the_counted_flops_are_executed(shape: ModelShape, checkpoint: Checkpoint, tiles: tuple[int, int]) -> None:
     settings = TrialSettings(
@@ -66,10 +67,7 @@ def test_the_counted_flops_are_executed(shape: ModelShape, checkpoint: Checkpoin
     model = Decoder(shape)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    for block in model.blocks:
-        block.attend = NoProducts()
-        block.project, block.add_mlp = project_in(tiles[0]), add_mlp_in(tiles[1])
-    set_activations(checkpoint, list(model.blocks))
+    set_layers(model, settings, NoProducts())
     tokens = torch.randint(shape.vocab, (1, TOKENS + 1))
     with Products() as products:
         model(tokens[:, :-1], torch.arange(TOKENS), tokens[:, 1:]).backward()

@@ -14,10 +14,8 @@ from engine.attention.context import ContextParallel
 from engine.attention.kernels import BackwardInputs, Gradients
 from engine.attention.kernels.cpu import CpuKernel
 from engine.burst import METHOD
-from engine.checkpoint.recompute import set_activations
-from engine.layers.tiled_mlp import add_mlp_in
-from engine.layers.tiled_projection import project_in
 from engine.model import Decoder
+from engine.parallelize import set_layers
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.engine.live_bytes import LiveBytes
 
@@ -29,6 +27,7 @@ class Allocating(CpuKernel):
 
     writes_input_dtype = True
     takes_delta = True
+    takes_output = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Any, scale: float) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
@@ -62,12 +61,12 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def peak(kv_heads: int, checkpoint: Checkpoint, projection_tiles: int = TILES) -> float:
     """Bytes that live at once in the backward of nine layers, over those of one hidden state of all tokens."""
     shape = ModelShape(name="s", layers=9, hidden=256, ffn=32, heads=4, kv_heads=kv_heads, head_dim=64, vocab=32)
-    settings = TrialSettings(task="train", method="burst", model=shape, seq_len=TOKENS, dtype="bf16")
+    settings = TrialSettings(
+        task="train", method="burst", model=shape, seq_len=TOKENS, dtype="bf16", checkpoint=checkpoint,
+        mlp_tiles=TILES, projection_tiles=projection_tiles,
+    )  # fmt: skip
     model = Decoder(shape).bfloat16()
-    attend = METHOD.attention(ContextParallel.single(), settings)
-    for block in model.blocks:
-        block.attend, block.add_mlp, block.project = attend, add_mlp_in(TILES), project_in(projection_tiles)
-    keeper = set_activations(checkpoint, list(model.blocks))
+    keeper = set_layers(model, settings, METHOD.attention(ContextParallel.single(), settings))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     tokens = torch.randint(shape.vocab, (1, TOKENS))

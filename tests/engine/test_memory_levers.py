@@ -12,12 +12,10 @@ import torch
 
 from engine.attention.context import ContextParallel
 from engine.burst import METHOD
-from engine.checkpoint.recompute import set_activations
-from engine.layers.tiled_mlp import add_mlp_in
-from engine.layers.tiled_projection import project_in
 from engine.lm_head.fused import fused_loss_sum
 from engine.model import Decoder
 from engine.optimizer import adamw
+from engine.parallelize import set_layers
 from engine.recipe import Recipe
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.engine.live_bytes import LiveBytes
@@ -29,7 +27,7 @@ SHAPE = ModelShape(name="counted", layers=12, hidden=64, ffn=256, heads=4, kv_he
 TOKENS = 1024
 ROWS: dict[str, dict[str, Any]] = {
     "`checkpoint: {every: 0}`": {"checkpoint": Checkpoint(every=0)},
-    "`checkpoint: {every: 0}`, `mlp_tiles: 8`": {"checkpoint": Checkpoint(every=0), "mlp_tiles": 8},
+    "`checkpoint: {every: 0, mlp: 0}`, `mlp_tiles: 8`": {"checkpoint": Checkpoint(every=0, mlp=0.0), "mlp_tiles": 8},
     "the defaults (`every: 1`, `tail: 1`)": {},
     "`checkpoint.every: 4`": {"checkpoint": Checkpoint(every=4)},
     "`checkpoint.offload: all`": {"checkpoint": Checkpoint(offload="all")},
@@ -61,10 +59,7 @@ def counted(row: str) -> tuple[float, float]:
     model = Decoder(SHAPE)
     torch.nn.init.normal_(model.head.weight)
     attend = METHOD.attention(ContextParallel.single(), settings)
-    for block in model.blocks:
-        block.attend, block.add_mlp = attend, add_mlp_in(settings.mlp_tiles)
-        block.project = project_in(settings.projection_tiles)
-    set_activations(settings.checkpoint, list(model.blocks))
+    set_layers(model, settings, attend)
     model.head.loss_sum = fused_loss_sum
     optimizer = adamw(model, 1e-3, Recipe(), offload=settings.optimizer_offload)
     tokens = torch.randint(SHAPE.vocab, (1, TOKENS + 1))
@@ -94,8 +89,8 @@ def test_each_memory_setting_saves_the_bytes_of_the_memory_page() -> None:
     keep, keep_tiled, default, *alone, together = peaks
     assert all(peak < default < keep for peak in alone)
     assert together < min(alone)
-    # Kept by torch for each layer's MLP: up, gate, SiLU of gate, their product. In tiles, of one run and one layer.
-    assert keep - keep_tiled > (SHAPE.layers - 1) * 4 * (4 * TOKENS * SHAPE.ffn / MIB)
+    # Kept of each layer's MLP: up and gate, their product is formed again. In tiles, of one run and one layer.
+    assert keep - keep_tiled > (SHAPE.layers - 1) * 2 * (4 * TOKENS * SHAPE.ffn / MIB)
 
     states = 2 * 4 * SHAPE.parameters / MIB  # two moments in fp32 are all that is held between steps
     assert {round(held / states, 2) for _, held in bytes_of.values()} == {0.0, 1.0}

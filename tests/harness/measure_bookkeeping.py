@@ -90,11 +90,14 @@ def main() -> None:
             commands = {
                 "plan": ["plan", str(experiment)],
                 "status": ["status", str(run_dir)],
+                "report": ["report", str(run_dir), "--out", str(folder / "report")],
                 "run --resume": ["run", str(experiment), "--out", str(run_dir), "--resume", "--launcher", "local"],
             }
             for title, command in commands.items():
                 wall, cpu, gib = measured(command, folder)
                 print(f"| {count} | {title} | {wall:.1f} | {cpu:.1f} | {gib:.2f} |", flush=True)
+            page = (folder / "report" / "report.html").stat().st_size
+            print(f"\nreport.html of {count} trials has {page / (1 << 20):.1f} MiB.\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from engine.measurement import Measurement
-from engine.settings import ModelShape, TrialSettings
-from harness.records.record import Record, Status
+from engine.settings import Checkpoint, ModelShape, TrialSettings
+from harness.records.record import Record, Round, Status
+from harness.report.breakdown_table import HEADERS
 from harness.spec.trial import Trial
 
 GIB = 1 << 30
@@ -52,12 +55,17 @@ def record(
     seconds: float = 0.2,
     drift: float = 0.0,
     gpu: str = "",
+    rounds: Sequence[Sequence[float]] = (),
     **changes: Any,
 ) -> Record:
-    """One record; `changes` go to the settings. Only an ok trial holds a measurement."""
+    """One record; `changes` go to the settings. Only an ok trial holds a measurement: with `rounds`, the step seconds
+    of each, where an empty one gave no figure."""
     of = settings(**changes)
     trial = Trial(experiment=experiment, title=title, settings=of, deadline_seconds=60.0)
     ok = status == "ok"
+    measured = measurement(of, seconds=seconds, drift=drift, gpu=gpu) if ok else None
+    if measured and rounds:
+        measured.step_seconds = [step for steps in rounds for step in steps]
     return Record(
         trial_id=trial.id,
         experiment=experiment,
@@ -66,14 +74,29 @@ def record(
         system=of.method,
         status=status,
         reason=reason or ("" if ok else f"a synthetic reason for {status}"),
-        measurement=measurement(of, seconds=seconds, drift=drift, gpu=gpu) if ok else None,
+        measurement=measured,
         launcher="local",
         hosts=[] if status == "refused" else ["node0"],
         gpu=gpu or "cpu",
         commit="0123abc",
         started_at="2026-01-02T03:04:05Z",
         wall_seconds=4.2,
-    )
+        rounds=[
+            Round(
+                number=number, place=1, started_at=f"2026-01-02T0{number}:04:05Z", wall_seconds=4.2,
+                step_seconds=list(steps), status="ok" if steps else "timeout",
+            )
+            for number, steps in enumerate(rounds, start=1)
+        ],
+    )  # fmt: skip
+
+
+def around(seconds: float, rounds: int = 3, steps: int = 3) -> list[list[float]]:
+    """Rounds of steps whose median is about `seconds`: rounds differ by 1%, steps by half of that."""
+    return [
+        [seconds * (1 + 0.01 * (number % 3 - 1) + 0.005 * (step % 3 - 1)) for step in range(steps)]
+        for number in range(rounds)
+    ]
 
 
 def cpu_sweep() -> list[Record]:
@@ -127,3 +150,42 @@ def gpu_sweep() -> list[Record]:
                             )
                         )  # fmt: skip
     return sweep
+
+
+def traced(seconds: float = 2.0, **changes: Any) -> Record:
+    """A trial whose step was traced: its time in five categories."""
+    one = record(gpu=H200, dtype="bf16", seconds=seconds, **changes)
+    assert one.measurement is not None
+    shares = {"attention_forward": 0.2, "attention_backward": 0.45, "matmul": 0.3, "copies": 0.049, "merge": 0.001}
+    parts = {name: seconds * shares.get(name, 0.0) for name in HEADERS}
+    profile = {"of": "extra_step", "on": "gpu", "rank": 0, "span_seconds": seconds, "seconds": parts}
+    return replace(one, measurement=replace(one.measurement, extra={"profile": profile}))
+
+
+def with_memory(gib: float, seconds: float, **changes: Any) -> Record:
+    """A trial on a GPU with this peak memory and step time."""
+    one = record(gpu=H200, dtype="bf16", seconds=seconds, **changes)
+    assert one.measurement is not None
+    ranks = one.settings.world_size
+    return replace(one, measurement=replace(one.measurement, peak_allocated_bytes=[int(gib * GIB)] * ranks))
+
+
+def levers() -> list[Record]:
+    """Memory against time at one length: the tiled MLP is dominated, the other three are on the frontier."""
+    return [
+        with_memory(20, 1.0),
+        with_memory(15, 1.2, checkpoint=Checkpoint(offload="all")),
+        with_memory(10, 1.5, optimizer_offload=True),
+        with_memory(16, 1.4, mlp_tiles=8),
+    ]
+
+
+def in_rounds(one: Record, *seconds: list[float]) -> Record:
+    """The record with these steps, a list for each round."""
+    assert one.measurement is not None
+    steps = [second for of_round in seconds for second in of_round]
+    rounds = [
+        Round(number=number, place=0, started_at=one.started_at, wall_seconds=1.0, step_seconds=list(of_round))
+        for number, of_round in enumerate(seconds, start=1)
+    ]
+    return replace(one, rounds=rounds, measurement=replace(one.measurement, step_seconds=steps))

@@ -141,7 +141,9 @@ def run(launcher: LocalLauncher, run_dir: Path, trials: list[Trial], resume: Res
         commit="abc",
     )
     view = PlainView(Console(quiet=True))
-    run_experiment("exp", trials, host, run_dir, view=view, say=lambda _: None, resume=resume)
+    run_experiment(
+        "exp", trials, host, run_dir, view=view, say=lambda _: None, resume=resume, shuffle=lambda _: None
+    )  # in the order of the plan
     records = {record.trial_id: record for record in read_records(run_dir)}
     return [records[each.id] for each in trials]
 

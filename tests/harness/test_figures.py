@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,10 +12,9 @@ from matplotlib.text import Text
 import harness.report.figures
 from harness.records.record import Record
 from harness.report.figures import all_figures, render, save_figure
-from harness.report.figures._style import looks_of, method_colour
-from harness.report.results import METHOD_ORDER, Row, rows_of
-from harness.report.variants import series_of, setups_of
-from tests.harness.synthetic_records import cpu_sweep, gpu_sweep, record
+from harness.report.results import Row, rows_of
+from harness.report.variants import setups_of
+from tests.harness.synthetic_records import H200, cpu_sweep, gpu_sweep, levers, record, traced
 
 
 def rows_for(records: list[Record], task: str) -> list[Row]:
@@ -40,15 +39,30 @@ def test_every_module_of_the_package_is_a_figure() -> None:
 
 @pytest.mark.parametrize("task", ["train", "attention"])
 @pytest.mark.parametrize("sweep", [cpu_sweep, gpu_sweep])
-def test_every_applicable_figure_explains_itself(sweep: object, task: str) -> None:
-    rows = rows_for(sweep(), task)  # type: ignore[operator]
+def test_every_applicable_figure_explains_itself(sweep: Callable[[], list[Record]], task: str) -> None:
+    rows = rows_for(sweep(), task)
     drawn = {name: figure.draw(rows) for name, figure in all_figures().items() if figure.applies(rows)}
     assert drawn
     for name, figure in drawn.items():
         footer = " ".join(" ".join(texts(figure)).split())
         assert "n = 3 measured steps" in footer, name
-        assert "Peak: " in footer, name
+        assert "in one round" in footer, name
         assert "=" in footer or "Median" in footer, name
+
+
+@pytest.mark.parametrize("sweep", [cpu_sweep, gpu_sweep])
+def test_peak_and_ceiling_stand_where_a_gpu_has_them_and_nowhere_else(sweep: Callable[[], list[Record]]) -> None:
+    on_gpu = sweep is gpu_sweep
+    for task in ("train", "attention"):
+        rows = rows_for(sweep(), task)
+        for name, drawing in all_figures().items():
+            if drawing.applies(rows):
+                said = " ".join(" ".join(texts(drawing.draw(rows))).split())
+                belongs = on_gpu and name in ("mfu", "attention_speed")
+                assert ("peak: 989 TFLOP/s" in said) == ("Peak: 989 TFLOP/s" in said) == belongs, name
+                assert ("ceiling" in said) == belongs, name
+                if belongs:
+                    assert "measured 2026-11-20" in said, name
 
 
 def test_a_missing_bar_carries_its_status() -> None:
@@ -66,10 +80,11 @@ def test_each_parallel_size_has_a_panel_and_each_length_a_group() -> None:
 
 
 def test_only_what_was_planned_takes_room() -> None:
-    rows = rows_of([record(cp_size=1), *(record(cp_size=2, seq_len=1024 * n) for n in range(1, 9))])
-    figure = all_figures()["throughput"].draw(rows)
+    methods = ("burst", "ring", "ulysses", "megatron_cp", "torch_cp")
+    many = [record(cp_size=2, seq_len=length, method=method) for length in (1024, 2048) for method in methods]
+    figure = all_figures()["throughput"].draw(rows_of([record(cp_size=1), *many]))
     lengths = [[tick.get_text() for tick in ax.get_xticklabels()] for ax in figure.axes]
-    assert lengths == [["1k"], [f"{n}k" for n in range(1, 9)]]
+    assert lengths == [["1k"], ["1k", "2k"]]
     figure.draw_without_rendering()
     inches = [ax.get_window_extent().width for ax in figure.axes]
     bars_wide = [ax.get_xlim()[1] - ax.get_xlim()[0] for ax in figure.axes]
@@ -86,24 +101,6 @@ def test_a_wide_spread_stays_inside_its_panel() -> None:
     assert max(bar.get_height() for bar in ax.patches) < max(whiskers) < ax.get_ylim()[1]
 
 
-def test_variants_of_one_method_are_separate_bars() -> None:
-    rows = rows_for(gpu_sweep(), "train")
-    assert [name for name, _ in series_of(rows)] == [
-        "burst, kernel cudnn", "burst, kernel fa4", "megatron_cp, kernel fa4", "ulysses, kernel fa4",
-    ]  # fmt: skip
-    looks = looks_of(series_of(rows))
-    assert len({(look.colour, look.hatch) for look in looks.values()}) == 4
-    assert looks["burst, kernel cudnn"].colour == looks["burst, kernel fa4"].colour
-    assert looks["burst, kernel cudnn"].hatch
-    assert {looks[f"{method}, kernel fa4"].hatch for method in ("burst", "megatron_cp", "ulysses")} == {""}
-
-
-def test_a_method_keeps_its_colour_whatever_else_is_drawn() -> None:
-    assert len({method_colour(method) for method in METHOD_ORDER}) == len(METHOD_ORDER)
-    assert method_colour("ulysses_upstream") == method_colour("ulysses")
-    assert method_colour("something_new") == method_colour("something_new")
-
-
 def test_without_any_number_no_figure_applies() -> None:
     rows = rows_of([record(status="refused"), record(status="oom", task="attention")])
     assert not any(figure.applies(group) for group in setups_of(rows) for figure in all_figures().values())
@@ -118,7 +115,51 @@ def test_attention_is_in_milliseconds_on_a_cpu_and_in_tflops_on_a_gpu() -> None:
 def test_utilisation_is_drawn_only_where_a_peak_is_known() -> None:
     mfu = all_figures()["mfu"]
     assert not mfu.applies(rows_for(cpu_sweep(), "train"))
-    assert any("Peak: 989" in text for text in texts(mfu.draw(rows_for(gpu_sweep(), "train"))))
+    assert mfu.applies(rows_for(gpu_sweep(), "train"))
+
+
+def test_three_lengths_make_lines_on_a_logarithmic_axis() -> None:
+    figure = all_figures()["throughput"].draw(rows_for(gpu_sweep(), "train"))
+    assert not bars(figure)
+    for ax in figure.axes:
+        assert ax.get_xscale() == "log"
+        assert [tick.get_text() for tick in ax.get_xticklabels()] == ["32k", "64k", "128k", "256k"]
+    single = figure.axes[0]  # CP 1: two lengths were measured, two ended out of memory
+    drawn = {tuple(line.get_xdata()) for line in single.get_lines() if len(line.get_xdata()) > 1}
+    assert drawn == {(32768, 65536, 131072)}
+    assert [text.get_text() for text in single.texts].count("oom") == 2  # of two kernels, at 256k
+
+
+def test_two_lengths_make_bars_that_stand_on_zero() -> None:
+    figure = all_figures()["throughput"].draw(rows_for(cpu_sweep(), "train"))
+    assert bars(figure) == 16
+    assert all(ax.get_ylim()[0] == 0 for ax in figure.axes)
+
+
+def test_one_trial_alone_has_no_figure_but_of_its_traced_step() -> None:
+    for one in (record(gpu=H200, dtype="bf16"), record(task="attention", gpu=H200, dtype="bf16", cp_size=2)):
+        assert [name for name, figure in all_figures().items() if figure.applies(rows_of([one]))] == []
+    assert [name for name, figure in all_figures().items() if figure.applies(rows_of([traced()]))] == ["time_breakdown"]
+
+
+def test_no_two_figures_of_one_length_say_the_same() -> None:
+    """MFU is proportional to tokens/s there; and memory against speed shows both."""
+    methods = rows_of([record(method=method, gpu=H200, dtype="bf16") for method in ("burst", "ulysses")])
+    applying = {name for name, figure in all_figures().items() if figure.applies(methods)}
+    assert "mfu" in applying
+    assert "throughput" not in applying
+    sweep = rows_of(levers())
+    assert {name for name, figure in all_figures().items() if figure.applies(sweep)} == {"memory_time", "loss"}
+
+
+def test_a_trial_is_not_compared_with_itself() -> None:
+    loss = all_figures()["loss"]
+    assert not loss.applies(rows_of([record(seq_len=1024 * n) for n in (1, 2, 4)]))
+    pair = rows_of([record(), record(method="ring")])
+    assert loss.applies(pair)
+    upper, lower = loss.draw(pair).axes
+    assert len(upper.get_lines()) == 2
+    assert len([line for line in lower.get_lines() if len(line.get_xdata()) == 4]) == 1  # the reference has none
 
 
 def test_loss_curves_show_every_trial_and_name_the_missing_ones() -> None:
@@ -135,7 +176,7 @@ def test_many_parallel_sizes_wrap_onto_further_lines() -> None:
 
 
 def test_equal_data_gives_equal_bytes(tmp_path: Path) -> None:
-    rows = rows_of([record()])
+    rows = rows_of([record(), record(method="ring")])
     draw = all_figures()["throughput"].draw
     for kind in ("png", "pdf", "svg"):
         assert render(draw(rows), kind) == render(draw(rows), kind), kind
@@ -145,6 +186,6 @@ def test_files_are_whole_and_of_their_kind(tmp_path: Path) -> None:
     figure = all_figures()["throughput"].draw(rows_of([record()]))
     (png,) = [path for path in save_figure(figure, tmp_path / "a.b", ["png", "pdf"]) if path.suffix == ".png"]
     assert png.read_bytes().startswith(b"\x89PNG")
+    assert len(png.read_bytes()) > 1000
     assert (tmp_path / "a.b.pdf").read_bytes().startswith(b"%PDF")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.b.pdf", "a.b.png"]
-    assert io.BytesIO(png.read_bytes()).getbuffer().nbytes > 1000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.b.pdf", "a.b.png", "a.b.tex"]

@@ -63,7 +63,7 @@ def test_micro_batches_are_sequences_of_the_step() -> None:
 
 
 def test_tiles_repeat_the_mlp_up_to_its_last_matrix_unless_the_layer_is_recomputed_anyway() -> None:
-    kept = settings(model=TOY, seq_len=6, mlp_tiles=2, checkpoint=Checkpoint(every=0))
+    kept = settings(model=TOY, seq_len=6, mlp_tiles=2, checkpoint=Checkpoint(every=0, mlp=0.0))
     assert work_of(kept).recomputed_layers == 2 * 6 * 2 * (2 * 4 * 3)  # tokens, layers, gate and up
     assert work_of(kept).model == work_of(settings(model=TOY, seq_len=6)).model
     assert work_of(settings(model=TOY, seq_len=6, checkpoint=Checkpoint(every=0))).recomputed_layers == 0

@@ -17,7 +17,7 @@ CONTRACT = (
     "status, reason, samples, step_seconds_median, step_seconds_iqr, forward_seconds_median, "
     "tokens_per_gpu_per_second, tflops_per_gpu, mfu, mfu_ceiling, hfu, peak_memory_gib, peak_reserved_gib, "
     "sent_gib_per_gpu, loss, grad_norm, seed, commit, ran, rounds, step_seconds_low, step_seconds_high, "
-    "tokens_per_gpu_per_second_low, tokens_per_gpu_per_second_high, driver, gpus, run_command"
+    "tokens_per_gpu_per_second_low, tokens_per_gpu_per_second_high, driver, gpus, run_command, ceiling_source, caveats"
 )
 
 

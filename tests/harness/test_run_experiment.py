@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from harness.records.record import Record, read_record, read_records, write_reco
 from harness.run.attempt import Host
 from harness.run.experiment import Resume, run_experiment
 from harness.run.progress import PlainView
+from harness.run.rounds import Shuffle
 from harness.spec.trial import Trial
 
 MODEL = ModelShape(name="m", layers=1, hidden=16, ffn=32, heads=2, kv_heads=2, head_dim=8, vocab=32)
@@ -72,13 +74,23 @@ def trial(seq_len: int, unsupported_reason: str | None = None) -> Trial:
     )
 
 
+def in_order(_trials: Any) -> None:
+    """A round's order that is the plan's."""
+
+
 class Runner:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.said: list[str] = []
+        self.shuffle: Shuffle = in_order  # of the plan
 
     def __call__(
-        self, outcomes: dict[int, str], trials: list[Trial], resume: Resume | None = None, **environment: str
+        self,
+        outcomes: dict[int, str],
+        trials: list[Trial],
+        resume: Resume | None = None,
+        environment: dict[str, str] | None = None,
+        **how: Any,
     ) -> tuple[int, ScriptedLauncher]:
         from rich.console import Console
 
@@ -87,12 +99,14 @@ class Runner:
         code = run_experiment(
             "exp",
             trials,
-            Host(machine=machine, launcher=launcher, environment=environment, commit="abc"),
+            Host(machine=machine, launcher=launcher, environment=environment or {}, commit="abc"),
             self.run_dir,
             view=PlainView(Console(quiet=True)),
             say=self.said.append,
             resume=resume,
             again=["burst", "run", "exp.yaml"],
+            shuffle=self.shuffle,
+            **how,
         )
         return code, launcher
 
@@ -125,7 +139,7 @@ def test_every_trial_leaves_a_record_and_a_row(run):
 
 
 def test_the_worker_finds_its_settings_and_the_record_keeps_no_path_and_no_secret(run):
-    run({}, [trial(32)], NCCL_DEBUG="INFO", NCCL_API_KEY="hunter2", HOME="/home/me")
+    run({}, [trial(32)], environment={"NCCL_DEBUG": "INFO", "NCCL_API_KEY": "hunter2", "HOME": "/home/me"})
     record = run.records()[32]
     assert (run.run_dir / "trials" / record.trial_id / "trial.json").exists()
     assert record.command == ["python", "-m", "engine.worker", "TRIAL_DIR"]

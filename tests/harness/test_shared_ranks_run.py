@@ -66,6 +66,7 @@ def run(launcher, run_dir: Path, trials: list[Trial], resume: Resume | None = No
         view=StopsAt(Console(quiet=True), stop),
         say=lambda _: None,
         resume=resume,
+        shuffle=lambda _: None,  # the order of the plan
     )
     records = {record.trial_id: record for record in read_records(run_dir)}
     return [records[each.id] for each in trials if each.id in records]

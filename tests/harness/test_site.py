@@ -18,7 +18,8 @@ PUBLISHED = ROOT / "results" / "published"
 
 
 def links(page: Path) -> list[str]:
-    return [link for link in Page(page.read_text(encoding="utf-8")).links if not link.startswith("data:")]
+    """Links to other files."""
+    return [link for link in Page(page.read_text(encoding="utf-8")).links if not link.startswith(("data:", "#"))]
 
 
 def dead_links(site: Path) -> list[str]:
@@ -83,10 +84,12 @@ def test_any_directory_of_runs_makes_a_site_in_its_place(runs: Path) -> None:
     assert reached(runs) == {(runs / folder / "report.html").resolve() for folder in folders}
     assert dead_links(runs) == []
     index = Page((runs / "index.html").read_text())
-    assert not {"b", "script", "link", "img"} & set(index.tags)
+    assert not {"b", "link", "img"} & set(index.tags)
     for words in ("Second <b>bold</b>", "4 records of 3 runs", "1 ok , 1 oom", "0123abc", "deep/er"):
         assert words in index.text, index.text
-    assert links(runs / "deep" / "er" / "run" / "report.html") == ["../../../index.html"]
+    page = links(runs / "deep" / "er" / "run" / "report.html")
+    assert page[:2] == ["../../../index.html"] * 2  # for both widths
+    assert all(link.endswith("/record.json") for link in page[2:])
     assert not (runs / "monday" / "tables").exists()
     assert (runs / "notes" / "a.txt").read_text() == "mine"
 
@@ -124,7 +127,9 @@ def test_a_run_whose_records_cannot_be_read_is_said_and_the_others_have_their_pa
 def test_a_run_itself_is_no_site_and_its_report_has_no_index(runs: Path) -> None:
     assert runs_below(runs / "monday") == []
     assert main(["report", str(runs / "monday"), "--format", "html"]) == 0
-    assert links(runs / "monday" / "report.html") == []
+    found = links(runs / "monday" / "report.html")
+    assert found
+    assert all(link.endswith("/record.json") for link in found)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from engine.settings import Steps, TrialSettings
 from harness.base.errors import UsageError
 from harness.spec.experiment import Experiment, Limits, load_experiment
+from harness.spec.repetition import Repetition
 from harness.spec.schema import leaf_types
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "experiments.md"
@@ -115,6 +116,23 @@ def test_what_is_left_out_takes_the_defaults_of_the_settings(tmp_path: Path) -> 
     assert (experiment.limits.trial_seconds, experiment.limits.share_ranks) == (1200, False)
 
 
+def test_rounds_are_read_from_steps_at_every_scale_and_are_no_part_of_what_a_trial_runs(tmp_path: Path) -> None:
+    text = BASE.replace("measured: 5}", "measured: 5, rounds: 3, interval: 0.02, budget_seconds: 90}")
+    experiment = _load(tmp_path, text)
+    assert experiment.steps == Steps(warmup=2, measured=5)
+    assert experiment.repetition == Repetition(rounds=3, interval=0.02, budget_seconds=90.0)
+    assert _load(tmp_path, text, "smoke").repetition == experiment.repetition
+    changed = text.replace("exclude: []}", "exclude: [], steps: {rounds: 1, interval: 0}}")
+    assert _load(tmp_path, changed, "smoke").repetition == Repetition(budget_seconds=90.0)
+    raised = _load(tmp_path, changed, "smoke", "steps.rounds=4", "steps.interval=1e-3")
+    assert raised.repetition == Repetition(rounds=4, interval=0.001, budget_seconds=90.0)
+    assert _load(tmp_path).repetition == Repetition(rounds=1, interval=0.0)
+
+
+def test_a_name_of_its_own_replaces_that_of_the_file(tmp_path: Path) -> None:
+    assert _load(tmp_path, BASE.replace("title: A question", "name: another")).name == "another"
+
+
 WRONG = [
     # what stands in the base file, what replaces it, what the sentence says
     ("sweep:", "sweeps:", r":4: unknown key sweeps in the experiment; did you mean sweep\?"),
@@ -144,8 +162,8 @@ WRONG = [
     (
         "batch_size: 1",
         "checkpoint: 1",
-        r":7: checkpoint is 1; it has the settings checkpoint\.every, checkpoint\.tail, checkpoint\.offload or "
-        r"checkpoint\.replay",
+        r":7: checkpoint is 1; it has the settings checkpoint\.every, checkpoint\.tail, checkpoint\.offload, "
+        r"checkpoint\.replay, checkpoint\.whole_layers or checkpoint\.mlp",
     ),
     ("batch_size: 1", "checkpoint: {replay: halve}", r":7: checkpoint.replay is 'halve'; expected hold or bisect"),
     ("batch_size: 1", "data: no/such/file.txt", r":7: data is 'no/such/file.txt', which is no file here"),
@@ -178,6 +196,19 @@ WRONG = [
     ("model: tiny", "model: {layers: 2}", r":3: the inline model lacks hidden, ffn, heads, .*; add what is missing"),
     ("model: tiny", "model: [tiny]", r":3: model is a list; expected text"),
     ("warmup: 2", "warmup: -1", r":8: steps.warmup is -1; expected 0 or more"),
+    ("warmup: 2", "rounds: 0", r":8: steps.rounds is 0; expected a number from 1 to 1000"),
+    ("warmup: 2", "rounds: 5000", r":8: steps.rounds is 5000; expected a number from 1 to 1000"),
+    ("warmup: 2", "rounds: 2.5", r":8: rounds is 2.5; expected a whole number"),
+    ("warmup: 2", "rounds: 3, rounds: 3", r":8: the key rounds was already given at"),
+    ("warmup: 2", "round: 2", r":8: unknown key round in steps; did you mean rounds\?"),
+    ("warmup: 2", "interval: 1", r":8: steps.interval is 1; expected a fraction of the median from 0"),
+    ("warmup: 2", "interval: -0.1", r":8: steps.interval is -0.1; expected a fraction of the median from 0"),
+    ("warmup: 2", "interval: 1%", r":8: interval is '1%'; expected a number"),
+    ("warmup: 2", "budget_seconds: 0", r":8: steps.budget_seconds is 0; expected seconds above 0"),
+    ("warmup: 2", "budget: 60", r":8: unknown key budget in steps; did you mean budget_seconds\?"),
+    ("batch_size: 1", "steps.rounds: 3", r":7: steps.rounds does not belong in fixed; write it as steps"),
+    ("title: A question", "name: a/b", r":1: name is 'a/b'; expected one word that can name a folder"),
+    ("title: A question", "name: ..", r":1: name is '..'; expected one word that can name a folder"),
     ("warmup: 2", "warm: 2", r":8: unknown key warm in steps; did you mean warmup\?"),
     ("seeds: [0]", "seeds: [-1]", r":9: seeds has -1; give numbers of at least 0"),
     ("seeds: [0]", "fixed.x: 1", r":9: unknown key fixed.x in the experiment; did you mean fixed"),
@@ -293,6 +324,7 @@ def test_the_example_of_the_reference_loads(tmp_path: Path) -> None:
 def test_the_reference_names_every_setting_and_section() -> None:
     limits = [f"limits.{name}" for name in leaf_types(Limits)]
     reference = REFERENCE.read_text(encoding="utf-8")
-    for key in (*leaf_types(TrialSettings), "title", "sweep", "fixed", "exclude", *limits, "scales"):
+    often = [f"steps.{name}" for name in leaf_types(Repetition)]
+    for key in (*leaf_types(TrialSettings), "name", "title", "sweep", "fixed", "exclude", *often, *limits, "scales"):
         written = {"seed": "seeds"}.get(key, key)
         assert f"`{written}`" in reference, f"docs/experiments.md does not explain {key}"

@@ -169,6 +169,45 @@ sources: {peak_bf16_tflops: datasheet, memory_gib: datasheet, kernel_ceilings: m
 """
 
 
+MEASURED = 'measured: {kernel_ceilings: {when: "2026-11-20", where: a GPU, what: 64K tokens}}\n'
+
+
+def test_a_hardware_file_may_say_when_and_where_a_figure_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.yaml"
+    path.write_text(HARDWARE, encoding="utf-8")
+    assert load_hardware(path).source_of("kernel_ceilings") == "experiments/hardware/gpu.yaml, measured"
+    path.write_text(HARDWARE + MEASURED, encoding="utf-8")
+    assert load_hardware(path).source_of("kernel_ceilings") == ("experiments/hardware/gpu.yaml, 2026-11-20, 64K tokens")
+
+
+def test_every_measured_figure_of_the_shipped_files_says_when_and_where() -> None:
+    for hardware in all_hardware().values():
+        figures = {"gemm_tflops": hardware.gemm_tflops, "kernel_ceilings": hardware.kernel_ceilings}
+        assert {name for name, value in figures.items() if value} <= hardware.measured.keys()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("kernel_ceilings: {when", "gemm_tflops: {when", r"gpu.yaml:7: unknown key gemm_tflops in measured; "),
+        ("what: ", "size: ", r"gpu.yaml:7: unknown key size in measured.kernel_ceilings; "),
+        (", what: 64K tokens", "", r"gpu.yaml:7: measured.kernel_ceilings lacks what; add what is missing"),
+        (
+            '"2026-11-20"',
+            "last week",
+            r"gpu.yaml:7: measured.kernel_ceilings.when is last week; expected a day such as",
+        ),
+        ('"2026-11-20"', "2026", r"gpu.yaml:7: when is 2026; expected text"),
+    ],
+)
+def test_a_wrong_time_or_place_of_a_measurement_is_explained(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = tmp_path / "gpu.yaml"
+    assert old in MEASURED
+    path.write_text(HARDWARE + MEASURED.replace(old, new), encoding="utf-8")
+    with pytest.raises(UsageError, match=message):
+        load_hardware(path)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -16,15 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.attention.accumulate import WAITING_PARTS
 from engine.ops.autograd import accumulation_dtype
 from engine.ops.triton_kernels import kernels_for
 
 ROWWISE_KERNELS = "engine.attention.accumulate.rowwise_triton"
-
-# Parts of outputs and of gradients are summed together: one pass over four bf16 parts reads and writes 10 bytes an
-# element, four passes over a running fp32 sum 42. Held parts take the memory of four bf16 parts at most; the running
-# sum takes that of two.
-WAITING_PARTS = 4
 
 
 @dataclass(frozen=True, slots=True)

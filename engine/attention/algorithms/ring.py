@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from engine.attention.comm.exchange import ChunkSpec, InterNodeGradReduce, Remot
 from engine.attention.comm.link_speed import Link
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.ring import Ring
+from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Kernel
 from engine.attention.masks import Mask, imbalance, recompute_share
 from engine.attention.masks.mask import FirstRows
@@ -94,7 +96,23 @@ class RingPlan:
 
     def comm_plan(self, sends_queries: bool) -> CommPlan:
         """What this rank does when the query side is sent, or the key side."""
-        return comm_plan(self.mask, self.cp.layout, self.ring, self.seq_len, self.cp.rank, sends_queries)
+        return self._queries_sent if sends_queries else self._keys_sent
+
+    @cached_property
+    def _queries_sent(self) -> CommPlan:
+        return comm_plan(self.mask, self.cp.layout, self.ring, self.seq_len, self.cp.rank, True)
+
+    @cached_property
+    def _keys_sent(self) -> CommPlan:
+        return comm_plan(self.mask, self.cp.layout, self.ring, self.seq_len, self.cp.rank, False)
+
+    @cached_property
+    def one_call(self) -> Band | None:
+        """The band of the one kernel call that is the whole problem: a single rank, every query and key in one tile."""
+        if self.cp.size > 1 or self.cut is not None:
+            return None
+        tiles, every = self.comm_plan(False).steps[0].tiles, slice(0, self.seq_len)
+        return tiles[0][2] if len(tiles) == 1 and tiles[0][:2] == (every, every) else None
 
     @property
     def volume(self) -> RingVolume:
@@ -104,13 +122,9 @@ class RingPlan:
     def sent_bytes(self, *, gathered: bool = True) -> CallBytes:
         """What this rank sends in a whole forward and its backward; `gathered` makes no difference to a ring."""
         assert self.cut is None, "the forward of some rows has no backward"
-        rank, volume, shards = self.cp.rank, self.volume, self.shards
         sends_queries = self.backward_side == "query"
         forward, backward = self.comm_plan(sends_queries=False), self.comm_plan(sends_queries)
-        return CallBytes(
-            volume.chunks(forward, rank, shards.tokens, 2 * shards.key),
-            volume.backward(backward, rank, shards, sends_queries),
-        )
+        return self.volume.call_bytes(forward, backward, self.cp.rank, self.shards, sends_queries)
 
     def with_cheaper_backward(self, hardware: HardwareModel) -> RingPlan:
         """This plan with the backward side whose bytes take less time: the same one on every rank."""

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import tail_cut
+from engine.attention.geometry.tiles import Band
+from engine.attention.kernels import Kernel
 from engine.attention.planning.comm_volume import CallBytes
 
 
@@ -29,6 +31,26 @@ class AttentionPlan(Protocol):
     @property
     def cp(self) -> ContextParallel:
         """The ranks that share the sequence."""
+        ...
+
+    @property
+    def kernel(self) -> Kernel:
+        """Computes tiles."""
+        ...
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores."""
+        ...
+
+    @property
+    def deterministic(self) -> bool:
+        """Repeats bit for bit."""
+        ...
+
+    @property
+    def one_call(self) -> Band | None:
+        """The band of the one kernel call that is the whole problem; None where there are more, or other ranks."""
         ...
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:

@@ -25,6 +25,8 @@ from engine.attention.algorithms.saved import Saved
 from engine.attention.comm.all_to_all import AllToAll, HeadChunk, TokenRun, token_runs_in_order
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import Segment, rows_before, split_at
+from engine.attention.geometry.tiles import Band
+from engine.attention.kernels import Kernel
 from engine.attention.planning.comm_plan import reach
 from engine.attention.planning.comm_volume import CallBytes, all_to_all_bytes
 
@@ -43,6 +45,22 @@ class UlyssesPlan:
     token_runs: tuple[TokenRun, ...]
     inner: RingPlan  # over one head chunk
     num_head_chunks: int = 1
+
+    @property
+    def kernel(self) -> Kernel:
+        return self.inner.kernel
+
+    @property
+    def scale(self) -> float:
+        return self.inner.scale
+
+    @property
+    def deterministic(self) -> bool:
+        return self.inner.deterministic
+
+    @property
+    def one_call(self) -> Band | None:
+        return self.inner.one_call if self.cp.size == 1 and self.num_head_chunks == 1 else None
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
         """(out_BLND, lse_BNL, saved): this rank's queries over the whole sequence. With `save`, Q, K and V are saved as

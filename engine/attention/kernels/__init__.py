@@ -48,16 +48,27 @@ class BackwardInputs(NamedTuple):
     k_BMKD: Tensor
     v_BMKD: Tensor
 
-    def heads(self, queries: slice, keys: slice) -> BackwardInputs:
+
+class WholeInputs(NamedTuple):
+    """Inputs of the backward of a tile that is a whole problem: its O is known, so the kernel forms delta itself."""
+
+    q_BLND: Tensor
+    out_BLND: Tensor
+    dout_BLND: Tensor
+    lse_BNL: Tensor
+    k_BLKD: Tensor
+    v_BLKD: Tensor
+
+    def heads(self, queries: slice, keys: slice) -> WholeInputs:
         """The inputs of some query heads, and of the KV heads that they read."""
-        q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = self
-        return BackwardInputs(
+        q_BLND, out_BLND, dout_BLND, lse_BNL, k_BLKD, v_BLKD = self
+        return WholeInputs(
             q_BLND[:, :, queries],
+            out_BLND[:, :, queries],
             dout_BLND[:, :, queries],
             lse_BNL[:, queries],
-            delta_BNL[:, queries],
-            k_BMKD[:, :, keys],
-            v_BMKD[:, :, keys],
+            k_BLKD[:, :, keys],
+            v_BLKD[:, :, keys],
         )
 
 
@@ -80,6 +91,11 @@ class Kernel(Protocol):
         """Backward takes any delta; else only a rowsum(dO * O), because the kernel forms that itself."""
         ...
 
+    @property
+    def takes_output(self) -> bool:
+        """`backward_of_whole` exists: where one tile is the whole problem, backward reads O and needs no delta."""
+        ...
+
     def unsupported_reason(self) -> str | None:
         """One sentence why this machine cannot run the kernel at all, with the next step; None when it can."""
         ...
@@ -96,6 +112,10 @@ class Kernel(Protocol):
 
     def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
         """Partial gradients over these queries and keys."""
+        ...
+
+    def backward_of_whole(self, given: WholeInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+        """Gradients of a tile that is a whole problem, where the LSE has none. Called where `takes_output` says so."""
         ...
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.geometry.tiles import Band, Tile, row_blocks
-from engine.attention.kernels import BackwardInputs, Gradients, Problem
+from engine.attention.kernels import BackwardInputs, Gradients, Problem, WholeInputs
 from engine.attention.kernels.shared import repeat_heads, sum_heads
 from engine.attention.kernels.stand_in import output_stand_in
 from engine.ops.autograd import accumulation_dtype
@@ -61,6 +61,7 @@ class CpuKernel:
     name = "cpu"
     writes_input_dtype = False
     takes_delta = False
+    takes_output = True
 
     def unsupported_reason(self) -> str | None:
         return None
@@ -93,10 +94,17 @@ class CpuKernel:
 
     def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
         q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
+        dout_BLND = dout_BLND.to(accumulation_dtype(q_BLND.dtype))
+        out_BLND = output_stand_in(dout_BLND, delta_BNL)
+        return self.backward_of_whole(
+            WholeInputs(q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD), band, scale, deterministic
+        )
+
+    def backward_of_whole(self, given: WholeInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+        q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD = given
         heads, kv_heads = q_BLND.shape[2], k_BMKD.shape[2]
         dtype = accumulation_dtype(q_BLND.dtype)
-        dout_BLND = dout_BLND.to(dtype)
-        dout_BNLD, out_BNLD = (t.transpose(1, 2) for t in (dout_BLND, output_stand_in(dout_BLND, delta_BNL)))
+        dout_BNLD, out_BNLD = _heads_first(dout_BLND), _heads_first(out_BLND)
         q_BNLD = _heads_first(q_BLND)
         k_BNMD, v_BNMD = (_heads_first(repeat_heads(kv_BMKD, heads)) for kv_BMKD in (k_BMKD, v_BMKD))
         dq_BLND = q_BLND.new_empty(q_BLND.shape, dtype=dtype)

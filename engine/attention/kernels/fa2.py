@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.geometry.tiles import Band
-from engine.attention.kernels import BackwardInputs, Gradients, Problem
+from engine.attention.kernels import BackwardInputs, Gradients, Problem, WholeInputs
 from engine.attention.kernels.shared import (
     band_unsupported_reason,
     gpu_unsupported_reason,
@@ -24,6 +24,7 @@ class FlashAttention2Kernel:
     name = "fa2"
     writes_input_dtype = True
     takes_delta = False
+    takes_output = True
 
     def unsupported_reason(self) -> str | None:
         return gpu_unsupported_reason(self.name, (8, 0))
@@ -50,13 +51,20 @@ class FlashAttention2Kernel:
 
     def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
         q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
+        out_BLND = output_stand_in(dout_BLND, delta_BNL)
+        return self.backward_of_whole(
+            WholeInputs(q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD), band, scale, deterministic
+        )
+
+    def backward_of_whole(self, given: WholeInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+        q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD = given
         unused = torch.empty(0, dtype=torch.uint64, device=q_BLND.device)  # dropout's random state; there is none
         dq_BNLD, dk_BKMD, dv_BKMD = _backward(
             dout_BLND.transpose(1, 2),
             q_BLND.transpose(1, 2),
             k_BMKD.transpose(1, 2),
             v_BMKD.transpose(1, 2),
-            output_stand_in(dout_BLND, delta_BNL).transpose(1, 2),
+            out_BLND.transpose(1, 2),
             lse_BNL.contiguous(),
             None,
             None,

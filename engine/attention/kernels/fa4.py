@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.geometry.tiles import Band
-from engine.attention.kernels import BackwardInputs, Gradients, Problem
+from engine.attention.kernels import BackwardInputs, Gradients, Problem, WholeInputs
 from engine.attention.kernels.shared import gpu_unsupported_reason, half_precision_unsupported_reason
 
 
@@ -79,6 +79,7 @@ class FlashAttention4Kernel:
     name = "fa4"
     writes_input_dtype = True
     takes_delta = True
+    takes_output = True
 
     def unsupported_reason(self) -> str | None:
         unsupported_reason = gpu_unsupported_reason(self.name, (9, 0))
@@ -103,36 +104,48 @@ class FlashAttention4Kernel:
         return out_BLND, lse_BNL
 
     def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
-        q_BLND, k_BMKD, v_BMKD = given.q_BLND, given.k_BMKD, given.v_BMKD
-        kv_heads = k_BMKD.shape[2]
-        at_once, group = kv_heads_at_once(q_BLND, kv_heads), q_BLND.shape[2] // kv_heads
-        if at_once == kv_heads:
-            return _backward(given, band, scale, deterministic)
-        dq_BLND, dk_BMKD, dv_BMKD = (
-            torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q_BLND, k_BMKD, v_BMKD)
+        q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
+        whole = WholeInputs(q_BLND, _zero_output(q_BLND), dout_BLND, lse_BNL, k_BMKD, v_BMKD)
+        return _backward(whole, -delta_BNL, band, scale, deterministic)
+
+    def backward_of_whole(self, given: WholeInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+        return _backward(given, None, band, scale, deterministic)
+
+
+def _backward(given: WholeInputs, dlse_BNL: Tensor | None, band: Band, scale: float, deterministic: bool) -> Gradients:
+    """All heads at once, or in groups of them, a call of the kernel each."""
+    q_BLND, k_BMKD = given.q_BLND, given.k_BLKD
+    kv_heads = k_BMKD.shape[2]
+    at_once, group = kv_heads_at_once(q_BLND, kv_heads), q_BLND.shape[2] // kv_heads
+    if at_once == kv_heads:
+        return _one_call(given, dlse_BNL, band, scale, deterministic)
+    dq_BLND, dk_BMKD, dv_BMKD = (
+        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q_BLND, k_BMKD, given.v_BLKD)
+    )
+    for first in range(0, kv_heads, at_once):
+        keys = slice(first, min(first + at_once, kv_heads))
+        queries = slice(keys.start * group, keys.stop * group)
+        part_dlse_BNL = None if dlse_BNL is None else dlse_BNL[:, queries]
+        dq_BLND[:, :, queries], dk_BMKD[:, :, keys], dv_BMKD[:, :, keys] = _one_call(
+            given.heads(queries, keys), part_dlse_BNL, band, scale, deterministic
         )
-        for first in range(0, kv_heads, at_once):
-            keys = slice(first, min(first + at_once, kv_heads))
-            queries = slice(keys.start * group, keys.stop * group)
-            dq_BLND[:, :, queries], dk_BMKD[:, :, keys], dv_BMKD[:, :, keys] = _backward(
-                given.heads(queries, keys), band, scale, deterministic
-            )
-        return dq_BLND, dk_BMKD, dv_BMKD
+    return dq_BLND, dk_BMKD, dv_BMKD
 
 
-def _backward(given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+def _one_call(given: WholeInputs, dlse_BNL: Tensor | None, band: Band, scale: float, deterministic: bool) -> Gradients:
     """One call of the kernel."""
-    q_BLND, dout_BLND, lse_BNL, delta_BNL, k_BMKD, v_BMKD = given
+    q_BLND, out_BLND, dout_BLND, lse_BNL, k_BMKD, v_BMKD = given
+    named = {} if dlse_BNL is None else {"dlse": dlse_BNL}
     dq_BLND, dk_BMKD, dv_BMKD = _interface()._flash_attn_bwd(
         q_BLND,
         k_BMKD,
         v_BMKD,
-        _zero_output(q_BLND),
+        out_BLND,
         dout_BLND,
         lse_BNL.contiguous(),
         softmax_scale=scale,
         deterministic=deterministic,
-        dlse=-delta_BNL,
+        **named,
         **_window(band, q_BLND.shape[1], k_BMKD.shape[1]),
     )
     return dq_BLND, dk_BMKD, dv_BMKD

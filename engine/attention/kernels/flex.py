@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from engine.attention.geometry.tiles import FULL, Band
-from engine.attention.kernels import BackwardInputs, Gradients, Problem
+from engine.attention.kernels import BackwardInputs, Gradients, Problem, WholeInputs
 from engine.attention.kernels.shared import gpu_unsupported_reason, half_precision_unsupported_reason
 
 BLOCK = 128  # tokens per side of the blocks that are skipped, masked, or computed without looking at the mask
@@ -109,6 +109,7 @@ class FlexKernel:
     name = "flex"
     writes_input_dtype = True
     takes_delta = True
+    takes_output = False
 
     def unsupported_reason(self) -> str | None:
         unsupported_reason = gpu_unsupported_reason(self.name, (8, 0))
@@ -141,6 +142,9 @@ class FlexKernel:
             delta_BNL,
         )
         return dq_BNLD.transpose(1, 2), dk_BKMD.transpose(1, 2), dv_BKMD.transpose(1, 2)
+
+    def backward_of_whole(self, given: WholeInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+        raise NotImplementedError("this kernel forms gradients from delta")
 
 
 def _attend(band: Band, q_BLND: Tensor, k_BMKD: Tensor, scale: float) -> Attend:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.geometry.tiles import Band, row_blocks
-from engine.attention.kernels import BackwardInputs, Gradients, Problem
+from engine.attention.kernels import BackwardInputs, Gradients, Problem, WholeInputs
 from engine.attention.kernels.shared import repeat_heads, sum_heads
 from engine.ops.autograd import accumulation_dtype
 
@@ -44,6 +44,7 @@ class ReferenceKernel:
     name = "reference"
     writes_input_dtype = False
     takes_delta = True
+    takes_output = False
 
     def unsupported_reason(self) -> str | None:
         return None
@@ -85,6 +86,9 @@ class ReferenceKernel:
             dv_BNMD[:, :, keys] += p_BNLM.transpose(-1, -2) @ dout
         dq_BLND, dk_BMND, dv_BMND = (gradient.transpose(1, 2) for gradient in (dq_BNLD, dk_BNMD, dv_BNMD))
         return dq_BLND, sum_heads(dk_BMND, kv_heads), sum_heads(dv_BMND, kv_heads)
+
+    def backward_of_whole(self, given: WholeInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+        raise NotImplementedError("this kernel forms gradients from delta")
 
 
 KERNEL = ReferenceKernel()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.attention.accumulate.accumulators import ROWWISE_KERNELS
 from engine.attention.geometry.tiles import Band
-from engine.attention.kernels import BackwardInputs, Gradients, Kernel, Problem
+from engine.attention.kernels import BackwardInputs, Gradients, Kernel, Problem, WholeInputs
 from engine.ops.autograd import accumulation_dtype
 from engine.ops.triton_kernels import kernels_for
 
@@ -60,6 +60,10 @@ class AnyDelta:
     takes_delta = True
 
     @property
+    def takes_output(self) -> bool:
+        return self.kernel.takes_output
+
+    @property
     def name(self) -> str:
         return self.kernel.name
 
@@ -92,6 +96,9 @@ class AnyDelta:
         )
         rest_dq_BLND, rest_dk_BMKD, _ = self.kernel.backward(rest, band, scale, deterministic)
         return dq_BLND + rest_dq_BLND, dk_BMKD + rest_dk_BMKD, dv_BMKD
+
+    def backward_of_whole(self, given: WholeInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+        return self.kernel.backward_of_whole(given, band, scale, deterministic)
 
 
 def _dout_for(delta_BNL: Tensor, like_BLND: Tensor) -> Tensor:

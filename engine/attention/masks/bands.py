@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from engine.attention.geometry.layout import Segment
+from engine.attention.geometry.shard_table import Integers, ShardTable, by_pair
 from engine.attention.geometry.tiles import CAUSAL, Tile, band_area, join, segment_tile, square_causal
 
 
@@ -13,6 +14,14 @@ class _BandMask:
     """Query i sees every key up to i + right; None means no limit."""
 
     right: int | None
+    band_kinds = None
+
+    def pair_keys(self, shards: ShardTable) -> Integers:
+        _, hi = shards.limits(None, self.right)
+        return by_pair(shards.count, shards.count, hi)
+
+    def pair_spans(self, shards: ShardTable) -> None:
+        return None
 
     def unsupported_reason(self, seq_len: int) -> str | None:
         return None

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from engine.attention.geometry.shard_table import Integers, ShardTable, by_pair
 from engine.attention.masks.blocks import BlockMask, Run
 from engine.attention.masks.patterns import Grid, LocalGlobal, Pattern, Strided
 
@@ -48,6 +51,27 @@ class BlockSparse(BlockMask):
             f"the block grid has {blocks} blocks of {self.block_size} tokens per side and {seq_len} tokens are "
             f"{needed} of them; give a grid of that size or another block_size"
         )
+
+    def pair_keys(self, shards: ShardTable) -> Integers | None:
+        pattern = self.pattern
+        if shards.step > 1:
+            return super(BlockSparse, self).pair_keys(shards)
+        if not isinstance(pattern, LocalGlobal | Strided):
+            return None
+        first, last = shards.start // self.block_size, (shards.start + shards.count - 1) // self.block_size
+        most = int((last - first).max()) + 1
+        joined = first[:, 1:] == last[:, :-1]  # one block at the end of a segment and at the start of the next
+        ranks = np.concatenate((shards.count, shards.start % self.block_size, joined), axis=1)
+        apart = first[:, None, :, None] - first[None, :, None, :]
+        if isinstance(pattern, LocalGlobal):
+            near = pattern.reach + most
+            ranks = np.concatenate((ranks, np.clip(pattern.global_blocks - first, 0, most)), axis=1)
+            keys = ranks
+        else:
+            near = pattern.stride + most
+            keys = np.concatenate((ranks, first % pattern.stride), axis=1)
+        _, hi = shards.limits(None, 0 if self.causal else None)
+        return by_pair(ranks, keys, np.clip(apart, -near, near), hi)
 
     def block_at(self, position: int) -> int:
         return position // self.block_size

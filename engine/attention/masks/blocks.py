@@ -15,8 +15,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from engine.attention.geometry.layout import Segment
+from engine.attention.geometry.shard_table import Integers, ShardTable, by_pair
 from engine.attention.geometry.tiles import Tile, band_area, join, trim, without_upper_bands
+from engine.attention.masks.mask import PairSpans
 
 # A kernel call per tile: beyond this many between two shards, launching them would take longer than a dense sequence.
 MAX_TILES = 4096
@@ -53,6 +57,25 @@ class BlockMask:
     """
 
     causal: bool
+    band_kinds = frozenset({"full", "causal"})
+
+    def pair_keys(self, shards: ShardTable) -> Integers | None:
+        """Under striped shards, whose ranks mostly have runs of equal lengths: those lengths, and which rank is
+        first."""
+        if shards.step == 1:
+            return None
+        blocks = self.block_at(int((shards.start + (shards.count - 1) * shards.step).max())) + 1
+        if blocks > MAX_TILES:
+            return None
+        firsts = np.array([self.first_position(block) for block in range(blocks + 1)])
+        ranks, cuts = np.broadcast_arrays(np.arange(len(shards.segments))[:, None], firsts)
+        runs = shards.rows_before(ranks, cuts)
+        _, kinds = np.unique(runs, axis=0, return_inverse=True)
+        kinds = kinds.reshape(-1, 1)
+        return by_pair(kinds, kinds, np.sign(shards.start[:, None, 0] - shards.start[None, :, 0]))
+
+    def pair_spans(self, shards: ShardTable) -> PairSpans | None:
+        return None
 
     def unsupported_reason(self, seq_len: int) -> str | None:
         raise NotImplementedError

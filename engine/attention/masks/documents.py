@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 
-from engine.attention.masks.blocks import BlockMask, Run
+import numpy as np
+from numpy.typing import NDArray
 
+from engine.attention.geometry.shard_table import Integers, ShardTable, by_pair
+from engine.attention.masks.blocks import MAX_TILES, BlockMask, Run
+from engine.attention.masks.mask import PairSpans
 
-@lru_cache(maxsize=64)
-def _starts(lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """Where each document starts, and where the last one ends."""
-    return tuple(itertools.accumulate(lengths, initial=0))
+FEW_TILES = 4  # up to so many tiles of a pair are told apart: `accumulate.WAITING_PARTS`
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +30,20 @@ class Documents(BlockMask):
     lengths: Sequence[int]  # kept as a tuple
     causal: bool = True
     repeat: bool = False
+    # Where each document starts and the last one ends, and the hash: formed once, because calls ask for both.
+    _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         lengths = tuple(int(length) for length in self.lengths)
         if not lengths or min(lengths) < 1:
             raise ValueError(f"document lengths {list(lengths)[:8]} are not all positive; give tokens per document")
         object.__setattr__(self, "lengths", lengths)
+        object.__setattr__(self, "_starts", tuple(itertools.accumulate(lengths, initial=0)))
+        object.__setattr__(self, "_hash", hash((lengths, self.causal, self.repeat)))
 
-    @property
-    def _starts(self) -> tuple[int, ...]:
-        return _starts(tuple(self.lengths))
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def tokens(self) -> int:
@@ -53,6 +57,135 @@ class Documents(BlockMask):
             f"{len(self.lengths)} documents hold {self.tokens} tokens and the sequence has {seq_len}; give lengths "
             "that sum to it, or repeat them"
         )
+
+    def boundaries(self, seq_len: int) -> Integers:
+        """Where each document of a sequence starts, and the sequence's end."""
+        whole, rest = divmod(seq_len, self.tokens)
+        once = np.array(self._starts[:-1], dtype=np.int64)
+        starts = (np.arange(whole + (rest > 0))[:, None] * self.tokens + once).reshape(-1)
+        return np.append(starts[starts < seq_len], seq_len)
+
+    def area(self, seq_len: int) -> int:
+        unsupported_reason = self.unsupported_reason(seq_len)
+        if unsupported_reason:
+            raise ValueError(unsupported_reason)
+        lengths = np.diff(self.boundaries(seq_len))
+        return int((lengths * (lengths + 1) // 2).sum() if self.causal else (lengths * lengths).sum())
+
+    def pair_spans(self, shards: ShardTable) -> PairSpans | None:
+        firsts = self.boundaries(int(shards.count.sum()))
+        if shards.step > 1:
+            return self._striped_spans(shards, firsts)
+        return self._causal_spans(shards, firsts) if self.causal else self._full_spans(shards, firsts)
+
+    def pair_keys(self, shards: ShardTable) -> Integers | None:
+        if shards.step > 1:
+            return super(Documents, self).pair_keys(shards)
+        if not self.causal:
+            return None
+        seen, rows, first_keys = self._seen_earlier(shards, self.boundaries(int(shards.count.sum())))
+        own = np.diag(np.arange(len(shards.segments)) + 1)  # no two ranks' own documents are alike
+        return by_pair(shards.count, shards.count, np.where(seen, rows, 0), np.where(seen, first_keys, 0), own)
+
+    def _seen_earlier(self, shards: ShardTable, firsts: Integers) -> tuple[NDArray[np.bool_], Integers, Integers]:
+        """Which segments see an earlier one, in the one document that has the last token of the one and the first of
+        the other: (any, how many of the first queries, first key), [query ranks, key ranks, query and key segments]."""
+        start, stop, ranks = shards.start, shards.start + shards.count, np.arange(len(shards.segments))
+        head = np.searchsorted(firsts, start, side="right") - 1
+        tail = np.searchsorted(firsts, stop - 1, side="right") - 1
+        seen = (
+            (head[:, None, :, None] == tail[None, :, None, :])
+            & (start[:, None, :, None] >= stop[None, :, None, :])
+            & (shards.count > 0)[:, None, :, None]
+            & (shards.count > 0)[None, :, None, :]
+        )
+        seen[ranks, ranks] = False
+        rows = np.minimum(stop, firsts[np.minimum(head, len(firsts) - 2) + 1]) - start
+        first_keys = np.maximum(start, firsts[np.maximum(tail, 0)]) - start
+        return (
+            seen,
+            np.broadcast_to(rows[:, None, :, None], seen.shape),
+            np.broadcast_to(first_keys[None, :, None, :], seen.shape),
+        )
+
+    def _documents_of(self, shards: ShardTable, firsts: Integers) -> tuple[Integers, Integers]:
+        """First and last document of each segment; each document once per rank: empty ranges have first > last."""
+        first = np.searchsorted(firsts, shards.start, side="right") - 1
+        last = np.searchsorted(firsts, shards.start + shards.count - 1, side="right") - 1
+        last[shards.count == 0] = -1
+        first[:, 1:] = np.maximum(first[:, 1:], np.maximum.accumulate(last, axis=1)[:, :-1] + 1)
+        return first, last
+
+    def _full_spans(self, shards: ShardTable, firsts: Integers) -> PairSpans:
+        """A document in both shards is one tile; tiles of two documents share no token."""
+        first, last = self._documents_of(shards, firsts)
+        low = np.maximum(first[:, None, :, None], first[None, :, None, :])
+        high = np.minimum(last[:, None, :, None], last[None, :, None, :])
+        both = low <= high
+        counts = np.where(both, high - low + 1, 0).sum(axis=(2, 3))
+        some = counts > 0
+        low = np.where(both, low, len(firsts)).min(axis=(2, 3))
+        high = np.where(both, high, -1).max(axis=(2, 3))
+        starts, stops = firsts[np.where(some, low, 0)], firsts[np.where(some, high, 0) + 1]
+        queries, keys = np.indices(low.shape)
+        spans = [
+            (
+                np.where(some, shards.rows_before(ranks, starts), 0),
+                np.where(some, shards.rows_before(ranks, stops), 0),
+            )
+            for ranks in (queries, keys)
+        ]
+        return PairSpans(spans[0], spans[1], counts <= FEW_TILES, counts > MAX_TILES)
+
+    def _causal_spans(self, shards: ShardTable, firsts: Integers) -> PairSpans:
+        """A rank's own documents are a tile each, and so is the one document in which a segment sees an earlier one.
+        Pairs with several such segments are asked for their tiles."""
+        ranks, tokens = len(shards.segments), shards.count.sum(axis=1)
+        first, last = self._documents_of(shards, firsts)
+        seen, rows, first_keys = self._seen_earlier(shards, firsts)
+        counts = seen.sum(axis=(2, 3))
+        spans = [np.zeros((ranks, ranks), dtype=np.int64) for _ in range(4)]
+        each = np.nonzero(seen)
+        q, k, q_segment, k_segment = each
+        spans[0][q, k] = shards.offset[q, q_segment]
+        spans[1][q, k] = shards.offset[q, q_segment] + rows[each]
+        spans[2][q, k] = shards.offset[k, k_segment] + first_keys[each]
+        spans[3][q, k] = shards.offset[k, k_segment] + shards.count[k, k_segment]
+        apart, unknown = counts <= 1, counts > 1
+        own = np.maximum(last - first + 1, 0).sum(axis=1)
+        diagonal = np.arange(ranks)
+        spans[1][diagonal, diagonal] = spans[3][diagonal, diagonal] = tokens
+        apart[diagonal, diagonal], unknown[diagonal, diagonal] = own <= FEW_TILES, own > MAX_TILES
+        return PairSpans((spans[0], spans[1]), (spans[2], spans[3]), apart, unknown)
+
+    def _striped_spans(self, shards: ShardTable, firsts: Integers) -> PairSpans | None:
+        """Of many long documents every pair of ranks sees all: the tiles are too many to be told apart, and the first
+        and last documents decide which tokens they span. None where documents are few or short."""
+        ranks, lengths = len(shards.segments), np.diff(firsts)
+        sure = np.flatnonzero(lengths >= 3 * shards.step)  # two tokens at least of every rank, whichever is first
+        if len(sure) <= FEW_TILES or 3 * len(lengths) > MAX_TILES:
+            return None
+        queries, keys = np.indices((ranks, ranks))
+        hi = np.where(shards.start[queries, 0] >= shards.start[keys, 0], 0, -1) if self.causal else None
+
+        def visible(document: int) -> tuple[Integers, Integers, Integers, Integers, NDArray[np.bool_]]:
+            """(query start, stop, key start, stop, any) of one document in every pair."""
+            bounds = firsts[document : document + 2]
+            runs = [[shards.rows_before(each, np.full_like(each, at)) for at in bounds] for each in (queries, keys)]
+            (top, bottom), (left, right) = runs
+            if hi is not None:
+                top, right = np.maximum(top, left - hi), np.minimum(right, bottom + hi)
+            return top, bottom, left, right, (top < bottom) & (left < right)
+
+        q_start = q_stop = k_start = k_stop = np.full((ranks, ranks), -1)
+        for document in range(int(sure[0]), -1, -1):  # the first one that is visible decides
+            top, _, left, _, some = visible(document)
+            q_start, k_start = np.where(some, top, q_start), np.where(some, left, k_start)
+        for document in range(int(sure[-1]), len(lengths)):
+            _, bottom, _, right, some = visible(document)
+            q_stop, k_stop = np.where(some, bottom, q_stop), np.where(some, right, k_stop)
+        nowhere = np.zeros((ranks, ranks), dtype=bool)
+        return PairSpans((q_start, q_stop), (k_start, k_stop), nowhere, nowhere)
 
     def block_at(self, position: int) -> int:
         repeat, place = divmod(position, self.tokens)

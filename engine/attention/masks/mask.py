@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.attention.geometry.layout import Segment, split_at
+from engine.attention.geometry.shard_table import Integers, ShardTable, by_pair
 from engine.attention.geometry.tiles import Tile, join
+
+
+class PairSpans(NamedTuple):
+    """What a mask knows of all pairs of ranks without their tiles; arrays are [query ranks, key ranks]."""
+
+    queries: tuple[Integers, Integers]  # [start, stop) of the local queries in tiles; (0, 0) where there are none
+    keys: tuple[Integers, Integers]
+    apart: NDArray[np.bool_]  # the tiles are few (`WAITING_PARTS`), and no token is in two of them
+    unknown: NDArray[np.bool_]  # all this is to be read off the pair's tiles
 
 
 class Mask(Protocol):
     """A rule over global positions. Frozen and hashable, so the tiles of two shards are computed once."""
+
+    @property
+    def band_kinds(self) -> frozenset[str] | None:
+        """The kinds of band that its tiles may have under any layout, where that is known: it decides which kernels can
+        run. None: they are read off the tiles."""
+        ...
+
+    def pair_keys(self, shards: ShardTable) -> Integers | None:
+        """Numbers of every pair of ranks, [query ranks, key ranks, numbers]: pairs with equal numbers have equal tiles.
+
+        None when the mask has no such numbers for these shards.
+        """
+        ...
+
+    def pair_spans(self, shards: ShardTable) -> PairSpans | None:
+        """What is known of all pairs of ranks without their tiles, or None."""
+        ...
 
     def unsupported_reason(self, seq_len: int) -> str | None:
         """One sentence why the mask does not describe a sequence of this length, or None."""
@@ -48,6 +78,25 @@ class FirstRows:
 
     def unsupported_reason(self, seq_len: int) -> str | None:
         return self.mask.unsupported_reason(seq_len)
+
+    @property
+    def band_kinds(self) -> frozenset[str] | None:
+        return self.mask.band_kinds
+
+    def pair_keys(self, shards: ShardTable) -> Integers | None:
+        keys = self.mask.pair_keys(shards)
+        before = shards.count_before(self.cut)
+        return None if keys is None else by_pair(before, before, keys)
+
+    def pair_spans(self, shards: ShardTable) -> PairSpans | None:
+        whole = self.mask.pair_spans(shards)
+        if whole is None:
+            return None
+        rows = shards.count_before(self.cut).sum(axis=1)
+        # What no query sees, no query before the cut sees; all other pairs are asked.
+        seen = ((whole.queries[1] > whole.queries[0]) | whole.unknown) & (rows > 0)[:, None]
+        nothing = np.zeros_like(whole.queries[0])
+        return PairSpans((nothing, nothing), (nothing, nothing), ~seen, seen)
 
     def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
         first, _ = split_at(q, self.cut)

@@ -117,11 +117,23 @@ class Strided:
         return None
 
     def visible(self, block: int, first: int, last: int) -> Iterator[tuple[int, int]]:
-        start, stop = block - self.stride + 1, block + self.stride
-        columns = range(first - (first + 1) % -self.stride, last, self.stride)  # from the first of them
-        before = [(k, k + 1) for k in columns if k < start]
-        after = [(k, k + 1) for k in columns if k >= stop]
-        yield from _within([*before, (start, stop), *after], first, last)
+        stride = self.stride
+        start, stop = block - stride + 1, block + stride
+        if stride == 1:
+            if first < last:
+                yield first, last
+            return
+        column = first - (first + 1) % -stride  # the first of every stride-th block
+        while column < min(start - 1, last):
+            yield column, column + 1
+            column += stride
+        # A column beside the window is part of its run; one of any stride consecutive blocks lies inside.
+        run = max(start - (start % stride == 0), first), min(stop + ((stop + 1) % stride == 0), last)
+        if run[0] < run[1]:
+            yield run
+        column = max(stop + 1, first)
+        for after in range(column - (column + 1) % -stride, last, stride):
+            yield after, after + 1
 
     def __str__(self) -> str:
         return f"strided-{self.stride}"

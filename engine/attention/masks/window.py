@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from engine.attention.geometry.layout import Segment, rows_before, split_at
+from engine.attention.geometry.shard_table import Integers, ShardTable, by_pair
 from engine.attention.geometry.tiles import Tile, join
 from engine.attention.masks.bands import band_row_area, band_tiles
 from engine.old_names import renamed_fields
@@ -44,6 +47,20 @@ class SlidingWindow:
             raise ValueError(f"sliding window has {self.global_tokens} global tokens; give a token count >= 0")
 
     def unsupported_reason(self, seq_len: int) -> str | None:
+        return None
+
+    @property
+    def band_kinds(self) -> None:
+        return None
+
+    def pair_keys(self, shards: ShardTable) -> Integers:
+        lo, hi = shards.limits(self.left, self.right)
+        # Where the parts of the mask cut the segments.
+        cuts = (self.global_tokens, self.global_tokens + self.left + 1) if self.global_tokens else ()
+        ranks = np.concatenate((shards.count, *(shards.count_before(cut) for cut in cuts)), axis=1)
+        return by_pair(ranks, ranks, lo, hi)
+
+    def pair_spans(self, shards: ShardTable) -> None:
         return None
 
     def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:

@@ -1,20 +1,23 @@
 """One rank's tiles at every step of a ring, and the tokens that are sent for them: computed once per problem.
 
-Integer code.
+Integer code. What is sent between other ranks comes from a table of all pairs (`engine.attention.planning.pair_table`);
+tiles are formed for this rank's own steps alone, when they are first asked for.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
-from engine.attention.accumulate.accumulators import WAITING_PARTS
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring, RingTraffic
-from engine.attention.geometry.tiles import Band, Tile
-from engine.attention.masks import Mask, rank_pair_tiles
+from engine.attention.geometry.shard_table import Integers
+from engine.attention.geometry.tiles import Band
+from engine.attention.masks import Mask
+from engine.attention.planning.pair_table import PairTable, pair_table
 
 TokenRange = tuple[int, int]  # of a shard's local tokens; (0, 0) for none
 
@@ -23,7 +26,8 @@ TokenRange = tuple[int, int]  # of a shard's local tokens; (0, 0) for none
 class ChunkRanges:
     """Which tokens of the chunks are needed where, between the local ranks of one inner ring."""
 
-    used: dict[tuple[int, int], TokenRange]  # (owner, worker) -> the owner's local tokens that the worker's tiles touch
+    # By (owner, worker), where one of them is this rank.
+    used: dict[tuple[int, int], TokenRange]  # the owner's local tokens that the worker's tiles touch
     unreduced: dict[tuple[int, int], bool]  # the worker's gradient is as kernels wrote it: no token of it is a sum
     longest: int  # most tokens any local rank sends to another
     all_unreduced: bool  # no gradient between local ranks is a sum
@@ -40,11 +44,10 @@ class RingStep:
     tiles: tuple[tuple[slice, slice, Band], ...]  # local query tokens, local key tokens, visible band
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CommPlan:
     """One rank's work along a ring: the steps with their tiles, and the token ranges sent in each inner ring."""
 
-    steps: tuple[RingStep, ...]
     inner_rings: tuple[ChunkRanges, ...]  # by outer step
     leaving: tuple[
         TokenRange, ...
@@ -53,93 +56,109 @@ class CommPlan:
     given_unreduced: tuple[bool, ...]  # by outer step, those gradients are as kernels wrote them
     returned: tuple[TokenRange, ...]  # by outer step, this rank's own tokens whose gradients the node of the chunk then
     returned_unreduced: tuple[bool, ...]  # computes, and whether those are as kernels wrote them
+    _tables: _RingTables
+    _cp_rank: int
+
+    @cached_property
+    def steps(self) -> tuple[RingStep, ...]:
+        """This rank's kernel calls, step by step."""
+        tables, ring = self._tables, self._tables.ring
+
+        def step(index: int) -> RingStep:
+            owner = ring.owner(self._cp_rank, index)
+            pair = (owner, self._cp_rank) if tables.sends_queries else (self._cp_rank, owner)
+            work = tuple((tile.q, tile.k, tile.band) for tile in tables.pairs.tiles(*pair))
+            return RingStep(owner, *divmod(index, ring.node_size), work)
+
+        return tuple(step(index) for index in range(ring.cp_size))
+
+
+@dataclass(frozen=True, eq=False)
+class _RingTables:
+    """What all ranks' plans along one ring share; the arrays are by CP rank, and ranges are [..., start and stop]."""
+
+    ring: Ring
+    sends_queries: bool
+    pairs: PairTable
+    used: Integers  # [owners, workers]: tokens of the owner that the worker's tiles touch
+    unreduced: NDArray[np.bool_]  # [owners, workers]
+    touched: Integers  # [owners, outer steps]: by the node that holds the owner's chunk then
+    needed: Integers  # [owners, outer steps]: then or later
+    unreduced_across: NDArray[np.bool_]  # [owners, outer steps]
+
+
+@lru_cache(maxsize=64)
+def _ring_tables(mask: Mask, layout: Layout, ring: Ring, seq_len: int, sends_queries: bool) -> _RingTables:
+    pairs = pair_table(mask, layout, seq_len, ring.cp_size)
+    side = pairs.queries if sends_queries else pairs.keys
+    used, unreduced = np.stack((side.start, side.stop), axis=-1), side.unreduced
+    if not sends_queries:
+        used, unreduced = used.swapaxes(0, 1), unreduced.T  # the worker has the queries
+    nodes, size = ring.nodes, ring.node_size
+    by_node = _hulls(used.reshape(ring.cp_size, nodes, size, 2), axis=2)
+    owners = np.arange(ring.cp_size)[:, None]
+    outer_steps = np.arange(nodes)
+    node_then = (owners // size + outer_steps) % nodes
+    touched = by_node[owners, node_then]
+    needed = np.stack([_hulls(touched[:, step:], axis=1) for step in outer_steps], axis=1)
+    across = unreduced[owners, node_then] if size == 1 else np.zeros((ring.cp_size, nodes), dtype=bool)
+    return _RingTables(ring, sends_queries, pairs, used, unreduced, touched, needed, across)
+
+
+def _hulls(ranges: Integers, axis: int) -> Integers:
+    """The shortest ranges that hold all ranges along an axis; (0, 0) where all are empty."""
+    filled = ranges[..., 1] > ranges[..., 0]
+    start = np.where(filled, ranges[..., 0], np.iinfo(np.int64).max).min(axis=axis)
+    stop = np.where(filled, ranges[..., 1], 0).max(axis=axis)
+    return np.stack((np.where(stop > 0, start, 0), stop), axis=-1)
+
+
+def _ranges(of_steps: Integers) -> tuple[TokenRange, ...]:
+    return tuple((start, stop) for start, stop in of_steps.tolist())
 
 
 @lru_cache(maxsize=256)
 def comm_plan(mask: Mask, layout: Layout, ring: Ring, seq_len: int, cp_rank: int, sends_queries: bool) -> CommPlan:
     """Tiles and sent tokens of `cp_rank` when the query side's chunks, or the key side's, move along `ring`."""
-
-    def tiles(owner: int, worker: int) -> tuple[Tile, ...]:
-        q_rank, k_rank = (owner, worker) if sends_queries else (worker, owner)
-        return rank_pair_tiles(mask, layout, seq_len, ring.cp_size, q_rank, k_rank)
-
-    def sides(owner: int, worker: int) -> list[slice]:
-        """The owner's local tokens in each tile that the worker computes."""
-        return [tile.q if sends_queries else tile.k for tile in tiles(owner, worker)]
-
-    def used(owner: int, worker: int) -> TokenRange:
-        return _hull((side.start, side.stop) for side in sides(owner, worker))
-
-    def used_in_node(owner: int, outer_step: int) -> list[slice]:
-        """Tokens of `owner` in each tile of the node that holds its chunk in `outer_step`."""
-        first = (owner // ring.node_size + outer_step) % ring.nodes * ring.node_size
-        return [side for worker in range(first, first + ring.node_size) for side in sides(owner, worker)]
-
-    def touched(owner: int, outer_step: int) -> TokenRange:
-        return _hull((side.start, side.stop) for side in used_in_node(owner, outer_step))
-
-    def unreduced_across(owner: int, outer_step: int) -> bool:
-        return ring.node_size == 1 and _disjoint(used_in_node(owner, outer_step))  # a node's ranks sum their gradients
-
-    def needed(owner: int, outer_step: int) -> TokenRange:
-        """Tokens of `owner` that are needed in `outer_step` or later."""
-        return _hull(touched(owner, later) for later in range(outer_step, ring.nodes))
-
-    node, local_rank = divmod(cp_rank, ring.node_size)
-
-    def owner_at(outer_step: int, at: int = local_rank) -> int:
-        """CP rank whose chunk local rank `at` of this node holds at the start of `outer_step`."""
-        return (node - outer_step) % ring.nodes * ring.node_size + at
-
-    def chunk_ranges(outer_step: int) -> ChunkRanges:
-        owners, workers = owner_at(outer_step, 0), node * ring.node_size
-        ranges, unreduced = {}, {}
-        for owner, worker in itertools.product(range(ring.node_size), repeat=2):
-            ranges[owner, worker] = used(owners + owner, workers + worker)
-            unreduced[owner, worker] = _disjoint(sides(owners + owner, workers + worker))
-        between = [pair for pair in ranges if pair[0] != pair[1]]
-        held = tuple(needed(owner_at(outer_step, at), outer_step) for at in range(ring.node_size))
-        return ChunkRanges(
-            ranges,
-            unreduced,
-            longest=max((length(ranges[pair]) for pair in between), default=0),
-            all_unreduced=all(unreduced[pair] for pair in between),
-            held=held if outer_step else None,
-        )
-
-    def step(index: int) -> RingStep:
-        owner = ring.owner(cp_rank, index)
-        work = tuple((tile.q, tile.k, tile.band) for tile in tiles(owner, cp_rank))
-        return RingStep(owner, *divmod(index, ring.node_size), work)
-
-    outer_steps = range(ring.nodes)
+    tables = _ring_tables(mask, layout, ring, seq_len, sends_queries)
+    (node, local_rank), size, nodes = divmod(cp_rank, ring.node_size), ring.node_size, ring.nodes
+    outer_steps = np.arange(nodes)
+    held_here = (node - outer_steps) % nodes * size + local_rank  # whose chunk this rank holds
+    later = np.concatenate((tables.needed[:, 1:], np.zeros((ring.cp_size, 1, 2), dtype=np.int64)), axis=1)
     return CommPlan(
-        steps=tuple(step(index) for index in range(ring.cp_size)),
-        inner_rings=tuple(chunk_ranges(outer_step) for outer_step in outer_steps),
-        leaving=tuple(needed(owner_at(outer_step), outer_step + 1) for outer_step in outer_steps[:-1]),
-        given=tuple(touched(owner_at(outer_step), outer_step) for outer_step in outer_steps),
-        given_unreduced=tuple(unreduced_across(owner_at(outer_step), outer_step) for outer_step in outer_steps),
-        returned=tuple(touched(cp_rank, outer_step) for outer_step in outer_steps),
-        returned_unreduced=tuple(unreduced_across(cp_rank, outer_step) for outer_step in outer_steps),
+        inner_rings=tuple(_chunk_ranges(tables, cp_rank, outer_step) for outer_step in range(nodes)),
+        leaving=_ranges(later[held_here, outer_steps][:-1]),
+        given=_ranges(tables.touched[held_here, outer_steps]),
+        given_unreduced=tuple(tables.unreduced_across[held_here, outer_steps].tolist()),
+        returned=_ranges(tables.touched[cp_rank]),
+        returned_unreduced=tuple(tables.unreduced_across[cp_rank].tolist()),
+        _tables=tables,
+        _cp_rank=cp_rank,
     )
 
 
-def _disjoint(tokens: list[slice]) -> bool:
-    """No token is in two of these tiles, and all their gradients can be held until they are sent."""
-    ordered = sorted((side.start, side.stop) for side in tokens)
-    apart = all(before[1] <= after[0] for before, after in itertools.pairwise(ordered))
-    return apart and len(tokens) <= WAITING_PARTS
+def _chunk_ranges(tables: _RingTables, cp_rank: int, outer_step: int) -> ChunkRanges:
+    """Between the ranks of this rank's node, whose chunks are then those of another node."""
+    size, nodes = tables.ring.node_size, tables.ring.nodes
+    node, here = divmod(cp_rank, size)
+    first, workers = (node - outer_step) % nodes * size, slice(node * size, (node + 1) * size)
+    used = tables.used[first : first + size, workers]
+    unreduced = tables.unreduced[first : first + size, workers]
+    between = ~np.eye(size, dtype=bool)
+    lengths = used[..., 1] - used[..., 0]
+    pairs = [*((here, worker) for worker in range(size)), *((owner, here) for owner in range(size))]
+    return ChunkRanges(
+        dict(zip(pairs, (*_ranges(used[here]), *_ranges(used[:, here])), strict=True)),
+        dict(zip(pairs, (*unreduced[here].tolist(), *unreduced[:, here].tolist()), strict=True)),
+        longest=int(lengths[between].max(initial=0)),
+        all_unreduced=bool(unreduced[between].all()),
+        held=_ranges(tables.needed[first : first + size, outer_step]) if outer_step else None,
+    )
 
 
 def length(tokens: TokenRange) -> int:
     """How many tokens a range holds."""
     return tokens[1] - tokens[0]
-
-
-def _hull(ranges: Iterable[TokenRange]) -> TokenRange:
-    """The shortest range that holds all of them."""
-    filled = [(start, stop) for start, stop in ranges if stop > start]
-    return (min(start for start, _ in filled), max(stop for _, stop in filled)) if filled else (0, 0)
 
 
 def traffic_left(mask: Mask, layout: Layout, cp_size: int, node_size: int, seq_len: int) -> RingTraffic:
@@ -157,22 +176,21 @@ def ring_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int) -> RingTr
 
 
 def _rank_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int, rank: int) -> tuple[float, float, float]:
-    work = comm_plan(mask, layout, ring, seq_len, rank, sends_queries=False)
-    local_rank, tokens = rank % ring.node_size, seq_len // ring.cp_size
-    others = [owner for owner in range(ring.node_size) if owner != local_rank]
-    near = sum(length(ranges.used[owner, local_rank]) for ranges in work.inner_rings for owner in others)
-    far = sum(length(ranges.held[local_rank]) for ranges in work.inner_rings if ranges.held)
-    steps = sum(bool(step.tiles) for step in work.steps)
+    tables = _ring_tables(mask, layout, ring, seq_len, False)
+    (node, local_rank), size, nodes = divmod(rank, ring.node_size), ring.node_size, ring.nodes
+    tokens, lengths = seq_len // ring.cp_size, (tables.used[:, rank, 1] - tables.used[:, rank, 0])
+    others = np.arange(ring.cp_size) % size != local_rank
+    outer_steps = np.arange(1, nodes)
+    held = tables.needed[(node - outer_steps) % nodes * size + local_rank, outer_steps]
+    near, far, steps = (int(each.sum()) for each in (lengths[others], held[:, 1] - held[:, 0], lengths > 0))
     return (
         steps / ring.cp_size,
-        near / max(1, tokens * ring.nodes * (ring.node_size - 1)),
-        far / max(1, tokens * (ring.nodes - 1)),
+        near / max(1, tokens * nodes * (size - 1)),
+        far / max(1, tokens * (nodes - 1)),
     )
 
 
 @lru_cache(maxsize=256)
 def reach(mask: Mask, layout: Layout, cp_size: int, seq_len: int) -> int:
     """Local keys [0, reach) of every shard are all that any rank needs of it."""
-    pairs = itertools.product(range(cp_size), repeat=2)
-    tiles = itertools.chain.from_iterable(rank_pair_tiles(mask, layout, seq_len, cp_size, q, k) for q, k in pairs)
-    return max((tile.k_stop for tile in tiles), default=0)
+    return int(pair_table(mask, layout, seq_len, cp_size).keys.stop.max())

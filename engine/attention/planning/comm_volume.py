@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring
-from engine.attention.kernels import Kernel, Problem
 from engine.attention.masks import Mask
 from engine.attention.planning.comm_plan import ChunkRanges, CommPlan, comm_plan, length
 from engine.attention.planning.cost_model import BACKWARD_SIDES, GIB, HardwareModel
+
+if TYPE_CHECKING:  # reports count bytes too, and start without torch
+    from engine.attention.kernels import Kernel, Problem
 
 GRAD_COMM_DTYPES = ("fp32", "input_across", "input")
 ALL_RANKS = 8  # up to so many ranks are added up for a choice; of more ranks, three
@@ -156,6 +159,15 @@ class RingVolume:
         out = self.chunks(work, cp_rank, shards.tokens, shards.sent_side(sends_queries))
         return out + self.gradients(work, cp_rank, shards, sends_queries)
 
+    def call_bytes(
+        self, forward: CommPlan, backward: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool
+    ) -> CallBytes:
+        """Bytes that `cp_rank` sends in a forward, whose plan sends keys, and in the backward of one side's plan."""
+        return CallBytes(
+            self.chunks(forward, cp_rank, shards.tokens, 2 * shards.key),
+            self.backward(backward, cp_rank, shards, sends_queries),
+        )
+
     def _posted(self, work: CommPlan, cp_rank: int, tokens: int) -> Iterator[tuple[int, int]]:
         """(rank sent to, tokens of a shard) of each message."""
         ring, (node, local_rank) = self.ring, divmod(cp_rank, self.ring.node_size)
@@ -232,9 +244,7 @@ def group_backward_bytes(
     size = volume.ring.cp_size
     total = Sent()
     for rank in range(size) if size <= ALL_RANKS else (0, size // 2, size - 1):
-        # A flat ring has one inner ring, whose ranges are those of all ranks: one plan holds them.
-        known = 0 if volume.ring.nodes == 1 else rank
-        work = comm_plan(mask, layout, volume.ring, seq_len, known, sends_queries)
+        work = comm_plan(mask, layout, volume.ring, seq_len, rank, sends_queries)
         total += volume.backward(work, rank, shards, sends_queries)
     return total
 

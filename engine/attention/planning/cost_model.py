@@ -190,25 +190,6 @@ def _all_to_all_ranks(schedule: str, workload: HeadsAndRanks) -> int:
     return {"ulysses": workload.cp_size, "usp": workload.node_size, "usp_transposed": workload.nodes}[schedule]
 
 
-def link_bound_seconds(workload: Workload, forward: float, backward: float, across_gib: float) -> float:
-    """Least seconds of forward and backward that any schedule could take over a link of `across_gib` GiB per second.
-
-    `forward` and `backward` are the compute's own seconds, overlapped with all transfers of the same pass; links inside
-    a node cost nothing, and partial gradients are sent in the inputs' dtype. A ring sends K and V to every other node,
-    and in backward the cheaper side with its gradients; an all-to-all sends Q, K, V and O, and in backward their
-    gradients (the tensors received in forward are saved).
-    """
-    query, key, nodes = workload.query_bytes, workload.key_bytes, workload.nodes
-    volumes = [
-        ((nodes - 1) * 2 * key, (nodes - 1) * min(3 * query, 4 * key)),
-        ((nodes - 1) / nodes * 2 * (query + key), (nodes - 1) / nodes * 2 * (query + key)),
-    ]
-    if schedule_unsupported_reason("usp_transposed", workload, "zigzag"):
-        del volumes[1]
-    link = across_gib * GIB
-    return min(max(forward, out / link) + max(backward, back / link) for out, back in volumes)
-
-
 def choose_schedule(workload: Workload, layout: str, hardware: HardwareModel | None = None) -> Estimate:
     """Every schedule that can run the problem, cheapest first; on a tie the simpler one."""
     names = ["ring", "ulysses"] if workload.nodes == 1 else [*RING_SCHEDULES, *ULYSSES_SCHEDULES]

@@ -16,20 +16,26 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from engine.atomic import write_atomic
+from harness.report.drawing.sheet import COLUMN_INCHES, Sheet
 from harness.report.results import Row
+from harness.report.tables import escape_latex
 
 FORMATS = ("png", "pdf", "svg")
+_TYPES = {
+    "pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "none",
+    "svg.hashsalt": "burst",  # else the ids inside an SVG are random
+}  # fmt: skip
 
 
 class Drawing(Protocol):
-    """What a module of this package defines as `FIGURE`. All rows given to it belong to one set-up
-    (`harness.report.variants.setup_of`): one run, one task, one model."""
+    """What a module of this package defines as `FIGURE`. All rows given to it belong to one group
+    (`harness.report.drawing.points.groups_of`): one run, one task, one model."""
 
     title: str
     place: int  # reading order in reports, smallest first
 
     def applies(self, rows: Sequence[Row]) -> bool:
-        """Whether these rows hold at least one number to draw."""
+        """Whether these rows hold what this figure shows: two numbers or more, and none that another figure shows."""
         ...
 
     def draw(self, rows: Sequence[Row]) -> Figure:
@@ -45,15 +51,41 @@ def all_figures() -> dict[str, Drawing]:
 
 
 def render(figure: Figure, kind: str) -> bytes:
-    """The figure as png, pdf or svg bytes; equal figures give equal bytes, so committed plots change only with data."""
+    """The figure as png, pdf or svg bytes; equal figures give equal bytes, so committed plots change only with data.
+
+    A PDF has the form for papers: TrueType fonts (journals refuse Type 3), the width of a column or of a page. Text of
+    an SVG stays text: smaller, searchable, and a changed number shows in a diff.
+    """
     assert kind in FORMATS, kind
+    if kind == "pdf" and isinstance(figure, Sheet) and figure.for_paper:
+        figure = figure.for_paper()
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # what was laid out stays; else every format lays it out again
     buffer = io.BytesIO()
     dated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
-    with rc_context({"svg.hashsalt": "burst"}):  # else the ids inside an SVG are random
+    with rc_context(_TYPES):
         figure.savefig(buffer, format=kind, dpi=160, metadata=dated.get(kind))
     return buffer.getvalue()
 
 
 def save_figure(figure: Figure, stem: Path, kinds: Iterable[str]) -> list[Path]:
-    """Write `stem`.png, `stem`.pdf ... whole or not at all."""
-    return [write_atomic(stem.with_name(f"{stem.name}.{kind}"), render(figure, kind)) for kind in sorted(kinds)]
+    """Write `stem`.png, `stem`.pdf ... whole or not at all; beside a PDF `stem`.tex with its caption."""
+    written = [write_atomic(stem.with_name(f"{stem.name}.{kind}"), render(figure, kind)) for kind in sorted(kinds)]
+    if "pdf" in kinds and isinstance(figure, Sheet):
+        written.append(write_atomic(stem.with_name(f"{stem.name}.tex"), latex_of(figure, stem.name)))
+    return written
+
+
+def latex_of(figure: Sheet, name: str) -> str:
+    """The LaTeX that includes `name`.pdf, with title and notes as its caption."""
+    paper = figure.for_paper() if figure.for_paper else figure
+    wide = "*" if paper.get_figwidth() > COLUMN_INCHES else ""
+    lines = [
+        rf"\begin{{figure{wide}}}",
+        r"  \centering",
+        rf"  \includegraphics[width={paper.get_figwidth():g}in]{{{name}.pdf}}",
+        rf"  \caption{{{escape_latex(figure.caption)}}}",
+        rf"  \label{{fig:{name}}}",
+        rf"\end{{figure{wide}}}",
+    ]
+    return "\n".join(lines) + "\n"

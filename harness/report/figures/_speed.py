@@ -4,36 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from matplotlib.figure import Figure
-
 from harness.metrics.throughput import FORMULAS
-from harness.report.figures._bars import draw_bars
+from harness.report.drawing.by_length import draw_by_length
+from harness.report.drawing.notes import peaks_of
+from harness.report.drawing.points import Measure, measured_points, said_by_memory_time
+from harness.report.drawing.sheet import Sheet
 from harness.report.results import Row
 
 
-def was_timed(rows: Sequence[Row], task: str) -> bool:
-    """Whether these rows hold a time of `task`."""
-    return any(row["task"] == task and row["step_seconds_median"] for row in rows)
+def compares_times(rows: Sequence[Row], task: str) -> bool:
+    """Whether these rows hold times of `task` at two points or more that no other figure shows."""
+    return (
+        rows[0]["task"] == task and measured_points(rows, "step_seconds_median") > 1 and not said_by_memory_time(rows)
+    )
 
 
-def draw_speed(rows: Sequence[Row], title: str) -> Figure:
-    """Bars of speed for rows of one task; `title` names the part."""
+def draw_speed(rows: Sequence[Row], title: str) -> Sheet:
+    """Speed for rows of one task; `title` names the part."""
     if all(row["gpu"] in (None, "cpu") for row in rows):
-        return draw_bars(
+        return draw_by_length(
             rows,
-            column="step_seconds_median",
-            title=f"{title}: time",
-            unit="ms, median (lower is better)",
-            scale=1e3,
-            notes=["Median over measured calls of one forward and one backward, slowest rank."],
-            spread=True,
+            f"{title}: time",
+            Measure(
+                column="step_seconds_median",
+                unit="ms (lower is better)",
+                scale=1e3,
+                timed=True,
+                notes=["Median over measured calls of one forward and one backward, slowest rank."],
+            ),
         )
-    return draw_bars(
+    peaks = peaks_of(rows)
+    return draw_by_length(
         rows,
-        column="tflops_per_gpu",
-        title=f"{title}: speed",
-        unit="TFLOP/s per GPU",
-        ceiling="tflops_ceiling",
-        notes=[FORMULAS[f"tflops_per_gpu ({rows[0]['task']})"] + "."],
-        spread=True,
+        f"{title}: speed",
+        Measure(
+            column="tflops_per_gpu",
+            unit="TFLOP/s per GPU",
+            ceiling="tflops_ceiling",
+            peak=max(peak for _, peak in peaks) if peaks else None,
+            timed=True,
+            notes=[FORMULAS[f"tflops_per_gpu ({rows[0]['task']})"] + "."],
+        ),
     )

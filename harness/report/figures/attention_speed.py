@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from matplotlib.figure import Figure
-
-from harness.report.figures._speed import draw_speed, was_timed
+from harness.report.drawing.sheet import Sheet
+from harness.report.figures._speed import compares_times, draw_speed
 from harness.report.results import Row
 
 
@@ -15,9 +14,9 @@ class AttentionSpeed:
     place = 30
 
     def applies(self, rows: Sequence[Row]) -> bool:
-        return was_timed(rows, "attention")
+        return compares_times(rows, "attention")
 
-    def draw(self, rows: Sequence[Row]) -> Figure:
+    def draw(self, rows: Sequence[Row]) -> Sheet:
         return draw_speed(rows, self.title)
 
 

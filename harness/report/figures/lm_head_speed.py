@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from matplotlib.figure import Figure
-
-from harness.report.figures._speed import draw_speed, was_timed
+from harness.report.drawing.sheet import Sheet
+from harness.report.figures._speed import compares_times, draw_speed
 from harness.report.results import Row
 
 
@@ -15,9 +14,9 @@ class HeadSpeed:
     place = 35
 
     def applies(self, rows: Sequence[Row]) -> bool:
-        return was_timed(rows, "lm_head")
+        return compares_times(rows, "lm_head")
 
-    def draw(self, rows: Sequence[Row]) -> Figure:
+    def draw(self, rows: Sequence[Row]) -> Sheet:
         return draw_speed(rows, self.title)
 
 

@@ -17,7 +17,8 @@ from engine.attention.algorithms.ulysses import UlyssesPlan
 from engine.attention.comm.p2p import BrokenContext, CallOrder, PeerLost, timeout_of
 from engine.attention.kernels import Kernel
 from engine.attention.masks import Full
-from engine.attention.op import AttentionPlan, plan_attention, run_attention
+from engine.attention.op import AttentionPlan, run_attention
+from engine.attention.resolve import plan_attention
 from tests.ranks import run_on_ranks
 
 FAILING_RANK = 1

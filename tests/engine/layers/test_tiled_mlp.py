@@ -43,6 +43,58 @@ def test_any_number_of_tiles_gives_the_output_and_gradients_of_the_whole(shape: 
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("shape", [SHAPE, UNGATED], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("saved", [0.0, 0.3, 0.97, 1.0])
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_any_share_of_saved_products_gives_the_output_and_gradients_of_the_whole(
+    shape: ModelShape, saved: float, tiles: int
+) -> None:
+    found, expected = branch(shape, add_mlp_in(tiles, saved)), branch(shape, add_whole_mlp)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("saved", [0.0, 0.5, 1.0])
+def test_backward_repeats_the_first_products_of_the_tokens_that_are_not_saved(saved: float) -> None:
+    def products(add_mlp: AddMLP) -> int:
+        with Products() as counted:
+            branch(SHAPE, add_mlp)
+        return counted.products
+
+    runs = 2 if saved == 0.5 else 1  # those that are saved, and the others
+    assert products(add_mlp_in(1, saved)) == runs * 9 + (2 if saved < 1 else 0)  # 3 forward, 6 backward, gate and up
+
+
+@pytest.mark.parametrize("saved", [0.0, 0.4, 1.0])
+def test_saved_products_take_the_bytes_of_two_intermediates_and_the_input(saved: float) -> None:
+    norm, mlp = torch.nn.RMSNorm(SHAPE.hidden, eps=1e-5), MLP(SHAPE)
+    x_BLE = torch.randn(*TOKENS, SHAPE.hidden, requires_grad=True)
+    weights = {id(weight) for weight in (norm.weight, *mlp.parameters())}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if id(tensor) not in weights:
+            kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        add_mlp_in(1, saved)(norm, mlp, x_BLE)
+    tokens = TOKENS[0] * TOKENS[1]
+    assert sum(kept.values()) == tokens * SHAPE.hidden + round(saved * tokens) * 2 * SHAPE.ffn
+
+
+@pytest.mark.parametrize("saved", [0.0, 0.4, 1.0])
+def test_a_repeated_backward_of_saved_products_adds_up(saved: float) -> None:
+    model, expected = model_with(1, Checkpoint(every=0)), model_with(1, Checkpoint(every=0))
+    for block in model.blocks:
+        block.add_mlp = add_mlp_in(1, saved)
+    for _ in range(2):
+        loss_of(expected).backward()
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    torch.testing.assert_close(gradients(model), gradients(expected), rtol=1e-11, atol=1e-13)
+
+
 def test_tiles_in_bf16_are_as_close_to_float64_as_the_whole() -> None:
     truth = branch(SHAPE, add_whole_mlp)
 
@@ -51,6 +103,7 @@ def test_tiles_in_bf16_are_as_close_to_float64_as_the_whole() -> None:
 
     whole = worst(branch(SHAPE, add_whole_mlp, torch.bfloat16))
     assert 1e-3 < whole < 2e-2
+    assert worst(branch(SHAPE, add_mlp_in(1, 1.0), torch.bfloat16)) < 1.25 * whole
     assert worst(branch(SHAPE, add_mlp_in(22), torch.bfloat16)) < 1.25 * whole
 
 

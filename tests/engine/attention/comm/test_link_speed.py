@@ -10,7 +10,8 @@ import torch.distributed as dist
 from engine import ContextParallel
 from engine.attention.comm.link_speed import across_gib_per_second
 from engine.attention.masks import Causal
-from engine.attention.op import AttentionPlan, plan_attention
+from engine.attention.op import AttentionPlan
+from engine.attention.resolve import plan_attention
 from tests.ranks import run_on_ranks
 
 

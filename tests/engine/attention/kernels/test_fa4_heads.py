@@ -1,5 +1,5 @@
-"""What FlashAttention-4 is handed in backward: a zero output, minus delta for dlse, and no more heads than its memory
-allows. The library itself is stood in for by the reference kernel."""
+"""What FlashAttention-4 is handed in backward: a zero output and minus delta, or O itself, and no more heads than
+its memory allows. The library itself is stood in for by the reference kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from engine.attention.accumulate.accumulators import row_dot
 from engine.attention.geometry.tiles import CAUSAL
-from engine.attention.kernels import BackwardInputs, fa4, kernel_named
+from engine.attention.kernels import BackwardInputs, WholeInputs, fa4, kernel_named
 
 REFERENCE = kernel_named("reference")
 
@@ -21,7 +21,7 @@ class Library:
     def __init__(self) -> None:
         self.workspaces: list[int] = []
 
-    def _flash_attn_bwd(self, q, k, v, out, dout, lse, *, softmax_scale, deterministic, dlse, causal):
+    def _flash_attn_bwd(self, q, k, v, out, dout, lse, *, softmax_scale, deterministic, causal, dlse=0.0):
         assert causal
         assert lse.is_contiguous()
         self.workspaces.append(4 * q.numel())
@@ -31,7 +31,8 @@ class Library:
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 3)])
 @pytest.mark.parametrize("most", [1, 2 * 16 * 2 * 8 * 4, 2 * 16 * 4 * 8 * 4, 1 << 31])
-def test_heads_in_groups_give_the_gradients_of_all_at_once(monkeypatch, heads, kv_heads, most) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_heads_in_groups_give_the_gradients_of_all_at_once(monkeypatch, whole, heads, kv_heads, most) -> None:
     library = Library()
     monkeypatch.setattr(fa4, "_interface", lambda: library)
     monkeypatch.setattr(fa4, "_zeros", {})
@@ -41,7 +42,10 @@ def test_heads_in_groups_give_the_gradients_of_all_at_once(monkeypatch, heads, k
     k, v = (torch.randn(2, 16, kv_heads, 8, dtype=torch.float64, generator=generator) for _ in range(2))
     out, lse = REFERENCE.forward(q, k, v, CAUSAL, 0.3)
     given = BackwardInputs(q, dout, lse, row_dot(dout, out), k, v)
-    found = fa4.KERNEL.backward(given, CAUSAL, 0.3, False)
+    if whole:  # O itself in place of delta
+        found = fa4.KERNEL.backward_of_whole(WholeInputs(q, out, dout, lse, k, v), CAUSAL, 0.3, False)
+    else:
+        found = fa4.KERNEL.backward(given, CAUSAL, 0.3, False)
     for gradient, truth in zip(found, REFERENCE.backward(given, CAUSAL, 0.3, False), strict=True):
         assert gradient.is_contiguous() or len(library.workspaces) == 1
         torch.testing.assert_close(gradient, truth, rtol=1e-12, atol=1e-12)

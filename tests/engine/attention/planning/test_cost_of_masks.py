@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine import burst_attention
 from engine.attention.geometry.tiles import Band, band_area
 from engine.attention.kernels import kernel_named
 from engine.attention.masks import BlockSparse, Causal, Documents, Full, LocalGlobal, SlidingWindow, Strided
-from engine.attention.op import burst_attention
 from engine.tasks.attention import dense_gradients
 from tests.engine.live_bytes import LiveBytes
 

@@ -1,0 +1,155 @@
+"""Attention as one operation of a compiled program: `torch.ops.burst.attention`, with a fake implementation.
+
+`torch.compile` sees tensors and one string, the name of mask, context and choices; what the ranks exchange stays inside
+the operation, so no graph breaks. Without `torch.compile` the dispatcher is not used: `engine.attention.op` is called
+directly, which costs the host less. Forward and backward give the bits of `burst_attention`.
+
+Under a Ulysses schedule backward receives Q, K and V again, as with `recompute`: a compiled program has no place for
+received tensors, whose number depends on the plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.attention.algorithms.saved import AttentionPlan, SavedOutput
+from engine.attention.context import ContextParallel
+from engine.attention.inputs import check_inputs, check_mask, check_scale
+from engine.attention.masks import Mask
+from engine.attention.op import attention_backward, attention_forward
+from engine.attention.resolve import Choices, cached_plan
+from engine.ops.autograd import accumulation_dtype
+
+
+class _Call(NamedTuple):
+    """All that a compiled program does not see."""
+
+    mask: Mask
+    cp: weakref.ref[ContextParallel]
+    choices: Choices
+
+
+_calls: dict[str, _Call] = {}
+_names: dict[tuple[str, Mask, Choices], str] = {}
+_numbers = itertools.count()
+
+
+def registered(mask: Mask, cp: ContextParallel, choices: Choices) -> str:
+    """The name of these in compiled programs: the same one for equal ones. Raises ValueError when mask or scale cannot
+    be."""
+    check_mask(mask)
+    check_scale(choices.scale)
+    choices = choices._replace(recompute=True)  # received tensors are not saved
+    key = (cp.name, mask, choices)
+    if key not in _names:
+        _names[key] = f"attention {next(_numbers)}"
+        _calls[_names[key]] = _Call(mask, weakref.ref(cp), choices)
+    return _names[key]
+
+
+def compiled_attention(
+    q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, name: str, saved: SavedOutput | None
+) -> tuple[Tensor, Tensor]:
+    """(out_BLND, lse_BNL), both differentiable; `saved` as of `burst_attention`."""
+    out_BLND: Tensor
+    lse_BNL: Tensor
+    if saved is None:
+        out_BLND, lse_BNL = torch.ops.burst.attention(q_BLND, k_BLKD, v_BLKD, name, None, None, 0)
+    else:
+        out_BLND, lse_BNL = torch.ops.burst.attention(
+            q_BLND, k_BLKD, v_BLKD, name, saved.out_BLND, saved.lse_BNL, saved.cut
+        )
+    return out_BLND, lse_BNL
+
+
+def _plan(name: str, q_BLND: Tensor, k_BLKD: Tensor) -> AttentionPlan:
+    call = _calls[name]
+    cp = call.cp()
+    if cp is None:
+        raise ValueError("the ContextParallel of a compiled attention call no longer exists; keep it with the program")
+    return cached_plan(q_BLND, k_BLKD, call.mask, cp, call.choices)
+
+
+@torch.library.custom_op("burst::attention", mutates_args=())
+def _attention(
+    q_BLND: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    name: str,
+    saved_out_BLND: Tensor | None,
+    saved_lse_BNL: Tensor | None,
+    cut: int,
+) -> tuple[Tensor, Tensor]:
+    saved = None
+    if saved_out_BLND is not None and saved_lse_BNL is not None:
+        saved = SavedOutput(saved_out_BLND, saved_lse_BNL, cut)
+    out_BLND, lse_BNL = attention_forward(_plan(name, q_BLND, k_BLKD), q_BLND, k_BLKD, v_BLKD, saved)
+    if saved is not None and cut == 0:
+        return out_BLND.clone(), lse_BNL.clone()  # an operation returns none of its inputs
+    return out_BLND, lse_BNL
+
+
+@_attention.register_fake
+def _attention_fake(
+    q_BLND: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    name: str,
+    saved_out_BLND: Tensor | None,
+    saved_lse_BNL: Tensor | None,
+    cut: int,
+) -> tuple[Tensor, Tensor]:
+    check_inputs(q_BLND, k_BLKD, v_BLKD)
+    batch, tokens, heads, _ = q_BLND.shape
+    lse_BNL = q_BLND.new_empty((batch, heads, tokens), dtype=accumulation_dtype(q_BLND.dtype))
+    return torch.empty_like(q_BLND, memory_format=torch.contiguous_format), lse_BNL
+
+
+@torch.library.custom_op("burst::attention_backward", mutates_args=())
+def _attention_backward(
+    q_BLND: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    out_BLND: Tensor,
+    lse_BNL: Tensor,
+    dout_BLND: Tensor | None,
+    dlse_BNL: Tensor | None,
+    name: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    plan = _plan(name, q_BLND, k_BLKD)
+    dq, dk, dv = attention_backward(plan, (q_BLND, k_BLKD, v_BLKD), out_BLND, lse_BNL, dout_BLND, dlse_BNL)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+@_attention_backward.register_fake
+def _attention_backward_fake(
+    q_BLND: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    out_BLND: Tensor,
+    lse_BNL: Tensor,
+    dout_BLND: Tensor | None,
+    dlse_BNL: Tensor | None,
+    name: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q_BLND, k_BLKD, v_BLKD))
+    return dq, dk, dv
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q_BLND, k_BLKD, v_BLKD, ctx.name, *_ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q_BLND, k_BLKD, v_BLKD, *output)
+
+
+def _differentiate(ctx: Any, dout_BLND: Tensor | None, dlse_BNL: Tensor | None) -> tuple[Tensor | None, ...]:
+    gradients = torch.ops.burst.attention_backward(*ctx.saved_tensors, dout_BLND, dlse_BNL, ctx.name)
+    return *gradients, None, None, None, None
+
+
+_attention.register_autograd(_differentiate, setup_context=_save)

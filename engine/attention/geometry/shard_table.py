@@ -1,0 +1,76 @@
+"""The segments of all ranks as integer arrays: what a plan asks of every pair of ranks is then a few array
+operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.attention.geometry.layout import Layout, Segment
+
+Integers: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardTable:
+    """Every rank's segments, [ranks, segments]; a rank with fewer than others has empty ones behind its own."""
+
+    segments: tuple[tuple[Segment, ...], ...]
+    start: Integers  # global position
+    count: Integers
+    step: int  # of all segments
+
+    @property
+    def offset(self) -> Integers:
+        """Local tokens in front of each segment."""
+        return np.cumsum(self.count, axis=1) - self.count
+
+    def count_before(self, cut: int) -> Integers:
+        """Positions of each segment before `cut`."""
+        return np.clip(-((self.start - cut) // self.step), 0, self.count)
+
+    def rows_before(self, ranks: Integers, cuts: Integers) -> Integers:
+        """Local tokens before global position `cuts[i]` of rank `ranks[i]`, arrays of any one shape."""
+        start, count = self.start[ranks], self.count[ranks]
+        return np.clip(-((start - cuts[..., None]) // self.step), 0, count).sum(axis=-1)
+
+    def limits(self, left: int | None, right: int | None) -> tuple[Integers, Integers]:
+        """(lo, hi) of `geometry.tiles.segment_tile`, [query ranks, key ranks, query segments, key segments].
+
+        Limits that hide nothing of a pair of segments, or all of it, are one number each: pairs with equal numbers have
+        equal tiles.
+        """
+        distance = self.start[None, :, None, :] - self.start[:, None, :, None]
+        rows, columns = self.count[:, None, :, None], self.count[None, :, None, :]
+        nothing = np.zeros_like(distance)
+        lo = nothing if left is None else np.clip(-((left + distance) // self.step), 1 - rows, columns)
+        hi = nothing if right is None else np.clip((right - distance) // self.step, -rows, columns - 1)
+        return lo, hi
+
+
+@lru_cache(maxsize=64)
+def shard_table(layout: Layout, seq_len: int, cp_size: int) -> ShardTable:
+    """The shards of a sequence."""
+    segments = tuple(layout.segments(seq_len, cp_size, rank) for rank in range(cp_size))
+    most = max(map(len, segments))
+    padded = [[(s.start, s.count) for s in shard] + [(0, 0)] * (most - len(shard)) for shard in segments]
+    table = np.array(padded, dtype=np.int64).reshape(cp_size, most, 2)
+    (step,) = {segment.step for shard in segments for segment in shard}
+    return ShardTable(segments, table[..., 0], table[..., 1], step)
+
+
+def by_pair(of_query_rank: Integers, of_key_rank: Integers, *of_pairs: Integers) -> Integers:
+    """Numbers of query ranks, key ranks [ranks, ...] and pairs [ranks, ranks, ...] side by side: [ranks, ranks, all].
+
+    The last one says which pairs are of a rank with itself.
+    """
+    ranks = len(of_query_rank)
+    shape = (ranks, ranks, -1)
+    queries = np.broadcast_to(of_query_rank.reshape(ranks, 1, -1), (ranks, ranks, of_query_rank[0].size))
+    keys = np.broadcast_to(of_key_rank.reshape(1, ranks, -1), (ranks, ranks, of_key_rank[0].size))
+    own = np.eye(ranks, dtype=np.int64).reshape(shape)
+    return np.concatenate((queries, keys, *(numbers.reshape(shape) for numbers in of_pairs), own), axis=-1)

@@ -1,0 +1,248 @@
+"""The public calls: `burst_attention`, and `prepare_attention`, whose result is the same attention planned before.
+
+Both give the same bits, forward and backward. Under `torch.compile` they are one custom operation
+(`engine.attention.compiled`); otherwise nothing stands between them and `engine.attention.op`.
+
+Shape letters as in `engine.attention.op`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attention.algorithms.saved import AttentionPlan, SavedOutput
+from engine.attention.compiled import compiled_attention, registered
+from engine.attention.context import ContextParallel
+from engine.attention.inputs import check_inputs
+from engine.attention.masks import Causal, Mask
+from engine.attention.op import run_attention
+from engine.attention.resolve import Choices, cached_plan
+from engine.old_names import renamed_keywords
+
+_CAUSAL = Causal()
+
+
+@lru_cache(maxsize=1)
+def _alone() -> ContextParallel:
+    """The group of one of calls without `cp`."""
+    return ContextParallel.single()
+
+
+@renamed_keywords
+def burst_attention(
+    q_BLND: Tensor,
+    k_BLKD: Tensor,
+    v_BLKD: Tensor,
+    *,
+    mask: Mask | None = None,
+    cp: ContextParallel | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    schedule: str = "auto",
+    backward: str = "auto",
+    exchange: str = "auto",
+    deterministic: bool = False,
+    grad_comm_dtype: str = "fp32",
+    num_head_chunks: int | None = None,
+    saved: SavedOutput | None = None,
+    recompute: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of this rank's queries over the whole sequence. Collective over `cp`.
+
+    `cp` keeps the plans of its last calls: a call with the shapes, dtype, device, mask and choices of an earlier one
+    plans nothing. `prepare_attention` makes a plan before the first call.
+
+    The inputs' dtype alone decides the precision: autocast around the call or its backward changes nothing. Tensors
+    with strides that kernels cannot read are copied (`laid_out`).
+
+    Args:
+        q_BLND: this rank's queries, [batch, local tokens, query heads, head_dim], positions as `cp.layout` says.
+        k_BLKD, v_BLKD: this rank's keys and values; the number of KV heads divides the number of query heads.
+        mask: visible (query, key) pairs, in global positions; causal when None.
+        cp: the ranks that share the sequence; a group of one when None.
+        scale: factor of the scores; head_dim ** -0.5 when None.
+        kernel: auto, reference, cpu, fa2, cudnn, fa4 or flex.
+        schedule: ring, double_ring, ulysses, usp, usp_transposed (see `engine.attention.planning.cost_model`), or
+            auto: on GPUs the one a cost model finds cheapest, elsewhere a ring.
+        exchange: how chunks move inside a node: relay (p2p ring), direct (all-pairs p2p), copy_engine, or auto for the
+            fastest that the links allow.
+        backward: the side that is sent in backward: query, key_value, or auto for the one whose bytes take less time.
+        deterministic: repeat bit for bit, from run to run: no choice rests on a measurement; refused by kernels that
+            cannot.
+        grad_comm_dtype: dtype in which gradients are sent. fp32: sums in fp32, the result of one kernel call as the
+            kernel wrote it; input_across: between nodes in the inputs' dtype, once; input: everywhere so.
+        num_head_chunks: under a Ulysses schedule, the number of chunks of a rank's heads: one is sent while another is
+            computed. The cost model's choice when None.
+        saved: result of `engine.attention.algorithms.saved.save_suffix` on an earlier call with the same inputs: only
+            the other rows are computed again.
+        recompute: under activation checkpointing, set on both calls, the first and the one repeated with `saved`, so
+            that both save the same tensors. Without it, Ulysses saves Q, K and V as they were received.
+        return_lse: also return lse_BNL, the natural-log sum-exp of scaled scores; it is differentiable. The same on
+            every rank, as all choices are. With kernels cpu, cudnn and fa2, backward takes twice the time for tiles in
+            which some row's gradient comes by LSE alone, or nearly so.
+
+    Returns:
+        out_BLND in the inputs' dtype, or (out_BLND, lse_BNL). A query that sees no key gives 0, lse -inf, no gradient.
+
+    Raises:
+        ValueError: tensors that do not fit each other, a scale that is not above 0, a length the layout cannot split,
+            or a choice this machine cannot run.
+        PeerLost: another rank's tensors did not come within the timeout of `cp`'s process group.
+        BrokenContext: an earlier call on `cp` failed halfway (`engine.attention.comm.p2p` has both).
+    """
+    choices = (
+        scale,
+        kernel,
+        schedule,
+        backward,
+        exchange,
+        deterministic,
+        grad_comm_dtype,
+        num_head_chunks,
+        recompute,
+        return_lse,
+    )
+    if torch.compiler.is_compiling():
+        out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, _traced(mask, cp, *choices), saved)
+        return (out_BLND, lse_BNL) if return_lse else out_BLND
+    if not (
+        q_BLND.dtype == k_BLKD.dtype == v_BLKD.dtype
+        and q_BLND.device == k_BLKD.device == v_BLKD.device
+        and k_BLKD.shape == v_BLKD.shape
+    ):
+        check_inputs(q_BLND, k_BLKD, v_BLKD)
+    plan = cached_plan(q_BLND, k_BLKD, _CAUSAL if mask is None else mask, cp or _alone(), Choices(*choices))
+    return run_attention(plan, q_BLND, k_BLKD, v_BLKD, saved=saved, recompute=recompute, return_lse=return_lse)
+
+
+class PreparedAttention:
+    """Attention with every choice made, for tensors of one shape, dtype and device. Made by `prepare_attention`."""
+
+    def __init__(
+        self, q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel, choices: Choices, return_lse: bool
+    ) -> None:
+        self.mask, self.cp = mask, cp
+        self._choices, self._return_lse = choices, return_lse
+        self._q_shape, self._k_shape = q_BLND.shape, k_BLKD.shape
+        self._dtype, self._device = q_BLND.dtype, q_BLND.device
+        self.plan: AttentionPlan = cached_plan(q_BLND, k_BLKD, mask, cp, choices)
+
+    def __call__(
+        self,
+        q_BLND: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        mask: Mask | None = None,
+        *,
+        saved: SavedOutput | None = None,
+    ) -> Any:
+        """`burst_attention` of these tensors. Collective over `cp`.
+
+        Args:
+            q_BLND, k_BLKD, v_BLKD: shards of the shapes, dtype and device that were prepared; strides are free.
+            mask: replaces the prepared mask in this call, the same one on every rank. Its plan is taken from those that
+                `cp` keeps, or made.
+            saved: as of `burst_attention`.
+
+        Raises:
+            ValueError: other shapes, another dtype or device than prepared, or a mask that does not fit.
+        """
+        dtype, device = self._dtype, self._device
+        if not (
+            q_BLND.shape == self._q_shape
+            and k_BLKD.shape == v_BLKD.shape == self._k_shape
+            and q_BLND.dtype == k_BLKD.dtype == v_BLKD.dtype == dtype
+            and q_BLND.device == k_BLKD.device == v_BLKD.device == device
+        ):
+            raise ValueError(
+                f"attention was prepared for {self._described(self._q_shape, self._k_shape, self._k_shape)} of {dtype} "
+                f"on {device}, found {self._described(q_BLND.shape, k_BLKD.shape, v_BLKD.shape)} of "
+                f"{', '.join(sorted({str(t.dtype) for t in (q_BLND, k_BLKD, v_BLKD)}))} on "
+                f"{', '.join(sorted({str(t.device) for t in (q_BLND, k_BLKD, v_BLKD)}))}; prepare attention for these"
+            )
+        if torch.compiler.is_compiling():
+            out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, _traced_prepared(self, mask), saved)
+            return (out_BLND, lse_BNL) if self._return_lse else out_BLND
+        plan = self.plan if mask is None else cached_plan(q_BLND, k_BLKD, mask, self.cp, self._choices)
+        return run_attention(
+            plan,
+            q_BLND,
+            k_BLKD,
+            v_BLKD,
+            saved=saved,
+            recompute=self._choices.recompute,
+            return_lse=self._return_lse,
+        )
+
+    def resolved(self) -> dict[str, str]:
+        """What each `auto` became, for the prepared mask."""
+        return self.plan.resolved()
+
+    @staticmethod
+    def _described(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size) -> str:
+        return f"q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}"
+
+
+@renamed_keywords
+def prepare_attention(
+    q_BLND: Tensor,
+    k_BLKD: Tensor,
+    *,
+    mask: Mask | None = None,
+    cp: ContextParallel | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    schedule: str = "auto",
+    backward: str = "auto",
+    exchange: str = "auto",
+    deterministic: bool = False,
+    grad_comm_dtype: str = "fp32",
+    num_head_chunks: int | None = None,
+    recompute: bool = False,
+    return_lse: bool = False,
+    lse_gradient: bool | None = None,
+) -> PreparedAttention:
+    """Plan attention once, to call it many times: `attend = prepare_attention(...)`, then `attend(q, k, v)`.
+
+    The result's bits are those of `burst_attention` with the same arguments. Collective over `cp`.
+
+    Args:
+        q_BLND, k_BLKD: tensors like this rank's shards; their shapes, dtype and device are read, not their values.
+        lse_gradient: whether an LSE that is returned may have a gradient; as `return_lse` when None. Without one,
+            kernels that would have to check for it run without that check.
+        mask, cp and the others: as of `burst_attention`.
+
+    Raises:
+        ValueError: as `burst_attention`.
+    """
+    check_inputs(q_BLND, k_BLKD, k_BLKD)
+    choices = Choices(
+        scale,
+        kernel,
+        schedule,
+        backward,
+        exchange,
+        deterministic,
+        grad_comm_dtype,
+        num_head_chunks,
+        recompute,
+        return_lse if lse_gradient is None else lse_gradient,
+    )
+    return PreparedAttention(q_BLND, k_BLKD, _CAUSAL if mask is None else mask, cp or _alone(), choices, return_lse)
+
+
+@torch.compiler.assume_constant_result
+def _traced(mask: Mask | None, cp: ContextParallel | None, *choices: Any) -> str:
+    """The name under which a compiled program finds mask, context and choices."""
+    return registered(_CAUSAL if mask is None else mask, cp or _alone(), Choices(*choices))
+
+
+@torch.compiler.assume_constant_result
+def _traced_prepared(attend: PreparedAttention, mask: Mask | None) -> str:
+    """The same of a prepared attention."""
+    return registered(attend.mask if mask is None else mask, attend.cp, attend._choices)

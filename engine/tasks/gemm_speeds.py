@@ -1,0 +1,139 @@
+"""Speed of a model's own matrix products, measured on the GPUs of a trial right after its last step.
+
+A figure of a large square GEMM, from another day and machine, is a poor ceiling: products of narrow weights are
+slower, and so is a GPU that is warm from training. The products are measured one by one, on random numbers (zeros
+take less power, so clocks stay higher), with a cold L2 cache as between the other kernels of a step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.distributed import World
+from engine.settings import TrialSettings
+from engine.tasks.products import DIRECTIONS, MatrixProduct, matrix_products
+from engine.tasks.task import DTYPES
+
+ROWS = 16384  # tokens of a product at most: enough for a GEMM's full speed
+_OUTPUT_BYTES = 1 << 30  # of a product's result at most: a tile of the fused LM head has as many
+_ROW_STEP = 128  # rows are a multiple of it where there are as many
+_REPEATS = 3
+_L2_FLUSH_BYTES = 1 << 28  # several times the L2 of any current GPU
+
+IN_THIS_TRIAL = "in this trial, after its last step"
+EARLIER = "in an earlier trial of the same processes, after its last step"
+
+Speeds = dict[str, dict[str, float]]  # TFLOP/s by product and direction
+
+# Ranks that run one trial after another measure a shape once: (speeds, when the measurement began).
+_measured: dict[tuple[object, ...], tuple[Speeds, str]] = {}
+
+
+def gemm_figures(world: World, settings: TrialSettings) -> dict[str, Any]:
+    """Extras of a training record: `gemm_tflops`, and in `gemm` the shapes, when and where; or the reason for none.
+
+    Empty where there is no ceiling to form: on CPUs, and in other dtypes than bf16. Every rank measures at the same
+    time, because GPUs of a host share its power; the figure is the median over the ranks. Memory that is not there
+    costs the figure, never the trial. Call it when all figures of the trial have been read: it raises every peak.
+    Collective.
+    """
+    if world.device.type != "cuda" or settings.dtype != "bf16":
+        return {}
+    products = matrix_products(settings.model)
+    tokens = settings.batch_size * settings.seq_len // settings.cp_size
+    rows = {product.name: rows_of(product, tokens, DTYPES[settings.dtype].itemsize) for product in products}
+    mine: tuple[Speeds, str, str] | str
+    try:
+        mine = _measure_once(world.device, products, rows, DTYPES[settings.dtype])
+    except (RuntimeError, MemoryError) as error:  # OutOfMemoryError is one, and so is a cuBLAS handle without memory
+        mine = f"rank {world.rank}: {str(error).strip().partition(chr(10))[0] or type(error).__name__}"
+    return _combined(world.gather(mine), products, rows)
+
+
+def rows_of(product: MatrixProduct, tokens: int, itemsize: int) -> int:
+    """Tokens that a product is measured with on a rank that holds `tokens`."""
+    rows = min(tokens, ROWS, max(_ROW_STEP, _OUTPUT_BYTES // (product.outputs * itemsize)))
+    return rows // _ROW_STEP * _ROW_STEP or rows
+
+
+def measure_products(
+    device: torch.device, products: tuple[MatrixProduct, ...], rows: dict[str, int], dtype: torch.dtype
+) -> Speeds:
+    """TFLOP/s of every product in every direction on this device, the median of a few calls each."""
+    flush = torch.empty(_L2_FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+    known: dict[tuple[int, int, int], dict[str, float]] = {}  # products of one shape are measured once
+    speeds = {}
+    for product in products:
+        shape = (rows[product.name], product.inputs, product.outputs)
+        if shape not in known:
+            flops = 2.0 * shape[0] * shape[1] * shape[2]
+            calls = zip(DIRECTIONS, _calls(device, *shape, dtype), strict=True)
+            known[shape] = {name: flops / _seconds(call, flush) / 1e12 for name, call in calls}
+        speeds[product.name] = known[shape]
+    return speeds
+
+
+def _calls(
+    device: torch.device, rows: int, inputs: int, outputs: int, dtype: torch.dtype
+) -> tuple[Callable[[], Tensor], ...]:
+    """Forward, dgrad and wgrad of one product, with the operands as autograd hands them to the GEMMs."""
+    generator = torch.Generator(device).manual_seed(0)
+    x_TI, dy_TO, w_OI = (
+        torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
+        for shape in ((rows, inputs), (rows, outputs), (outputs, inputs))
+    )
+    return (lambda: x_TI @ w_OI.T), (lambda: dy_TO @ w_OI), (lambda: dy_TO.T @ x_TI)
+
+
+def _seconds(call: Callable[[], Tensor], flush: Tensor) -> float:
+    """Median seconds of a call, after one that is not counted."""
+    call()
+    if flush.device.type != "cuda":
+        return statistics.median(_wall_seconds(call) for _ in range(_REPEATS))
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_REPEATS)]
+    for start, end in pairs:
+        flush.zero_()  # while it runs, the host launches what is measured
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize(flush.device)
+    return statistics.median(start.elapsed_time(end) / 1000 for start, end in pairs)  # milliseconds
+
+
+def _wall_seconds(call: Callable[[], Tensor]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _measure_once(
+    device: torch.device, products: tuple[MatrixProduct, ...], rows: dict[str, int], dtype: torch.dtype
+) -> tuple[Speeds, str, str]:
+    """(speeds, when, where) on this rank, measured now unless an earlier trial of this process had these shapes."""
+    key = (str(device), products, tuple(rows.items()), dtype)
+    if key in _measured:
+        return *_measured[key], EARLIER
+    started_at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    _measured[key] = measure_products(device, products, rows, dtype), started_at
+    return *_measured[key], IN_THIS_TRIAL
+
+
+def _combined(found: list[Any], products: tuple[MatrixProduct, ...], rows: dict[str, int]) -> dict[str, Any]:
+    """The record's extras from what the ranks found, in rank order."""
+    reasons = [each for each in found if isinstance(each, str)]
+    if reasons:
+        return {"gemm": {"reason": f"the GEMMs of this trial's shapes were not measured: {reasons[0]}"}}
+    _speeds, started_at, where = found[0]
+    median = {
+        product.name: {name: statistics.median(each[0][product.name][name] for each in found) for name in DIRECTIONS}
+        for product in products
+    }
+    shapes = {product.name: [rows[product.name], product.inputs, product.outputs] for product in products}
+    return {"gemm_tflops": median, "gemm": {"shapes": shapes, "where": where, "started_at": started_at}}

@@ -1,0 +1,65 @@
+"""`burst verify`: a second look at the records, figures, tables and provenance of a run, or of an archive of one."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from pathlib import Path
+
+from cluster.files.errors import shown
+from harness.base.errors import UsageError
+
+
+class Verify:
+    help = "check a run, all runs below a directory, or an archive: records, figures, tables, provenance"
+    forwards = False
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "place", type=Path, metavar="DIR|ARCHIVE",
+            help="a directory `burst run` left, one that holds such directories, or a file `burst archive` made",
+        )  # fmt: skip
+        parser.add_argument(
+            "--reference", type=Path, metavar="DIR|ARCHIVE", help="compare each row with the same trial's row in there"
+        )
+        parser.add_argument(
+            "--tolerance", default="5%", metavar="SHARE",
+            help="of a step's time, peak memory and loss beside the reference's, as 5%% or 0.05 (default: 5%%)",
+        )  # fmt: skip
+        parser.add_argument("--json", action="store_true", help="print one JSON value instead of lines")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from harness.verify.history import History
+        from harness.verify.summary import as_json, lines
+        from harness.verify.unpacking import unpacked
+        from harness.verify.verdict import verify
+
+        tolerance = _share(arguments.tolerance)
+        with contextlib.ExitStack() as stack:
+
+            def folder(place: Path) -> Path:
+                return place if place.is_dir() else stack.enter_context(unpacked(place))
+
+            reference = folder(arguments.reference) if arguments.reference else None
+            verdicts = verify(folder(arguments.place), History(), reference, tolerance)
+        if arguments.json:
+            print(json.dumps(as_json(verdicts), indent=1))
+        else:
+            for line in lines(verdicts):
+                print(shown(line))
+        return 0 if all(verdict.holds for verdict in verdicts) else 1
+
+
+def _share(text: str) -> float:
+    """5% or 0.05 as 0.05."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise UsageError(f"--tolerance is {text!r}; expected a share from 0 to below 1, such as 5% or 0.05")
+    return value
+
+
+COMMAND = Verify()

@@ -1,0 +1,215 @@
+"""Pairs of trials with equal settings, and what is said of each: time, memory, loss, and whether it got worse.
+
+A is the reference and B the candidate: ratios are B over A, so above 1 B takes longer or holds more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from harness.compare.sources import Member, latest
+from harness.metrics.intervals import Ratio, median_ratio
+from harness.report.agreement import relative_differences
+from harness.report.comparison import rounds_of
+from harness.report.results import Row, in_order, setting_names
+
+Outcome = Literal["compared", "lost", "gained", "neither"]
+MemoryWord = Literal["less", "equal", "more"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """Two trials of equal settings."""
+
+    reference: Member
+    candidate: Member
+    times: Ratio | None  # of the median step; None unless both trials were measured
+    paired: bool  # whether rounds were drawn in pairs
+
+    @property
+    def outcome(self) -> Outcome:
+        """`lost`: measured in A and not in B; `gained`: the reverse; `neither`: in none of the two."""
+        before, now = (member.record.status == "ok" for member in (self.reference, self.candidate))
+        if before and now:
+            return "compared"
+        return "lost" if before else "gained" if now else "neither"
+
+    @property
+    def rounds(self) -> tuple[int, int]:
+        """Rounds that gave a figure, of A and of B."""
+        return (self.reference.row["rounds"] or 0, self.candidate.row["rounds"] or 0)
+
+    @property
+    def memory_column(self) -> str | None:
+        """The peak that both trials have: the GPU's, else the process's; None where they have none in common."""
+        for column in ("peak_memory_gib", "peak_rss_gib"):
+            if self.reference.row[column] and self.candidate.row[column]:
+                return column
+        return None
+
+    @property
+    def memory(self) -> float | None:
+        """Ratio of the peaks, which are maxima: they have no interval."""
+        column = self.memory_column
+        return self.candidate.row[column] / self.reference.row[column] if column else None
+
+    def memory_word(self, tolerance: float) -> MemoryWord | None:
+        """Whether B holds less, more, or within the tolerance as much."""
+        if self.memory is None:
+            return None
+        return "more" if self.memory > 1 + tolerance else "less" if self.memory < 1 - tolerance else "equal"
+
+    @property
+    def loss(self) -> float | None:
+        """Largest relative difference of the losses over the steps both took; None unless both trained."""
+        losses = [member.row["loss_by_step"] for member in (self.reference, self.candidate)]
+        return max(relative_differences(*losses)) if all(losses) else None
+
+    def regression(self, tolerance: float) -> str:
+        """What got worse by more than the tolerance, in words; empty where nothing did.
+
+        Time counts with its whole interval, so never with a single round.
+        """
+        if self.outcome == "lost":
+            record = self.candidate.record
+            return f"no number in B ({record.status}{f': {record.reason}' if record.reason else ''})"
+        worse = []
+        if self.times is not None and self.times.verdict(tolerance) == "slower":
+            worse.append(f"slower ({self.times.value:.3f} × the time)")
+        if self.memory is not None and self.memory_word(tolerance) == "more":
+            worse.append(f"more memory ({100 * (self.memory - 1):+.1f}%)")
+        return " and ".join(worse)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """All pairs, in the order of tables, and the trials that have no partner."""
+
+    labels: tuple[str, str]  # what A and B are
+    pairs: list[Pair]
+    only_reference: list[Member]
+    only_candidate: list[Member]
+    tolerance: float
+    repeated: int = 0  # records passed over, since a later one has the same settings
+
+    @property
+    def regressions(self) -> list[Pair]:
+        return [pair for pair in self.pairs if pair.regression(self.tolerance)]
+
+    @property
+    def verdicts(self) -> Counter[str]:
+        """How many pairs are faster, slower, not distinguishable."""
+        return Counter(pair.times.verdict() for pair in self.pairs if pair.times is not None)
+
+    @property
+    def mean_ratio(self) -> float | None:
+        """Geometric mean of the ratios of times."""
+        logs = [math.log(pair.times.value) for pair in self.pairs if pair.times is not None]
+        return math.exp(math.fsum(logs) / len(logs)) if logs else None
+
+    def differences(self) -> list[tuple[str, str, str, int]]:
+        """What else differs within measured pairs: (fact, in A, in B, pairs); hardware first.
+
+        The commits too, since a comparison of directories may be one of commits or not.
+        """
+        found: Counter[tuple[str, str, str]] = Counter()
+        for pair in self.pairs:
+            if pair.outcome == "compared":
+                before, now = _facts(pair.reference), _facts(pair.candidate)
+                for name in dict.fromkeys((*before, *now)):
+                    values = (before.get(name, ""), now.get(name, ""))
+                    if values[0] != values[1]:
+                        found[(name, *values)] += 1
+        order = list(_FACTS)
+        ranked = sorted(found, key=lambda item: (order.index(item[0].partition(" ")[0]), item))
+        return [(*item, found[item]) for item in ranked]
+
+
+def compare(
+    labels: tuple[str, str],
+    reference: Sequence[Member],
+    candidate: Sequence[Member],
+    *,
+    tolerance: float,
+    one_run: bool = False,
+) -> Comparison:
+    """Pair what has equal settings, whatever its steps and rounds; of several records with equal settings the latest.
+
+    `one_run`: the two sides are methods of the same runs: pairs have equal settings but for the method, lie in one run,
+    and their rounds are drawn in pairs where both ran in the same ones.
+    """
+    experiments = max(len({member.record.experiment for member in side}) for side in (reference, candidate))
+
+    def key(member: Member) -> tuple[Any, ...]:
+        row = member.row
+        settings = tuple(
+            (name, row[name])
+            for name in setting_names(row)
+            if not name.startswith("steps.") and not (one_run and name == "method")
+        )
+        return (member.run if one_run else None, member.record.experiment if experiments > 1 else None, settings)
+
+    before, now = _by_key(reference, key), _by_key(candidate, key)
+    sides = ((before, now), (now, before))
+    alone = [_ordered([found[one] for one in found if one not in other]) for found, other in sides]
+    places = {id(member.row): member for member in before.values()}
+    pairs = [
+        _pair(places[id(row)], now[key(places[id(row)])], one_run)
+        for row in in_order(member.row for one, member in before.items() if one in now)
+    ]
+    return Comparison(
+        labels=labels,
+        pairs=pairs,
+        only_reference=alone[0],
+        only_candidate=alone[1],
+        tolerance=tolerance,
+        repeated=len(reference) - len(before) + len(candidate) - len(now),
+    )
+
+
+def _by_key(members: Sequence[Member], key: Callable[[Member], tuple[Any, ...]]) -> dict[tuple[Any, ...], Member]:
+    groups: dict[tuple[Any, ...], list[Member]] = {}
+    for member in members:
+        groups.setdefault(key(member), []).append(member)
+    return {one: latest(found) for one, found in groups.items()}
+
+
+def _ordered(members: Sequence[Member]) -> list[Member]:
+    places = {id(member.row): member for member in members}
+    return [places[id(row)] for row in in_order(member.row for member in members)]
+
+
+def _pair(reference: Member, candidate: Member, one_run: bool) -> Pair:
+    before, now = rounds_of([reference.row]), rounds_of([candidate.row])
+    paired = one_run and len(before) > 1 and list(before) == list(now)
+    times = median_ratio(list(now.values()), list(before.values()), paired=paired) if before and now else None
+    return Pair(reference=reference, candidate=candidate, times=times, paired=paired)
+
+
+_FACTS = ("GPU", "devices", "driver", "software", "hosts", "launcher", "environment", "commit", "ran")
+
+
+def _facts(member: Member) -> dict[str, str]:
+    """What may explain a difference besides the code, by name; the first word of a name is one of _FACTS."""
+    record, row = member.record, member.row
+    software = record.measurement.software if record.measurement else {}
+    return {
+        "GPU": record.gpu,
+        "devices": row["gpus"] or "",
+        "driver": software.get("driver", ""),
+        **{f"software {name}": version for name, version in software.items() if name != "driver"},
+        "hosts": ", ".join(sorted(set(record.hosts))),
+        "launcher": record.launcher,
+        **{f"environment {name}": value for name, value in record.environment.items()},
+        "commit": record.commit,
+        "ran": row["ran"] or "",
+    }
+
+
+def settings_of(member: Member) -> Row:
+    """The settings of a trial by name, those of its steps left out."""
+    return {name: member.row[name] for name in setting_names(member.row) if not name.startswith("steps.")}

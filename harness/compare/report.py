@@ -1,0 +1,285 @@
+"""A comparison in words, as a table and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.base.lengths import format_length
+from harness.compare.pairs import Comparison, Pair, settings_of
+from harness.compare.sources import Member
+from harness.report.comparison import ONE_ROUND, ends, interval_text, verdict_text
+from harness.report.tables import Column, Table, significant, without_empty_columns
+from harness.report.variants import panel_name, panel_of, setting_text
+
+SCHEMA = 1
+_PLACED = frozenset({"task", "model", "seq_len", "cp_size", "tp_size", "world_size", "method"})  # in every trial's name
+_MOST_LISTED = 20  # trials without a partner, on a terminal
+_MOST_VARIABLES = 4  # of the environment that differ
+_LONGEST_VALUE = 48  # characters of a differing fact
+
+
+def trial_names(comparison: Comparison, *, one_run: bool = False) -> dict[int, str]:
+    """Names of all trials by the identity of their member: `train 1b 256k CP 4 burst, kernel fa4`.
+
+    Settings appear where they vary. `one_run`: a pair is of two methods, so no name has one.
+    """
+    pairs = [member for pair in comparison.pairs for member in (pair.reference, pair.candidate)]
+    members = [*pairs, *comparison.only_reference, *comparison.only_candidate]
+    settings = [settings_of(member) for member in members]
+    varying = [
+        name
+        for name in sorted({name for one in settings for name in one})
+        if name not in _PLACED and not name.startswith("model.") and len({one.get(name) for one in settings}) > 1
+    ]
+    experiments = len({member.record.experiment for member in members}) > 1
+    runs = one_run and len({member.run for member in members}) > 1
+    names = {}
+    for member, own in zip(members, settings, strict=True):
+        row = member.row
+        parts = [row["task"], row["model"], format_length(row["seq_len"]), panel_name(panel_of(row))]
+        if not one_run:
+            parts.append(row["method"])
+        texts = [" ".join(parts), *(setting_text(name, own.get(name)) for name in varying)]
+        texts += [member.run.name] if runs else [member.record.experiment] if experiments else []
+        names[id(member)] = ", ".join(texts)
+    return names
+
+
+def heading(comparison: Comparison) -> list[str]:
+    """What A and B are, how their rounds were drawn, and what else differs between them."""
+    first, second = comparison.labels
+    measured = [pair for pair in comparison.pairs if pair.times is not None]
+    lines = [f"A (reference): {first}", f"B (candidate): {second}"]
+    if comparison.repeated:
+        records = "1 earlier record is" if comparison.repeated == 1 else f"{comparison.repeated} earlier records are"
+        lines.append(f"{records} passed over: of equal settings on one side the latest counts.")
+    differences = comparison.differences()
+    if any(fact == "GPU" for fact, *_ in differences):
+        lines.append("A and B ran on different GPUs: ratios of such pairs compare machines as well.")
+    variables = [fact for fact, *_ in differences if fact.startswith("environment ")]
+    for fact, before, now, count in differences:
+        if fact not in variables[_MOST_VARIABLES:]:
+            texts = [_short(value) or "not recorded" for value in (before, now)]
+            lines.append(f"Differs: {fact}: A {texts[0]}, B {texts[1]} ({_of(count, len(measured))})")
+    if len(variables) > _MOST_VARIABLES:
+        lines.append(f"Differs: {len(variables) - _MOST_VARIABLES} more environment variables (--json lists all)")
+    if any(pair.paired for pair in measured):
+        lines.append("Both sides of a pair ran in the same rounds, which are drawn together.")
+    return lines
+
+
+def closing(comparison: Comparison, names: dict[int, str]) -> list[str]:
+    """Counts of verdicts, geometric mean, and every regression."""
+    tolerance = comparison.tolerance
+    verdicts = comparison.verdicts
+    counted = [f"{verdicts[word]} {word}" for word in ("faster", "slower", "not distinguishable") if verdicts[word]]
+    single = sum(min(pair.rounds) < 2 for pair in comparison.pairs if pair.times is not None)
+    if single:
+        counted[-1] += f" ({single} with one round, which has no interval; `steps.rounds: 3` gives one)"
+    others = [pair.outcome for pair in comparison.pairs if pair.outcome != "compared"]
+    words = {"lost": "measured in A alone", "gained": "measured in B alone", "neither": "without a number in both"}
+    counted += [f"{others.count(outcome)} {text}" for outcome, text in words.items() if outcome in others]
+    total = len(comparison.pairs)
+    sentence = f"B against A in {total} {'pair' if total == 1 else 'pairs'}: {', '.join(counted)}"
+    memory = [word for pair in comparison.pairs if (word := pair.memory_word(tolerance))]
+    held = [f"{word} in {memory.count(word)}" for word in ("less", "equal", "more") if word in memory]
+    if held:
+        sentence += f"; memory {', '.join(held)}"
+    if comparison.mean_ratio is not None:
+        sentence += f"; geometric mean of the times B ÷ A {comparison.mean_ratio:.3f}"
+    regressed = comparison.regressions
+    if not regressed:
+        return [f"{sentence}. No regression beyond {_percent(tolerance)}."]
+    many = "1 regression" if len(regressed) == 1 else f"{len(regressed)} regressions"
+    listed = [
+        f"Regression: {names[id(pair.reference)]}: {pair.regression(tolerance)}" for pair in regressed[:_MOST_LISTED]
+    ]
+    return [*listed, f"{sentence}. {many} beyond {_percent(tolerance)}."]
+
+
+def alone(comparison: Comparison, names: dict[int, str]) -> list[str]:
+    """The trials that only one side has."""
+    lines = []
+    for side, members in (("A", comparison.only_reference), ("B", comparison.only_candidate)):
+        if members:
+            lines.append(f"Only in {side}: {len(members)} {'trial' if len(members) == 1 else 'trials'}")
+            lines += [f"  {names[id(member)]} ({member.record.status})" for member in members[:_MOST_LISTED]]
+            if len(members) > _MOST_LISTED:
+                lines.append(f"  and {len(members) - _MOST_LISTED} more (--json lists all)")
+    return lines
+
+
+def comparison_of(comparison: Comparison, names: dict[int, str]) -> Table:
+    """All pairs as a table for papers and pages."""
+    lines = tuple(
+        (
+            names[id(pair.reference)],
+            _time_or_status(pair.reference),
+            pair.reference.row["samples"],
+            pair.reference.row["rounds"],
+            _time_or_status(pair.candidate),
+            pair.candidate.row["samples"],
+            pair.candidate.row["rounds"],
+            pair.times.value if pair.times else None,
+            ends(pair.times.interval) if pair.times else None,
+            verdict_text(pair.times.verdict(), min(pair.rounds)) if pair.times else None,
+            *_peaks(pair),
+            pair.memory,
+            pair.memory_word(comparison.tolerance),
+            pair.loss,
+            pair.regression(comparison.tolerance) or None,
+        )
+        for pair in comparison.pairs
+    )
+    number = significant(4, 1e3)
+    columns = (
+        Column(header="trial"),
+        Column(header="A ms", form=number, numeric=True),
+        Column(header="A n", numeric=True),
+        Column(header="A rounds", numeric=True),
+        Column(header="B ms", form=number, numeric=True),
+        Column(header="B n", numeric=True),
+        Column(header="B rounds", numeric=True),
+        Column(header="B ÷ A", form="{:.3f}".format, numeric=True),
+        Column(header="interval", form=interval_text, numeric=True),
+        Column(header="verdict"),
+        Column(header="A GiB", form=significant(3), numeric=True),
+        Column(header="B GiB", form=significant(3), numeric=True),
+        Column(header="memory B ÷ A", form="{:.3f}".format, numeric=True),
+        Column(header="memory"),
+        Column(header="loss difference", form="{:.1e}".format, numeric=True),
+        Column(header="regression"),
+    )
+    return without_empty_columns(
+        Table(
+            name="compare",
+            title=f"B: {comparison.labels[1]}, against A: {comparison.labels[0]}",
+            columns=columns,
+            rows=lines,
+            note="ms = median over n measured steps; B ÷ A = ratio of these medians; interval = its 95% interval, "
+            "whole rounds resampled, absent where a side has one round; faster and slower mean that it excludes 1. "
+            "GiB = peak per GPU (on a CPU of the process), maximum over ranks; equal within "
+            f"{_percent(comparison.tolerance)}. Loss difference = |a − b| ÷ max(|a|, |b|), the largest over all steps. "
+            f"A regression is beyond {_percent(comparison.tolerance)}: slower with the whole interval, more memory, or "
+            "no number any more. " + " ".join(heading(comparison)[2:]),
+            marked=frozenset(i for i, pair in enumerate(comparison.pairs) if pair.regression(comparison.tolerance)),
+        )
+    )
+
+
+def pair_lines(comparison: Comparison, names: dict[int, str]) -> list[str]:
+    """All pairs for a terminal of 80 columns: the trial's name on one line, its figures aligned below it."""
+    header = ("A ms (n/r)", "B ms (n/r)", "B ÷ A", "interval", "verdict", "memory", "loss")
+    cells = [header, *(_cells(pair, comparison.tolerance) for pair in comparison.pairs)]
+    kept = [place for place in range(len(header)) if any(line[place] for line in cells[1:])]
+    widths = {place: max(len(line[place]) for line in cells) for place in kept}
+    texts = [
+        "  "
+        + " ".join(
+            line[place].ljust(widths[place]) if header[place] == "verdict" else line[place].rjust(widths[place])
+            for place in kept
+        ).rstrip()
+        for line in cells
+    ]
+    lines = [texts[0]]
+    for pair, text in zip(comparison.pairs, texts[1:], strict=True):
+        lines += [("! " if pair.regression(comparison.tolerance) else "") + names[id(pair.reference)], text]
+    note = "ms: median of n measured steps in r rounds. memory: peak of B against A."
+    return [*lines, note + (" !: regression." if comparison.regressions else "")]
+
+
+def to_plain(comparison: Comparison, names: dict[int, str]) -> dict[str, Any]:
+    """The comparison as JSON values; ratios are B over A, intervals [low, high], absent figures null."""
+    return {
+        "schema": SCHEMA,
+        "reference": comparison.labels[0],
+        "candidate": comparison.labels[1],
+        "tolerance": comparison.tolerance,
+        "differences": [
+            {"fact": fact, "reference": before, "candidate": now, "pairs": count}
+            for fact, before, now, count in comparison.differences()
+        ],
+        "pairs": [_pair_to_plain(pair, comparison.tolerance, names) for pair in comparison.pairs],
+        "only_reference": [_member_to_plain(member) for member in comparison.only_reference],
+        "only_candidate": [_member_to_plain(member) for member in comparison.only_candidate],
+        "earlier_records_passed_over": comparison.repeated,
+        "verdicts": dict(comparison.verdicts),
+        "mean_ratio": comparison.mean_ratio,
+        "regressions": len(comparison.regressions),
+    }
+
+
+def _pair_to_plain(pair: Pair, tolerance: float, names: dict[int, str]) -> dict[str, Any]:
+    times = pair.times
+    return {
+        "name": names[id(pair.reference)],
+        "outcome": pair.outcome,
+        "reference": _member_to_plain(pair.reference),
+        "candidate": _member_to_plain(pair.candidate),
+        "time": times
+        and {
+            "ratio": times.value,
+            "interval": list(ends(times.interval) or ()) or None,
+            "verdict": times.verdict(),
+            "paired": pair.paired,
+        },
+        "memory": {
+            "of": pair.memory_column,
+            "ratio": pair.memory,
+            "verdict": pair.memory_word(tolerance),
+        }
+        if pair.memory is not None
+        else None,
+        "loss_difference": pair.loss,
+        "regression": pair.regression(tolerance) or None,
+    }
+
+
+def _member_to_plain(member: Member) -> dict[str, Any]:
+    row = member.row
+    columns = ("trial_id", "status", "reason", "samples", "rounds", "step_seconds_median", "peak_memory_gib",
+               "peak_rss_gib", "gpu", "driver", "commit")  # fmt: skip
+    return {"record": str(member.path), **{name: row[name] for name in columns}}
+
+
+def _cells(pair: Pair, tolerance: float) -> tuple[str, ...]:
+    """What a terminal shows of a pair; an empty text where there is nothing."""
+    times, memory = pair.times, pair.memory
+    interval = ends(times.interval) if times else None
+    return (
+        _time_cell(pair.reference),
+        _time_cell(pair.candidate),
+        f"{times.value:.3f}" if times else "",
+        "–".join(f"{end:.3f}" for end in interval) if interval else ONE_ROUND if times else "",
+        times.verdict() if times else "" if pair.outcome == "neither" else pair.outcome,
+        "" if memory is None else "equal" if pair.memory_word(tolerance) == "equal" else f"{100 * (memory - 1):+.1f}%",
+        "" if pair.loss is None else f"{pair.loss:.0e}" if pair.loss else "0",
+    )
+
+
+def _time_cell(member: Member) -> str:
+    row = member.row
+    if row["step_seconds_median"] is None:
+        return str(row["status"])
+    return f"{significant(4, 1e3)(row['step_seconds_median'])} ({row['samples']}/{row['rounds']})"
+
+
+def _time_or_status(member: Member) -> float | str:
+    return member.row["step_seconds_median"] or str(member.row["status"])
+
+
+def _peaks(pair: Pair) -> tuple[float | None, float | None]:
+    column = pair.memory_column
+    return (pair.reference.row[column], pair.candidate.row[column]) if column else (None, None)
+
+
+def _of(count: int, total: int) -> str:
+    return "all pairs" if count == total else f"{count} of {total} pairs"
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}..."
+
+
+def _percent(tolerance: float) -> str:
+    return f"{100 * tolerance:g}%"

@@ -1,0 +1,106 @@
+"""The records to compare: of a directory's runs, or everything that was ever kept below it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.base.errors import UsageError, one_of
+from harness.records.record import RECORD_FILE, BadRecord, Record, read_record, record_files, refuse_bad
+from harness.report.results import Row, row_of
+from harness.report.site import runs_below
+
+DIRTY = "-dirty"  # end of the commit of a record whose code differed from it
+_MOVED_ASIDE = re.compile(r"\.\d{8}-\d{6}(-\d+)?")  # what `burst run` adds to the name of an earlier run
+_ATTEMPTS = f"trials/*/attempts/*/{RECORD_FILE}"
+_SHORT = 12  # characters of a commit in a message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """A record, the run's directory that it lies in, and its row."""
+
+    run: Path
+    path: Path
+    record: Record
+    row: Row
+
+
+def of_directory(directory: Path) -> list[Member]:
+    """The records of a run, or of every run below a directory. Raises UsageError where there is none."""
+    found = _read((run, path) for run in _runs(directory) for path in record_files(run))
+    if not found:
+        raise UsageError(f"no record below {directory}; name a directory that `burst run` left, or one that holds such")
+    return found
+
+
+def ever_kept(directories: Sequence[Path]) -> list[Member]:
+    """Records of all runs at or below `directories`, of their earlier attempts, and of runs moved aside from there."""
+    runs: dict[Path, None] = {}
+    for directory in directories:
+        beside = sorted(
+            path
+            for path in directory.resolve().parent.glob(f"{_escaped(directory.resolve().name)}.*")
+            if _MOVED_ASIDE.fullmatch(path.name.removeprefix(directory.resolve().name))
+        )
+        runs.update((run.resolve(), None) for place in (directory, *beside) for run in _runs(place))
+    files = ((run, path) for run in runs for path in (*record_files(run), *sorted(run.glob(_ATTEMPTS))))
+    found = _read(files)
+    if not found:
+        places = ", ".join(map(str, directories))
+        raise UsageError(f"no record below {places}; name directories that `burst run` left, or that hold such")
+    return found
+
+
+def of_commit(members: Sequence[Member], prefix: str) -> list[Member]:
+    """The records of one commit, named by the start of its hash; with `-dirty` at the end, those of a changed tree.
+
+    Raises UsageError where no commit or several begin so.
+    """
+    wanted, dirty = prefix.removesuffix(DIRTY), prefix.endswith(DIRTY)
+    found = {
+        member.record.commit
+        for member in members
+        if member.record.commit.startswith(wanted) and member.record.commit.endswith(DIRTY) == dirty
+    }
+    if len(found) != 1:
+        known = sorted({_shortened(member.record.commit) for member in members if member.record.commit})
+        what = "several of these begin so" if found else f"these records are of {one_of(known) if known else 'none'}"
+        listed = one_of(sorted(map(_shortened, found))) if found else ""
+        raise UsageError(f"--commits {prefix}: {what}{f': {listed}' if listed else ''}; give more of one commit's hash")
+    [commit] = found
+    return [member for member in members if member.record.commit == commit]
+
+
+def latest(members: Iterable[Member]) -> Member:
+    """Of several records of one trial the one that started last."""
+    return max(members, key=lambda member: (member.record.started_at, member.record.attempts, str(member.path)))
+
+
+def _runs(directory: Path) -> list[Path]:
+    return runs_below(directory) or [directory]
+
+
+def _read(files: Iterable[tuple[Path, Path]]) -> list[Member]:
+    """Raises UsageError that lists every record that cannot be used."""
+    members, bad = [], []
+    for run, path in files:
+        try:
+            record = read_record(path)
+            members.append(Member(run=run, path=path, record=record, row=row_of(record)))
+        except ValueError as error:
+            bad.append(BadRecord(path, str(error)))
+        except ArithmeticError as error:
+            bad.append(BadRecord(path, f"{path} makes no sense ({error})"))
+    refuse_bad(bad)
+    return members
+
+
+def _shortened(commit: str) -> str:
+    return commit.removesuffix(DIRTY)[:_SHORT] + (DIRTY if commit.endswith(DIRTY) else "")
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([*?\[])", r"[\1]", name)

@@ -1,0 +1,149 @@
+"""`provenance.yaml` of a run directory: what its records cannot say themselves, and why, in words that tables repeat.
+
+    command: burst run experiments/quickstart.yaml --scale gpu      # or a list of {trials, command}
+    reasons:
+      - trials: ["train-*"]                                         # globs of trial ids; left out: all
+        about: [driver, gpu]
+        says: measured before records kept the driver and the identity of GPUs
+
+The file is optional. It is written by hand, so it is read strictly: an unknown key is an error that names the nearest.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal, get_args
+
+from cluster.files.document import Node, read_yaml
+from cluster.files.errors import nearest
+from harness.base.errors import UsageError
+
+PROVENANCE_FILE = "provenance.yaml"
+
+# What a reason excuses; `conditions` excuses nothing and is what a reader has to know, as of a host that was shared.
+About = Literal[
+    "commit", "command", "rounds", "samples", "gpu", "driver", "hosts", "software", "paths", "conditions"
+]  # fmt: skip
+_ABOUT: tuple[About, ...] = get_args(About)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    """Why some records cannot pass a check of `burst verify`."""
+
+    says: str  # one sentence without a full stop
+    about: tuple[About, ...]
+    trials: tuple[str, ...] = ("*",)  # globs of trial ids
+
+    def names(self, trial_id: str) -> bool:
+        return any(fnmatchcase(trial_id, glob) for glob in self.trials)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TypedCommand:
+    """The command that made some records, as it was typed."""
+
+    command: str
+    trials: tuple[str, ...] = ("*",)
+
+    def names(self, trial_id: str) -> bool:
+        return any(fnmatchcase(trial_id, glob) for glob in self.trials)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stated:
+    """The whole of a `provenance.yaml`; empty where there is none."""
+
+    commands: tuple[TypedCommand, ...] = ()
+    reasons: tuple[Reason, ...] = ()
+
+    def command(self, trial_id: str) -> str | None:
+        """The command that made this record: of the first entry that names it."""
+        return next((one.command for one in self.commands if one.names(trial_id)), None)
+
+    def reasons_of(self, trial_id: str) -> list[Reason]:
+        """All reasons stated for this record, in their order."""
+        return [one for one in self.reasons if one.names(trial_id)]
+
+    def reason(self, trial_id: str, about: About) -> str | None:
+        """Why this record cannot say what `about` names; None where nothing is stated."""
+        return next((one.says for one in self.reasons_of(trial_id) if about in one.about), None)
+
+
+NOTHING_STATED = Stated()
+
+
+def stated_in(run_dir: Path) -> Stated:
+    """What `run_dir`/provenance.yaml states; nothing where there is no such file. Raises UsageError for a bad one."""
+    path = run_dir / PROVENANCE_FILE
+    if not os.path.lexists(path):
+        return NOTHING_STATED
+    entries = read_yaml(path, PROVENANCE_FILE).mapping(PROVENANCE_FILE)
+    _check(entries, ("command", "reasons"), PROVENANCE_FILE)
+    return Stated(
+        commands=_commands(entries["command"]) if "command" in entries else (),
+        reasons=tuple(map(_reason, _list(entries["reasons"], "reasons"))) if "reasons" in entries else (),
+    )
+
+
+def _commands(node: Node) -> tuple[TypedCommand, ...]:
+    if not isinstance(node.value, list):
+        return (TypedCommand(command=_text(node, "command")),)
+    found = []
+    for item in node.value:
+        entries = item.mapping("an entry of command")
+        _check(entries, ("trials", "command"), "an entry of command", required=("command",), place=item.place)
+        found.append(TypedCommand(command=_text(entries["command"], "command"), trials=_trials(entries)))
+    return tuple(found)
+
+
+def _reason(node: Node) -> Reason:
+    entries = node.mapping("a reason")
+    _check(entries, ("trials", "says", "about"), "a reason", required=("says", "about"), place=node.place)
+    about = tuple(_about(item) for item in entries["about"].items())
+    if not about:
+        raise UsageError(f"{entries['about'].place}: about is an empty list; name what the reason is about")
+    return Reason(says=_text(entries["says"], "says"), about=about, trials=_trials(entries))
+
+
+def _about(node: Node) -> About:
+    word = _text(node, "about")
+    for known in _ABOUT:
+        if word == known:
+            return known
+    raise UsageError(f"{node.place}: about is {word!r}, which no check is about; {nearest(word, _ABOUT)}")
+
+
+def _trials(entries: dict[str, Node]) -> tuple[str, ...]:
+    if "trials" not in entries:
+        return ("*",)
+    found = tuple(_text(item, "trials") for item in entries["trials"].items())
+    if not found:
+        raise UsageError(f"{entries['trials'].place}: trials is an empty list; name trials, or leave it out for all")
+    return found
+
+
+def _list(node: Node, what: str) -> list[Node]:
+    if not isinstance(node.value, list):
+        raise UsageError(f"{node.place}: {what} is {node.describe()}; expected a list")
+    return node.value
+
+
+def _text(node: Node, label: str) -> str:
+    """One line of text; a folded text of several lines is one."""
+    if not isinstance(node.value, str) or not node.value.strip():
+        raise UsageError(f"{node.place}: {label} is {node.describe()}; expected text")
+    return " ".join(node.value.split())
+
+
+def _check(
+    entries: dict[str, Node], known: tuple[str, ...], what: str, *, required: tuple[str, ...] = (), place: str = ""
+) -> None:
+    for key, node in entries.items():
+        if key not in known:
+            raise UsageError(f"{node.place}: unknown key {key} in {what}; {nearest(key, known)}")
+    if missing := [key for key in required if key not in entries]:
+        raise UsageError(f"{place}: {what} lacks {', '.join(missing)}; add what is missing")

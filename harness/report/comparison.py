@@ -1,0 +1,298 @@
+"""Methods at equal points: the speed of each, its ratio to the best other one, and whether they can be told apart.
+
+Ratios are of speeds here, so above 1 the method named first is faster. Runs are never mixed, and of a run whole rounds
+are resampled (`harness.metrics.intervals`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.base.errors import UsageError, nearest
+from harness.base.lengths import format_length
+from harness.metrics.intervals import Interval, Verdict, median_ratio
+from harness.metrics.throughput import FORMULAS
+from harness.report.results import Row, method_rank, setting_names
+from harness.report.summary import CPU_TIMES, on_cpu, varying_by_setup
+from harness.report.tables import Column, Table, significant, without_empty_columns
+from harness.report.variants import (
+    OWN_METHOD,
+    masks_of,
+    models_of,
+    panel_name,
+    panel_of,
+    pooled,
+    settings_name,
+    setup_of,
+)
+
+ONE_ROUND = "one round"  # why there is no interval
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speedup:
+    """How many times as fast one method is as another; `rounds` is the smaller number of rounds of the two."""
+
+    value: float
+    interval: Interval | None  # None with a single round
+    verdict: Verdict
+    rounds: int
+
+    @property
+    def text(self) -> str:
+        """The verdict, with the reason where there is no interval."""
+        return verdict_text(self.verdict, self.rounds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """Trials by method that differ in nothing but the method, their seeds and how many steps they took."""
+
+    by_method: dict[str, list[Row]]
+
+    @property
+    def first(self) -> Row:
+        return next(iter(self.by_method.values()))[0]
+
+    def measured(self) -> dict[str, float]:
+        """Median step seconds of every method that gave a number, the fastest first."""
+        found = {
+            method: seconds
+            for method, rows in self.by_method.items()
+            if (seconds := pooled(rows, "step_seconds_median")) is not None
+        }
+        return dict(sorted(found.items(), key=lambda item: (item[1], method_rank(item[0]))))
+
+    def best_other(self, method: str) -> str | None:
+        """The fastest method but this one; None where no other gave a number."""
+        return next((other for other in self.measured() if other != method), None)
+
+    def subject(self, baseline: str | None = None) -> str | None:
+        """The method that is put beside another: ours where it gave a number, else the fastest."""
+        measured = [method for method in self.measured() if method != baseline]
+        return OWN_METHOD if OWN_METHOD in measured else next(iter(measured), None)
+
+    def speedup(self, method: str, other: str) -> Speedup | None:
+        """Speed of `method` over that of `other`; None where one of them gave no number."""
+        return speedup(self.by_method.get(method, ()), self.by_method.get(other, ()))
+
+
+def verdict_text(verdict: Verdict, rounds: int) -> str:
+    """A verdict in a table: with a single round it says why nothing can be told apart."""
+    return f"{verdict} ({ONE_ROUND})" if rounds < 2 else verdict
+
+
+def speedup(rows: Iterable[Row], others: Iterable[Row]) -> Speedup | None:
+    """Speed of trials over that of other trials of the same run; None where one side has no steps.
+
+    Rounds are drawn in pairs where both sides ran in the same rounds.
+    """
+    ours, theirs = rounds_of(rows), rounds_of(others)
+    if not ours or not theirs:
+        return None
+    times = median_ratio(list(ours.values()), list(theirs.values()), paired=list(ours) == list(theirs))
+    interval = times.interval and Interval(low=1 / times.interval.high, high=1 / times.interval.low)
+    return Speedup(
+        value=1 / times.value, interval=interval, verdict=times.verdict(), rounds=min(len(ours), len(theirs))
+    )
+
+
+def rounds_of(rows: Iterable[Row]) -> dict[int, list[float]]:
+    """Measured steps by the number of their round, in order; several seeds of one round stand together."""
+    rounds: dict[int, list[float]] = {}
+    for row in rows:
+        for number, steps in zip(row["round_numbers"], row["step_seconds_by_round"], strict=True):
+            rounds.setdefault(number, []).extend(steps)
+    return dict(sorted(rounds.items()))
+
+
+def contested_points(rows: Iterable[Row]) -> list[Point]:
+    """Points at which several methods were planned and at least one gave a number, in order of appearance."""
+    points: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    for row in rows:
+        points.setdefault(point_of(row), {}).setdefault(row["method"], []).append(row)
+    return [
+        Point(by_method=by_method)
+        for by_method in points.values()
+        if len(by_method) > 1 and any(row["status"] == "ok" for group in by_method.values() for row in group)
+    ]
+
+
+def point_of(row: Row) -> tuple[Any, ...]:
+    """Key of trials whose speeds may be compared: same run, and equal settings but for method, seed and steps."""
+    settings = tuple(
+        (name, row[name])
+        for name in setting_names(row)
+        if name not in ("method", "seed") and not name.startswith("steps.")
+    )
+    return (row["run"], row["experiment"], settings)
+
+
+def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table | None:
+    """Methods at equal points: the speed of each, and that of ours (where it is absent the fastest's) over the best
+    other one's; with `baseline`, that of every method over its own.
+
+    None where no point has two methods. A baseline that no trial ran is ignored: of several runs some may lack it.
+    """
+    methods = sorted({row["method"] for row in rows}, key=method_rank)
+    points = contested_points(rows)
+    if not points:
+        return None
+    baseline = baseline if baseline in methods else None
+    shown = [row for point in points for group in point.by_method.values() for row in group]
+    methods = [method for method in methods if any(method in point.by_method for point in points)]
+    ran = {
+        method: sorted({row["ran"] for row in shown if row["method"] == method and row["ran"]}) for method in methods
+    }
+    several = [method for method in methods if len(ran[method]) > 1]  # a column each says which
+
+    firsts = [point.first for point in points]
+    varying = varying_by_setup(rows)
+    several_runs = len({row["run"] for row in rows}) > 1
+    places = [
+        (
+            first["run"] if several_runs else None,
+            first["task"],
+            model,
+            mask,
+            first["seq_len"],
+            panel_name(panel_of(first)),
+            settings_name(first, varying[setup_of(first)]) or None,
+        )
+        for first, model, mask in zip(firsts, models_of(firsts), masks_of(firsts), strict=True)
+    ]
+    beside, sets = _beside_best_other(points) if baseline is None else _beside_baseline(points, baseline, methods)
+    columns = (
+        Column(header="run"),
+        Column(header="task"),
+        Column(header="model"),
+        Column(header="mask"),
+        Column(header="tokens", form=format_length, numeric=True),
+        Column(header="parallel"),
+        Column(header="settings"),
+        *(Column(header=f"{method} ran") for method in several),
+        *(Column(header=f"{method} tok/s/GPU", form=significant(4), numeric=True) for method in methods),
+        *beside,
+    )
+    lines = tuple(
+        (
+            *place,
+            *("; ".join(dict.fromkeys(row["ran"] or "" for row in point.by_method.get(name, ()))) for name in several),
+            *(_number_or_status(point.by_method.get(method, ())) for method in methods),
+            *cells,
+        )
+        for place, point, cells in zip(places, points, sets, strict=True)
+    )
+    return without_empty_columns(
+        Table(
+            name="comparison",
+            title=f"Methods against {baseline or 'the best other one'}",
+            columns=columns,
+            rows=lines,
+            note=_note(points, [method for method in methods if len(ran[method]) == 1], ran),
+        )
+    )
+
+
+def known_baseline(baseline: str | None, rows: Sequence[Row]) -> str | None:
+    """The baseline that was asked for. Raises UsageError when no trial of `rows` ran it."""
+    methods = sorted({row["method"] for row in rows}, key=method_rank)
+    if baseline is not None and methods and baseline not in methods:
+        raise UsageError(
+            f"--baseline {baseline}: no trial of these records is of that method; {nearest(baseline, methods)}"
+        )
+    return baseline
+
+
+def times(value: float) -> str:
+    """A ratio of speeds: `1.32×`, near 1 with a digit more."""
+    return f"{value:.2f}×" if abs(value - 1) >= 0.05 else f"{value:.3f}×"
+
+
+def interval_text(interval: tuple[float, float]) -> str:
+    """An interval of a ratio as a table shows it: `1.02 to 1.05`."""
+    return " to ".join(f"{end:.3f}" for end in interval)
+
+
+def ends(interval: Interval | None) -> tuple[float, float] | None:
+    """An interval as the value of a cell."""
+    return None if interval is None else (interval.low, interval.high)
+
+
+def _beside_best_other(points: Sequence[Point]) -> tuple[list[Column], list[tuple[object, ...]]]:
+    """Columns and cells of the comparison with the best other method, which they name."""
+    subjects = {subject for point in points if (subject := point.subject())}
+    one = next(iter(subjects)) if len(subjects) == 1 else ""
+    columns = [
+        Column(header="method"),
+        Column(header="best other"),
+        Column(header=f"{one or 'method'} ÷ best other", form=times, numeric=True),
+        Column(header="interval", form=interval_text, numeric=True),
+        Column(header="verdict"),
+    ]
+    sets: list[tuple[object, ...]] = []
+    for point in points:
+        subject = point.subject()
+        other = point.best_other(subject) if subject else None
+        found = point.speedup(subject, other) if subject and other else None
+        sets.append((None if one else subject, other, *_cells(found)))
+    return columns, sets
+
+
+def _beside_baseline(
+    points: Sequence[Point], baseline: str, methods: Sequence[str]
+) -> tuple[list[Column], list[tuple[object, ...]]]:
+    """Columns and cells of every other method's comparison with `baseline`."""
+    challengers = [method for method in methods if method != baseline]
+    columns = [
+        column
+        for method in challengers
+        for column in (
+            Column(header=f"{method} ÷ {baseline}", form=times, numeric=True),
+            Column(header=f"{method} interval", form=interval_text, numeric=True),
+            Column(header=f"{method} verdict"),
+        )
+    ]
+    sets = [
+        tuple(cell for method in challengers for cell in _cells(point.speedup(method, baseline))) for point in points
+    ]
+    return columns, sets
+
+
+def _cells(found: Speedup | None) -> tuple[object, ...]:
+    return (None, None, None) if found is None else (found.value, ends(found.interval), found.text)
+
+
+def _note(points: Sequence[Point], alone: Sequence[str], ran: dict[str, list[str]]) -> str:
+    """How the table's numbers are formed, what each method of `alone` ran everywhere, and what they cannot say."""
+    shown = [row for point in points for group in point.by_method.values() for row in group]
+    measured = [row for row in shown if row["status"] == "ok"]
+    sentences = [
+        FORMULAS["tokens_per_gpu_per_second"],
+        "÷ = speed over speed, by the medians of all measured steps, same run and settings only",
+    ]
+    if any(len(rounds_of(group)) > 1 for point in points for group in point.by_method.values()):
+        sentences.append(
+            "interval = 95% interval of that ratio, whole rounds resampled, those of both methods in pairs; "
+            "faster and slower mean that it excludes 1"
+        )
+    if any(row["rounds"] == 1 for row in measured):
+        sentences.append("With one round there is no interval, and a difference cannot be told from noise")
+    mixed = sum(_commits_differ(point) for point in points)
+    if mixed:
+        some = "1 line compares" if mixed == 1 else f"{mixed} lines compare"
+        sentences.append(f"{some} records of different commits")
+    sentences += [f"{method} ran: {ran[method][0]}" for method in alone]
+    text = ". ".join(sentences) + "."
+    return f"{text} {CPU_TIMES}" if any(on_cpu(row) for row in shown) else text
+
+
+def _commits_differ(point: Point) -> bool:
+    return len({row["commit"] for group in point.by_method.values() for row in group if row["status"] == "ok"}) > 1
+
+
+def _number_or_status(rows: Sequence[Row]) -> float | str | None:
+    value = pooled(rows, "tokens_per_gpu_per_second")
+    return value if value is not None else "/".join(sorted({row["status"] for row in rows})) or None

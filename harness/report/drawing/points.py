@@ -1,0 +1,300 @@
+"""The rows of a figure as panels, series and points.
+
+A point is every trial of one series, panel and length; where these are several (seeds, pooled settings) it has their
+median, and their range. What a reader could not tell apart is pooled or left out, and a sentence says so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from harness.report.drawing.looks import MAX_SERIES, Look, looks_of
+from harness.report.results import Row, setting_names
+from harness.report.variants import (
+    method_name,
+    panel_name,
+    panel_of,
+    pooled,
+    series_of,
+    setup_name,
+    setup_of,
+    setups_of,
+    varying_settings,
+)
+
+MAX_PANELS = 12
+MAX_GROUPS = 12  # set-ups of one report that have figures
+TRADE, TRADE_OVER_LENGTHS = 1.03, 1.1  # memory of the largest configuration over that of the smallest, to be a choice
+IN_CSV = "results.csv has every trial"
+
+
+class Group(list[Row]):
+    """The rows of one figure: those of a set-up, or of several that differ in their mask alone."""
+
+    note = ""  # a sentence about what has no figure
+
+
+def groups_of(rows: Sequence[Row]) -> list[Group]:
+    """What figures are drawn of: each set-up, but for three or more that differ in their mask alone, which share one.
+
+    Of more than MAX_GROUPS, those with the most measured trials.
+    """
+    alike: dict[tuple[Any, ...], list[list[Row]]] = {}
+    for setup in setups_of(rows):
+        run, experiment, task, model, dtype, _, shape = setup_of(setup[0])
+        alike.setdefault((run, experiment, task, model, dtype, shape), []).append(setup)
+    groups = []
+    for members in alike.values():
+        groups += [Group(chain.from_iterable(members))] if len(members) > 2 else [Group(setup) for setup in members]
+    if len(groups) > MAX_GROUPS:
+        most = sorted(groups, key=lambda group: -_measured(group))[:MAX_GROUPS]
+        left = len(groups) - MAX_GROUPS
+        groups = [group for group in groups if any(group is one for one in most)]
+        for group in groups:
+            group.note = f"{left} more set-ups of these records, with fewer trials, have no figure; {IN_CSV}."
+    return groups
+
+
+def about(rows: Sequence[Row]) -> str:
+    """The set-up of `rows` in words: model, dtype, mask (or how many) and device."""
+    masks = len({row["mask"] for row in rows})
+    first = f"{rows[0]['mask']} mask"
+    return setup_name(rows) if masks == 1 else setup_name(rows).replace(first, f"{masks} masks", 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measure:
+    """What is drawn: `column` x `scale`, in `unit`.
+
+    `ceiling` names a column drawn in black: what the hardware's kernels would allow. `peak` is the hardware's own, in
+    `unit`. `timed` columns are proportional to the step time or to its inverse, so that whiskers can be drawn.
+    """
+
+    column: str
+    unit: str
+    scale: float = 1.0
+    ceiling: str | None = None
+    peak: float | None = None
+    timed: bool = False
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """Every trial of one series at one length, in one panel."""
+
+    series: str
+    seq_len: int
+    rows: list[Row]
+
+    def value(self, column: str | None) -> float | None:
+        """Median of `column` over the trials that have it; None when none has."""
+        return pooled(self.rows, column) if column else None
+
+    def whisker(self, column: str) -> tuple[float, float] | None:
+        """From where to where the whisker of `column` reaches; None where there is nothing to draw.
+
+        Of several trials their range; of one its interval over rounds, else the interquartile range of its steps, for
+        columns proportional to the step time or to its inverse.
+        """
+        values = [row[column] for row in self.rows if row.get(column) is not None]
+        if len(values) > 1:
+            return (min(values), max(values)) if min(values) < max(values) else None
+        if not values:
+            return None
+        row = next(row for row in self.rows if row.get(column) is not None)
+        median, iqr = row["step_seconds_median"], row["step_seconds_iqr"]
+        low, high = row["step_seconds_low"], row["step_seconds_high"]
+        if low is None or high is None:
+            if not iqr:
+                return None
+            half = iqr / median / 2
+            return values[0] * (1 - half), values[0] * (1 + half)
+        if column == "step_seconds_median":
+            return low, high
+        return values[0] * median / high, values[0] * median / low
+
+    @property
+    def lost(self) -> str:
+        """Statuses of the trials without a number, in words; `not measured` where every trial is ok."""
+        return "/".join(sorted({row["status"] for row in self.rows} - {"ok"})) or "not measured"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panel:
+    """The points of one parallel size (and of one mask, where a figure has several)."""
+
+    title: str
+    points: list[Point]
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({point.seq_len for point in self.points})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """The rows of a figure in their places. Series carry the names of the legend."""
+
+    panels: list[Panel]
+    looks: dict[str, Look]
+    about: str
+    notes: list[str]  # what names leave out, what is pooled, what is not drawn
+
+    @property
+    def points(self) -> list[Point]:
+        return [point for panel in self.panels for point in panel.points]
+
+
+def laid_out(rows: Sequence[Row]) -> Layout:
+    """Panels, series and points of `rows`, at most MAX_PANELS and MAX_SERIES of them."""
+    notes = [note] if (note := getattr(rows, "note", "")) else []
+    several = len({row["mask"] for row in rows}) > 1
+    keys = {id(row): (row["mask"] if several else "", *panel_of(row)) for row in rows}
+    panels: dict[tuple[str, int, int, int], list[Row]] = {key: [] for key in sorted(set(keys.values()))}
+    for row in rows:
+        panels[keys[id(row)]].append(row)
+    if len(panels) > MAX_PANELS:
+        most = sorted(panels, key=lambda key: -_measured(panels[key]))[:MAX_PANELS]
+        notes.append(f"{MAX_PANELS} of {len(panels)} parallel sizes are drawn, those with the most trials; {IN_CSV}.")
+        panels = {key: group for key, group in panels.items() if key in most}
+    shown = [row for group in panels.values() for row in group]
+    series, pooling = _series(shown)
+    if pooling:
+        notes.append(pooling)
+    looks = looks_of(series)
+    labels, common, unsaid = short_names(series)
+    if unsaid:
+        notes.append(f"Where a name does not say otherwise: {unsaid}.")
+    names = {id(row): labels[name] for name, group in series for row in group}
+    several_sizes = len({key[1:] for key in panels}) > 1
+    return Layout(
+        panels=[
+            Panel(title=_panel_title(key, several_sizes), points=_points(group, names, list(labels.values())))
+            for key, group in panels.items()
+        ],
+        looks={labels[name]: look for name, look in looks.items()},
+        about=" · ".join([about(rows), *([common] if common else [])]),
+        notes=notes,
+    )
+
+
+def _points(rows: Sequence[Row], names: dict[int, str], order: Sequence[str]) -> list[Point]:
+    found: dict[tuple[int, int], list[Row]] = {}
+    places = {name: place for place, name in enumerate(order)}
+    for row in rows:
+        if id(row) in names:
+            found.setdefault((row["seq_len"], places[names[id(row)]]), []).append(row)
+    return [
+        Point(series=order[place], seq_len=seq_len, rows=members)
+        for (seq_len, place), members in sorted(found.items(), key=lambda item: item[0])
+    ]
+
+
+def _panel_title(key: tuple[str, int, int, int], several_sizes: bool) -> str:
+    mask, *sizes = key
+    size = panel_name((sizes[0], sizes[1], sizes[2]))
+    if not mask:
+        return size
+    return f"{mask}, {size}" if several_sizes else mask
+
+
+def _series(rows: Sequence[Row]) -> tuple[list[tuple[str, list[Row]]], str]:
+    """Series of `rows`, and a sentence about the settings pooled to have no more than MAX_SERIES of them.
+
+    The setting with the most values is pooled first. Methods are never pooled with each other.
+    """
+    varying = varying_settings(rows)
+    counts = {name: len({row.get(name) for row in rows}) for name in varying}
+    kept = sorted(varying, key=lambda name: counts[name])
+    while len(found := series_of(rows, sorted(kept))) > MAX_SERIES and kept:
+        kept.pop()
+    dropped = [f"{name} ({counts[name]} values)" for name in varying if name not in kept]
+    sentences = []
+    if dropped:
+        sentences.append(f"Pooled over {', '.join(dropped)}: each point is a median; {IN_CSV}.")
+    if len(found) > MAX_SERIES:
+        sentences.append(f"{MAX_SERIES} of {len(found)} series are drawn, those with the most trials; {IN_CSV}.")
+        most = sorted(found, key=lambda item: -_measured(item[1]))[:MAX_SERIES]
+        found = [item for item in found if any(item is one for one in most)]
+    return found, " ".join(sentences)
+
+
+def short_names(series: Sequence[tuple[str, list[Row]]]) -> tuple[dict[str, str], str, str]:
+    """Names of series as a legend has them, what all of them have in common, and what most of them do.
+
+    A setting that over half of the series share is named only where it differs; the method and what it ran only where
+    the series have several. Names that differ stay different.
+    """
+    methods = {name: max((method_name(row) for row in rows), key=len) for name, rows in series}
+    settings = {name: [part for part in name.removeprefix(methods[name]).split(", ") if part] for name, _ in series}
+    counts = Counter(part for parts in settings.values() for part in parts)
+    usual = {part for part, count in counts.items() if 2 * count > len(series) > 2}
+    common = next(iter(methods.values())) if len(set(methods.values())) == 1 else ""
+    labels = {}
+    for name, parts in settings.items():
+        telling = [part for part in parts if part not in usual]
+        labels[name] = ", ".join([*([] if common else [methods[name]]), *telling]) or ", ".join(parts) or name
+    if len(set(labels.values())) < len(labels):
+        return {name: name for name in methods}, "", ""
+    return labels, common if len(series) == 1 or any(settings.values()) else "", ", ".join(sorted(usual))
+
+
+def measured_points(rows: Iterable[Row], column: str) -> int:
+    """At how many points of a figure `column` has a value other than 0."""
+    return len({_place(row) for row in rows if row.get(column)})
+
+
+def has_choice(rows: Sequence[Row], column: str, apart: float) -> bool:
+    """Whether trials of one length, mask and parallel size differ in `column` by more than the share `apart`."""
+    places: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows:
+        if row.get(column):
+            places.setdefault((row["seq_len"], row["mask"], panel_of(row)), []).append(row[column])
+    return any(max(values) > (1 + apart) * min(values) for values in places.values())
+
+
+def memory_column(rows: Iterable[Row]) -> str:
+    """The allocator's peak where a trial ran on a GPU, else the resident set of the host."""
+    return "peak_memory_gib" if any(row["peak_memory_gib"] for row in rows) else "peak_rss_gib"
+
+
+def trades_memory(rows: Sequence[Row]) -> bool:
+    """Whether three configurations or more of one length differ in memory, of a task with more than attention.
+
+    Where the length varies as well, training alone: a part timed alone has no memory that a choice is about.
+    """
+    lengths = {row["seq_len"] for row in rows}
+    if rows[0]["task"] not in (("train", "lm_head") if len(lengths) == 1 else ("train",)):
+        return False
+    column = memory_column(rows)
+    places: dict[tuple[Any, ...], dict[tuple[Any, ...], float]] = {}
+    for row in rows:
+        if row.get(column) and row["step_seconds_median"]:
+            place = (row["seq_len"], row["mask"], panel_of(row))
+            places.setdefault(place, {})[_configuration(row)] = row[column]
+    apart = TRADE if len(lengths) == 1 else TRADE_OVER_LENGTHS
+    return any(len(found) > 2 and max(found.values()) > apart * min(found.values()) for found in places.values())
+
+
+def said_by_memory_time(rows: Sequence[Row]) -> bool:
+    """Whether figure `memory_time` shows the speed and the memory of every trial, so that no other need do so."""
+    return trades_memory(rows) and len({row["seq_len"] for row in rows}) == 1
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return (row["seq_len"], row["mask"], panel_of(row), _configuration(row))
+
+
+def _configuration(row: Row) -> tuple[Any, ...]:
+    """Everything that was chosen but the seed and the steps; a figure pools trials with equal ones."""
+    kept = (name for name in setting_names(row) if name != "seed" and not name.startswith("steps"))
+    return tuple(row[name] for name in kept)
+
+
+def _measured(rows: Iterable[Row]) -> int:
+    return sum(row["status"] == "ok" for row in rows)

@@ -1,0 +1,243 @@
+"""Rounds of a run: their random order, the rounds that a trial lacks, and several rounds as one record.
+
+Every round runs all trials once, in an order of its own, so that what changes with time (clocks, neighbours, a warm
+machine) does not favour the trial that the file names first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Hashable, Mapping, MutableSequence, Sequence
+from dataclasses import replace
+from typing import Any
+
+from engine.measurement import Measurement
+from harness.metrics.intervals import median_interval
+from harness.records.record import RESULTS, Record, Round, Status
+from harness.spec.repetition import MAX_ROUNDS, Repetition
+from harness.spec.trial import Trial
+
+Shuffle = Callable[[MutableSequence[Any]], None]
+
+# How far figures of two rounds may lie apart without a word: sums in another order change them on GPUs.
+LOSS_APART = 0.01
+GRAD_NORM_APART = 0.1
+ERROR_FACTOR = 2.0  # between errors against float64
+ERROR_FLOOR = 1e-9  # below it an error is rounding of float64 itself
+
+
+def in_random_order(trials: Sequence[Trial], kind: Callable[[Trial], Hashable], shuffle: Shuffle) -> list[Trial]:
+    """The trials of a round as they are to run. Trials of one `kind`, which the same ranks may run, follow one another:
+    groups are shuffled, and the trials inside each. A trial whose kind is None is a group of its own."""
+    groups: dict[Hashable, list[Trial]] = {}
+    for trial in trials:
+        of = kind(trial)
+        groups.setdefault(trial.id if of is None else of, []).append(trial)
+    order = list(groups.values())
+    shuffle(order)
+    for group in order:
+        shuffle(group)
+    return list(itertools.chain.from_iterable(order))
+
+
+def rounds_of(record: Record) -> list[Round]:
+    """The rounds of a record; of one from before there were rounds, the one that its measurement is."""
+    if record.rounds or record.measurement is None or record.status != "ok":
+        return list(record.rounds)
+    measured = record.measurement
+    return [
+        Round(
+            number=1,
+            place=0,  # such records do not tell
+            started_at=record.started_at,
+            wall_seconds=record.wall_seconds,
+            step_seconds=list(measured.step_seconds),
+            forward_seconds=list(measured.forward_seconds),
+            reason=record.reason,
+            hosts=list(record.hosts),
+            gpus_before=list(measured.gpus_before),
+            gpus_after=list(measured.gpus_after),
+        )
+    ]
+
+
+def round_in(record: Record, number: int) -> Round | None:
+    """The round of that number, where the record has it."""
+    return next((one for one in rounds_of(record) if one.number == number), None)
+
+
+def statuses_of(record: Record) -> set[Status]:
+    """How the trial, and each of its rounds, ended."""
+    return {record.status, *(one.status for one in record.rounds)}
+
+
+def alone(record: Record, number: int) -> Record:
+    """The record with outcome and duration of one of its rounds, for showing; unchanged where it lacks that round."""
+    one = round_in(record, number)
+    if one is None:
+        return record
+    return replace(record, status=one.status, reason=one.reason, wall_seconds=one.wall_seconds)
+
+
+class Pending:
+    """Which round of which trial is still to run. A trial without figures runs in round 1 alone."""
+
+    def __init__(self, repetition: Repetition, *, retry_failed: bool = False) -> None:
+        """`retry_failed`: rounds that failed after others had given figures run again."""
+        self._repetition = repetition
+        self._retry_failed = retry_failed
+        self._settled: set[str] = set()  # trials whose interval needs no further round
+
+    def due(self, record: Record | None, number: int) -> bool:
+        """Whether a trial that has left `record` runs in round `number`; None: it has left nothing to be kept."""
+        if record is None or record.status != "ok":
+            return record is None and number == 1
+        rounds = rounds_of(record)
+        for one in rounds:
+            if one.number == number:
+                return one.status == "interrupted" or (self._retry_failed and one.status not in RESULTS)
+        if number <= self._repetition.rounds:
+            return True
+        return number > rounds[-1].number and self._wants_more(record, rounds)
+
+    def lacks(self, record: Record) -> bool:
+        """Whether any round of a trial with this record is due."""
+        last = max(self._repetition.rounds, *(one.number for one in rounds_of(record)), 1)
+        return any(self.due(record, number) for number in range(1, last + 2))
+
+    def _wants_more(self, record: Record, rounds: Sequence[Round]) -> bool:
+        if not self._repetition.interval or record.trial_id in self._settled:
+            return False
+        wants = (
+            len(rounds) < MAX_ROUNDS
+            and bool(rounds[-1].step_seconds)  # a further round that failed is not followed by another
+            and sum(one.wall_seconds for one in rounds) < self._repetition.budget_seconds
+            and half_width(record.step_seconds_by_round) > self._repetition.interval
+        )
+        if not wants:
+            self._settled.add(record.trial_id)
+        return wants
+
+
+def half_width(rounds: Sequence[Sequence[float]]) -> float:
+    """How far the interval of the median reaches from it on its wider side, as a fraction of it; infinite for fewer
+    than two rounds, which have no interval."""
+    interval = median_interval(rounds)
+    if interval is None:
+        return float("inf")
+    median = statistics.median(itertools.chain.from_iterable(rounds))
+    return max(interval.high / median - 1, 1 - interval.low / median)
+
+
+def with_round(before: Record, latest: Record) -> Record:
+    """The record of a trial that had figures (`before`) with one round more, or one that ran again.
+
+    `latest` is the record of that round alone. Where it gave figures, launcher, commit, command and the like are its
+    own; what is unlike the rounds before is said in its reason, and so in the record's.
+    """
+    [one] = latest.rounds
+    if latest.measurement is not None:
+        unlike = "; ".join(filter(None, [one.reason, *_differences(before, latest)]))
+        one = replace(one, reason=unlike)
+    others = [other for other in rounds_of(before) if other.number != one.number]
+    rounds = sorted([*others, one], key=lambda each: each.number)
+    measurement = before.measurement
+    assert measurement is not None, before.trial_id
+    return replace(
+        latest if latest.measurement is not None else before,
+        status="ok",
+        reason=reason_of(rounds),
+        measurement=_together(measurement, latest.measurement or measurement, rounds),
+        started_at=rounds[0].started_at,
+        wall_seconds=round(sum(each.wall_seconds for each in rounds), 3),
+        attempts=latest.attempts,
+        rounds=rounds,
+    )
+
+
+def reason_of(rounds: Sequence[Round]) -> str:
+    """One sentence on the rounds that gave no figure, or figures unlike those of the others; empty for none."""
+    if len(rounds) == 1:
+        return rounds[0].reason
+    return "; ".join(
+        f"round {one.number}{'' if one.status == 'ok' else f' {one.status}'}: {one.reason}"
+        for one in rounds
+        if one.reason or one.status != "ok"
+    )
+
+
+def _together(before: Measurement, latest: Measurement, rounds: Sequence[Round]) -> Measurement:
+    """All rounds as one measurement; see `harness.records.record.Record`."""
+    return replace(
+        latest,
+        step_seconds=[seconds for one in rounds for seconds in one.step_seconds],
+        forward_seconds=[seconds for one in rounds for seconds in one.forward_seconds],
+        peak_allocated_bytes=_largest(before.peak_allocated_bytes, latest.peak_allocated_bytes),
+        peak_reserved_bytes=_largest(before.peak_reserved_bytes, latest.peak_reserved_bytes),
+        peak_rss_bytes=_largest(before.peak_rss_bytes, latest.peak_rss_bytes),
+    )
+
+
+def _largest(before: list[int], latest: list[int]) -> list[int]:
+    """Rank by rank; the newer ones where a side has none."""
+    if len(before) != len(latest):
+        return latest or before
+    return [max(pair) for pair in zip(before, latest, strict=True)]
+
+
+def _differences(before: Record, latest: Record) -> list[str]:
+    """In which respects, but for its times, a round is unlike the ones before."""
+    ours, theirs = latest.measurement, before.measurement
+    assert ours is not None, latest.trial_id
+    assert theirs is not None, before.trial_id
+    exact = latest.settings.deterministic
+    found = []
+    if latest.commit != before.commit:
+        found.append(f"at commit {latest.commit or 'unknown'}, not {before.commit or 'unknown'}")
+    if set(latest.hosts) != set(before.hosts):
+        found.append("on other hosts than before")
+    if set(ours.gpus) != set(theirs.gpus) and theirs.gpus:
+        found.append("on other GPUs than before")
+    if latest.launcher != before.launcher:
+        found.append(f"by launcher {latest.launcher}, not {before.launcher}")
+    if changed := _changed(before.environment, latest.environment):
+        found.append(f"with other values of {', '.join(changed)}")
+    for name in _changed(theirs.software, ours.software):
+        if name in ours.software and name in theirs.software:  # a driver that could not be asked once is no other one
+            found.append(f"{name} {ours.software[name]}, not {theirs.software[name]}")
+    for name in _changed(theirs.chosen, ours.chosen):
+        found.append(f"{name} became {ours.chosen.get(name, 'nothing')}, not {theirs.chosen.get(name, 'nothing')}")
+    if ours.data != theirs.data:
+        found.append("on other tokens than before")
+    if ours.sent_bytes != theirs.sent_bytes:
+        found.append(f"a rank sent up to {max(ours.sent_bytes, default=0)} bytes, "
+                     f"not {max(theirs.sent_bytes, default=0)}")  # fmt: skip
+    found += _other_steps("loss", theirs.loss, ours.loss, 0.0 if exact else LOSS_APART)
+    found += _other_steps("gradient norm", theirs.grad_norm, ours.grad_norm, 0.0 if exact else GRAD_NORM_APART)
+    return found + _other_errors(theirs.extra.get("error"), ours.extra.get("error"))
+
+
+def _changed(before: Mapping[str, str], latest: Mapping[str, str]) -> list[str]:
+    return sorted(name for name in before.keys() | latest.keys() if before.get(name) != latest.get(name))
+
+
+def _other_steps(what: str, before: Sequence[float], latest: Sequence[float], apart: float) -> list[str]:
+    """The first step whose value is not that of the rounds before."""
+    if len(before) != len(latest):
+        return [f"{len(latest)} values of {what}, not {len(before)}"]
+    for step, (old, new) in enumerate(zip(before, latest, strict=True), start=1):
+        if abs(old - new) > apart * max(abs(old), abs(new)):
+            return [f"{what} {new:.9g} at step {step}, not {old:.9g}"]
+    return []
+
+
+def _other_errors(before: Any, latest: Any) -> list[str]:
+    """Errors against float64, by tensor, that are far from those of the rounds before."""
+    if not (isinstance(before, dict) and isinstance(latest, dict)):
+        return []
+    return [
+        f"error of {name} {latest[name]:.2g}, not {before[name]:.2g}"
+        for name in sorted(before.keys() & latest.keys())
+        if max(before[name], latest[name]) > max(ERROR_FLOOR, ERROR_FACTOR * min(before[name], latest[name]))
+    ]

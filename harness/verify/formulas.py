@@ -1,0 +1,249 @@
+"""The figures of a record computed a second time, from docs/metrics.md: what results.csv must hold.
+
+Written apart from `harness.metrics.throughput` and `flops`, which it does not import (an import-linter contract keeps
+it so): two programs that agree are harder to get wrong than one. Hardware peaks are data and are read once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.settings import ModelShape, TrialSettings
+from harness.metrics.hardware import hardware_for
+from harness.records.record import Record
+from harness.verify.pairs import visible_pairs
+
+Figure = float | int | None
+
+# Columns of results.csv that are computed here again.
+COLUMNS: tuple[str, ...] = (
+    "dp_size", "nodes", "samples", "rounds", "step_seconds_median", "step_seconds_iqr", "step_seconds_low",
+    "step_seconds_high", "forward_seconds_median", "tokens_per_gpu_per_second", "tokens_per_gpu_per_second_low",
+    "tokens_per_gpu_per_second_high", "tflops_per_gpu", "mfu", "mfu_ceiling", "hfu", "peak_memory_gib",
+    "peak_reserved_gib", "peak_rss_gib", "sent_gib_per_gpu", "loss", "grad_norm", "tflops_ceiling", "peak_tflops",
+)  # fmt: skip
+
+_TERA = 10**12
+_STUDENT_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # by degrees of freedom
+_NORMAL_975 = 1.959963984540054
+ROUNDS_TAKEN_ALL = 5  # up to so many rounds the interval is that of every combination, and is computed again
+
+
+def figures_of(record: Record) -> dict[str, Figure]:
+    """Every figure of COLUMNS, None where the record has none. Raises ValueError for a mask without a second count.
+
+    Intervals of more than ROUNDS_TAKEN_ALL rounds rest on random draws and are left out.
+    """
+    settings, measured = record.settings, record.measurement
+    ranks = settings.world_size
+    found: dict[str, Figure] = dict.fromkeys(COLUMNS)
+    found["dp_size"] = max(1, ranks // (settings.cp_size * settings.tp_size))
+    found["nodes"] = len(set(record.hosts)) * settings.emulate_nodes or None
+    if record.status != "ok" or measured is None:
+        return found
+
+    step = float(np.median(measured.step_seconds))
+    rounds = [part.step_seconds for part in record.rounds if part.step_seconds] or [measured.step_seconds]
+    tokens = settings.seq_len * _sequences(settings)
+    forward, attention = _forward_flops(settings), _attention_flops(settings)
+    # What tflops_per_gpu counts: for attention alone as kernels are quoted, else the model's own work.
+    quoted = 3.5 * attention if settings.task == "attention" else 3.0 * forward
+    found |= {
+        "samples": len(measured.step_seconds),
+        "rounds": len(rounds),
+        "step_seconds_median": step,
+        "step_seconds_iqr": _middle_half(measured.step_seconds),
+        "forward_seconds_median": float(np.median(measured.forward_seconds)) if measured.forward_seconds else None,
+        "tokens_per_gpu_per_second": tokens / step / ranks,
+        "tflops_per_gpu": quoted / step / ranks / _TERA,
+        "peak_memory_gib": _gib(measured.peak_allocated_bytes),
+        "peak_reserved_gib": _gib(measured.peak_reserved_bytes),
+        "peak_rss_gib": _gib(measured.peak_rss_bytes),
+        "sent_gib_per_gpu": _gib(measured.sent_bytes) if _counts_bytes(record) else None,
+        "loss": measured.loss[-1] if measured.loss else None,
+        "grad_norm": measured.grad_norm[-1] if measured.grad_norm else None,
+    }
+    if len(rounds) > 1 and (ends := _interval(rounds)):
+        low, high = ends
+        found |= {
+            "step_seconds_low": low,
+            "step_seconds_high": high,
+            "tokens_per_gpu_per_second_low": tokens / high / ranks,
+            "tokens_per_gpu_per_second_high": tokens / low / ranks,
+        }
+
+    hardware = hardware_for(record.gpu or measured.device) if settings.dtype == "bf16" else None
+    if hardware is None:
+        return found
+    peak = hardware.peak_bf16_tflops
+    per_peak = step * ranks * _TERA * peak
+    found["peak_tflops"] = peak
+    found["mfu"] = 3.0 * forward / per_peak
+    found["hfu"] = (3.0 * forward + 0.5 * attention + _repeated_flops(settings)) / per_peak
+    if settings.task == "attention" and settings.cp_size == 1:
+        return found  # the kernel itself
+    speeds = hardware.kernel_ceilings.get(measured.chosen.get("kernel", ""))
+    gemm = _own_gemm_speed(settings.model, measured.extra.get("gemm_tflops")) or hardware.gemm_tflops
+    products = 3.0 * (forward - attention)
+    if (gemm or not products) and (speeds or not attention):
+        fastest = products / gemm / _TERA if gemm else 0.0
+        if speeds and attention:
+            fastest += attention * (1.0 / speeds["forward"] + 2.5 / speeds["backward"]) / _TERA
+        found["mfu_ceiling"] = 3.0 * forward / fastest / _TERA / peak
+        found["tflops_ceiling"] = quoted / fastest / _TERA
+    return found
+
+
+def _sequences(settings: TrialSettings) -> int:
+    """Sequences of a step of all replicas."""
+    replicas = max(1, settings.world_size // (settings.cp_size * settings.tp_size))
+    return settings.batch_size * replicas * (settings.gradient_accumulation if settings.task == "train" else 1)
+
+
+def _layer_weights(model: ModelShape) -> tuple[int, int]:
+    """Weights of one layer in matrix products: of queries, keys, values and output; of one matrix of the MLP."""
+    width = (model.heads + model.kv_heads) * model.head_dim
+    return 2 * model.hidden * width, model.hidden * model.ffn
+
+
+def _forward_flops(settings: TrialSettings) -> float:
+    """Two per weight and token, and those of attention."""
+    model = settings.model
+    tokens = settings.seq_len * _sequences(settings)
+    head = 2.0 * tokens * model.hidden * model.vocab
+    if settings.task == "attention":
+        return _attention_flops(settings)
+    if settings.task == "lm_head":
+        return head
+    projections, matrix = _layer_weights(model)
+    weights = projections + (3 if model.gated else 2) * matrix
+    return 2.0 * tokens * weights * model.layers + head + _attention_flops(settings)
+
+
+def _attention_flops(settings: TrialSettings, rows: int | None = None) -> float:
+    """QK^T and PV, two each per pair, head and dimension, of the first `rows` queries (all) in all layers."""
+    if settings.task == "lm_head":
+        return 0.0
+    model = settings.model
+    pairs = visible_pairs(settings.mask, settings.seq_len, settings.seq_len if rows is None else rows)
+    layers = model.layers if settings.task == "train" else 1
+    return 4.0 * pairs * model.heads * model.head_dim * layers * _sequences(settings)
+
+
+def _repeated_flops(settings: TrialSettings) -> float:
+    """FLOPs of forward work that backward does again: activation checkpointing, and tiles that keep their input."""
+    if settings.task != "train":
+        return 0.0
+    model, checkpoint = settings.model, settings.checkpoint
+    per_weight = 2.0 * settings.seq_len * _sequences(settings)
+    projections, matrix = _layer_weights(model)
+    matrices = 3 if model.gated else 2
+    whole = model.layers if checkpoint.every == 0 else min(model.layers, checkpoint.whole_layers)
+    again = model.layers - whole
+    repeated = 0.0
+    if again:
+        # Each of these layers once for its activations, and some again for the inputs that are not kept.
+        runs = again + _layers_replayed(again, checkpoint.every, checkpoint.replay)
+        repeated += per_weight * (runs * (projections + matrices * matrix) - again * matrix)
+        head = _attention_flops(settings, settings.seq_len - _kept_rows(settings)) / model.layers
+        repeated += head * (runs if checkpoint.replay == "bisect" else again)
+    tokens = settings.batch_size * (settings.seq_len // settings.cp_size)
+    not_kept = tokens - round(checkpoint.mlp * tokens)
+    repeated += per_weight * whole * (matrices - 1) * matrix * not_kept / tokens
+    if settings.projection_tiles > 1 and model.qk_norm:
+        repeated += per_weight * model.layers * model.hidden * (model.heads + model.kv_heads) * model.head_dim
+    return repeated
+
+
+def _kept_rows(settings: TrialSettings) -> int:
+    """Queries at the sequence's end whose attention outputs are kept: `checkpoint.tail` in whole chunks."""
+    unit = 1
+    if settings.cp_size > 1:
+        if settings.seq_len % (2 * settings.cp_size) == 0:
+            unit = 2 * settings.cp_size
+        elif settings.seq_len % settings.cp_size == 0:
+            unit = settings.cp_size
+    return round(settings.checkpoint.tail * settings.seq_len / unit) * unit
+
+
+def _own_gemm_speed(model: ModelShape, measured: Any) -> float | None:
+    """TFLOP/s of the model's products one after another, where the trial measured each of them in each direction
+    (`extra.gemm_tflops`); all directions of a product take equally many FLOPs."""
+    if not isinstance(measured, dict):
+        return None
+    width, matrix = model.hidden * model.head_dim, model.hidden * model.ffn
+    weights = {
+        "query": model.layers * width * model.heads,
+        "key_value": model.layers * width * model.kv_heads * 2,
+        "out": model.layers * width * model.heads,
+        "gate_up" if model.gated else "up": model.layers * matrix * (2 if model.gated else 1),
+        "down": model.layers * matrix,
+        "lm_head": model.hidden * model.vocab,
+    }
+    seconds = 0.0
+    for product, count in weights.items():
+        for direction in ("forward", "dgrad", "wgrad"):
+            speeds = measured.get(product)
+            speed = speeds.get(direction) if isinstance(speeds, dict) else None
+            if not isinstance(speed, int | float) or speed <= 0:
+                return None
+            seconds += count / speed
+    return 3 * sum(weights.values()) / seconds
+
+
+def _layers_replayed(layers: int, every: int, replay: str) -> int:
+    """Layers run in backward only for the inputs of later layers, by going through the backward pass of each group."""
+    replayed = 0
+    for start in range(0, layers, every):
+        count = min(every, layers - start)
+        if replay == "hold":
+            replayed += count - 1
+            continue
+        saved = {0}
+        for wanted in range(count - 1, 0, -1):
+            nearest = max(place for place in saved if place <= wanted)
+            replayed += wanted - nearest
+            while nearest < wanted:  # what the run passes and saves: halfway, halfway from there, ...
+                nearest = (nearest + wanted + 1) // 2
+                saved.add(nearest)
+            saved = {place for place in saved if place < wanted}
+    return replayed
+
+
+def _middle_half(seconds: Sequence[float]) -> float | None:
+    if len(seconds) < 2:
+        return None
+    low, high = np.quantile(seconds, [0.25, 0.75])
+    return float(high - low)
+
+
+def _interval(rounds: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """95% interval of the median step from every combination of rounds, widened for few of them (docs/metrics.md)."""
+    count = len(rounds)
+    if count > ROUNDS_TAKEN_ALL:
+        return None
+    median = float(np.median(np.concatenate(rounds)))
+    drawn = [np.median(np.concatenate(some)) for some in itertools.product(rounds, repeat=count)]
+    low, high = np.quantile(np.log(np.array(drawn) / median), [0.025, 0.975])
+    wider = _STUDENT_975[count - 1] / _NORMAL_975 * math.sqrt(count / (count - 1))
+    return median * math.exp(wider * min(low, 0.0)), median * math.exp(wider * max(high, 0.0))
+
+
+def _counts_bytes(record: Record) -> bool:
+    """Whether `sent_bytes` says anything: a method with transports of its own leaves zeros where it did send."""
+    measured = record.measurement
+    if measured is None or record.settings.task == "lm_head":
+        return False
+    if record.settings.cp_size == 1 or any(measured.sent_bytes):
+        return True
+    computed = measured.extra.get("computed_sent_bytes")
+    return isinstance(computed, list) and computed == [0] * len(measured.sent_bytes)
+
+
+def _gib(ranks: Sequence[int]) -> float | None:
+    return max(ranks) / 2**30 if ranks else None

@@ -1,0 +1,80 @@
+"""Whether a record says enough to run it again: commit, command, hosts, software, GPU; or states why it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.records.caveats import ONE_ROUND, ONE_STEP
+from harness.records.record import Record
+from harness.records.stated import About, Reason, Stated, TypedCommand
+from harness.verify.finding import Failure, Gap
+from harness.verify.history import History
+from harness.verify.private import HOME, private_in, secret_variables
+
+_SOFTWARE = ("python", "torch")
+
+
+def provenance_findings(record: Record, text: str, stated: Stated, history: History) -> Iterator[Failure | Gap]:
+    """Failures, and gaps that provenance.yaml or the tables state. `text` is the record's file."""
+    for about, found, expected in _missing(record, text, stated, history):
+        says = stated.reason(record.trial_id, about)
+        if says is not None:
+            yield Gap(place=record.trial_id, check=about, says=says)
+        else:
+            yield Failure(place=record.trial_id, check=about, found=found, expected=expected)
+    rounds = record.step_seconds_by_round if record.status == "ok" else []
+    if len(rounds) == 1:  # tables say so beside the row, and there is no interval to be wrong
+        says = stated.reason(record.trial_id, "rounds") or ONE_ROUND
+        yield Gap(place=record.trial_id, check="rounds", says=says)
+        if len(rounds[0]) == 1:
+            says = stated.reason(record.trial_id, "samples") or ONE_STEP
+            yield Gap(place=record.trial_id, check="samples", says=says)
+    secrets = [kind for kind in private_in(text) if kind != HOME]
+    secrets += [f"the variable {name} unhidden" for name in secret_variables(record.environment)]
+    for kind in secrets:
+        yield Failure(place=record.trial_id, check="secrets", found=kind, expected="none in a record")
+    for one in stated.reasons_of(record.trial_id):
+        if "conditions" in one.about:
+            yield Gap(place=record.trial_id, check="conditions", says=one.says)
+
+
+def unused_statements(stated: Stated, trials: list[str]) -> Iterator[Failure]:
+    """Entries of provenance.yaml that name no record that is there."""
+    entries: list[TypedCommand | Reason] = [*stated.commands, *stated.reasons]
+    for one in entries:
+        if not any(map(one.names, trials)):
+            yield Failure(
+                place="provenance.yaml",
+                check="trials",
+                found=f"{', '.join(one.trials)}, which no record has as its id",
+                expected="globs of trial ids in this folder",
+            )
+
+
+def _missing(record: Record, text: str, stated: Stated, history: History) -> Iterator[tuple[About, str, str]]:
+    """What a check is about, what the record has, and what it should have."""
+    commit = record.commit.removesuffix("-dirty")
+    if not commit:
+        yield "commit", "none", "the commit of the code"
+    elif problem := history.problem(commit):
+        yield "commit", f"{commit[:40]}, {problem}", "a commit of the history, or a reason in provenance.yaml"
+    elif record.commit != commit:
+        yield "commit", f"{commit[:12]} with changes that are in no commit", "the code of a commit, unchanged"
+    if not record.run_command and stated.command(record.trial_id) is None:
+        yield "command", "none", "the `burst run` that made it, or `command` in provenance.yaml"
+    if not record.hosts and record.status != "refused":
+        yield "hosts", "none", "the hosts it ran on"
+    if HOME in private_in(text):
+        yield "paths", HOME, "paths that mean something elsewhere"
+    measured = record.measurement
+    if measured is None:
+        return
+    if not record.gpu:
+        yield "gpu", "no name", "the GPU's name, or cpu"
+    if lacking := [name for name in _SOFTWARE if not measured.software.get(name)]:
+        yield "software", f"no version of {' and '.join(lacking)}", "the versions that ran"
+    if measured.device != "cpu":
+        if not measured.software.get("driver"):
+            yield "driver", "no version", "the version of the GPU driver"
+        if not measured.gpus:
+            yield "gpu", "no digests", "a digest of each rank's GPU, which tells GPUs apart"

@@ -1,0 +1,168 @@
+"""What strict reading of a record does not see: whether its parts agree with each other."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from engine.measurement import Measurement
+from harness.records.record import Record, Round
+from harness.spec.trial import Trial
+from harness.verify.finding import Failure
+
+# Start times are kept in whole seconds.
+_CLOCK = timedelta(seconds=2)
+_PER_RANK = (
+    "peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes", "sent_bytes", "gpus", "gpus_before", "gpus_after",
+)  # fmt: skip
+
+
+def schema_failures(path: Path, record: Record, raw: Any) -> Iterator[Failure]:
+    """Everything in which this record contradicts itself; `raw` is its JSON as the file has it."""
+    place = record.trial_id if path.parent.name == record.trial_id else f"trials/{path.parent.name}"
+
+    def wrong(found: str, expected: str) -> Failure:
+        return Failure(place=place, check="schema", found=found, expected=expected)
+
+    if path.parent.name != record.trial_id:
+        yield wrong(f"trial_id {record.trial_id}", "the name of its folder")
+    if (ids := _possible_ids(record, raw)) and record.trial_id not in ids:
+        yield wrong(f"trial_id {record.trial_id}", f"the digest of its settings, {ids[0]}")
+    settings = record.settings
+    parts = settings.cp_size * settings.tp_size
+    if settings.world_size % parts:
+        yield wrong(f"world_size {settings.world_size}", f"a multiple of cp_size x tp_size, {parts}")
+    if record.status != "ok" and not record.reason:
+        yield wrong(f"status {record.status} without a reason", "a reason")
+    if record.status != "ok" and record.measurement is not None:
+        yield wrong(f"status {record.status} with a measurement", "none: only an ok record has figures")
+    if len(set(record.hosts)) > settings.world_size:
+        yield wrong(f"{len(set(record.hosts))} hosts", f"at most one for each of {settings.world_size} ranks")
+    for name, value, least in (("attempts", record.attempts, 1), ("ranks_turn", record.ranks_turn, 0)):
+        if value < least:
+            yield wrong(f"{name} {value}", f"at least {least}")
+    if record.wall_seconds < 0:
+        yield wrong(f"wall_seconds {record.wall_seconds:g}", "seconds of at least 0")
+    if record.started_at and _moment(record.started_at) is None:
+        yield wrong(f"started_at {record.started_at[:40]!r}", "a time in UTC by ISO 8601")
+    if record.measurement is not None:
+        for found, expected in _measurement(record, record.measurement):
+            yield wrong(found, expected)
+    for found, expected in _rounds(record):
+        yield wrong(found, expected)
+
+
+def _possible_ids(record: Record, raw: Any) -> list[str]:
+    """Ids this trial may have: of its settings as the code of today reads them, and as the file has them.
+
+    A setting that came later is in the first and not in the second; earlier ids included the model's note.
+    """
+    trial = Trial(experiment="", title="", settings=record.settings, deadline_seconds=1.0)
+    start = trial.id.rpartition("-")[0]
+    written = raw["settings"] if isinstance(raw, dict) and isinstance(raw.get("settings"), dict) else {}
+    model = written.get("model")
+    unnoted = written | {"model": {key: value for key, value in model.items() if key != "note"}} if model else written
+    return [trial.id, *(f"{start}-{_digest(values)}" for values in (unnoted, written))]
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _measurement(record: Record, measured: Measurement) -> Iterator[tuple[str, str]]:
+    """Pairs of what was found and expected of the raw figures."""
+    settings, steps = record.settings, record.settings.steps
+    for name in _PER_RANK:
+        values = getattr(measured, name)
+        if len(values) not in (0, settings.world_size):
+            yield f"{name} of {len(values)} ranks", f"one per rank, {settings.world_size}"
+    for name in _PER_RANK[:4]:
+        if min(getattr(measured, name), default=0) < 0:
+            yield f"{name} {min(getattr(measured, name))}", "bytes of at least 0"
+    if measured.forward_seconds and len(measured.forward_seconds) != len(measured.step_seconds):
+        yield (
+            f"{len(measured.forward_seconds)} forward_seconds",
+            f"one for each of {len(measured.step_seconds)} step_seconds",
+        )
+    for forward, step in zip(measured.forward_seconds, measured.step_seconds, strict=False):
+        if not 0 < forward <= step:
+            yield f"forward_seconds {forward:g} in a step of {step:g} s", "more than 0 and no longer than its step"
+    given = max(1, sum(bool(one.step_seconds) for one in record.rounds))
+    if len(measured.step_seconds) != steps.measured * given:
+        yield f"{len(measured.step_seconds)} step_seconds", f"steps.measured x rounds, {steps.measured * given}"
+    for name in ("loss", "grad_norm"):
+        values = getattr(measured, name)
+        if settings.task == "attention" and values:
+            yield f"{name} of task attention", "none: attention alone has no loss"
+        elif len(values) not in (0, steps.warmup + steps.measured):
+            yield f"{len(values)} values of {name}", f"one per step, {steps.warmup + steps.measured}"
+    if min(measured.grad_norm, default=0.0) < 0:
+        yield f"grad_norm {min(measured.grad_norm):g}", "a norm of at least 0"
+    if record.gpu and measured.device != record.gpu:
+        yield f"device {measured.device[:40]!r} in the measurement", f"{record.gpu[:40]!r} as in the record"
+    if not record.rounds and 0 < record.wall_seconds < sum(measured.step_seconds):
+        yield f"wall_seconds {record.wall_seconds:g}", f"no less than its steps, {sum(measured.step_seconds):g} s"
+    profile = measured.extra.get("profile")
+    if isinstance(profile, dict) and isinstance(profile.get("seconds"), dict):
+        total, span = sum(profile["seconds"].values()), profile.get("span_seconds")
+        if not isinstance(span, int | float) or not math.isclose(total, span, rel_tol=1e-3):
+            yield f"a trace of {span} s", f"the sum of its categories, {total:g} s"
+
+
+def _rounds(record: Record) -> Iterator[tuple[str, str]]:
+    """Pairs of what was found and expected of the rounds, and of the measurement that holds them all."""
+    rounds, settings = record.rounds, record.settings
+    if not rounds:
+        return
+    numbers = [one.number for one in rounds]
+    if numbers != sorted(set(numbers)) or numbers[0] < 1:
+        yield f"rounds {numbers}", "ascending numbers from 1, each once"
+    for one in rounds:
+        name = f"round {one.number}"
+        if one.place < 0:
+            yield f"{name} at place {one.place}", "a place in its order from 1, or 0 where it is not known"
+        if _moment(one.started_at) is None and (one.started_at or one.status != "refused"):
+            yield f"{name} started_at {one.started_at[:40]!r}", "a time in UTC by ISO 8601"
+        if (one.status == "ok") != bool(one.step_seconds):
+            yield f"{name} of status {one.status} with {len(one.step_seconds)} steps", "steps exactly where it is ok"
+        if one.status != "ok" and not one.reason:
+            yield f"{name} of status {one.status} without a reason", "a reason"
+        if min(one.step_seconds, default=1.0) <= 0:
+            yield f"{name} with a step of {min(one.step_seconds):g} s", "seconds above 0"
+        if one.wall_seconds < sum(one.step_seconds):
+            yield f"{name} of {one.wall_seconds:g} s", f"no less than its steps, {sum(one.step_seconds):g} s"
+        for states in (one.gpus_before, one.gpus_after):
+            if len(states) not in (0, settings.world_size):
+                yield f"{name} with GPU states of {len(states)} ranks", f"one per rank, {settings.world_size}"
+    yield from _order(rounds)
+    measured = record.measurement
+    for part in ("step_seconds", "forward_seconds"):
+        joined = [value for one in rounds for value in getattr(one, part)]
+        whole: Sequence[float] = getattr(measured, part) if measured else []
+        if list(whole) != joined:
+            yield f"{len(whole)} {part} in the measurement", f"those of its rounds one after another, {len(joined)}"
+    if any(one.status == "ok" for one in rounds) != (record.status == "ok"):
+        yield f"status {record.status}", "ok exactly where a round gave a figure"
+
+
+def _order(rounds: Sequence[Round]) -> Iterator[tuple[str, str]]:
+    """No round starts before the one that started before it has ended. One that was repeated may be out of order."""
+    started = sorted(((start, one) for one in rounds if (start := _moment(one.started_at))), key=lambda pair: pair[0])
+    for (earlier, before), (later, after) in itertools.pairwise(started):
+        if later + _CLOCK < earlier + timedelta(seconds=min(before.wall_seconds, 1e9)):
+            yield f"round {after.number} started at {after.started_at}", f"after the end of round {before.number}"
+
+
+def _moment(text: str) -> datetime | None:
+    """A time with its offset of 0 from UTC, else None."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return moment if moment.utcoffset() == timedelta(0) else None

@@ -1,0 +1,52 @@
+"""A verdict as lines of text and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from engine.plain_json import to_json
+from harness.verify.finding import Verdict
+
+
+def lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """A line per failure and per row that was compared, stated gaps by their sentences, and a summary of each run."""
+    several = len(verdicts) > 1
+    for verdict in verdicts:
+        start = f"{verdict.run}: " if several else ""
+        yield from (f"{start}{one}" for one in verdict.failures)
+        yield from (f"{start}{one}" for one in verdict.compared)
+        yield from (f"{start}no partner: {one}" for one in verdict.partnerless)
+    stated = Counter((gap.check, gap.says) for verdict in verdicts for gap in verdict.stated)
+    for (check, says), count in stated.items():
+        yield f"stated: {check}, {_counted(count, 'record')}: {says}"
+    yield from dict.fromkeys(f"not checked: {sentence}" for verdict in verdicts for sentence in verdict.unchecked)
+    for verdict in verdicts:
+        yield f"{verdict.run}: {_summary(verdict)}"
+    if several:
+        wrong = sum(not verdict.holds for verdict in verdicts)
+        yield f"{len(verdicts)} runs: {'all hold' if not wrong else f'{wrong} do not hold'}"
+
+
+def as_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """All verdicts as plain values."""
+    return {
+        "holds": all(verdict.holds for verdict in verdicts),
+        "runs": [{"holds": verdict.holds, **to_json(verdict)} for verdict in verdicts],
+    }
+
+
+def _summary(verdict: Verdict) -> str:
+    parts = [_counted(verdict.records, "record"), _counted(verdict.files, "file")]
+    if verdict.compared:
+        passed = sum(one.passed for one in verdict.compared)
+        parts.append(f"{passed} of {len(verdict.compared)} comparisons with the reference pass")
+    parts.append(_counted(len(verdict.failures), "failure") if verdict.failures else "all checks hold")
+    if verdict.stated:
+        parts.append(f"{_counted(len(verdict.stated), 'gap')} stated")
+    return ", ".join(parts)
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"

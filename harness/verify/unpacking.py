@@ -1,0 +1,98 @@
+"""An archive of unknown origin, unpacked into a temporary folder: plain files of limited size, and nowhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from cluster.files.errors import shown_value
+from harness.base.errors import UsageError
+
+MAX_BYTES = 1 << 30  # of all files unpacked: ten thousand records are 100 MB
+MAX_FILES = 100_000
+_MAX_NAME = 240  # characters of one part of a path
+
+
+@contextlib.contextmanager
+def unpacked(archive: Path) -> Iterator[Path]:
+    """The one folder that `archive` holds, unpacked; it is gone at the end.
+
+    Raises UsageError for a file that is no such archive, and for one with links, devices, names that lead outside, the
+    same name twice, or more than MAX_FILES files or MAX_BYTES bytes.
+    """
+    with tempfile.TemporaryDirectory(prefix="burst-verify-") as folder:
+        try:
+            with open(archive, "rb") as file:
+                _unpack(file, archive, Path(folder))
+        except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise UsageError(
+                f"{archive} is no whole .tar.gz file ({error}); give one that `burst archive` made"
+            ) from error
+        except (IsADirectoryError, FileNotFoundError) as error:
+            raise UsageError(f"{archive} cannot be read ({error.strerror}); name a directory or an archive") from error
+        tops = list(Path(folder).iterdir())
+        if len(tops) != 1 or not tops[0].is_dir():
+            raise UsageError(
+                f"{archive} holds {len(tops)} entries at its top; expected one folder, as `burst archive` makes"
+            )
+        yield tops[0]
+
+
+def _unpack(file: IO[bytes], archive: Path, folder: Path) -> None:
+    seen: set[PurePosixPath] = set()
+    with gzip.GzipFile(fileobj=file) as plain:
+        content = _Limited(plain, archive)
+        with tarfile.open(fileobj=content, mode="r|") as tar:
+            # From Python 3.11.4 on the standard filter looks at names and modes as well.
+            tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+            for member in tar:
+                path = PurePosixPath(member.name)
+                if problem := _problem(member, path) or ("is there twice" if path in seen else ""):
+                    raise UsageError(f"{archive}: {shown_value(member.name)} {problem}; nothing of it is used")
+                seen.add(path)
+                if len(seen) > MAX_FILES:
+                    raise UsageError(f"{archive} holds more than {MAX_FILES:,} files; nothing of it is used")
+                try:
+                    tar.extract(member, folder, set_attrs=False)
+                except OSError as error:  # such as a file where another name needs a folder
+                    name = shown_value(member.name)
+                    raise UsageError(f"{archive}: {name} cannot be unpacked ({error.strerror})") from error
+        while content.read(1 << 16):  # to the end, where the sum of all bytes stands
+            pass
+
+
+def _problem(member: tarfile.TarInfo, path: PurePosixPath) -> str:
+    """Why a member is refused; empty for a plain file or folder below the archive's own."""
+    if not (member.isfile() or member.isdir()) or member.issparse():
+        return "is a link, a device or a sparse file"
+    if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in member.name:
+        return "leads outside of the archive"
+    if any(len(part) > _MAX_NAME for part in path.parts) or not member.name.isprintable():
+        return "is no usable name"
+    return f"is larger than {MAX_BYTES >> 20} MiB" if member.size > MAX_BYTES else ""
+
+
+class _Limited(io.RawIOBase):
+    """What an archive unpacks to, up to MAX_BYTES: compressed zeros grow a thousandfold."""
+
+    def __init__(self, source: gzip.GzipFile, archive: Path) -> None:
+        self._source = source
+        self._archive = archive
+        self._left = MAX_BYTES
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._source.read(self._left + 1 if size < 0 else min(size, self._left + 1))
+        self._left -= len(data)
+        if self._left < 0:
+            raise UsageError(f"{self._archive} unpacks to more than {MAX_BYTES >> 20} MiB; nothing of it is used")
+        return data

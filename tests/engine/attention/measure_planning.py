@@ -1,0 +1,115 @@
+"""How long a new plan takes on one rank of 64, mask by mask. Not a test:
+
+    python -m tests.engine.attention.measure_planning            # 1M tokens on 64 ranks, flat ring and nodes of 8
+
+Processor time of everything that `plan_attention` computes from mask and layout where every setting is `auto` on GPUs:
+the cost model's counts, the backward side, this rank's plans of forward and backward, and apart from these the tiles of
+its own steps, which are formed in the first forward. The best of five, in ms. No tensors, no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+
+from engine.attention.geometry.layout import LAYOUTS, Layout
+from engine.attention.geometry.ring import Ring
+from engine.attention.geometry.shard_table import shard_table
+from engine.attention.masks import BlockSparse, Causal, Documents, Full, LocalGlobal, Mask, SlidingWindow, Strided
+from engine.attention.masks.balance import rank_pair_tiles
+from engine.attention.masks.bands import band_tiles
+from engine.attention.masks.blocks import _keys_seen
+from engine.attention.masks.window import _window_tiles
+from engine.attention.planning import comm_plan, comm_volume, pair_table
+from engine.attention.planning.comm_volume import RingVolume, Shards, Widths, cheaper_backward
+from engine.attention.planning.cost_model import HardwareModel
+
+REPEATS, NODE_SIZE = 2, 8
+CACHES = (
+    rank_pair_tiles,
+    band_tiles,
+    _window_tiles,
+    _keys_seen,
+    pair_table.pair_table,
+    comm_plan._ring_tables,
+    comm_plan.comm_plan,
+    comm_plan.ring_traffic,
+    comm_volume.group_backward_bytes,
+)
+
+
+def masks(seq_len: int, documents: int) -> dict[str, Callable[[], Mask]]:
+    """A new mask of each kind."""
+    cuts = sorted(random.Random(0).sample(range(1, seq_len), documents - 1))
+    lengths = [stop - start for start, stop in zip([0, *cuts], [*cuts, seq_len], strict=True)]
+    return {
+        "causal": Causal,
+        "full": Full,
+        "window of 4K": lambda: SlidingWindow(4096),
+        "window of 4K and 128, 64 global tokens": lambda: SlidingWindow(4096, 128, 64),
+        f"{documents} documents": lambda: Documents(lengths),
+        f"{documents} documents, not causal": lambda: Documents(lengths, causal=False),
+        "10 documents": lambda: Documents([seq_len // 16 * 3 + 7, *[seq_len // 16] * 8], repeat=True),
+        "documents of 4K and 1K": lambda: Documents((4096, 1024), repeat=True),
+        "local_global-2-1 of 4K, causal": lambda: BlockSparse(LocalGlobal(2, 1), 4096, causal=True),
+        "strided-8 of 4K": lambda: BlockSparse(Strided(8), 4096),
+    }
+
+
+def plan_seconds(mask: Mask, layout: Layout, node_size: int, seq_len: int, cp_size: int) -> tuple[float, float]:
+    """(seconds of planning, seconds of this rank's tiles)."""
+    for cache in CACHES:
+        cache.cache_clear()
+    shard_table(layout, seq_len, cp_size)  # of the context, not of the mask
+    ring, rank = Ring(cp_size=cp_size, node_size=node_size), cp_size // 3
+    widths = Widths(2, 4)
+    shards = Shards(
+        batch=1,
+        tokens=seq_len // cp_size,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        input_bytes=2,
+        intra_node=widths,
+        inter_node=widths,
+    )
+    started = time.process_time()
+    mask.area(seq_len)
+    comm_plan.traffic_left(mask, layout, cp_size, NODE_SIZE, seq_len)
+    volume = RingVolume(ring=ring, node_size=NODE_SIZE, exchange="direct")
+    side = cheaper_backward(mask, layout, volume, seq_len, shards, HardwareModel())
+    plans = [comm_plan.comm_plan(mask, layout, ring, seq_len, rank, queries) for queries in {False, side == "query"}]
+    planned = time.process_time()
+    for plan in plans:
+        assert plan.steps
+    return planned - started, time.process_time() - planned
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=1 << 20)
+    parser.add_argument("--documents", type=int, default=1000)
+    chosen = parser.parse_args()
+    layouts = ("contiguous", "zigzag", "striped")
+    print("ms of planning + ms of this rank's tiles, by layout; flat ring / nodes of 8")
+    print("| mask |", *(f"{layout} |" for layout in layouts))
+    print("| --- |", *("--- |" for _ in layouts))
+    for name, make in masks(chosen.tokens, chosen.documents).items():
+        cells = []
+        for layout in layouts:
+            found = []
+            for node_size in (chosen.ranks, NODE_SIZE):
+                runs = [
+                    plan_seconds(make(), LAYOUTS[layout], node_size, chosen.tokens, chosen.ranks)
+                    for _ in range(REPEATS)
+                ]
+                found.append(" + ".join(f"{1e3 * min(each):.1f}" for each in zip(*runs, strict=True)))
+            cells.append(" / ".join(found))
+        print(f"| {name} |", *(f"{cell} |" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

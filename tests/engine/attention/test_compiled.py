@@ -1,0 +1,159 @@
+"""Under `torch.compile` attention is one operation: no graph breaks, and results and gradients are those of eager
+calls."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from engine import ContextParallel, burst_attention, prepare_attention
+from engine.attention import compiled
+from engine.attention.algorithms.saved import SavedOutput, save_suffix
+from engine.attention.context import PlanCache
+from engine.attention.masks import BlockSparse, Causal, Documents, Mask, SlidingWindow, Strided
+from tests.ranks import run_on_ranks
+
+TOKENS = 32
+MASKS: tuple[Mask | None, ...] = (
+    None,
+    Causal(),
+    SlidingWindow(5, 2, 3),
+    Documents((9, 23)),
+    BlockSparse(Strided(2), 8, causal=True),
+)
+
+
+def leaves(cp: ContextParallel, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    whole = [torch.randn(2, TOKENS, heads, 8, generator=generator) for heads in (4, 2, 2)]
+    return [cp.shard(t).clone().requires_grad_() for t in whole]
+
+
+def results(model: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    out = model(*inputs)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
+
+
+def compiled_and_eager(world: str, backend: str) -> list[str]:
+    """Cases in which a compiled program differs from the eager one in some bit."""
+    cp = ContextParallel.single() if world == "one" else ContextParallel()
+    wrong = []
+    for mask in MASKS:
+        attend = prepare_attention(*leaves(cp)[:2], mask=mask, cp=cp, return_lse=True)
+
+        def direct(q, k, v, mask=mask):
+            return burst_attention(q.sin(), k, v * 2, mask=mask, cp=cp).cos()
+
+        def with_lse(q, k, v, mask=mask):
+            out, lse = burst_attention(q.sin(), k, v, mask=mask, cp=cp, return_lse=True, scale=0.3)
+            return out * lse.exp().transpose(1, 2).unsqueeze(-1)
+
+        def by_plan(q, k, v, attend=attend):
+            out, lse = attend(q * 0.5, k, v)
+            return out + lse.sum()
+
+        for case in (direct, with_lse, by_plan):
+            torch._dynamo.reset()
+            program = torch.compile(case, backend=backend, fullgraph=True)
+            for seed in (0, 1):
+                inputs = leaves(cp, seed)
+                if not all(map(torch.equal, results(program, inputs), results(case, inputs))):
+                    wrong.append(f"{case.__name__} {mask} {seed}")
+    return wrong
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("world", "world_size"), [("one", 1), ("all", 2)])
+def test_a_compiled_program_has_no_graph_break_and_the_bits_of_an_eager_one(world, world_size, backend) -> None:
+    assert run_on_ranks(world_size, compiled_and_eager, world, backend) == [[]] * world_size
+
+
+def ulysses() -> float:
+    cp = ContextParallel()
+
+    def attention(q, k, v):
+        return burst_attention(q, k, v, cp=cp, schedule="ulysses", num_head_chunks=1)
+
+    inputs = leaves(cp)
+    found = results(torch.compile(attention, backend="aot_eager", fullgraph=True), inputs)
+    return max((a - b).abs().max().item() for a, b in zip(found, results(attention, inputs), strict=True))
+
+
+def test_ulysses_compiles_too() -> None:
+    assert max(run_on_ranks(2, ulysses)) < 1e-6
+
+
+def test_another_mask_is_another_program_and_the_first_one_comes_back() -> None:
+    cp = ContextParallel.single()
+    program = torch.compile(
+        lambda q, k, v, mask: burst_attention(q, k, v, mask=mask, cp=cp), backend="eager", fullgraph=True
+    )
+    q, k, v = (t.detach() for t in leaves(cp))
+    for mask in [Documents((8, 24)), Documents((9, 23)), Documents((8, 24)), SlidingWindow(3), SlidingWindow(4)]:
+        assert torch.equal(program(q, k, v, mask), burst_attention(q, k, v, mask=mask, cp=cp)), mask
+
+
+@pytest.mark.parametrize("tail", [1.0, 0.5])
+def test_saved_outputs_are_used_by_a_compiled_program(tail: float) -> None:
+    cp = ContextParallel.single()
+    q, k, v = leaves(cp)
+    out, lse = burst_attention(q, k, v, cp=cp, return_lse=True, recompute=True)
+    saved = save_suffix(out, lse, cp, tail)
+    assert saved is not None
+    marked = SavedOutput(saved.out_BLND + 1, saved.lse_BNL, saved.cut)  # seen in the result where it is used
+
+    def again(q, k, v, saved):
+        return burst_attention(q, k, v, cp=cp, saved=saved, recompute=True)
+
+    found = torch.compile(again, backend="aot_eager", fullgraph=True)(q, k, v, marked)
+    rows = round((1 - tail) * TOKENS)
+    torch.testing.assert_close(found[:, :rows], out[:, :rows])
+    torch.testing.assert_close(found[:, rows:], out[:, rows:] + 1)
+    gradients = torch.autograd.grad(again(q, k, v, saved).sum(), (q, k, v))
+    program = torch.compile(again, backend="aot_eager", fullgraph=True)
+    for gradient, truth in zip(torch.autograd.grad(program(q, k, v, saved).sum(), (q, k, v)), gradients, strict=True):
+        torch.testing.assert_close(gradient, truth)
+
+
+def test_shapes_that_do_not_fit_are_refused_while_compiling() -> None:
+    q = torch.zeros(1, 8, 4, 8)
+    program = torch.compile(lambda q, k: burst_attention(q, k, k), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="not divisible by 3 KV heads"):
+        program(q, torch.zeros(1, 8, 3, 8))
+
+
+@pytest.mark.parametrize("operation", ["attention", "attention_backward"])
+def test_the_operations_agree_with_their_fakes(operation: str) -> None:
+    cp = ContextParallel.single()
+    q, k, v = (t.detach() for t in leaves(cp))
+    name = compiled.registered(Causal(), cp, compiled.Choices())
+    if operation == "attention":
+        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+        torch.library.opcheck(torch.ops.burst.attention.default, (*inputs, name, None, None, 0))
+        return
+    out, lse = burst_attention(q, k, v, cp=cp, return_lse=True)
+    arguments = (q, k, v, out, lse, torch.ones_like(out), None, name)
+    torch.library.opcheck(torch.ops.burst.attention_backward.default, arguments)
+
+
+def test_a_program_does_not_keep_its_context_and_says_so_when_it_is_gone() -> None:
+    cp = ContextParallel.single()
+    q, k, v = (t.detach() for t in leaves(cp))
+    name = compiled.registered(Causal(), cp, compiled.Choices())
+    assert compiled.registered(Causal(), cp, compiled.Choices()) == name
+    del cp
+    gc.collect()
+    with pytest.raises(ValueError, match="no longer exists"):
+        torch.ops.burst.attention(q, k, v, name, None, None, 0)
+
+
+def test_eager_calls_do_not_go_through_the_dispatcher(monkeypatch) -> None:
+    monkeypatch.setattr(compiled, "_plan", None)
+    cp = ContextParallel.single()
+    cp.plans = PlanCache()
+    q, k, v = leaves(cp)
+    burst_attention(q, k, v, cp=cp).sum().backward()
+    assert q.grad is not None

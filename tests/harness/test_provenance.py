@@ -1,0 +1,46 @@
+"""The commit in a record is that of the code which ran, or says that it is not."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from harness.records.provenance import commit
+
+
+def git(root: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=T", "-c", "user.email=t@example.org"]
+    done = subprocess.run(["git", *identity, *arguments], cwd=root, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    git(tmp_path, "init", "-q")
+    (tmp_path / "engine.py").write_text("one = 1\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "one")
+    return tmp_path
+
+
+def test_an_unchanged_checkout_names_its_commit_whatever_the_environment_says(checkout: Path) -> None:
+    head = git(checkout, "rev-parse", "HEAD")
+    assert commit(checkout, {}) == commit(checkout, {"BURST_COMMIT": "another"}) == head
+
+
+def test_changed_files_are_said_unless_the_environment_names_their_commit(checkout: Path) -> None:
+    (checkout / "engine.py").write_text("one = 2\n")
+    assert commit(checkout, {}) == git(checkout, "rev-parse", "HEAD") + "-dirty"
+    assert commit(checkout, {"BURST_COMMIT": "named"}) == "named"
+
+
+def test_a_copy_without_history_has_the_environments_commit_or_none(tmp_path: Path) -> None:
+    assert commit(tmp_path, {"BURST_COMMIT": "named"}) == "named"
+    assert commit(tmp_path, {}) == ""
+
+
+def test_a_folder_inside_another_repository_is_not_that_repositorys_commit(checkout: Path) -> None:
+    (checkout / "copy").mkdir()
+    assert commit(checkout / "copy", {}) == ""

@@ -1,0 +1,221 @@
+"""Rounds as values: a random order that keeps shared ranks together, what a trial lacks, several as one record."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from engine.measurement import GpuState, Measurement
+from engine.settings import ModelShape, TrialSettings
+from harness.records.record import Record, Round, Status
+from harness.run.rounds import Pending, half_width, in_random_order, rounds_of, statuses_of, with_round
+from harness.spec.repetition import MAX_ROUNDS, Repetition
+from harness.spec.trial import Trial
+from tests.harness import synthetic_records
+
+MODEL = ModelShape(name="m", layers=1, hidden=16, ffn=32, heads=2, kv_heads=2, head_dim=8, vocab=32)
+
+
+def trials(count: int) -> list[Trial]:
+    return [
+        Trial(
+            experiment="exp",
+            title="E",
+            settings=TrialSettings(task="train", method="burst", model=MODEL, seq_len=16, seed=seed),
+            deadline_seconds=60,
+        )
+        for seed in range(count)
+    ]
+
+
+def test_every_trial_is_in_the_order_once_and_every_order_is_as_likely():
+    some = trials(3)
+    shuffle = random.Random(0).shuffle
+    orders = Counter(
+        tuple(trial.settings.seed for trial in in_random_order(some, lambda _: None, shuffle)) for _ in range(3000)
+    )
+    assert len(orders) == 6
+    assert all(sorted(order) == [0, 1, 2] for order in orders)
+    assert min(orders.values()) > 400  # of 500; 4.9 standard deviations
+
+
+def test_trials_that_share_ranks_follow_one_another_and_groups_and_members_are_shuffled():
+    some = trials(9)
+    shuffle = random.Random(1).shuffle
+    seen = set()
+    for _ in range(200):
+        order = [
+            trial.settings.seed
+            for trial in in_random_order(some, lambda trial: trial.settings.seed % 3 or None, shuffle)
+        ]
+        assert sorted(order) == list(range(9))
+        for kind in (1, 2):
+            places = [order.index(seed) for seed in range(9) if seed % 3 == kind]
+            assert max(places) - min(places) == 2
+        seen.add(tuple(order))
+    assert len(seen) > 150
+    assert any(order.index(1) < order.index(2) for order in seen)
+    assert any(order.index(2) < order.index(1) for order in seen)
+
+
+def one(number: int, seconds: list[float], status: Status = "ok", reason: str = "") -> Round:
+    return Round(
+        number=number, place=number, started_at=f"2026-01-0{number}", wall_seconds=10.0, step_seconds=seconds,
+        forward_seconds=[value / 2 for value in seconds], status=status, reason=reason, hosts=["here"],
+    )  # fmt: skip
+
+
+def attempt(number: int, seconds: list[float], status: Status = "ok", reason: str = "", **changes: object) -> Record:
+    """The record of one round alone."""
+    measured = Measurement(
+        step_seconds=seconds, forward_seconds=[value / 2 for value in seconds], loss=[3.0, 2.0], grad_norm=[1.0],
+        peak_allocated_bytes=[100 + number, 100 - number], peak_rss_bytes=[7, 7], sent_bytes=[5, 6],
+        chosen={"kernel": "cpu"}, software={"torch": "2"}, extra={"error": {"out": 1e-3}, "link": number},
+    )  # fmt: skip
+    return replace(
+        synthetic_records.record(),
+        measurement=replace(measured, **changes) if seconds else None,  # type: ignore[arg-type]
+        status=status,
+        reason=reason,
+        rounds=[one(number, seconds, status, reason)],
+        hosts=["here"],
+        wall_seconds=10.0,
+        started_at=f"2026-01-0{number}",
+    )
+
+
+def test_rounds_become_one_record_with_all_steps_the_largest_peaks_and_the_rest_of_the_last():
+    both = with_round(with_round(attempt(1, [1.0, 2.0]), attempt(2, [3.0])), attempt(3, [4.0, 5.0]))
+    assert (both.status, both.reason) == ("ok", "")
+    measured = both.measurement
+    assert measured is not None
+    assert measured.step_seconds == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert measured.forward_seconds == [0.5, 1.0, 1.5, 2.0, 2.5]
+    assert measured.peak_allocated_bytes == [103, 99]
+    assert measured.peak_rss_bytes == [7, 7]
+    assert (measured.loss, measured.extra["link"]) == ([3.0, 2.0], 3)
+    assert [each.number for each in both.rounds] == [1, 2, 3]
+    assert both.step_seconds_by_round == [[1.0, 2.0], [3.0], [4.0, 5.0]]
+    assert (both.wall_seconds, both.started_at) == (30.0, "2026-01-01")
+
+
+def test_a_round_that_fails_leaves_the_figures_of_the_others_and_its_reason():
+    first = attempt(1, [1.0])
+    both = with_round(first, replace(attempt(2, [], "failed", "rank 0: no"), commit="other", launcher="other"))
+    assert (both.status, both.reason) == ("ok", "round 2 failed: rank 0: no")
+    assert (both.measurement, both.commit, both.launcher) == (first.measurement, first.commit, first.launcher)
+    assert statuses_of(both) == {"ok", "failed"}
+    again = with_round(both, attempt(2, [2.0]))
+    assert (again.reason, again.step_seconds_by_round) == ("", [[1.0], [2.0]])
+
+
+def test_a_round_that_runs_again_takes_its_place_among_the_others():
+    record = with_round(with_round(attempt(1, [1.0]), attempt(2, [], "timeout", "late")), attempt(3, [3.0]))
+    assert record.step_seconds_by_round == [[1.0], [3.0]]
+    record = with_round(record, attempt(2, [2.0]))
+    assert record.measurement is not None
+    assert record.measurement.step_seconds == [1.0, 2.0, 3.0]
+
+
+def test_a_record_from_before_there_were_rounds_is_one_round():
+    old = replace(attempt(1, [1.0, 1.5], gpus_before=[GpuState(sm_mhz=5)]), rounds=[])
+    assert rounds_of(old) == [
+        Round(
+            number=1, place=0, started_at="2026-01-01", wall_seconds=10.0, step_seconds=[1.0, 1.5],
+            forward_seconds=[0.5, 0.75], hosts=["here"], gpus_before=[GpuState(sm_mhz=5)],
+        )
+    ]  # fmt: skip
+    both = with_round(old, attempt(2, [2.0]))
+    assert both.step_seconds_by_round == [[1.0, 1.5], [2.0]]
+    assert both.rounds[0].gpus_before == [GpuState(sm_mhz=5)]
+    assert rounds_of(replace(old, status="failed")) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"chosen": {"kernel": "fa4"}}, "round 2: kernel became fa4, not cpu"),
+        ({"chosen": {}}, "round 2: kernel became nothing, not cpu"),
+        ({"loss": [3.0, 2.5]}, "round 2: loss 2.5 at step 2, not 2"),
+        ({"loss": []}, "round 2: 0 values of loss, not 2"),
+        ({"grad_norm": [2.0]}, "round 2: gradient norm 2 at step 1, not 1"),
+        ({"sent_bytes": [5, 9]}, "round 2: a rank sent up to 9 bytes, not 6"),
+        ({"software": {"torch": "3"}}, "round 2: torch 3, not 2"),
+        ({"data": {"sha256": "f"}}, "round 2: on other tokens than before"),
+        ({"extra": {"error": {"out": 1e-2}}}, "round 2: error of out 0.01, not 0.001"),
+        ({"loss": [3.0, 2.001], "grad_norm": [1.05], "extra": {"error": {"out": 1.5e-3}, "link": 9}}, ""),
+    ],
+)
+def test_what_differs_between_rounds_is_said_and_rounding_is_not(changes, said):
+    both = with_round(attempt(1, [1.0]), attempt(2, [1.0], **changes))
+    assert (both.status, both.reason) == ("ok", said)
+
+
+def test_where_a_round_was_measured_is_said_when_it_was_elsewhere_or_with_other_code():
+    first = replace(attempt(1, [1.0], gpus=["a", "b"]), commit="one", environment={"A": "1", "B": "2"})
+    latest = replace(
+        attempt(2, [1.0], gpus=["b", "c"]), commit="two", hosts=["there"], launcher="ray", environment={"A": "1"}
+    )
+    both = with_round(replace(first, launcher="local"), latest)
+    assert both.reason == (
+        "round 2: at commit two, not one; on other hosts than before; on other GPUs than before; "
+        "by launcher ray, not local; with other values of B"
+    )
+    assert (both.commit, both.launcher) == ("two", "ray")
+    assert with_round(both, replace(latest, rounds=[one(3, [1.0])])).reason == both.reason  # said once
+
+
+def test_deterministic_trials_must_repeat_their_losses_to_the_last_bit():
+    def exact(record: Record) -> Record:
+        return replace(record, settings=replace(record.settings, deterministic=True))
+
+    both = with_round(exact(attempt(1, [1.0])), exact(attempt(2, [1.0], loss=[3.0, 2.000001])))
+    assert both.reason == "round 2: loss 2.000001 at step 2, not 2"
+
+
+def test_a_trial_is_due_in_the_rounds_it_lacks():
+    pending = Pending(Repetition(rounds=3))
+    assert [pending.due(None, number) for number in (1, 2, 3, 4)] == [True, False, False, False]
+    record = attempt(1, [1.0])
+    assert [pending.due(record, number) for number in (1, 2, 3, 4)] == [False, True, True, False]
+    assert pending.lacks(record)
+    record = with_round(with_round(record, attempt(2, [], "failed", "no")), attempt(3, [1.0]))
+    assert not pending.lacks(record)
+    assert [Pending(Repetition(rounds=3), retry_failed=True).due(record, number) for number in (1, 2, 3)] == [
+        False, True, False,
+    ]  # fmt: skip
+    record = with_round(attempt(1, [1.0]), attempt(2, [], "interrupted", "stopped"))
+    assert [pending.due(record, number) for number in (1, 2, 3)] == [False, True, True]
+    record = with_round(attempt(1, [1.0]), attempt(2, [], "oom", "rank 0: full"))
+    assert not Pending(Repetition(rounds=2), retry_failed=True).lacks(record)  # a result
+    for status in ("oom", "failed", "refused", "timeout"):
+        assert not pending.lacks(attempt(1, [], status, "no"))  # type: ignore[arg-type]
+
+
+def rounds(*seconds: float) -> Record:
+    record = attempt(1, [seconds[0]])
+    for number, value in enumerate(seconds[1:], start=2):
+        record = with_round(record, attempt(number, [value]))
+    return record
+
+
+def test_an_interval_asks_for_rounds_until_it_is_narrow_or_the_budget_is_used():
+    wide, narrow = rounds(1.0, 1.2), rounds(1.0, 1.0, 1.0)
+    assert half_width([[1.0]]) == float("inf")
+    assert half_width(wide.step_seconds_by_round) > 0.1 > half_width(narrow.step_seconds_by_round)
+    bound = Repetition(rounds=1, interval=0.1, budget_seconds=25.0)
+    assert Pending(bound).due(rounds(1.0), 2)  # an interval takes two rounds
+    assert Pending(bound).due(wide, 3)
+    assert not Pending(bound).due(rounds(1.0, 1.2, 1.1), 4)  # 30 s of 25
+    assert not Pending(bound).due(narrow, 4)
+    assert not Pending(Repetition(rounds=1)).due(wide, 3)
+    lost = with_round(wide, attempt(3, [], "failed", "no"))
+    assert not Pending(bound).lacks(lost)
+    instant = replace(
+        rounds(1.0, 2.0), rounds=[replace(one(n, [1.0 + n % 2]), wall_seconds=0.0) for n in range(1, 1001)]
+    )
+    assert len(instant.rounds) == MAX_ROUNDS
+    assert not Pending(bound).due(instant, MAX_ROUNDS + 1)

@@ -1,0 +1,88 @@
+"""An experiment written as a file is read as the same experiment: the very same trials, however it was laid out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.machine.this_machine import Machine
+from harness.plan.matrix import plan
+from harness.spec.experiment import Experiment, load_experiment
+from harness.spec.repetition import Repetition
+from harness.spec.written import EXPERIMENT_FILE, experiment_text, same_meaning
+
+ROOT = Path(__file__).parents[2]
+NODE = Machine(
+    hostname="node", device="cuda", cores=64, memory_gib=2048, gpu_name="NVIDIA H200", gpu_count=4, gpu_memory_gib=139
+)
+SHIPPED = [
+    (path.name, scale)
+    for path in sorted((ROOT / "experiments").glob("*.yaml"))
+    for scale in (None, *(line for line in ("smoke", "gpu", "four", "grouped", "wire", "long", "alone", "curve")
+                          if f"\n  {line}:" in path.read_text(encoding="utf-8")))
+]  # fmt: skip
+
+
+def written(experiment: Experiment, folder: Path, heading: str = "") -> Experiment:
+    path = folder / EXPERIMENT_FILE
+    path.write_text(experiment_text(experiment, heading), encoding="utf-8")
+    return load_experiment(path)
+
+
+@pytest.mark.parametrize(("name", "scale"), SHIPPED)
+def test_a_shipped_experiment_at_a_scale_plans_the_same_trials_when_written_and_read(name, scale, tmp_path):
+    experiment = load_experiment(ROOT / "experiments" / name, scale)
+    again = written(experiment, tmp_path)
+    assert again == replace(experiment, path=again.path, scale=None)
+    trials, trials_again = plan(experiment, NODE), plan(again, NODE)
+    assert [trial.id for trial in trials] == [trial.id for trial in trials_again]
+    assert trials == trials_again
+
+
+ODD = """\
+name: "a name: with 'quotes' #1"
+title: "- 1:30, über\\u00e9 \\U0001F600 and yes"
+task: [train, attention]
+sweep:
+  model:
+    - {layers: 1, hidden: 8, ffn: 8, heads: 2, kv_heads: 1, head_dim: 4, vocab: 256, note: "no: such"}
+    - beside
+    - models/beside.yaml
+  mask: ["sliding_window:3", "documents:4,8,..."]
+  checkpoint: {tail: [0, 0.1, 1e-3]}
+exclude: [{model: beside, checkpoint.tail: [0.1]}, {task: attention, seed: [1, 2], mask: "sliding_window:3"}]
+fixed: {method: burst, seq_len: 64, learning_rate: 1e-5, model.layers: 3, deterministic: true}
+steps: {warmup: 0, rounds: 3, interval: 1e-2, budget_seconds: 7}
+seeds: [0, 1, 2]
+limits: {trial_seconds: 33.5, share_ranks: true}
+reference: {paper: "on"}
+"""
+
+
+def test_models_beside_the_file_odd_texts_and_dotted_keys_survive(tmp_path):
+    (tmp_path / "models").mkdir()
+    shape = {"layers": 2, "hidden": 8, "ffn": 8, "heads": 2, "kv_heads": 2, "head_dim": 4, "vocab": 256}
+    (tmp_path / "models" / "beside.yaml").write_text("".join(f"{key}: {value}\n" for key, value in shape.items()))
+    path = tmp_path / "odd.yaml"
+    path.write_text(ODD, encoding="utf-8")
+    experiment = load_experiment(path, overrides=["fixed.dtype=fp32", "steps.measured=2"])
+    assert experiment.repetition == Repetition(rounds=3, interval=0.01, budget_seconds=7.0)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    again = written(experiment, elsewhere, "burst run odd.yaml\nsecond line")
+    assert again == replace(experiment, path=again.path)
+    ids = [trial.id for trial in plan(experiment, NODE)]
+    assert len(ids) > 20
+    assert ids == [trial.id for trial in plan(again, NODE)]
+
+
+def test_texts_mean_the_same_where_only_comments_differ():
+    experiment = load_experiment(ROOT / "experiments" / "quickstart.yaml", "smoke")
+    text = experiment_text(experiment)
+    assert same_meaning(experiment_text(experiment, "made by this"), text)
+    raised = replace(experiment, repetition=Repetition(rounds=2))
+    assert not same_meaning(experiment_text(raised), text)
+    for other in ("", "- [", "a: &x 1\nb: *x\n", "when: 2026-99-99"):
+        assert not same_meaning(other, text)
