@@ -8,6 +8,7 @@ as `oom`, as one of the engine does.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -59,7 +60,8 @@ def main(words: Sequence[str]) -> int:
         write_json(trial_dir / RAN_FILE, to_json(_ran(place, rendered, trial_dir)))
     code = _run(method, settings, rendered, trial_dir, rank)
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to take away
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)  # the launcher tells a kill from a failure
     return code
 

@@ -101,9 +101,8 @@ def train_with_deepspeed(request):
     own = slice(part * length, (part + 1) * length)
     positions = torch.arange(request["seq_len"], device=device)[own].expand(request["batch_size"], -1)
 
-    def tile_loss(head, hidden, targets):
-        logits = head(hidden).float()
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    def tile_loss(head, hidden, targets):  # [tokens, hidden] and [tokens]
+        return torch.nn.functional.cross_entropy(head(hidden).float(), targets)
 
     for step in range(request["steps"]):
         inputs, targets = (each[:, own].to(device) for each in tokens(request, step, replica))

@@ -231,7 +231,7 @@ def test_a_program_that_is_no_interpreter_is_refused() -> None:
     [
         (["install", "megatron"], "did you mean megatron"),
         (["install", "internevo", "--flavour", "current"], "take --flavour paper"),
-        (["install", "yunchang", "--python", "/nonexistent"], "give --python the path of an interpreter"),
+        (["install", "yunchang", "--anew", "--python", "/nonexistent"], "give --python the path of an interpreter"),
         (["bundle", "internevo", "--out", "x.tar", "--python", sys.executable], "needs Python 3.10, and wheels are"),
         (["check", "yunchan"], "did you mean yunchang?"),
     ],
