@@ -81,7 +81,14 @@ def main():
     if rank == 0:
         allocated, reserved = ([each[kind] for each in gathered] if cuda else [] for kind in (0, 1))
         print(MARK + json.dumps({"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}), flush=True)
-    dist.destroy_process_group()
+    if cuda:
+        dist.barrier()
+    else:
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by returning: a thread of gloo that drops tensors while the interpreter ends aborts the process.
+    os._exit(0)
 
 
 main()

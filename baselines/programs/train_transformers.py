@@ -197,7 +197,7 @@ def train_with_trl(request):
 
 
 def peaks(rank, world):
-    """Each rank's peak of the allocator, printed by rank 0."""
+    """Each rank's peak of the allocator, printed by rank 0; the process ends then."""
     import torch.distributed as dist
 
     cuda = torch.cuda.is_available()
@@ -207,6 +207,12 @@ def peaks(rank, world):
         dist.all_gather_object(gathered, own)
     allocated, reserved = ([each[kind] for each in gathered] if cuda else [] for kind in (0, 1))
     say(rank, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved)
+    if world > 1:
+        dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by returning: a thread of gloo that drops tensors while the interpreter ends aborts the process.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,26 @@ def wheel(folder: Path, name: str, version: str, content: str) -> str:
 
 @pytest.fixture
 def given(tmp_path: Path) -> Path:
+    return make_given(tmp_path)
+
+
+@pytest.fixture
+def place(tmp_path: Path, given: Path) -> Place:
+    return make_place(tmp_path, given)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Place, Path]:
+    """An installation, and what it was made from; tests leave it whole."""
+    folder = tmp_path_factory.mktemp("whole")
+    given = make_given(folder)
+    place = make_place(folder, given)
+    assert place.condition()[0] == "not installed"
+    assert install_system(place, given=given, say=quiet).problems == []
+    return place, given
+
+
+def make_given(tmp_path: Path) -> Path:
     """A folder with a wheel and a clone, as a user puts one together."""
     folder = tmp_path / "given"
     wheel(folder, "somering", "1.2", "RING = 'flat'\n")
@@ -64,8 +84,7 @@ def given(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def place(tmp_path: Path, given: Path) -> Place:
+def make_place(tmp_path: Path, given: Path) -> Place:
     """A pinned system of the test, in a folder of its own."""
     base = tmp_path / "systems"
     (base / "some").mkdir(parents=True)
@@ -86,9 +105,8 @@ def place(tmp_path: Path, given: Path) -> Place:
     return Place(system="some", flavour="current", base=base)
 
 
-def test_an_installation_has_the_pinned_system_and_the_torch_of_this_environment(place: Place, given: Path) -> None:
-    assert place.condition()[0] == "not installed"
-    assert install_system(place, given=given, say=quiet).problems == []
+def test_an_installation_has_the_pinned_system_and_the_torch_of_this_environment(whole: tuple[Place, Path]) -> None:
+    place, _ = whole
     assert place.condition()[0] == "installed"
     code = "import somering, torch, numpy; print(somering.__file__, torch.__version__)"
     alone = clean_environment()
@@ -121,14 +139,13 @@ def test_what_was_cut_off_is_found_and_finished_without_what_it_had_fetched(
     assert place.condition()[0] == "installed"
 
 
-def test_an_installation_that_was_changed_is_broken_and_made_anew(place: Place, given: Path) -> None:
-    install_system(place, given=given, say=quiet)
+def test_an_installation_that_was_changed_is_broken_and_made_anew(whole: tuple[Place, Path]) -> None:
+    place, given = whole
     [module] = (place.folder / "env" / "lib").glob("python*/site-packages/somering.py")
     module.write_text("RING = 'patched'\n")
     (place.source / "train.py").write_text("patched\n")
     assert verify(place).problems == ["source: train.py differs", "somering.py differs: it is not as its wheel was"]
-    install_system(place, given=given, say=quiet)
-    assert verify(place).problems == []
+    assert install_system(place, given=given, say=quiet).problems == []
     [module] = (place.folder / "env" / "lib").glob("python*/site-packages/somering.py")
     assert module.read_text() == "RING = 'flat'\n"
 

@@ -34,9 +34,14 @@ ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_
 HERE = Machine(hostname="here", device="cpu", cores=2, memory_gib=8.0)
 
 
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[LocalLauncher]:
-    given = {**os.environ, **ENVIRONMENT, "SOME_SYSTEMS": str(tmp_path / "systems")}
+@pytest.fixture(scope="module")
+def systems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("systems")
+
+
+@pytest.fixture(scope="module")
+def launcher(systems: Path) -> Iterator[LocalLauncher]:
+    given = {**os.environ, **ENVIRONMENT, "SOME_SYSTEMS": str(systems)}
     launcher = LocalLauncher(Supervisor(given, patience=Patience(failure=1.5, terminate=0.5, poll=0.02)))
     yield launcher
     launcher.close()
@@ -57,10 +62,9 @@ def record_of(launcher: LocalLauncher, run_dir: Path, trial: TrialSettings) -> t
 
 
 @pytest.fixture
-def some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """An installation of the tests' system: this Python, without anything that is installed beside it."""
-    base = tmp_path / "systems"
-    monkeypatch.setenv("SOME_SYSTEMS", str(base))
+def some(systems: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """An installation of the tests' system: this Python."""
+    monkeypatch.setenv("SOME_SYSTEMS", str(systems))
     monkeypatch.setattr("harness.run.attempt.method_module", lambda _: some_system.__name__)
     monkeypatch.setattr("harness.run.attempt.method_named", lambda _: some_system.METHOD)
     pin = {
@@ -70,10 +74,11 @@ def some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
             "packages": {"some==1": "0" * 64},
         },
     }  # fmt: skip
-    (base / "some").mkdir(parents=True)
-    (base / "some" / "pin.yaml").write_text(yaml.safe_dump(pin))
+    (systems / "some").mkdir(exist_ok=True)
+    (systems / "some" / "pin.yaml").write_text(yaml.safe_dump(pin))
     [place] = some_system.METHOD.places
-    place.python.parent.mkdir(parents=True)
+    place.python.parent.mkdir(parents=True, exist_ok=True)
+    place.python.unlink(missing_ok=True)
     place.python.symlink_to(sys.executable)
     state = Installed(pin=place.pinned.digest, python="3.11.7", torch="2.13.0", cuda="", packages={"some": "1"})
     write_json(place.folder / "installed.json", to_json(state))
