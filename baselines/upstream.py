@@ -121,6 +121,9 @@ class Upstream:
                 return f"{self.name} has no choice of {name}, found {found}; set {name} to {_word(default)}"
         if settings.task == "train" and settings.checkpoint.offload != "none":
             return f"{self.name} keeps what it saves on the GPU; set checkpoint.offload to none"
+        for name, default in (("whole_layers", 0), ("mlp", 1.0), ("replay", "hold")):
+            if settings.task == "train" and (found := getattr(settings.checkpoint, name)) != default:
+                return f"{self.name} has no choice of checkpoint.{name}, found {found}; set it to {_word(default)}"
         if settings.steps.warmup_seq_len:
             return f"{self.name} trains on one length; set steps.warmup_seq_len to 0"
         if settings.tp_size > self.most_tp:

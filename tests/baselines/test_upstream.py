@@ -1,6 +1,6 @@
 """Adapters of foreign systems: their commands as whole strings, their logs by the systems' own formats, their refusals.
 
-A foreign program is also run for real: a small one of the test, by the launcher that runs them all.
+test_upstream_run.py runs foreign programs for real.
 """
 
 from __future__ import annotations
@@ -73,6 +73,12 @@ def test_its_own_trial_is_accepted_and_other_settings_are_refused_in_one_sentenc
         assert reason is not None, changes
         assert "; " in reason
         assert "\n" not in reason
+
+
+def test_parts_of_layers_that_only_the_engine_recomputes_are_refused() -> None:
+    own = settings("megatron_lm_upstream", checkpoint=Checkpoint(every=1, tail=0, whole_layers=1))
+    reason = method_named("megatron_lm_upstream").refuse(own)
+    assert reason == "megatron_lm_upstream has no choice of checkpoint.whole_layers, found 1; set it to 0"
 
 
 @pytest.mark.parametrize("name", UPSTREAM)
