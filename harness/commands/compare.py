@@ -47,7 +47,7 @@ class Compare:
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.base.writable import make_writable
         from harness.compare import report
-        from harness.report.tables import save_table
+        from harness.report.tables.table import save_table
 
         formats = _formats(arguments)
         comparison = _compared(arguments)

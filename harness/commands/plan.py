@@ -120,7 +120,7 @@ def _print_table(rows: list[dict[str, object]], where: str, repetition: Repetiti
 
 def _cell(name: str, value: object) -> str:
     from harness.base.lengths import format_length
-    from harness.report.tables import significant
+    from harness.report.tables.table import significant
 
     if name == "seq_len" and isinstance(value, int):
         return format_length(value)

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from harness.compare.sources import Member, latest
 from harness.metrics.intervals import Ratio, median_ratio
-from harness.report.agreement import relative_differences
-from harness.report.comparison import rounds_of
 from harness.report.results import Row, in_order, setting_names
+from harness.report.tables.agreement import relative_differences
+from harness.report.tables.comparison import rounds_of
 
 Outcome = Literal["compared", "lost", "gained", "neither"]
 MemoryWord = Literal["less", "equal", "more"]

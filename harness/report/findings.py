@@ -13,11 +13,11 @@ from typing import Any
 
 from harness.base.lengths import format_length
 from harness.metrics.intervals import median_interval
-from harness.report.comparison import Point, Speedup, contested_points, point_of, rounds_of, speedup, times
-from harness.report.head_table import form_of
-from harness.report.ideal import share_of_ideal
 from harness.report.results import Row
-from harness.report.tables import significant
+from harness.report.tables.comparison import Point, Speedup, contested_points, point_of, rounds_of, speedup, times
+from harness.report.tables.head import form_of
+from harness.report.tables.ideal import share_of_ideal
+from harness.report.tables.table import significant
 from harness.report.variants import (
     OWN_METHOD,
     Setup,

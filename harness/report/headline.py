@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from harness.report.agreement import LIMIT, Agreement, agreements
-from harness.report.comparison import contested_points
 from harness.report.findings import findings
 from harness.report.results import Row
-from harness.report.summary import CHECKED, CPU_TIMES, on_cpu
+from harness.report.tables.agreement import LIMIT, Agreement, agreements
+from harness.report.tables.comparison import contested_points
+from harness.report.tables.trials import CHECKED, CPU_TIMES, on_cpu
 
 ALL_ONE_ROUND = (
     "Every trial ran in one round, so no figure has an interval and no difference can be told from noise; "

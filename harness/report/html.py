@@ -20,7 +20,7 @@ import jinja2
 
 from harness.records.record import RECORD_FILE
 from harness.report.results import Row
-from harness.report.tables import Column, Table, without_empty_columns
+from harness.report.tables.table import Column, Table, without_empty_columns
 
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_ROWS = 500  # of one table on the page; a browser lays out a few thousand cells at once

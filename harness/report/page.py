@@ -15,27 +15,28 @@ from harness.base.lengths import format_length
 from harness.base.writable import make_writable
 from harness.metrics.throughput import FORMULAS
 from harness.records.record import Record, refuse_bad, set_aside
-from harness.report import figures, tables
-from harness.report.best_table import best_table
-from harness.report.breakdown_table import breakdown_table
-from harness.report.comparison import comparison_table, known_baseline
+from harness.report import figures
 from harness.report.drawing.points import about, groups_of
 from harness.report.figures import all_figures, render, save_figure
-from harness.report.head_table import head_table
 from harness.report.headline import summary_sentences
 from harness.report.html import Addresses, grid_of, render_page, with_provenance
-from harness.report.ideal import ideal_table
-from harness.report.mask_table import mask_table
 from harness.report.results import Row, write_results
 from harness.report.run_records import RunRecords
-from harness.report.summary import (
+from harness.report.tables.best import best_table
+from harness.report.tables.breakdown import breakdown_table
+from harness.report.tables.comparison import comparison_table, known_baseline
+from harness.report.tables.head import head_table
+from harness.report.tables.ideal import ideal_table
+from harness.report.tables.masks import mask_table
+from harness.report.tables.table import FORMATS as TABLE_FORMATS
+from harness.report.tables.table import Table, save_table, significant
+from harness.report.tables.trials import (
     accuracy_table,
     agreement_table,
     problems_table,
     results_table,
     series_names,
 )
-from harness.report.tables import Table, save_table, significant
 from harness.report.variants import panel_name, panel_of
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def write_report_of(
     plots = draw_plots(rows) if wanted & {"html", *figures.FORMATS} else []
     written: set[Path] = set()
     for table in summaries:
-        written.update(save_table(table, out / "tables", [kind for kind in tables.FORMATS if kind in wanted]))
+        written.update(save_table(table, out / "tables", [kind for kind in TABLE_FORMATS if kind in wanted]))
     for plot in plots:
         written.update(save_figure(plot.figure, out / "figures" / plot.name, wanted & set(figures.FORMATS)))
     _remove_outdated(out, written, wanted)

@@ -13,11 +13,11 @@ from engine.atomic import write_atomic
 from harness.base.errors import UsageError
 from harness.base.writable import make_writable
 from harness.records.record import RECORD_FILE, Record
-from harness.report.comparison import known_baseline
 from harness.report.headline import summary_sentences
 from harness.report.html import render_page
 from harness.report.page import checked_formats, days_of, distinct, read_runs, write_report_of
 from harness.report.results import Row
+from harness.report.tables.comparison import known_baseline
 
 INDEX_FILE = "index.html"
 

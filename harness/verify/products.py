@@ -13,10 +13,11 @@ from matplotlib.image import imread
 from PIL import Image
 
 from engine.plain_json import read_regular
-from harness.report import tables
-from harness.report.figures import render
+from harness.report.drawing.sheet import Sheet
+from harness.report.figures import latex_of, render
 from harness.report.page import draw_plots, report_tables
 from harness.report.results import Row, cell, columns_of
+from harness.report.tables.table import FORMATS, to_csv, to_latex, to_markdown
 from harness.verify.finding import Failure
 from harness.verify.formulas import Figure
 from harness.verify.private import private_in
@@ -25,7 +26,7 @@ RESULTS_FILE = "results.csv"
 _SHOWN_COLUMNS = 4
 _PRECISION = 1e-9  # relative: of two programs that add the same numbers in another order
 _SAME_PICTURE = 2.0  # mean difference of a pixel's channels, of 255: machines round colours of edges differently
-_FORMS = {"md": tables.to_markdown, "tex": tables.to_latex, "csv": tables.to_csv}
+_FORMS = {"md": to_markdown, "tex": to_latex, "csv": to_csv}
 
 
 def read_results(run_dir: Path) -> list[dict[str, str]] | None:
@@ -94,7 +95,7 @@ def table_failures(run_dir: Path, rows: Sequence[Row], by: str) -> tuple[int, li
     """How many files of tables/ were compared, and those that differ from today's, are too many or are missing."""
     folder = run_dir / "tables"
     kept = _files(folder)
-    kinds = [kind for kind in tables.FORMATS if any(name.endswith(f".{kind}") for name in kept)]
+    kinds = [kind for kind in FORMATS if any(name.endswith(f".{kind}") for name in kept)]
     today = {f"{table.name}.{kind}": _FORMS[kind](table) for table in report_tables(rows) for kind in kinds}
     failures = list(_named(folder.name, kept, today, by))
     for name in sorted(kept & today.keys()):
@@ -116,13 +117,18 @@ def figure_failures(run_dir: Path, rows: Sequence[Row], by: str) -> tuple[int, l
     kept = _files(folder)
     if not kept:
         return 0, []
-    kinds = sorted({Path(name).suffix[1:] for name in kept} & {"png", "pdf", "svg"})
+    kinds = sorted({Path(name).suffix[1:] for name in kept} & {"png", "pdf", "svg", "tex"})
     today = {f"{plot.name}.{kind}": plot for plot in draw_plots(rows) for kind in kinds}
     failures = list(_named(folder.name, kept, today, by))
     for name in sorted(kept & today.keys()):
         content, kind = _bytes(folder / name), Path(name).suffix[1:]
+        plot = today[name]
         if kind == "png":
-            problem = _picture_problem(content, render(today[name].figure, "png"))
+            problem = _picture_problem(content, render(plot.figure, "png"))
+        elif kind == "tex":
+            sheet = plot.figure
+            told = isinstance(sheet, Sheet) and content == latex_of(sheet, plot.name).encode()
+            problem = "" if told else "another caption"
         else:
             start = {"pdf": b"%PDF-", "svg": b"<?xml"}[kind]
             problem = "" if content.startswith(start) else f"no {kind.upper()} file"

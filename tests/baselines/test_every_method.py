@@ -267,4 +267,4 @@ def test_a_contributed_package_is_tested_without_an_edit_of_any_test(tmp_path: P
         ("added_wrong", "attention_kept_for_recomputation_equals_dense_float64"),
     }, done.stdout[-4000:]
     assert {name for _, _, name in outcomes} == set(ADDED)
-    assert len({test for _, test, _ in outcomes}) == 7
+    assert len({test for _, test, _ in outcomes}) == 8

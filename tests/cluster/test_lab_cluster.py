@@ -104,17 +104,18 @@ class Site:
         files = [self.runs / name / "trials" / trial / "record.json" for trial in plan]
         return [json.loads(file.read_text()) for file in files if file.exists()]
 
-    def wait_for_progress(self, name: str, trial: int = 0) -> None:
-        """Until a trial has measured something."""
+    def started(self, name: str) -> list[dict]:
+        """Records in the order in which their trials began."""
+        return sorted(self.records(name), key=lambda record: record["started_at"])
+
+    def wait_for_progress(self, name: str, trials: int = 1) -> None:
+        """Until so many trials have measured something, in whatever order they run."""
 
         def measured() -> bool:
-            plan = self.runs / name / "run.json"
-            if not plan.exists():
-                return False
-            file = self.runs / name / "trials" / json.loads(plan.read_text())["trials"][trial] / "progress.jsonl"
-            return file.exists() and file.stat().st_size > 0
+            files = (self.runs / name / "trials").glob("*/progress.jsonl")
+            return sum(file.stat().st_size > 0 for file in files) >= trials
 
-        wait_until(measured, f"no progress of trial {trial} in {name}")
+        wait_until(measured, f"no progress of {trials} trials in {name}")
 
     def ranks(self, host: LabHost) -> list[int]:
         """Processes on a host that write a rank's log."""
@@ -205,13 +206,13 @@ def test_a_cluster_is_started_swept_over_half_lost_and_ended(tmp_path):
         run = site.start(*site.experiment("loss", cp_sizes="2", steps=100_000, seeds="0, 1"))
         site.wait_for_progress("loss")
         lab.kill(second)
-        site.wait_for_progress("loss", trial=1)
+        site.wait_for_progress("loss", trials=2)
         assert site.ranks(head)
         assert site.ranks(third)
         run.send_signal(signal.SIGINT)
         out, err = run.communicate(timeout=AMPLE)
         assert run.returncode == 1, out + err
-        lost, stopped = site.records("loss")
+        lost, stopped = site.started("loss")
         assert lost["status"] == "node_lost"
         assert lost["reason"].startswith("lab2 was lost (")
         assert "the ranks on lab1 were ended" in lost["reason"]
@@ -276,7 +277,7 @@ def test_without_its_head_a_run_ends_with_a_reason_and_no_rank_is_left(tmp_path)
         site.lab.kill(head)
         out, err = run.communicate(timeout=AMPLE)
         assert run.returncode == 1, out + err
-        first, second = site.records("headless")
+        first, second = site.started("headless")
         assert (first["status"], second["status"]) == ("node_lost", "node_lost"), out + err
         assert first["reason"].startswith("lab1 was lost (")
         assert "head lab1 was lost" in second["reason"]

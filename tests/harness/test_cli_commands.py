@@ -74,7 +74,8 @@ def test_every_command_module_is_found_by_its_name():
         (["run", "exp.yaml", "--set", "fixed.seq_len=9999999999999G"], "is more than"),
         (
             ["run", "exp.yaml", "--set", "fixed.checkpoint=3"],
-            "it has the settings checkpoint.every, checkpoint.tail, checkpoint.offload or checkpoint.replay",
+            "it has the settings checkpoint.every, checkpoint.tail, checkpoint.offload, "
+            "checkpoint.replay, checkpoint.whole_layers or checkpoint.mlp",
         ),
         (["report", "."], "no record below"),
         (["report", ".", "--format", ","], "names no format"),

@@ -8,7 +8,7 @@ from harness.records.record import Record
 from harness.report.findings import MOST_FINDINGS, findings
 from harness.report.headline import ALL_ONE_ROUND, summary_sentences
 from harness.report.results import rows_of
-from harness.report.summary import CPU_TIMES
+from harness.report.tables.trials import CPU_TIMES
 from tests.harness.synthetic_records import H200, LARGE, around, cpu_sweep, gpu_sweep, record
 
 

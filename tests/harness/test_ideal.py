@@ -11,8 +11,8 @@ import pytest
 
 from engine.attention.planning.cost_model import RING_SCHEDULES, ULYSSES_SCHEDULES
 from harness.records.record import Record, Round, read_records
-from harness.report.ideal import ideal_table, spanning_trial
 from harness.report.results import row_of, rows_of
+from harness.report.tables.ideal import ideal_table, spanning_trial
 from tests.harness.synthetic_records import GIB, H200, LARGE, record
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.report.breakdown_table import HEADERS, breakdown_table
 from harness.report.page import report_tables
 from harness.report.results import rows_of
+from harness.report.tables.breakdown import HEADERS, breakdown_table
 from harness.run.directory import RunDirectory
 from tests.harness.synthetic_records import record
 

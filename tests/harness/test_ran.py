@@ -10,14 +10,14 @@ import pytest
 from engine.settings import Steps
 from harness.cli import main
 from harness.records.record import Record, write_record
-from harness.report.comparison import comparison_table
 from harness.report.drawing.looks import looks_of
 from harness.report.headline import summary_sentences
-from harness.report.mask_table import mask_table
 from harness.report.page import TABLES, report_tables, terminal_table
 from harness.report.results import row_of, rows_of, write_results
-from harness.report.summary import series_names
-from harness.report.tables import to_markdown
+from harness.report.tables.comparison import comparison_table
+from harness.report.tables.masks import mask_table
+from harness.report.tables.table import to_markdown
+from harness.report.tables.trials import series_names
 from harness.report.variants import series_of
 from tests.harness.synthetic_records import H200, record
 

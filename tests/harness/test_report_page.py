@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from harness.base.errors import UsageError
-from harness.report.best_table import best_table
 from harness.report.html import MAX_ROWS, TEMPLATES, Addresses, command_of, grid_of
 from harness.report.page import write_report
 from harness.report.results import rows_of
-from harness.report.tables import Column, Table
+from harness.report.tables.best import best_table
+from harness.report.tables.table import Column, Table
 from tests.harness.synthetic_records import H200, gpu_sweep, record
 from tests.harness.test_report import Page, run_of
 

@@ -7,17 +7,17 @@ import io
 
 import pytest
 
-from harness.report.agreement import agreements, relative_differences
-from harness.report.comparison import comparison_table
 from harness.report.headline import summary_sentences
 from harness.report.results import rows_of
-from harness.report.summary import (
+from harness.report.tables.agreement import agreements, relative_differences
+from harness.report.tables.comparison import comparison_table
+from harness.report.tables.table import Column, Table, escape_latex, significant, to_csv, to_latex, to_markdown
+from harness.report.tables.trials import (
     accuracy_table,
     agreement_table,
     problems_table,
     results_table,
 )
-from harness.report.tables import Column, Table, escape_latex, significant, to_csv, to_latex, to_markdown
 from tests.harness.synthetic_records import cpu_sweep, record
 
 

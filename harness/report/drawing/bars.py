@@ -11,7 +11,7 @@ from harness.base.lengths import format_length
 from harness.report.drawing.looks import INK, Look
 from harness.report.drawing.points import Measure, Panel, Point
 from harness.report.drawing.sheet import Form
-from harness.report.tables import significant
+from harness.report.tables.table import significant
 
 GROUP_GAP = 0.9  # between groups, in bars
 

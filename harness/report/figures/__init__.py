@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from engine.atomic import write_atomic
 from harness.report.drawing.sheet import COLUMN_INCHES, Sheet
 from harness.report.results import Row
-from harness.report.tables import escape_latex
+from harness.report.tables.table import escape_latex
 
 FORMATS = ("png", "pdf", "svg")
 _TYPES = {

@@ -15,12 +15,12 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from harness.base.lengths import format_length
-from harness.report.agreement import LIMIT, Agreement, agreements
 from harness.report.drawing.looks import INK, MUTED, Look, method_colour
 from harness.report.drawing.notes import samples_note
 from harness.report.drawing.points import IN_CSV, about, short_names
 from harness.report.drawing.sheet import SCREEN, Form, Sheet, in_both_forms, sheet
 from harness.report.results import Row, method_rank
+from harness.report.tables.agreement import LIMIT, Agreement, agreements
 from harness.report.variants import panel_name, panel_of, series_of
 
 MAX_CURVES, MAX_LENGTHS = 24, 6

@@ -23,7 +23,7 @@ from harness.report.drawing.notes import samples_note, whisker_note
 from harness.report.drawing.points import Layout, Panel, Point, laid_out, memory_column, trades_memory
 from harness.report.drawing.sheet import SCREEN, Form, Sheet, in_both_forms, panel_title, sheet, value_axis
 from harness.report.results import Row, sortable
-from harness.report.tables import plain
+from harness.report.tables.table import plain
 from harness.report.variants import varying_settings
 
 _FRONTIER: dict[str, Any] = {"color": MUTED, "linewidth": 1.1, "linestyle": (0, (4, 2))}

@@ -13,13 +13,13 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
 from harness.base.lengths import format_length
-from harness.report.breakdown_table import HEADERS
 from harness.report.drawing.looks import COLOURS, GRID, INK, MUTED, SPARE, mixed
 from harness.report.drawing.notes import samples_note
 from harness.report.drawing.points import IN_CSV, Layout, Point, laid_out
 from harness.report.drawing.sheet import SCREEN, Form, Sheet, in_both_forms, sheet, value_axis
 from harness.report.results import Row
-from harness.report.tables import significant
+from harness.report.tables.breakdown import HEADERS
+from harness.report.tables.table import significant
 
 SPAN = "extra_profile.span_seconds"
 SECONDS = "extra_profile.seconds."

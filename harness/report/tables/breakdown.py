@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from harness.base.lengths import format_length
 from harness.report.results import Row
-from harness.report.summary import series_names
-from harness.report.tables import Column, Table, significant, without_empty_columns
+from harness.report.tables.table import Column, Table, significant, without_empty_columns
+from harness.report.tables.trials import series_names
 from harness.report.variants import masks_of, models_of, panel_name, panel_of
 
 _PROFILE = "extra_profile."

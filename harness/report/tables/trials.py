@@ -1,6 +1,6 @@
 """The tables of a report that every run can have: all trials, those without a number, agreement, accuracy.
 
-Methods side by side are in `harness.report.comparison`, the sentences above the tables in `harness.report.headline`.
+Methods side by side are in `comparison`, the sentences above the tables in `harness.report.headline`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from harness.base.lengths import format_length
 from harness.metrics.throughput import FORMULAS
-from harness.report.agreement import LIMIT, Agreement, agreements
 from harness.report.results import Row
-from harness.report.tables import Column, Table, significant, without_empty_columns
+from harness.report.tables.agreement import LIMIT, Agreement, agreements
+from harness.report.tables.table import Column, Table, significant, without_empty_columns
 from harness.report.variants import (
     Setup,
     masks_of,

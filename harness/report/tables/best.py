@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from harness.base.lengths import format_length
 from harness.metrics.intervals import median_ratio
 from harness.report.results import Row
-from harness.report.summary import on_cpu
-from harness.report.tables import Column, Table, significant, without_empty_columns
+from harness.report.tables.table import Column, Table, significant, without_empty_columns
+from harness.report.tables.trials import on_cpu
 from harness.report.variants import panel_name, panel_of, series_of, setups_of
 
 

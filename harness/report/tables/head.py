@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from harness.base.lengths import format_length
 from harness.metrics.throughput import FORMULAS
 from harness.report.results import Row
-from harness.report.tables import Column, Table, significant, without_empty_columns
+from harness.report.tables.table import Column, Table, significant, without_empty_columns
 from harness.report.variants import panel_name, panel_of
 
 _CHECKED = ("loss", "dhidden", "dweight")  # compared with float64, as the worker names them

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from engine.attention.masks import parse_mask
 from harness.base.lengths import format_length
 from harness.report.results import Row
-from harness.report.tables import Column, Table, significant, without_empty_columns
+from harness.report.tables.table import Column, Table, significant, without_empty_columns
 from harness.report.variants import method_name, panel_name, panel_of
 
 

@@ -30,8 +30,8 @@ from engine.attention.planning.inter_node import InterNodeBytes, SpanningProblem
 from engine.settings import BYTES_OF
 from harness.base.lengths import format_length
 from harness.report.results import Row, setting_names
-from harness.report.summary import series_names
-from harness.report.tables import Column, Table, significant, without_empty_columns
+from harness.report.tables.table import Column, Table, significant, without_empty_columns
+from harness.report.tables.trials import series_names
 from harness.report.variants import panel_name, panel_of, pooled
 
 GIB = 1 << 30

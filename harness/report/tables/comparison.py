@@ -15,8 +15,8 @@ from harness.base.lengths import format_length
 from harness.metrics.intervals import Interval, Verdict, median_ratio
 from harness.metrics.throughput import FORMULAS
 from harness.report.results import Row, method_rank, setting_names
-from harness.report.summary import CPU_TIMES, on_cpu, varying_by_setup
-from harness.report.tables import Column, Table, significant, without_empty_columns
+from harness.report.tables.table import Column, Table, significant, without_empty_columns
+from harness.report.tables.trials import CPU_TIMES, on_cpu, varying_by_setup
 from harness.report.variants import (
     OWN_METHOD,
     masks_of,
