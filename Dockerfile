@@ -74,14 +74,6 @@ RUN python -m compileall -q engine baselines cluster harness \
 # Compared systems: fetched as baselines/<system>/pin.yaml says, then installed where nothing of ours is.
 FROM build AS fetch
 RUN apt-get update && apt-get install --yes --no-install-recommends ca-certificates git && rm -rf /var/lib/apt/lists/*
-ARG FLAVOUR=paper
-
-FROM fetch AS megatron-lm-source
-RUN python -m baselines.checkout megatron_lm --flavour "$FLAVOUR" --into /opt/baseline
-FROM fetch AS megatron-deepspeed-source
-RUN python -m baselines.checkout megatron_deepspeed --flavour "$FLAVOUR" --into /opt/baseline
-FROM fetch AS internevo-source
-RUN python -m baselines.checkout internevo --flavour "$FLAVOUR" --into /opt/baseline
 
 FROM ${DEVEL_IMAGE} AS devel
 RUN apt-get update \
@@ -98,22 +90,159 @@ RUN python3 -m venv --system-site-packages /opt/baseline/venv \
 WORKDIR /opt/baseline
 HEALTHCHECK NONE
 
-FROM baseline AS megatron-lm
-COPY --from=megatron-lm-source /opt/baseline /opt/baseline
-# TransformerEngine is compiled against the torch that is there, so torch comes first and the build looks at it.
-RUN grep '^torch==' requirements.txt | xargs --no-run-if-empty pip install ninja pybind11 setuptools wheel \
-    && pip install --no-build-isolation --requirement requirements.txt
+# Stages of compared systems, by python -m baselines.stages
+FROM fetch AS burst-attention-source
+ARG FLAVOUR=paper
+RUN python -m baselines.checkout burst_attention --flavour "$FLAVOUR" --into /opt/baseline
+
+FROM baseline AS burst-attention
+COPY --from=burst-attention-source /opt/baseline /opt/baseline
+RUN python -c 'import torch' 2>/dev/null || pip install --requirement torch.txt
+RUN pip install --no-deps --require-hashes --requirement build.txt \
+    && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
+RUN cp -r source/Burst-Attention /tmp/build && pip install --no-deps --no-build-isolation /tmp/build && rm -rf /tmp/build
 USER burst
 
-FROM baseline AS megatron-deepspeed
-COPY --from=megatron-deepspeed-source /opt/baseline /opt/baseline
-RUN DS_BUILD_OPS=0 pip install --requirement requirements.txt
+FROM fetch AS burst-engine-source
+ARG FLAVOUR=paper
+RUN python -m baselines.checkout burst_engine --flavour "$FLAVOUR" --into /opt/baseline
+
+FROM baseline AS burst-engine
+COPY --from=burst-engine-source /opt/baseline /opt/baseline
+ENV FLASH_ATTENTION_FORCE_BUILD=TRUE
+RUN python -c 'import torch' 2>/dev/null || pip install --requirement torch.txt
+RUN pip install --no-deps --require-hashes --requirement build.txt \
+    && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
+RUN cp -r source/BMTrain /tmp/build && pip install --no-deps --no-build-isolation /tmp/build && rm -rf /tmp/build
+RUN cp -r source/flash-attention /tmp/build && pip install --no-deps --no-build-isolation /tmp/build && rm -rf /tmp/build
+RUN cp -r source/ml-cross-entropy /tmp/build && pip install --no-deps --no-build-isolation /tmp/build && rm -rf /tmp/build
+RUN cp -r source/Burst-Attention /tmp/build && pip install --no-deps --no-build-isolation /tmp/build && rm -rf /tmp/build
 USER burst
+
+FROM fetch AS deepspeed-source
+ARG FLAVOUR=current
+RUN python -m baselines.checkout deepspeed --flavour "$FLAVOUR" --into /opt/baseline
+
+FROM baseline AS deepspeed
+COPY --from=deepspeed-source /opt/baseline /opt/baseline
+ENV DS_BUILD_OPS=0
+RUN python -c 'import torch' 2>/dev/null || pip install --requirement torch.txt
+RUN pip install --no-deps --require-hashes --requirement build.txt \
+    && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
+USER burst
+
+FROM fetch AS internevo-source
+ARG FLAVOUR=paper
+RUN python -m baselines.checkout internevo --flavour "$FLAVOUR" --into /opt/baseline
 
 FROM baseline AS internevo
 COPY --from=internevo-source /opt/baseline /opt/baseline
-RUN pip install --requirement requirements.txt
+RUN python -c 'import torch' 2>/dev/null || pip install --requirement torch.txt
+RUN pip install --no-deps --require-hashes --requirement build.txt \
+    && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
 USER burst
+
+FROM fetch AS loongtrain-source
+ARG FLAVOUR=paper
+RUN python -m baselines.checkout loongtrain --flavour "$FLAVOUR" --into /opt/baseline
+
+FROM baseline AS loongtrain
+COPY --from=loongtrain-source /opt/baseline /opt/baseline
+RUN python -c 'import torch' 2>/dev/null || pip install --requirement torch.txt
+RUN pip install --no-deps --require-hashes --requirement build.txt \
+    && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
+USER burst
+
+FROM fetch AS megatron-core-source
+ARG FLAVOUR=current
+RUN python -m baselines.checkout megatron_core --flavour "$FLAVOUR" --into /opt/baseline
+
+FROM baseline AS megatron-core
+COPY --from=megatron-core-source /opt/baseline /opt/baseline
+RUN python -c 'import torch' 2>/dev/null || pip install --requirement torch.txt
+RUN pip install --no-deps --require-hashes --requirement build.txt \
+    && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
+USER burst
+
+FROM fetch AS megatron-deepspeed-source
+ARG FLAVOUR=paper
+RUN python -m baselines.checkout megatron_deepspeed --flavour "$FLAVOUR" --into /opt/baseline
+
+FROM baseline AS megatron-deepspeed
+COPY --from=megatron-deepspeed-source /opt/baseline /opt/baseline
+RUN python -c 'import torch' 2>/dev/null || pip install --requirement torch.txt
+RUN pip install --no-deps --require-hashes --requirement build.txt \
+    && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
+USER burst
+
+FROM fetch AS megatron-lm-source
+ARG FLAVOUR=paper
+RUN python -m baselines.checkout megatron_lm --flavour "$FLAVOUR" --into /opt/baseline
+
+FROM baseline AS megatron-lm
+COPY --from=megatron-lm-source /opt/baseline /opt/baseline
+ENV NVTE_FRAMEWORK=pytorch
+RUN python -c 'import torch' 2>/dev/null || pip install --requirement torch.txt
+RUN pip install --no-deps --require-hashes --requirement build.txt \
+    && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
+USER burst
+
+FROM fetch AS ring-flash-attn-source
+ARG FLAVOUR=current
+RUN python -m baselines.checkout ring_flash_attn --flavour "$FLAVOUR" --into /opt/baseline
+
+FROM baseline AS ring-flash-attn
+COPY --from=ring-flash-attn-source /opt/baseline /opt/baseline
+RUN python -c 'import torch' 2>/dev/null || pip install --requirement torch.txt
+RUN pip install --no-deps --require-hashes --requirement build.txt \
+    && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
+USER burst
+
+FROM fetch AS torchtitan-source
+ARG FLAVOUR=current
+RUN python -m baselines.checkout torchtitan --flavour "$FLAVOUR" --into /opt/baseline
+
+FROM baseline AS torchtitan
+COPY --from=torchtitan-source /opt/baseline /opt/baseline
+RUN python -c 'import torch' 2>/dev/null || pip install --requirement torch.txt
+RUN pip install --no-deps --require-hashes --requirement build.txt \
+    && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
+USER burst
+
+FROM fetch AS transformer-engine-source
+ARG FLAVOUR=current
+RUN python -m baselines.checkout transformer_engine --flavour "$FLAVOUR" --into /opt/baseline
+
+FROM baseline AS transformer-engine
+COPY --from=transformer-engine-source /opt/baseline /opt/baseline
+ENV NVTE_FRAMEWORK=pytorch
+RUN python -c 'import torch' 2>/dev/null || pip install --requirement torch.txt
+RUN pip install --no-deps --require-hashes --requirement build.txt \
+    && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
+USER burst
+
+FROM fetch AS trl-source
+ARG FLAVOUR=current
+RUN python -m baselines.checkout trl --flavour "$FLAVOUR" --into /opt/baseline
+
+FROM baseline AS trl
+COPY --from=trl-source /opt/baseline /opt/baseline
+RUN python -c 'import torch' 2>/dev/null || pip install --requirement torch.txt
+RUN pip install --no-deps --require-hashes --requirement build.txt \
+    && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
+USER burst
+
+FROM fetch AS yunchang-source
+ARG FLAVOUR=current
+RUN python -m baselines.checkout yunchang --flavour "$FLAVOUR" --into /opt/baseline
+
+FROM baseline AS yunchang
+COPY --from=yunchang-source /opt/baseline /opt/baseline
+RUN python -c 'import torch' 2>/dev/null || pip install --requirement torch.txt
+RUN pip install --no-deps --require-hashes --requirement build.txt \
+    && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
+USER burst
+# End of the stages of compared systems
 
 # The last stage is what `docker build` makes when nobody asks for another.
 FROM base AS burst

@@ -82,6 +82,14 @@ class NativeMethod(Method, Protocol):
         ...
 
 
+def unavailable_reason(method: Method, device: str) -> str | None:
+    """Why a foreign system cannot run on this machine, whose ranks use `device`: it is not installed, or needs another
+    device. None where it can, and for native methods, which the engine runs."""
+    unavailable = getattr(method, "unavailable", None)
+    reason: str | None = None if unavailable is None else unavailable(device)
+    return reason
+
+
 class EngineCommand:
     """`command` and `read` shared by all native methods: the engine's own worker runs them."""
 

@@ -14,8 +14,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from baselines import stages
 from baselines.checkout import main as check_out
-from baselines.pin import pinned_systems
+from baselines.pin import load_pin, pinned_systems
 from tests.dockerfile import parse
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +24,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 INSTRUCTIONS = parse(DOCKERFILE)
 RUNS = [instruction for instruction in INSTRUCTIONS if instruction.keyword == "RUN"]
 STAGES = [instruction.stage for instruction in INSTRUCTIONS if instruction.keyword == "FROM"]
-SYSTEMS = ["internevo", "megatron-deepspeed", "megatron-lm"]
+SYSTEMS = [system.replace("_", "-") for system in pinned_systems()]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 NEEDED = [Requirement(line) for line in [*PROJECT["dependencies"], *EXTRAS["gpu"], *EXTRAS["peers"], *EXTRAS["train"]]]
@@ -199,8 +200,6 @@ PIP = "pip install --constraint /opt/burst/pins.txt"
         ),
         ("burst", "useradd", {}, ["useradd --create-home --uid 10001 burst"]),
         ("burst", "install --directory", {}, ["install --directory --owner burst results/runs"]),
-        ("megatron-deepspeed", "pip", {}, ["pip install --requirement requirements.txt (DS_BUILD_OPS=0)"]),
-        ("internevo", "pip", {}, ["pip install --requirement requirements.txt"]),
     ],
 )  # fmt: skip
 def test_what_a_run_line_calls(shell, stage, word, variables, expected):
@@ -247,28 +246,48 @@ def test_every_pinned_system_has_a_stage_that_fetches_it(shell, capsys):
         assert words[:3] == ["python", "-m", "baselines.checkout"]
         assert words[4:] == ["--flavour", "paper", "--into", "/opt/baseline"]
         fetched.append(words[3])
-        assert check_out([*words[3:6], "--into", str(ROOT)]) == 2  # known to the program, which refuses what exists
+        flavour = load_pin(words[3]).flavours[0]
+        [default] = [one.text for one in INSTRUCTIONS if one.keyword == "ARG" and one.stage == f"{system}-source"]
+        assert default == f"FLAVOUR={flavour}"
+        arguments = [words[3], "--flavour", flavour, "--into", str(ROOT)]
+        assert check_out(arguments) == 2  # known to the program, which refuses what exists
         assert "give --into a path that does not" in capsys.readouterr().err
     assert fetched == pinned_systems()
 
 
-def test_packages_are_installed_after_the_torch_they_are_compiled_against(shell, tmp_path):
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "requirements.txt").write_text("torch==2.11.0\nmegatron-core==0.19.2\n")
-    done, calls = shell(run_line("megatron-lm", "pip"), ("pip",))
-    assert done.returncode == 0
+def test_the_stages_of_compared_systems_are_those_of_their_pins():
+    assert stages.written(DOCKERFILE, stages.render()) == DOCKERFILE, "run python -m baselines.stages"
+    with pytest.raises(ValueError, match="lacks the markers"):
+        stages.written("FROM scratch\n", "")
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_packages_are_installed_with_their_hashes_and_after_torch(shell, system):
+    calls = []
+    for word in ("import torch", "--requirement build.txt"):
+        _, called = shell(run_line(system, word), ("pip",))  # and no python, so torch is not there
+        calls += called
     assert calls == [
-        "pip install ninja pybind11 setuptools wheel torch==2.11.0",
-        "pip install --no-build-isolation --requirement requirements.txt",
+        "pip install --requirement torch.txt",
+        "pip install --no-deps --require-hashes --requirement build.txt",
+        "pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt",
     ]
+
+
+def test_a_torch_that_is_there_is_kept(shell, tmp_path):
+    (tmp_path / "torch.py").write_text("")
+    python = str(Path(sys.executable).parent)
+    _, calls = shell(run_line("deepspeed", "import torch"), ("pip",), path=[python], PYTHONPATH=str(tmp_path))
+    assert calls == []
 
 
 def test_a_copy_without_packages_installs_none(shell, tmp_path):
     (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "requirements.txt").write_text("")
+    for name in ("build.txt", "requirements.txt"):
+        (tmp_path / "work" / name).write_text("")
     python = str(Path(sys.executable).parent)
     done, _ = shell(
-        run_line("megatron-lm", "pip"), path=[python], HOME=str(tmp_path), PIP_DISABLE_PIP_VERSION_CHECK="1"
+        run_line("internevo", "build.txt"), path=[python], HOME=str(tmp_path), PIP_DISABLE_PIP_VERSION_CHECK="1"
     )
     assert done.returncode == 0, done.stderr
     assert "install" not in done.stdout.lower()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from engine.lm_head import loss_kernel
+from engine.method import unavailable_reason
 from harness.machine.this_machine import Machine, discover
 from harness.records.provenance import commit, version
 from harness.spec.methods import all_methods
@@ -26,7 +27,7 @@ class Finding:
 def examine() -> list[Finding]:
     """All findings, in sections. Imports torch, which lists the kernels that it was built with."""
     machine = discover()
-    return [*_software(), *_devices(machine), *_kernels(), *_loss_kernels(machine), *_launchers(), *_methods()]
+    return [*_software(), *_devices(machine), *_kernels(), *_loss_kernels(machine), *_launchers(), *_methods(machine)]
 
 
 def _software() -> list[Finding]:
@@ -91,9 +92,14 @@ def _launchers() -> list[Finding]:
     return [Finding(section="launchers", name="ray", ok=True, sentence=sentence), local]
 
 
-def _methods() -> list[Finding]:
-    """Every method in its native form, which needs only the engine."""
-    return [
-        Finding(section="methods", name=name, ok=True, sentence=f"{method.system} ({method.source})")
-        for name, method in all_methods().items()
-    ]
+def _methods(machine: Machine) -> list[Finding]:
+    """Every method: a native one needs only the engine, a foreign system its installation."""
+    findings = []
+    for name, method in all_methods().items():
+        reason = unavailable_reason(method, machine.device)
+        findings.append(
+            Finding(
+                section="methods", name=name, ok=reason is None, sentence=reason or f"{method.system} ({method.source})"
+            )
+        )
+    return findings

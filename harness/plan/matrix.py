@@ -18,7 +18,7 @@ from typing import Any
 from engine.attention.geometry.layout import Layout, split_unsupported_reason
 from engine.attention.masks import parse_mask
 from engine.lm_head import loss_kernel
-from engine.method import schedule_unsupported_reason_on
+from engine.method import schedule_unsupported_reason_on, unavailable_reason
 from engine.settings import (
     BYTE_VOCABULARY,
     Checkpoint,
@@ -96,6 +96,7 @@ def unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
         or _head_unsupported_reason(settings, machine)
         or _device_unsupported_reason(settings, machine)
         or _memory_unsupported_reason(settings, machine)
+        or unavailable_reason(method, machine.device)
     )
 
 

@@ -1,17 +1,21 @@
 """Pins are exact and strict, and what is fetched is what they say: tried on a real repository on this machine."""
 
+import json
+import os
 import subprocess
 from dataclasses import replace
 
 import pytest
 
-from baselines.checkout import check_out, main, prepare
-from baselines.pin import Checkout, Flavour, load_pin, pinned_systems
+from baselines.checkout import check_out, compared, main, prepare, write_source
+from baselines.git_tree import object_hash
+from baselines.pin import Checkout, Flavour, Submodule, allows, load_pin, pinned_systems
 from cluster.files.errors import UsageError
 
 PIN = """\
 system: Some
 licence: MIT
+home: https://example.invalid/x
 paper:
   checkout: {repository: https://example.invalid/x, commit: C, subtree: a/b, tree: T}
   python: "3.10"
@@ -53,13 +57,37 @@ def origin(tmp_path):
 def test_every_pin_is_valid_and_names_its_licence(system):
     pin = load_pin(system)
     assert pin.licence
-    assert pin.paper is not None
-    assert pin.paper.checkout is not None
-    assert pin.paper.checkout.commit.startswith("426eb7a")
+    assert pin.home.startswith("https://")
+    if pin.paper is not None:
+        assert pin.paper.checkout is not None
+        assert pin.paper.checkout.commit.startswith("426eb7a")
+    for name in pin.flavours:
+        flavour = pin.flavour(name)
+        names = {package.partition("==")[0] for package in {**flavour.packages, **flavour.build}}
+        assert not names & {"torch", "triton", "numpy"}, "they come from the interpreter that has torch"
 
 
-def test_pins_are_there_for_the_systems_of_the_paper():
-    assert pinned_systems() == ["internevo", "megatron_deepspeed", "megatron_lm"]
+def test_pins_are_there_for_the_systems_of_the_paper_and_for_those_users_know():
+    of_the_paper = {"burst_attention", "burst_engine", "internevo", "loongtrain", "megatron_deepspeed", "megatron_lm"}
+    others = {"deepspeed", "megatron_core", "ring_flash_attn", "torchtitan", "transformer_engine", "trl", "yunchang"}
+    assert set(pinned_systems()) == of_the_paper | others
+    assert {name for name in pinned_systems() if load_pin(name).paper} == of_the_paper
+
+
+def test_a_pin_has_another_digest_once_anything_in_it_changes():
+    pinned = load_pin("yunchang").flavour("current")
+    assert replace(pinned, torch="2.11").digest != pinned.digest == replace(pinned).digest
+
+
+@pytest.mark.parametrize(
+    ("versions", "found", "fits"),
+    [
+        ("3.11-3.13", "3.11.7", True), ("3.11-3.13", "3.9.18", False), ("2.11", "2.11.0+cu130", True),
+        ("2.9-2.13", "2.10.1", True), ("2.11", "", False), ("12.6-13.0", "13.1", False),
+    ],
+)  # fmt: skip
+def test_versions_are_compared_as_numbers(versions, found, fits):
+    assert allows(versions, found) == fits
 
 
 def test_exactly_the_pinned_folder_arrives_as_it_was_then(origin, tmp_path):
@@ -75,8 +103,8 @@ def test_exactly_the_pinned_folder_arrives_as_it_was_then(origin, tmp_path):
     [
         ({"tree": "0" * 40}, "correct the pin"),
         ({"commit": "0" * 40}, "git fetch failed"),
-        ({"subtree": "systems/two"}, "git rev-parse failed"),
-        ({"repository": "file:///nonexistent/repository"}, "check the network, or fetch it elsewhere"),
+        ({"subtree": "systems/two"}, "git ls-tree failed"),
+        ({"repository": "file:///nonexistent/repository"}, "check the network, or give --from a folder"),
     ],
 )
 def test_what_is_not_as_pinned_is_refused_and_leaves_nothing(origin, tmp_path, fields, expected):
@@ -87,10 +115,16 @@ def test_what_is_not_as_pinned_is_refused_and_leaves_nothing(origin, tmp_path, f
 
 
 def test_packages_become_requirements(tmp_path):
-    flavour = Flavour(python="3.12", torch="2.11", cuda="13.0", packages=("torch==2.11.0", "deepspeed==0.19.8"))
+    one, two = "1" * 64, "2" * 64
+    packages = {"deepspeed==0.19.8": one, "msgpack==1.2.4": f"{one} {two}"}
+    flavour = Flavour(python="3.12", torch="2.11-2.13", cuda="13.0", packages=packages, build={"wheel==0.48.0": two})
     prepare(flavour, tmp_path / "into")
-    assert (tmp_path / "into" / "requirements.txt").read_text() == "torch==2.11.0\ndeepspeed==0.19.8\n"
-    assert [path.name for path in (tmp_path / "into").iterdir()] == ["requirements.txt"]
+    assert {path.name: path.read_text() for path in (tmp_path / "into").iterdir()} == {
+        "requirements.txt": f"deepspeed==0.19.8 --hash=sha256:{one}\n"
+        f"msgpack==1.2.4 --hash=sha256:{one} --hash=sha256:{two}\n",
+        "build.txt": f"wheel==0.48.0 --hash=sha256:{two}\n",
+        "torch.txt": "torch>=2.11,<2.14\n",
+    }
 
 
 @pytest.mark.parametrize(
@@ -102,7 +136,13 @@ def test_packages_become_requirements(tmp_path):
         (("ab" * 20, "main"), "expected all 40 hexadecimal digits"),
         (("a/b", "../b"), "expected a folder below the repository"),
         (('python: "3.10"', "python: three"), "expected a version such as '3.12'"),
-        (('cuda: "12.5"\n', 'cuda: "12.5"\n  packages: [torch>=2]\n'), "expected name==version"),
+        (('cuda: "12.5"\n', 'cuda: "12.5"\n  packages: {torch>=2: x}\n'), "expected name==version"),
+        (('cuda: "12.5"\n', 'cuda: "12.5"\n  packages: {a==2: abc}\n'), "expected SHA-256"),
+        (('cuda: "12.5"\n', 'cuda: "12.5"\n  devices: [tpu]\n'), "expected cpu or cuda"),
+        (('cuda: "12.5"\n', 'cuda: "12.5"\n  environment: {a-b: x}\n'), "expected a variable"),
+        (('cuda: "12.5"\n', 'cuda: "12.5"\n  disk_mib: 0\n'), "expected at least 1"),
+        (('cuda: "12.5"\n', 'cuda: "12.5"\n  folders: [../x]\n'), "expected a folder below"),
+        ((", subtree: ", ", without: ['a*'], subtree: "), "expected a folder below the repository"),
         (("  checkout:", "  #"), "neither checkout nor packages"),
     ],
 )
@@ -130,3 +170,94 @@ def test_the_program_answers_bad_usage_with_one_sentence(tmp_path, monkeypatch, 
     assert expected in said
     assert said.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def nested(tmp_path):
+    """A pin of a whole repository with a submodule inside, and a folder that is left out."""
+    inner = tmp_path / "inner"
+    git(tmp_path, "init", "--quiet", str(inner))
+    (inner / "ring.py").write_text("ring = 1\n")
+    git(inner, "add", ".")
+    git(inner, "commit", "--quiet", "-m", "inner")
+    commit = git(inner, "rev-parse", "HEAD")
+    outer = tmp_path / "outer"
+    git(tmp_path, "init", "--quiet", str(outer))
+    for path in ("train.py", "data/large.bin", "tools/run.sh"):
+        (outer / path).parent.mkdir(parents=True, exist_ok=True)
+        (outer / path).write_text(f"{path}\n")
+    (outer / "tools" / "run.sh").chmod(0o755)
+    (outer / "link").symlink_to("train.py")
+    git(outer, "add", ".")
+    (outer / ".gitattributes").write_text("*.py text eol=crlf\n")
+    git(outer, "add", ".gitattributes")
+    git(outer, "update-index", "--add", "--cacheinfo", f"160000,{commit},parts/inner")
+    git(outer, "update-index", "--add", "--cacheinfo", f"160000,{'12' * 20},parts/other")
+    git(outer, "commit", "--quiet", "-m", "outer")
+    return Checkout(
+        repository=f"file://{outer}",
+        commit=git(outer, "rev-parse", "HEAD"),
+        tree=git(outer, "rev-parse", "HEAD^{tree}"),
+        submodules=(Submodule(path="parts/inner", repository=f"file://{inner}", commit=commit),),
+        without=("data",),
+    )
+
+
+def test_submodules_arrive_and_what_is_left_out_does_not(nested, tmp_path):
+    write_source(nested, tmp_path / "into")
+    source = tmp_path / "into" / "source"
+    files = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_symlink() or path.is_file()}
+    assert files == {".gitattributes", "link", "train.py", "tools/run.sh", "parts/inner/ring.py"}
+    assert os.access(source / "tools" / "run.sh", os.X_OK)
+    assert (source / "train.py").read_bytes() == b"train.py\n"  # as committed, whatever the attributes ask for
+    assert compared(nested, tmp_path / "into") == []
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "expected"),
+    [
+        ("source/train.py", "changed", ["train.py differs"]),
+        ("source/parts/inner/ring.py", "changed", ["parts/inner/ring.py differs"]),
+        ("source/added.py", "x = 1", ["added.py is not part of the commit"]),
+        ("source/train.py", None, ["train.py is missing"]),
+        ("source/link", None, ["link is missing"]),
+        ("source.json", "{}", [". is missing", "parts/inner is missing"]),
+        ("source/__pycache__/train.cpython-311.pyc", "bytes", []),
+    ],
+)
+def test_a_changed_source_is_found(nested, tmp_path, path, content, expected):
+    write_source(nested, tmp_path / "into")
+    changed = tmp_path / "into" / path
+    changed.unlink(missing_ok=True)
+    if content is not None:
+        changed.parent.mkdir(exist_ok=True)
+        changed.write_text(content)
+    assert compared(nested, tmp_path / "into") == expected
+
+
+def test_a_listing_that_was_changed_with_its_file_is_found(nested, tmp_path):
+    write_source(nested, tmp_path / "into")
+    (tmp_path / "into" / "source" / "train.py").write_text("changed")
+    listing = tmp_path / "into" / "source.json"
+    found = json.loads(listing.read_text())
+    for entry in found["."]["entries"]:
+        if entry["path"] == "train.py":
+            entry["hash"] = object_hash("blob", b"changed")
+    listing.write_text(json.dumps(found))
+    assert compared(nested, tmp_path / "into") == ["source.json is not of the pinned commit"]
+
+
+def test_a_submodule_that_the_commit_does_not_name_is_refused(nested, tmp_path):
+    other = replace(nested.submodules[0], commit="ab" * 20)
+    with pytest.raises(UsageError, match="the pin says abababababab; correct the pin"):
+        write_source(replace(nested, submodules=(other,)), tmp_path / "into")
+    assert not (tmp_path / "into" / "source").exists()
+
+
+def test_a_source_that_is_there_and_right_is_not_fetched_again(nested, tmp_path):
+    write_source(nested, tmp_path / "into")
+    gone = replace(nested, repository="file:///nonexistent/repository")
+    write_source(gone, tmp_path / "into")
+    (tmp_path / "into" / "source" / "train.py").write_text("changed")
+    with pytest.raises(UsageError, match="git fetch failed"):
+        write_source(gone, tmp_path / "into")

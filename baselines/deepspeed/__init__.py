@@ -1,0 +1,93 @@
+"""DeepSpeed as its authors ship it: Ulysses' attention alone, or ZeRO-3 with ALST around a Llama of transformers.
+
+`task: attention` calls DistributedAttention around torch's own attention. `task: train` runs UlyssesSPAttentionHF under
+ZeRO-3, with the loss and, with `mlp_tiles`, the MLP in tiles.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baselines.called import UpstreamAttention, render_program, training_request
+from baselines.install.places import Place
+from baselines.upstream import Rendered
+from engine.attention.geometry.layout import split_unsupported_reason
+
+if TYPE_CHECKING:
+    from engine.settings import TrialSettings
+
+_LOSS_TILE_TOKENS = 4096  # of a rank's tokens whose logits exist at once
+
+
+class DeepSpeed(UpstreamAttention):
+    """Each rank attends over the whole sequence with its share of the heads."""
+
+    name = "deepspeed_upstream"
+    package = "deepspeed"
+    system = "DeepSpeed"
+    source = "arXiv:2309.14509, arXiv:2506.13996"
+    tasks = ("train", "attention")
+    dtypes = ("bf16", "fp32")
+    honours = ("mlp_tiles", "optimizer_offload")
+
+    def own_reason(self, settings: TrialSettings) -> str | None:
+        model, cp_size, checkpoint = settings.model, settings.cp_size, settings.checkpoint
+        # Few KV heads are repeated by UlyssesSPAttentionHF; DistributedAttention asserts that each rank gets one.
+        checked = (("query", model.heads), ("KV", model.kv_heads))
+        for label, heads in checked:
+            if heads % cp_size and not (label == "KV" and settings.task == "train" and cp_size % heads == 0):
+                return (
+                    f"{self.name} needs {label} heads divisible by cp_size, found {heads} heads of model {model.name} "
+                    f"and cp_size {cp_size}; choose a cp_size that divides {heads}"
+                )
+        if settings.task == "train":
+            if checkpoint.every not in (0, 1) or (checkpoint.every and checkpoint.tail):
+                return (
+                    f"{self.name} recomputes nothing or each layer whole, found checkpoint.every {checkpoint.every} "
+                    f"and tail {checkpoint.tail:g}; set every to 0, or every to 1 and tail to 0"
+                )
+            if not model.gated or model.qk_norm:
+                return f"{self.name} trains transformers' Llama, and {model.name} is another model; choose a Llama"
+        elif settings.world_size != cp_size:
+            return f"{self.name} runs one sequence, found world_size {settings.world_size}; set it to cp_size {cp_size}"
+        return split_unsupported_reason("contiguous", settings.seq_len, cp_size)
+
+    def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
+        if settings.task == "attention":
+            return super().render(settings, trial_dir, place)
+        local = settings.seq_len // settings.cp_size
+        request = training_request(settings, self.steps(settings)) | {
+            "engine": "deepspeed",
+            "loss_tiles": max(1, local // _LOSS_TILE_TOKENS),
+            "mlp_tiles": settings.mlp_tiles,
+            "deepspeed": zero_config(settings),
+        }
+        return render_program("train_transformers.py", request, trial_dir, place)
+
+
+def zero_config(settings: TrialSettings) -> dict[str, object]:
+    """DeepSpeed's configuration: ZeRO-3 over all ranks, AdamW, on the host with `optimizer_offload`."""
+    zero: dict[str, object] = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True}
+    if settings.optimizer_offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    optimizer = {
+        "lr": settings.learning_rate,
+        "betas": [0.9, 0.95],
+        "weight_decay": 0.1,
+        "torch_adam": not settings.optimizer_offload,
+    }
+    return {
+        "train_micro_batch_size_per_gpu": settings.batch_size,
+        "train_batch_size": settings.batch_size * settings.dp_size,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": 1 << 30,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": optimizer},
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": settings.dtype == "bf16"},
+        "sequence_parallel_size": settings.cp_size,
+    }
+
+
+METHOD = DeepSpeed()

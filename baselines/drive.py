@@ -1,0 +1,153 @@
+"""`python -m baselines.drive TRIAL_DIR`: one rank of a compared system, started by the launcher as any rank is.
+
+Reads TRIAL_DIR/trial.json, has the adapter render the system's command, and runs it: in the same process group, with
+the same log, in the system's own environment. Rank 0 leaves upstream.json, which says what was started. Steps that the
+program prints go to progress.jsonl. A program that ran out of memory leaves errors/rank<r>.json, so that its trial ends
+as `oom`, as one of the engine does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from baselines.install.places import Place
+from baselines.upstream import LOGS, RAN_FILE, Ran, Rendered, Upstream, foreign_environment, seconds_of
+from engine.atomic import write_atomic
+from engine.measurement import PROGRESS_FILE, write_json
+from engine.plain_json import read_json, to_json
+from engine.settings import TrialSettings, from_json
+
+_LOOK_SECONDS = 0.5  # between looks at what the program has printed
+_OUT_OF_MEMORY = re.compile(r"^.*(?:OutOfMemoryError|CUDA out of memory|CUDA error: out of memory).*$", re.MULTILINE)
+_REASON_CHARACTERS = 200
+
+
+def settings_of(trial_dir: Path) -> TrialSettings:
+    """The settings in trial.json. Raises FileNotFoundError, and ValueError for what is not a trial."""
+    data = read_json(trial_dir / "trial.json")
+    found: TrialSettings = from_json(TrialSettings, data["settings"])
+    return found
+
+
+def main(words: Sequence[str]) -> int:
+    """Run one rank; returns the program's exit code, and ends by the signal that ended it."""
+    if len(words) != 1:
+        print("usage: python -m baselines.drive TRIAL_DIR", file=sys.stderr)
+        return 2
+    trial_dir, rank = Path(words[0]), int(os.environ.get("RANK", "0"))
+    settings = settings_of(trial_dir)
+    method: Upstream = importlib.import_module(read_json(trial_dir / "trial.json")["method"]).METHOD
+    place = method.place
+    if (reason := place.condition())[0] != "installed":  # on this host; the plan looked at another
+        _write_error(trial_dir, rank, "refused", f"{method.system} is {reason[0]}; {reason[1]}")
+        return 1
+    rendered = method.render(settings, trial_dir, place)
+    for path, content in rendered.files.items():  # by every rank, since hosts may not share the directory
+        written = write_atomic(trial_dir / path, content)
+        if content.startswith("#!"):
+            written.chmod(0o755)
+    if rank == 0:
+        write_json(trial_dir / RAN_FILE, to_json(_ran(place, rendered, trial_dir)))
+    code = _run(method, settings, rendered, trial_dir, rank)
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to take away
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)  # the launcher tells a kill from a failure
+    return code
+
+
+def _run(method: Upstream, settings: TrialSettings, rendered: Rendered, trial_dir: Path, rank: int) -> int:
+    """The program to its end. Its output goes where this process's goes, which is the rank's log."""
+    sys.stdout.flush()
+    process = subprocess.Popen(
+        rendered.command,
+        cwd=rendered.folder or trial_dir,
+        env=foreign_environment(os.environ, rendered.environment, [trial_dir / "bin", method.place.python.parent]),
+        stdin=subprocess.DEVNULL,
+    )
+    log = trial_dir / LOGS / f"rank{rank}.log"
+    with open(trial_dir / PROGRESS_FILE, "a", encoding="utf-8") as progress:
+        told = 0
+        while True:
+            try:
+                code = process.wait(_LOOK_SECONDS)
+            except subprocess.TimeoutExpired:
+                told = _tell(method, settings, log, progress, told)
+                continue
+            _tell(method, settings, log, progress, told)
+            break
+    if code and (found := _OUT_OF_MEMORY.search(_text(log))):
+        _write_error(trial_dir, rank, "oom", " ".join(found[0].split())[:_REASON_CHARACTERS])
+    return code
+
+
+def _tell(method: Upstream, settings: TrialSettings, log: Path, progress: IO[str], told: int) -> int:
+    """Add the steps that were printed since the last call to progress.jsonl; returns how many have been told."""
+    printed = method.parse(_text(log))
+    seconds = seconds_of(printed, settings)
+    for index in range(told, len(seconds)):
+        line = {"step": index + 1, "of": method.steps(settings), "seconds": seconds[index]}
+        if index < len(printed.loss):
+            line["loss"] = printed.loss[index]
+        progress.write(json.dumps(line) + "\n")
+    progress.flush()
+    return max(told, len(seconds))
+
+
+def _text(log: Path) -> str:
+    try:
+        return log.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # started by hand, with another log
+        return ""
+
+
+def _ran(place: Place, rendered: Rendered, trial_dir: Path) -> Ran:
+    """What is started, without paths of this machine."""
+    pinned, state = place.pinned, place.state()
+    names = {str(trial_dir): "TRIAL_DIR", str(place.folder): "UPSTREAM", str(Path(__file__).parent): "BASELINES"}
+
+    def portable(text: str) -> str:
+        for path, name in names.items():
+            text = text.replace(path, name)
+        return text
+
+    return Ran(
+        flavour=place.flavour,
+        pin=pinned.digest,
+        commit=pinned.checkout.commit if pinned.checkout else "",
+        command=[portable(word) for word in rendered.command],
+        environment={name: portable(value) for name, value in rendered.environment.items()},
+        device=_device(),
+        packages={"python": state.python, "torch": state.torch, "cuda": state.cuda or "none", **state.packages}
+        if state
+        else {},
+    )
+
+
+def _device() -> str:
+    """The GPU's name, cpu where there is none."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "cpu"
+    names = done.stdout.splitlines()
+    return names[0].strip() if done.returncode == 0 and names else "cpu"
+
+
+def _write_error(trial_dir: Path, rank: int, kind: str, reason: str) -> None:
+    write_json(trial_dir / "errors" / f"rank{rank}.json", {"kind": kind, "reason": reason})
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,137 @@
+"""Install one flavour of a system as its pin says, from the network or from a folder; begun work is gone on with.
+
+Steps: source, files of the packages, environment, packages, comparison with the pin; the state file is written last.
+What an earlier, cut-off installation fetched is compared with the pin and kept. Its environment is made anew: nobody
+knows how far pip had come.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from baselines.checkout import write_source
+from baselines.install.bundle import Given, opened
+from baselines.install.interpreter import (
+    Interpreter,
+    clean_environment,
+    look_at,
+    make_environment,
+    this_interpreter,
+)
+from baselines.install.packages import fetch, install, install_folder
+from baselines.install.places import STATE_FILE, Installed, Place, locked
+from baselines.install.verify import Verdict, verify
+from cluster.files.errors import UsageError
+from engine.measurement import write_json
+from engine.plain_json import to_json
+
+_PREPARE_SECONDS = 3600.0
+
+Say = Callable[[str], None]
+
+
+def install_system(
+    place: Place, *, python: Path | None = None, given: Path | None = None, anew: bool = False, say: Say = print
+) -> Verdict:
+    """Make the installation, or finish it. One that is whole and of this pin is only compared with it.
+
+    `python` provides Python and torch (default: the one that runs this); `given` is a folder or archive that `bundle`
+    made, or a folder with wheels and clones: no network is used then. `anew` removes what is there first.
+
+    Raises UsageError for what a user can mend; the installation then counts as half-finished.
+    """
+    pinned = place.pinned
+    with locked(place):
+        condition, sentence = place.condition()
+        if condition == "installed" and not anew:
+            verdict = verify(place)
+            if not verdict.problems:
+                say(f"{place.system} ({place.flavour}) is installed: {sentence}")
+                return verdict
+            say(f"{place.system} ({place.flavour}) is broken ({verdict.problems[0]}) and is made anew")
+        elif condition == "half-finished":
+            say(f"{place.system} ({place.flavour}): an earlier installation was cut off; going on with it")
+        interpreter = look_at(python or this_interpreter(), pinned.provided)
+        if (reason := interpreter.unsupported_reason(pinned)) is not None:
+            raise UsageError(f"{place.system} ({place.flavour}) cannot be installed: {reason}")
+        if anew and place.folder.exists():
+            shutil.rmtree(place.folder)
+        check_space(place.folder, pinned.disk_mib)
+        place.folder.mkdir(parents=True, exist_ok=True)
+        (place.folder / STATE_FILE).unlink(missing_ok=True)
+        with opened(given, place.folder) as files:
+            _build(place, interpreter, files, say)
+        verdict = verify(place)
+        if verdict.problems:
+            raise UsageError(
+                f"{place.system} ({place.flavour}) was installed and is not as its pin says: {verdict.problems[0]}; "
+                f"correct that, then {place.install_command} --anew"
+            )
+        state = Installed(
+            pin=pinned.digest,
+            python=verdict.python,
+            torch=verdict.torch,
+            cuda=verdict.cuda,
+            packages=verdict.packages,
+            finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        write_json(place.folder / STATE_FILE, to_json(state))
+        say(f"{place.system} ({place.flavour}) is installed: Python {state.python}, torch {state.torch}")
+        return verdict
+
+
+def _build(place: Place, interpreter: Interpreter, given: Given, say: Say) -> None:
+    pinned, wheels = place.pinned, place.folder / "wheels"
+    if pinned.checkout is not None:
+        say(f"  source: {pinned.checkout.repository} at {pinned.checkout.commit[:12]}")
+        write_source(pinned.checkout, place.folder, given.repositories)
+    packages = {**pinned.build, **pinned.packages}
+    if packages:
+        say(f"  packages: {len(packages)} files")
+        fetch(packages, wheels, interpreter.path, given.wheels)
+    for part in ("env", "borrowed"):
+        shutil.rmtree(place.folder / part, ignore_errors=True)
+    say(f"  environment: Python {interpreter.python}, with torch {interpreter.torch} of {interpreter.path}")
+    make_environment(interpreter, place.folder)
+    install(pinned.build, wheels, place.python, pinned.environment)
+    install(pinned.packages, wheels, place.python, pinned.environment)
+    for path in pinned.folders:
+        say(f"  {path}: built and installed")
+        install_folder(place.source / path, place.folder, place.python, pinned.environment)
+    if pinned.prepare:
+        say("  compiling what it compiles when first used")
+        _prepare(place)
+    shutil.rmtree(wheels, ignore_errors=True)
+
+
+def _prepare(place: Place) -> None:
+    """Run the pin's own step. A compilation that was killed has left a lock, which the next one would wait on for
+    ever."""
+    shutil.rmtree(place.extensions, ignore_errors=True)
+    log = place.folder / "prepare.log"
+    path = f"{place.python.parent}:{os.environ.get('PATH', os.defpath)}"
+    environment = clean_environment() | place.environment | {"PATH": path}
+    with open(log, "w", encoding="utf-8") as file:
+        command = [str(place.python), "-c", place.pinned.prepare]
+        try:
+            code = subprocess.run(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=_PREPARE_SECONDS,
+                check=False, cwd=place.folder,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise UsageError(f"{place.system} did not compile within {_PREPARE_SECONDS:g} s; see {log}") from None
+    if code:
+        raise UsageError(f"{place.system} could not compile what it needs (exit code {code}); see {log}")
+
+
+def check_space(folder: Path, needed_mib: int) -> None:
+    """Raises UsageError where the disk of `folder`, or of its nearest parent, has less free space."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free >> 20
+    if free < needed_mib:
+        raise UsageError(f"{there} has {free:,} MiB free, and this needs {needed_mib:,} MiB; make room")

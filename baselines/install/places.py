@@ -1,0 +1,139 @@
+"""Where an installation lies, in which state it is, and the lock that keeps two programs from making it at once.
+
+`baselines/<system>/upstream/<flavour>/` has `source` (the checkout), `wheels` (pip's files), `env` (the virtual
+environment), `borrowed` (links to torch) and, written last, `installed.json`. Without that file an installation is
+half-finished; with one of another pin it is outdated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from baselines.pin import FOLDER, Flavour, FlavourName, Pin, load_pin
+from cluster.files.errors import UsageError
+from cluster.files.filesystem import try_lock
+from engine.plain_json import from_json, read_json
+
+UPSTREAM, STATE_FILE = "upstream", "installed.json"
+Condition = Literal["installed", "not installed", "half-finished", "outdated", "broken"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Installed:
+    """`installed.json`: the pin that was followed, and what was found around it."""
+
+    pin: str  # digest of the flavour
+    python: str
+    torch: str
+    cuda: str  # of torch; "" for a build without
+    packages: dict[str, str] = field(default_factory=dict)  # name -> version, of all that pip installed
+    finished_at: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """One flavour of one system, installed or not."""
+
+    system: str  # its folder below baselines/
+    flavour: FlavourName
+    base: Path = FOLDER  # folder of the systems
+
+    @property
+    def folder(self) -> Path:
+        return self.base / self.system / UPSTREAM / self.flavour
+
+    @property
+    def source(self) -> Path:
+        return self.folder / "source"
+
+    @property
+    def python(self) -> Path:
+        """The interpreter of its environment."""
+        return self.folder / "env" / "bin" / "python"
+
+    @property
+    def extensions(self) -> Path:
+        """Where torch compiles extensions for it: no other system shares its locks."""
+        return self.folder / "extensions"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that it runs with: those of the pin, and its folder of extensions."""
+        return {**self.pinned.environment, "TORCH_EXTENSIONS_DIR": str(self.extensions)}
+
+    @property
+    def pin(self) -> Pin:
+        return load_pin(self.system, self.base)
+
+    @property
+    def pinned(self) -> Flavour:
+        return self.pin.flavour(self.flavour)
+
+    @property
+    def install_command(self) -> str:
+        """The line that a user types."""
+        return f"burst baselines install {self.system} --flavour {self.flavour}"
+
+    def state(self) -> Installed | None:
+        """What `installed.json` says; None where there is none. Raises ValueError for one that cannot be read."""
+        try:
+            found: Installed = from_json(Installed, read_json(self.folder / STATE_FILE))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ValueError(f"{STATE_FILE}: {error.strerror}") from error
+        return found
+
+    def condition(self) -> tuple[Condition, str]:
+        """Its state, and one sentence; looks at a few files and runs nothing (`verify` compares all of it)."""
+        try:
+            state = self.state()
+        except ValueError as error:
+            return "broken", f"{STATE_FILE} cannot be read ({error}); install it anew: {self.install_command} --anew"
+        if state is None:
+            if self.folder.is_dir() and any(self.folder.iterdir()):
+                return "half-finished", f"an installation was cut off; finish it: {self.install_command}"
+            return "not installed", f"install it: {self.install_command}"
+        if state.pin != self.pinned.digest:
+            return "outdated", f"the pin has changed since; install it again: {self.install_command}"
+        if not self.python.exists():
+            return "broken", f"its interpreter is gone; install it anew: {self.install_command} --anew"
+        return "installed", f"Python {state.python}, torch {state.torch}"
+
+
+def places(system: str | None = None, base: Path = FOLDER) -> list[Place]:
+    """Every flavour of every pinned system, or of one. Raises UsageError for an unknown one."""
+    from baselines.pin import pinned_systems
+
+    systems = pinned_systems(base) if system is None else [system]
+    return [
+        Place(system=name, flavour=flavour, base=base) for name in systems for flavour in load_pin(name, base).flavours
+    ]
+
+
+@contextlib.contextmanager
+def locked(place: Place) -> Iterator[None]:
+    """Hold a place against other installations; the kernel drops the lock when its holder ends.
+
+    Raises UsageError when another program holds it.
+    """
+    place.folder.parent.mkdir(parents=True, exist_ok=True)
+    path = place.folder.with_suffix(".lock")
+    with open(path, "a+", encoding="utf-8") as file:
+        if try_lock(file) is False:
+            file.seek(0)
+            holder = file.read().strip() or "another program"
+            raise UsageError(f"{place.system} ({place.flavour}) is being installed by {holder}; wait for it")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)

@@ -1,0 +1,129 @@
+"""Megatron-LM as its authors ship it: its own pretrain_gpt.py, with context and tensor parallelism.
+
+The release runs from the wheel of megatron-core, its program from a checkout of the release branch. The paper's copy
+runs with the options of the artifact's scripts, which keep neither attention nor any other activation.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baselines.install.places import Place
+from baselines.megatron_log import parse_iterations
+from baselines.upstream import Printed, Rendered, Upstream, arguments
+from engine.attention.geometry.layout import split_unsupported_reason
+
+if TYPE_CHECKING:
+    from engine.settings import Checkpoint, TrialSettings
+
+_COMMON = """
+--num-layers {model.layers} --hidden-size {model.hidden} --ffn-hidden-size {model.ffn}
+--num-attention-heads {model.heads} --kv-channels {model.head_dim}
+--normalization RMSNorm --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
+--attention-dropout 0 --hidden-dropout 0 --seq-length {seq_len} --max-position-embeddings {seq_len}
+--tokenizer-type NullTokenizer --vocab-size {vocab} --make-vocab-size-divisible-by {multiple} --mock-data
+--no-create-attention-mask-in-dataloader --num-workers 1
+--micro-batch-size {batch_size} --global-batch-size {global_batch} --train-iters {steps} --eval-iters 0
+--eval-interval 1000 --bf16 --use-distributed-optimizer --lr {lr:g} --clip-grad 1.0 --weight-decay 0.1
+--adam-beta1 0.9 --adam-beta2 0.95 --seed {seed} --context-parallel-size {cp_size}
+--tensor-model-parallel-size {tp_size}
+--pipeline-model-parallel-size 1 --transformer-impl transformer_engine --log-interval 1 --log-throughput
+"""
+# The release draws its loss from a fused kernel, checks nothing that the others do not, and reports memory every step.
+_RELEASE = """
+--norm-epsilon {model.norm_eps:g} --rotary-base {rope_base} --lr-decay-style constant --attention-backend auto
+--cross-entropy-loss-fusion --cross-entropy-fusion-impl native --no-check-for-nan-in-loss-and-grad --rerun-mode disabled
+--manual-gc --manual-gc-interval 100 --no-gradient-accumulation-fusion --log-memory-interval 1 --timing-log-level 0
+--distributed-timeout-minutes 5
+"""
+# As in the artifact's multi.sh, the barriers of its timers included.
+_ARTIFACT = """
+--use-rotary-position-embeddings --lr-decay-style cosine --min-lr {min_lr:g} --init-method-std 0.006
+--use-flash-attn --timing-log-level 2 --causal --causal-tflops --method megatron-cp --log-file {log_file}
+"""
+_FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers {every}"
+_SELECTIVE = "--recompute-granularity selective --recompute-modules mlp layernorm"
+_NO_MAKE = "bin/make"
+
+
+class MegatronLM(Upstream):
+    """GPT training. Recomputation: none (`checkpoint.every: 0`), of whole layers (`tail: 0`), or of all but
+    attention."""
+
+    name = "megatron_lm_upstream"
+    package = "megatron_lm"
+    system = "Megatron-LM"
+    source = "github.com/NVIDIA/Megatron-LM"
+    honours = ("optimizer_offload",)
+    warmup = 2  # its timer counts the first iteration again in what it prints for the second
+    most_tp = 8
+    repeats_batches = True
+
+    def own_reason(self, settings: TrialSettings) -> str | None:
+        model, tp_size = settings.model, settings.tp_size
+        for label, heads in (("query", model.heads), ("KV", model.kv_heads)):
+            if heads % tp_size:
+                return (
+                    f"{self.name} splits {label} heads over tp_size, found {heads} heads of model {model.name} and "
+                    f"tp_size {tp_size}; choose a tp_size that divides {heads}"
+                )
+        if recompute(settings.checkpoint) is None:
+            return (
+                f"{self.name} recomputes nothing, whole layers, or all but attention, found checkpoint.every "
+                f"{settings.checkpoint.every} and tail {settings.checkpoint.tail:g}; set every to 0, or tail to 0, or "
+                "every and tail to 1"
+            )
+        return split_unsupported_reason("zigzag", settings.seq_len, settings.cp_size)
+
+    def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
+        model, release = settings.model, place.flavour == "current"
+        multiple = 128 * settings.tp_size if model.vocab % (128 * settings.tp_size) == 0 else settings.tp_size
+        options = _COMMON + (_RELEASE if release else _ARTIFACT)
+        if model.kv_heads != model.heads:
+            options += f" --group-query-attention --num-query-groups {model.kv_heads}"
+        options += " --swiglu" if model.gated else ""
+        options += " --qk-layernorm" if model.qk_norm else ""
+        options += " --sequence-parallel" if settings.tp_size > 1 or not release else ""
+        if settings.optimizer_offload:
+            options += " --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer"
+        options += " " + (recompute(settings.checkpoint, release=release) or "")
+        words = arguments(
+            options,
+            model=model,
+            seq_len=settings.seq_len,
+            vocab=model.vocab - 1,  # it adds a token for the end of a document
+            multiple=multiple,
+            batch_size=settings.batch_size,
+            global_batch=settings.batch_size * settings.dp_size * settings.gradient_accumulation,
+            steps=self.steps(settings),
+            lr=settings.learning_rate,
+            min_lr=settings.learning_rate / 10,
+            seed=settings.seed + 1,  # it takes none below 1
+            cp_size=settings.cp_size,
+            tp_size=settings.tp_size,
+            rope_base=int(model.rope_base),
+            every=settings.checkpoint.every,
+            log_file=trial_dir / "megatron.txt",
+        )
+        # Its start-up calls `make` for helpers that the wheel has compiled already, in a folder without a Makefile.
+        return Rendered(
+            command=(str(place.python), "-u", str(place.source / place.pinned.entry), *words),
+            environment={**place.environment, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+            files={_NO_MAKE: "#!/bin/sh\nexit 0\n"} if release else {},
+        )
+
+    def parse(self, output: str) -> Printed:
+        return parse_iterations(output)
+
+
+def recompute(checkpoint: Checkpoint, release: bool = True) -> str | None:
+    """Its options for the engine's checkpointing, None where it has none that do the same."""
+    if checkpoint.every == 0:
+        return ""
+    if checkpoint.tail == 0 or not release:
+        return _FULL
+    return _SELECTIVE if checkpoint.every == 1 and checkpoint.tail == 1 else None
+
+
+METHOD = MegatronLM()

@@ -1,0 +1,75 @@
+"""Run by torchtitan's interpreter: registers the trial's Llama and random tokens, then runs torchtitan's own trainer.
+
+`python train_torchtitan.py REQUEST.json TORCHTITAN-OPTIONS...`, one process per rank, with torchrun's variables.
+"""
+
+import dataclasses
+import json
+import sys
+
+sys.path[:1] = []  # the folder of this program
+
+import torch  # noqa: E402
+
+
+def ffn_multiplier(hidden, ffn):
+    """What torchtitan multiplies its own size of the MLP, 8/3 of hidden, with, and rounds up to a multiple of."""
+    own = int(2 * 4 * hidden / 3)
+    return ffn / own if int(ffn / own * own) == ffn else (ffn + 0.5) / own
+
+
+def register(request):
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.models.llama3 import TransformerModelArgs, get_train_spec
+    from torchtitan.protocols.train_spec import register_train_spec
+
+    class RandomTokens(BaseDataLoader):
+        """Whole sequences; every rank of a data-parallel group draws its own."""
+
+        def __init__(self, dp_rank=0, **_):
+            self.generator = torch.Generator().manual_seed(request["seed"] * 4096 + dp_rank)
+
+        def __iter__(self):
+            shape = (request["batch_size"], request["seq_len"] + 1)
+            while True:
+                drawn = torch.randint(0, request["vocab"], shape, generator=self.generator)
+                yield {"input": drawn[:, :-1].contiguous()}, drawn[:, 1:].contiguous()
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state_dict):
+            pass
+
+    shape = TransformerModelArgs(
+        dim=request["hidden"],
+        n_layers=request["layers"],
+        n_heads=request["heads"],
+        n_kv_heads=request["kv_heads"],
+        vocab_size=request["vocab"],
+        multiple_of=1,
+        ffn_dim_multiplier=ffn_multiplier(request["hidden"], request["ffn"]),
+        norm_eps=request["norm_eps"],
+        rope_theta=request["rope_base"],
+    )
+    spec = get_train_spec()
+    register_train_spec(
+        "burst_harness",
+        dataclasses.replace(
+            spec, model_args={"trial": shape}, build_dataloader_fn=RandomTokens, build_tokenizer_fn=None
+        ),
+    )
+
+
+def main():
+    with open(sys.argv[1], encoding="utf-8") as file:
+        register(json.load(file))
+    from torchtitan.config import ConfigManager
+    from torchtitan.train import Trainer
+    from torchtitan.train import main as train
+
+    ConfigManager.parse_args.__defaults__ = (sys.argv[2:],)  # it keeps the arguments of the time it was imported
+    train(Trainer)
+
+
+main()

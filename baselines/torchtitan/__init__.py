@@ -1,0 +1,108 @@
+"""torchtitan as its authors ship it: its trainer with FSDP2 and torch's context parallelism on its Llama 3."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baselines.called import REQUEST_FILE, training_request
+from baselines.install.places import Place
+from baselines.programs import PROGRAMS
+from baselines.upstream import Printed, Rendered, Upstream, arguments
+from engine.attention.geometry.layout import split_unsupported_reason
+
+if TYPE_CHECKING:
+    from engine.settings import Checkpoint, TrialSettings
+
+_OPTIONS = """
+--model.name burst_harness --model.flavor trial --training.seq_len {seq_len} --training.local_batch_size {batch_size}
+--training.steps {steps} --optimizer.lr {lr:g} --lr_scheduler.warmup_steps 1 --metrics.log_freq 1
+--metrics.disable_color_printing --job.dump_folder {folder} --parallelism.context_parallel_degree {cp_size}
+--parallelism.tensor_parallel_degree {tp_size} --debug.seed {seed} --compile.enable
+--activation_checkpoint.mode {checkpoint}
+"""
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_STEP = re.compile(
+    r"step: *\d+  loss: *(\S+)  grad_norm: *(\S+)  memory: *([\d.]+)GiB\([\d.]+%\)  tps: ([\d,]+)  tflops: ([\d,.]+)"
+    r"  mfu: (\S+)%"
+)
+
+
+class TorchTitan(Upstream):
+    """Llama 3 training on random tokens; blocks and loss are compiled."""
+
+    name = "torchtitan_upstream"
+    package = "torchtitan"
+    system = "torchtitan"
+    source = "github.com/pytorch/torchtitan"
+    warmup = 2  # compilation
+    most_tp = 8
+
+    def own_reason(self, settings: TrialSettings) -> str | None:
+        model = settings.model
+        if model.heads * model.head_dim != model.hidden or not model.gated or model.qk_norm:
+            return (
+                f"{self.name} trains Llama 3, whose heads add up to hidden, and {model.name} is another; choose a Llama"
+            )
+        if settings.tp_size > 1 and (model.heads % settings.tp_size or model.kv_heads % settings.tp_size):
+            return (
+                f"{self.name} splits heads over tp_size, found {model.heads} heads, {model.kv_heads} KV heads and "
+                f"tp_size {settings.tp_size}; choose a tp_size that divides both"
+            )
+        if mode(settings.checkpoint) is None:
+            return (
+                f"{self.name} recomputes nothing, each layer, or what costs little (selective, op), found "
+                f"checkpoint.every {settings.checkpoint.every} and tail {settings.checkpoint.tail:g}; set 0 or 1"
+            )
+        return split_unsupported_reason("zigzag", settings.seq_len, settings.cp_size)
+
+    def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
+        words = arguments(
+            _OPTIONS,
+            seq_len=settings.seq_len,
+            batch_size=settings.batch_size,
+            steps=self.steps(settings),
+            lr=settings.learning_rate,
+            folder=trial_dir / "torchtitan",
+            cp_size=settings.cp_size,
+            tp_size=settings.tp_size,
+            seed=settings.seed,
+            checkpoint=mode(settings.checkpoint),
+        )
+        words = tuple(part for word in words for part in word.split(";"))
+        program = (str(place.python), "-u", str(PROGRAMS / "train_torchtitan.py"), str(trial_dir / REQUEST_FILE))
+        return Rendered(
+            command=(*program, *words),
+            environment=place.environment,
+            files={REQUEST_FILE: json.dumps(training_request(settings, self.steps(settings)), indent=1) + "\n"},
+        )
+
+    def parse(self, output: str) -> Printed:
+        steps = _STEP.findall(_COLOUR.sub("", output))
+        last = steps[-1] if steps else ()
+        return Printed(
+            tokens_per_gpu_per_second=[float(one[3].replace(",", "")) for one in steps],
+            loss=[float(one[0]) for one in steps],
+            grad_norm=[float(one[1]) for one in steps],
+            # What it prints as memory is the peak reserved.
+            peak_reserved_bytes=[int(max(float(one[2]) for one in steps) * 2**30)] if steps else [],
+            own={
+                name: float(value.replace(",", ""))
+                for name, value in zip(("tps", "tflops", "mfu"), last[3:], strict=False)
+            },
+        )
+
+
+def mode(checkpoint: Checkpoint) -> str | None:
+    """Its options for the engine's checkpointing, joined by semicolons; None where it has none."""
+    if checkpoint.every == 0:
+        return "none"
+    if checkpoint.every == 1 and checkpoint.tail == 0:
+        return "full"
+    whole = checkpoint.every == 1 and checkpoint.tail == 1
+    return "selective;--activation_checkpoint.selective_ac_option;op" if whole else None
+
+
+METHOD = TorchTitan()

@@ -1,0 +1,251 @@
+"""Methods that run a compared system as its authors ship it: a foreign program in an environment of its own.
+
+An adapter says which settings the system cannot run (`refuse`), writes the command, environment and files of one trial
+(`render`), reads what the program printed (`parse`) and compares an installation with its pin (`verify`). The launcher
+starts `baselines.drive` for each rank, which starts the program. Throughput follows from our formula and the step times
+that the system printed; its own figures stay beside them, in `extra`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from baselines.install.places import Place
+from engine.measurement import Measurement
+from engine.plain_json import from_json, read_json
+
+if TYPE_CHECKING:
+    from baselines.install.verify import Verdict
+    from engine.settings import Task, TrialSettings
+
+RAN_FILE = "upstream.json"
+LOGS = "logs"
+# Settings of the engine that no foreign program has: each keeps its default.
+_ENGINE_ONLY: Mapping[str, Any] = {
+    "layout": "auto",
+    "schedule": "auto",
+    "backward": "auto",
+    "kernel": "auto",
+    "exchange": "auto",
+    "grad_comm_dtype": "fp32",
+    "deterministic": False,
+    "lm_head_fusion": True,
+    "loss_kernel": "own",
+    "z_loss": 0.0,
+    "projection_tiles": 1,
+    "mlp_tiles": 1,
+    "optimizer_offload": False,
+    "sharding": "full",
+    "emulate_nodes": 1,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendered:
+    """One rank's program of a trial. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are added, as torchrun
+    does."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)  # over the launcher's
+    files: Mapping[str, str] = field(default_factory=dict)  # path below the trial's -> content; bin/ is on its PATH
+    folder: str = ""  # working directory; "" is the trial's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Printed:
+    """What a program printed, one entry per step where the system prints each step; the first are its warm-up."""
+
+    step_seconds: Sequence[float] = ()
+    tokens_per_gpu_per_second: Sequence[float] = ()  # in the place of seconds, where it prints speeds alone
+    forward_seconds: Sequence[float] = ()
+    loss: Sequence[float] = ()
+    grad_norm: Sequence[float] = ()
+    peak_allocated_bytes: Sequence[int] = ()  # of ranks that print it
+    peak_reserved_bytes: Sequence[int] = ()
+    own: Mapping[str, Any] = field(default_factory=dict)  # its own throughput, TFLOP/s and memory, as it calls them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ran:
+    """`upstream.json`: what `baselines.drive` started, and on which device."""
+
+    flavour: str
+    pin: str  # digest of the flavour
+    commit: str  # of the checkout; "" where there is none
+    command: list[str]
+    environment: dict[str, str]
+    device: str
+    packages: dict[str, str] = field(default_factory=dict)
+
+
+class Upstream:
+    """The common part of all adapters."""
+
+    name: str  # <system>_upstream
+    package: str  # folder of its pin
+    system: str
+    source: str
+    tasks: tuple[Task, ...] = ("train",)
+    dtypes: tuple[str, ...] = ("bf16",)
+    masks: tuple[str, ...] = ("causal",)
+    honours: tuple[str, ...] = ()  # of the settings that only the engine has otherwise
+    warmup = 0  # steps whose printed times are not those of one step; run beside the trial's own warm-up
+    most_tp = 1  # tensor-parallel ranks
+    repeats_batches = False  # whether it takes several micro-batches per step
+
+    def refuse(self, settings: TrialSettings) -> str | None:
+        """Pure: why no installation can run this trial, or None."""
+        return self.common_reason(settings) or self.own_reason(settings)
+
+    def own_reason(self, settings: TrialSettings) -> str | None:
+        """What the system itself cannot run; adapters replace this."""
+        return None
+
+    def common_reason(self, settings: TrialSettings) -> str | None:
+        """Settings that are the engine's, and what the adapter does not offer."""
+        for name, (found, known) in {
+            "task": (settings.task, self.tasks),
+            "dtype": (settings.dtype, self.dtypes),
+            "mask": (settings.mask, self.masks),
+        }.items():
+            if found not in known:
+                return f"{self.name} runs {name} {' or '.join(known)}, found {found}; set {name} to one it runs"
+        for name, default in _ENGINE_ONLY.items():
+            if name not in self.honours and (found := getattr(settings, name)) != default:
+                return f"{self.name} has no choice of {name}, found {found}; set {name} to {_word(default)}"
+        if settings.task == "train" and settings.checkpoint.offload != "none":
+            return f"{self.name} keeps what it saves on the GPU; set checkpoint.offload to none"
+        for name, default in (("whole_layers", 0), ("mlp", 1.0), ("replay", "hold")):
+            if settings.task == "train" and (found := getattr(settings.checkpoint, name)) != default:
+                return f"{self.name} has no choice of checkpoint.{name}, found {found}; set it to {_word(default)}"
+        if settings.steps.warmup_seq_len:
+            return f"{self.name} trains on one length; set steps.warmup_seq_len to 0"
+        if settings.tp_size > self.most_tp:
+            return f"{self.name} runs with tp_size up to {self.most_tp}, found {settings.tp_size}; set tp_size lower"
+        if settings.gradient_accumulation > 1 and not self.repeats_batches:
+            return (
+                f"{self.name} runs one batch per step, found gradient_accumulation {settings.gradient_accumulation}; "
+                "set it to 1"
+            )
+        return None
+
+    @property
+    def places(self) -> list[Place]:
+        """Its installations, the preferred one first: a release before the paper's copy."""
+        pinned = Place(system=self.package, flavour="current").pin
+        return [Place(system=self.package, flavour=flavour) for flavour in reversed(pinned.flavours)]
+
+    @property
+    def place(self) -> Place:
+        """The installation that runs: the first whole one, else the preferred one."""
+        return next((place for place in self.places if place.condition()[0] == "installed"), self.places[0])
+
+    def unavailable(self, device: str) -> str | None:
+        """Why this machine, whose ranks use `device`, cannot run it, or None; what installs it is named."""
+        pinned = self.place.pinned
+        if device not in pinned.devices:
+            needs = "GPUs, and this machine has none" if device == "cpu" else "CPU ranks, and those here use GPUs"
+            return f"{self.system} needs {needs}; run it on another machine"
+        condition, sentence = self.place.condition()
+        return None if condition == "installed" else f"{self.system} is {condition}; {sentence}"
+
+    def verify(self, place: Place) -> Verdict:
+        """Whether the installation is the pinned system, unchanged."""
+        from baselines.install.verify import verify
+
+        return verify(place)
+
+    def command(self, trial_dir: Path) -> list[str]:
+        return [sys.executable, "-m", "baselines.drive", str(trial_dir)]
+
+    def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
+        """The system's own command for one rank of a trial. Pure."""
+        raise NotImplementedError
+
+    def parse(self, output: str) -> Printed:
+        """What the program printed on one rank. Pure."""
+        raise NotImplementedError
+
+    def steps(self, settings: TrialSettings) -> int:
+        """Steps that the program runs in all."""
+        return max(settings.steps.warmup, self.warmup) + settings.steps.measured
+
+    def read(self, trial_dir: Path) -> Measurement:
+        """The measurement of a finished trial: that of the rank which printed the most steps.
+
+        Raises FileNotFoundError when nothing was started, ValueError when fewer steps were printed than were to be.
+        """
+        from baselines.drive import settings_of
+
+        settings = settings_of(trial_dir)
+        ran: Ran = from_json(Ran, read_json(trial_dir / RAN_FILE))
+        printed = [self.parse(text) for text in outputs(trial_dir)]
+        best = max(printed, key=lambda each: len(seconds_of(each, settings)), default=Printed())
+        seconds, measured = seconds_of(best, settings), settings.steps.measured
+        if len(seconds) < self.steps(settings):
+            raise ValueError(f"{self.system} printed {len(seconds)} steps, expected {self.steps(settings)}")
+        for label, values in (("seconds", seconds), ("loss", best.loss), ("grad_norm", best.grad_norm)):
+            if (wrong := next((each for each in values if not math.isfinite(each)), None)) is not None:
+                raise ValueError(f"{self.system} printed {label} {wrong}, expected a finite number")
+        return Measurement(
+            step_seconds=seconds[-measured:],
+            forward_seconds=list(best.forward_seconds[-measured:]),
+            loss=list(best.loss),
+            grad_norm=list(best.grad_norm),
+            peak_allocated_bytes=_all(each.peak_allocated_bytes for each in printed),
+            peak_reserved_bytes=_all(each.peak_reserved_bytes for each in printed),
+            device=ran.device,
+            software=dict(ran.packages),
+            data={"origin": f"tokens that {self.system} makes or reads by itself"} if settings.task == "train" else {},
+            extra={
+                "upstream": {
+                    "flavour": ran.flavour,
+                    "pin": ran.pin,
+                    "commit": ran.commit,
+                    "command": ran.command,
+                    "environment": ran.environment,
+                    "printed": dict(best.own),
+                }
+            },
+        )
+
+
+def seconds_of(printed: Printed, settings: TrialSettings) -> list[float]:
+    """Seconds of each printed step, from its tokens per second where the system prints those."""
+    tokens = settings.seq_len * settings.batch_size * settings.dp_size * settings.gradient_accumulation
+    speeds = printed.tokens_per_gpu_per_second
+    return list(printed.step_seconds) or [tokens / settings.world_size / speed for speed in speeds if speed > 0]
+
+
+def outputs(trial_dir: Path) -> list[str]:
+    """What each rank printed, rank 0 first."""
+    paths = sorted((trial_dir / LOGS).glob("rank*.log"), key=lambda path: int(path.stem.removeprefix("rank") or 0))
+    return [path.read_text(encoding="utf-8", errors="replace") for path in paths]
+
+
+def arguments(text: str, **values: object) -> tuple[str, ...]:
+    """Words of a command as one writes them in a shell, over several lines, `{name}` filled in from `values`."""
+    return tuple(word.format(**values) for word in text.split())
+
+
+def foreign_environment(given: Mapping[str, str], own: Mapping[str, str], programs: Sequence[Path]) -> dict[str, str]:
+    """A rank's environment without what leads Python to packages of ours, with the system's own variables, and with
+    folders of programs that come first."""
+    dropped = {"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV"}
+    kept = {name: value for name, value in given.items() if name not in dropped}
+    path = ":".join([*map(str, programs), given.get("PATH", os.defpath)])
+    return kept | {"PYTHONNOUSERSITE": "1", "PATH": path} | dict(own)
+
+
+def _all(parts: Iterable[Sequence[int]]) -> list[int]:
+    return [value for part in parts for value in part]
+
+
+def _word(value: object) -> str:
+    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)

@@ -1,0 +1,162 @@
+"""`burst baselines list | install | check | bundle`: the real compared systems, each in an environment of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from baselines.install.places import Place
+
+ALL_WELL, NOT_ALL = 0, 1
+
+
+class Baselines:
+    help = "install the real compared systems, unmodified, and compare what is installed with its pin"
+    forwards = False
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        actions = parser.add_subparsers(dest="action", required=True, metavar="list|install|check|bundle")
+        listing = actions.add_parser("list", help="every system and flavour, its licence, and whether it is installed")
+        listing.add_argument("--json", action="store_true", help="one JSON list instead of a table")
+        install = actions.add_parser("install", help="fetch a system as its pin says, and make its environment")
+        _add_place(install)
+        install.add_argument(
+            "--python", type=Path, metavar="PATH", help="interpreter that has the torch it needs (default: burst's own)"
+        )
+        install.add_argument(
+            "--from", type=Path, dest="given", metavar="DIR",
+            help="a bundle, or a folder with wheels and clones, instead of the network",
+        )  # fmt: skip
+        install.add_argument("--anew", action="store_true", help="remove what is installed first")
+        check = actions.add_parser("check", help="compare installed systems with their pins; 1 when one differs")
+        check.add_argument("systems", nargs="*", metavar="SYSTEM", help="default: all that are installed")
+        check.add_argument("--json", action="store_true", help="one JSON list instead of a table")
+        bundle = actions.add_parser("bundle", help="pack what an installation needs, for nodes without a network")
+        _add_place(bundle)
+        bundle.add_argument("--out", type=Path, required=True, metavar="FILE.tar", help="the archive to write")
+        bundle.add_argument(
+            "--python",
+            type=Path,
+            metavar="PATH",
+            help="interpreter whose version the wheels are for (default: burst's own)",
+        )
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        if arguments.action == "list":
+            return _list(as_json=arguments.json)
+        if arguments.action == "check":
+            return _check(arguments.systems, as_json=arguments.json)
+        place = _place(arguments)
+        if arguments.action == "install":
+            from baselines.install.build import install_system
+
+            install_system(place, python=arguments.python, given=arguments.given, anew=arguments.anew)
+            return ALL_WELL
+        from baselines.install.bundle import make_bundle
+
+        make_bundle(place, arguments.out, python=arguments.python)
+        print(f"{arguments.out}: {arguments.out.stat().st_size / 2**20:.1f} MiB")
+        print(f"Next, on the other machine: {place.install_command} --from {arguments.out.name}")
+        return ALL_WELL
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
+    from baselines.pin import FLAVOURS
+
+    parser.add_argument("system", metavar="SYSTEM", help="a name that burst baselines list shows")
+    parser.add_argument("--flavour", choices=FLAVOURS, help="paper or current (default: current, where there is one)")
+
+
+def _place(arguments: argparse.Namespace) -> Place:
+    """The place that a command line names. Raises UsageError for a system or flavour that is not pinned."""
+    from baselines.install.places import Place
+    from baselines.pin import load_pin
+
+    pin = load_pin(arguments.system)
+    flavour = arguments.flavour or pin.flavours[-1]
+    pin.flavour(flavour)
+    return Place(system=arguments.system, flavour=flavour)
+
+
+def _list(*, as_json: bool) -> int:
+    from baselines.install.places import places
+
+    rows = []
+    for place in places():
+        pin, pinned = place.pin, place.pinned
+        condition, sentence = place.condition()
+        rows.append(
+            {
+                "system": place.system,
+                "flavour": place.flavour,
+                "name": pin.system,
+                "what": _what(place),
+                "runs on": " and ".join("GPU" if device == "cuda" else "CPU" for device in pinned.devices),
+                "needs": f"Python {pinned.python}, torch {pinned.torch}",
+                "licence": pin.licence,
+                "home": pin.home,
+                "state": condition,
+                "sentence": sentence,
+                "note": pinned.note,
+            }
+        )
+    _show(rows, ["system", "flavour", "what", "runs on", "needs", "state"], as_json=as_json)
+    return ALL_WELL
+
+
+def _what(place: Place) -> str:
+    """The release or commit, in a few words."""
+    pinned = place.pinned
+    if pinned.checkout is not None:
+        where = "" if pinned.checkout.subtree == "." else f" of {pinned.checkout.repository.rpartition('/')[2]}"
+        return f"{pinned.checkout.commit[:12]}{where}"
+    return next(iter(pinned.packages)).replace("==", " ")
+
+
+def _check(systems: Sequence[str], *, as_json: bool) -> int:
+    from baselines.install.places import places
+    from baselines.install.verify import verify
+
+    chosen = [place for system in systems for place in places(system)] if systems else places()
+    rows = []
+    for place in chosen:
+        condition, sentence = place.condition()
+        if condition == "not installed" and not systems:
+            continue
+        if condition == "installed":
+            verdict = verify(place)
+            if verdict.problems:
+                condition = "broken"
+                more = f" and {len(verdict.problems) - 1} more" if len(verdict.problems) > 1 else ""
+                sentence = f"{verdict.problems[0]}{more}; install it anew: {place.install_command} --anew"
+        rows.append({"system": place.system, "flavour": place.flavour, "state": condition, "what was found": sentence})
+    if not rows:
+        print("no compared system is installed; burst baselines list shows them")
+        return ALL_WELL
+    _show(rows, ["system", "flavour", "state", "what was found"], as_json=as_json)
+    return ALL_WELL if all(row["state"] in ("installed", "not installed") for row in rows) else NOT_ALL
+
+
+def _show(rows: list[dict[str, str]], columns: list[str], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from harness.base.terminal import print_table, stdout_console
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(row[name]) for name in columns))
+    print_table(stdout_console(), table)
+
+
+COMMAND = Baselines()

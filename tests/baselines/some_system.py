@@ -1,0 +1,58 @@
+"""A compared system of the tests: installed in the folder that SOME_SYSTEMS names, and no copy of any real one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from baselines.called import UpstreamAttention
+from baselines.install.places import Place
+from baselines.upstream import Rendered
+from engine.settings import TrialSettings
+
+# One rank's program: what it says is what it was started with, and its seed decides how it ends.
+PROGRAM = """
+import json, os, signal, sys
+seed, steps, rank = int(sys.argv[1]), int(sys.argv[2]), int(os.environ["RANK"])
+print("rank", rank, "of", os.environ["WORLD_SIZE"], "PYTHONPATH", os.environ.get("PYTHONPATH"), flush=True)
+print("waits at", os.environ["MASTER_ADDR"], bool(int(os.environ["MASTER_PORT"])), os.environ["OWN"], flush=True)
+for step in range(steps if seed != 3 else 1):
+    if rank == 0:
+        print("UPSTREAM " + json.dumps({"step": step + 1, "seconds": 0.5 + step, "forward_seconds": 0.25}), flush=True)
+if seed == 1 and rank == 1:
+    sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1 GiB")
+if seed == 2 and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if seed == 4 and rank == 1:
+    sys.exit("RuntimeError: as planned")
+"""
+WELL, OUT_OF_MEMORY, KILLED, FEW_STEPS, RAISES = range(5)  # seeds
+
+
+class SomeSystem(UpstreamAttention):
+    """Attention by name alone: the program prints steps."""
+
+    name = "some_upstream"
+    package = "some"
+    system = "Some"
+    source = "the tests"
+
+    @property
+    def places(self) -> list[Place]:
+        return [Place(system=self.package, flavour="current", base=Path(os.environ["SOME_SYSTEMS"]))]
+
+    def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
+        return Rendered(
+            command=(
+                str(place.python),
+                "-u",
+                str(trial_dir / "some.py"),
+                str(settings.seed),
+                str(self.steps(settings)),
+            ),
+            environment={"OWN": "set"},
+            files={"some.py": PROGRAM},
+        )
+
+
+METHOD = SomeSystem()

@@ -1,0 +1,383 @@
+"""Adapters of foreign systems: their commands as whole strings, their logs by the systems' own formats, their refusals.
+
+test_upstream_run.py runs foreign programs for real.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baselines.drive import main as drive
+from baselines.install.places import Place
+from baselines.upstream import Upstream, foreign_environment
+from engine.measurement import write_json
+from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings, to_json
+from harness.machine.this_machine import Machine
+from harness.plan.matrix import unsupported_reason
+from harness.spec.methods import all_methods, method_named
+
+LAPTOP = Machine(hostname="laptop", device="cpu", cores=2, memory_gib=8)
+UPSTREAM = [name for name in all_methods() if name.endswith("_upstream")]
+SHAPE = ModelShape(
+    name="1b", layers=16, hidden=2048, ffn=8192, heads=16, kv_heads=16, head_dim=128, vocab=32000, rope_base=500000
+)
+WHOLE = Checkpoint(every=1, tail=0)
+
+
+def settings(method: str, **changes: Any) -> TrialSettings:
+    """A trial that the method runs."""
+    task = method_named(method).tasks[0]  # type: ignore[attr-defined]
+    values = {"task": task, "model": SHAPE, "seq_len": 16384, "checkpoint": WHOLE, "learning_rate": 1e-5}
+    return TrialSettings(method=method, **values | changes)
+
+
+def rendered(method: str, **changes: Any) -> tuple[str, dict[str, str], dict[str, str]]:
+    """Command, environment and files with the folders of this machine as names."""
+    found: Upstream = method_named(method)  # type: ignore[assignment]
+    place = found.places[0] if "flavour" not in changes else Place(system=found.package, flavour=changes.pop("flavour"))
+    made = found.render(settings(method, **changes), Path("/T"), place)
+
+    def named(text: str) -> str:
+        root = str(Path(__file__).parents[2] / "baselines")
+        return text.replace(str(place.folder), "UPSTREAM").replace(root, "BASELINES")
+
+    return (
+        named(" ".join(made.command)),
+        {name: named(value) for name, value in made.environment.items()},
+        {name: named(text) for name, text in made.files.items()},
+    )
+
+
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_a_system_is_pinned_and_names_itself(name: str) -> None:
+    method: Upstream = method_named(name)  # type: ignore[assignment]
+    assert name == f"{method.package}_upstream"
+    assert method.places[0].pin.flavours
+
+
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_its_own_trial_is_accepted_and_other_settings_are_refused_in_one_sentence(name: str) -> None:
+    method, steps = method_named(name), Steps(warmup=1, measured=1)
+    own = settings(name, steps=steps)
+    assert method.refuse(own) is None
+    for changes in (
+        {"task": "lm_head"}, {"dtype": "fp64"}, {"mask": "full"}, {"layout": "striped"}, {"backward": "query"},
+        {"kernel": "fa4"}, {"deterministic": True}, {"loss_kernel": "liger"}, {"tp_size": 16},
+    ):  # fmt: skip
+        reason = method.refuse(replace(own, **changes, world_size=0))
+        assert reason is not None, changes
+        assert "; " in reason
+        assert "\n" not in reason
+
+
+def test_parts_of_layers_that_only_the_engine_recomputes_are_refused() -> None:
+    own = settings("megatron_lm_upstream", checkpoint=Checkpoint(every=1, tail=0, whole_layers=1))
+    reason = method_named("megatron_lm_upstream").refuse(own)
+    assert reason == "megatron_lm_upstream has no choice of checkpoint.whole_layers, found 1; set it to 0"
+
+
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_a_plan_names_what_is_missing(name: str) -> None:
+    method: Upstream = method_named(name)  # type: ignore[assignment]
+    own = settings(
+        name, steps=Steps(warmup=1, measured=1), seq_len=1024, model=replace(SHAPE, layers=1, ffn=64, hidden=2048)
+    )
+    reason, place = unsupported_reason(own, LAPTOP), method.place
+    if "cpu" not in place.pinned.devices:
+        assert reason == f"{method.system} needs GPUs, and this machine has none; run it on another machine"
+    elif place.condition()[0] != "installed":
+        assert reason is not None
+        assert place.install_command in reason
+    missing = method.unavailable("cuda")
+    assert missing is None or f"burst baselines install {method.package} --flavour" in missing
+
+
+MEGATRON = (
+    "UPSTREAM/env/bin/python -u UPSTREAM/source/pretrain_gpt.py --num-layers 16 --hidden-size 2048 --ffn-hidden-size "
+    "8192 --num-attention-heads 16 --kv-channels 128 --normalization RMSNorm --disable-bias-linear "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+    "--seq-length 16384 --max-position-embeddings 16384 --tokenizer-type NullTokenizer --vocab-size 31999 "
+    "--make-vocab-size-divisible-by 128 --mock-data --no-create-attention-mask-in-dataloader --num-workers 1 "
+    "--micro-batch-size 1 --global-batch-size 1 --train-iters 5 --eval-iters 0 --eval-interval 1000 --bf16 "
+    "--use-distributed-optimizer --lr 1e-05 --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 "
+    "--seed 1 --context-parallel-size {cp} --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
+    "--transformer-impl transformer_engine --log-interval 1 --log-throughput "
+)
+
+
+def test_the_command_of_megatron_lm() -> None:
+    command, environment, files = rendered("megatron_lm_upstream", cp_size=2)
+    assert command == MEGATRON.format(cp=2) + (
+        "--norm-epsilon 1e-05 --rotary-base 500000 --lr-decay-style constant --attention-backend auto "
+        "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native --no-check-for-nan-in-loss-and-grad "
+        "--rerun-mode disabled --manual-gc --manual-gc-interval 100 --no-gradient-accumulation-fusion "
+        "--log-memory-interval 1 --timing-log-level 0 --distributed-timeout-minutes 5 --swiglu "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    )
+    assert environment == {
+        "NVTE_FRAMEWORK": "pytorch", "TORCH_EXTENSIONS_DIR": "UPSTREAM/extensions", "CUDA_DEVICE_MAX_CONNECTIONS": "1"
+    }  # fmt: skip
+    assert files == {"bin/make": "#!/bin/sh\nexit 0\n"}
+
+
+def test_the_papers_megatron_lm_runs_with_the_options_of_the_artifact() -> None:
+    command, _, files = rendered("megatron_lm_upstream", cp_size=8, flavour="paper")
+    assert command == MEGATRON.format(cp=8) + (
+        "--use-rotary-position-embeddings --lr-decay-style cosine --min-lr 1e-06 --init-method-std 0.006 "
+        "--use-flash-attn --timing-log-level 2 --causal --causal-tflops --method megatron-cp --log-file "
+        "/T/megatron.txt --swiglu --sequence-parallel --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1"
+    )
+    assert files == {}
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "expected"),
+    [
+        (Checkpoint(every=0), ""),
+        (Checkpoint(), "--recompute-granularity selective --recompute-modules mlp layernorm"),
+        (
+            Checkpoint(every=4, tail=0),
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4",
+        ),
+    ],
+)
+def test_megatron_lm_recomputes_what_the_settings_say(checkpoint: Checkpoint, expected: str) -> None:
+    command, _, _ = rendered("megatron_lm_upstream", checkpoint=checkpoint)
+    assert command.partition("--swiglu")[2].strip() == expected
+    half = settings("megatron_lm_upstream", checkpoint=Checkpoint(tail=0.5))
+    assert "found checkpoint.every 1 and tail 0.5" in str(method_named("megatron_lm_upstream").refuse(half))
+
+
+def test_the_command_of_megatron_deepspeed() -> None:
+    command, environment, files = rendered("megatron_deepspeed_upstream", cp_size=8, optimizer_offload=True)
+    words = command.split()
+    assert words[:3] == ["UPSTREAM/env/bin/python", "-u", "UPSTREAM/source/pretrain_gpt.py"]
+    assert " --no-pipeline-parallel --ds-sequence-parallel-size 8 " in command
+    assert " --fp16 " in command
+    assert command.endswith(
+        "--use-flash-attn-v2 --zero-reduce-scatter --log-interval 1 --timing-log-level 0 --deepspeed "
+        "--deepspeed_config /T/ds_config.json --zero-stage 3 --checkpoint-activations "
+        "--deepspeed-activation-checkpointing --cpu-optimizer"
+    )
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    config = json.loads(files["ds_config.json"])
+    assert config["zero_optimization"]["zero_hpz_partition_size"] == 8
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True, "ratio": 0.8}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("double_ring", "head_size=1, context_size=32, window_size=8"),
+        ("usp", "head_size=4, context_size=8, window_size=8"),
+    ],
+)
+def test_internevo_is_configured_as_in_the_artifact(schedule: str, expected: str) -> None:
+    command, environment, files = rendered("internevo_upstream", cp_size=32, schedule=schedule)
+    assert command == ("UPSTREAM/env/bin/python -u UPSTREAM/source/train.py --config /T/internevo_config.py --seed 0")
+    assert environment["LOG_FILE"] == "/T/internevo.txt"
+    config: dict[str, Any] = {}
+    exec(files["internevo_config.py"], config)
+    assert expected in files["internevo_config.py"]
+    assert config["data"]["total_steps"] == 4
+    assert config["parallel"]["weight"] == {"size": 32, "overlap": True, "memory_pool": False}
+
+
+def test_the_command_of_the_artifacts_burstengine() -> None:
+    steps = Steps(warmup=1, measured=1)
+    command, _, files = rendered("burst_engine_upstream", cp_size=8, optimizer_offload=True, steps=steps)
+    folder = "UPSTREAM/source/BurstEngine/apps/llama"
+    assert command == (
+        f"UPSTREAM/env/bin/python -u {folder}/pretrain_llama_hug_tokenizer.py --model-config /T/config.json "
+        f"--vocab {folder}/config/70b/vocab.txt --tokenizer-path UPSTREAM/source/llama-7b/ "
+        f"--dataset {folder}/datasets/_dock.json --train-iters 400000 --lr 1e-05 --inspect-iters 100 --warmup-iters "
+        "2000 --lr-decay-style noam --weight-decay 0.1 --clip-grad 1.0 --loss-scale 1048576 --start-step 1 --bf16 "
+        "--batch-size 1 --max-length 16384 --tp 8 --sp burst --flash cuda --spzero --ckpt --offload"
+    )
+    assert json.loads(files["config.json"])["dim_ff"] == 8192
+    three = settings("burst_engine_upstream", steps=Steps(warmup=1, measured=2))
+    assert "ends by itself after printing 2 steps" in str(method_named("burst_engine_upstream").refuse(three))
+
+
+def test_the_command_of_torchtitan() -> None:
+    command, _, files = rendered("torchtitan_upstream", cp_size=2, checkpoint=Checkpoint())
+    assert command == (
+        "UPSTREAM/env/bin/python -u BASELINES/programs/train_torchtitan.py /T/attention.json --model.name "
+        "burst_harness --model.flavor trial --training.seq_len 16384 --training.local_batch_size 1 --training.steps 5 "
+        "--optimizer.lr 1e-05 --lr_scheduler.warmup_steps 1 --metrics.log_freq 1 --metrics.disable_color_printing "
+        "--job.dump_folder /T/torchtitan --parallelism.context_parallel_degree 2 --parallelism.tensor_parallel_degree "
+        "1 --debug.seed 0 --compile.enable --activation_checkpoint.mode selective "
+        "--activation_checkpoint.selective_ac_option op"
+    )
+    assert json.loads(files["attention.json"])["ffn"] == 8192
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "expected"),
+    [
+        ("deepspeed_upstream", {"task": "attention"}, {"heads": 16, "cp_size": 4, "steps": 4}),
+        ("yunchang_upstream", {"schedule": "ulysses"}, {"head_ranks": 4}),
+        ("yunchang_upstream", {"schedule": "ring"}, {"head_ranks": 1}),
+        ("loongtrain_upstream", {}, {"window": 2, "source": "UPSTREAM/source"}),
+        ("ring_flash_attn_upstream", {}, {"call": "BASELINES/ring_flash_attn/call.py"}),
+        ("transformer_engine_upstream", {}, {"seq_len": 16384}),
+        ("burst_attention_upstream", {}, {"dtype": "bf16"}),
+    ],
+)
+def test_attention_functions_are_called_by_one_program(
+    method: str, changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    command, _, files = rendered(method, cp_size=4, **changes)
+    assert command == "UPSTREAM/env/bin/python -u BASELINES/programs/attention.py /T/attention.json"
+    assert expected.items() <= json.loads(files["attention.json"]).items()
+
+
+def test_the_requests_of_transformers_trainers() -> None:
+    command, _, files = rendered("deepspeed_upstream", task="train", cp_size=2, mlp_tiles=4, optimizer_offload=True)
+    assert command == "UPSTREAM/env/bin/python -u BASELINES/programs/train_transformers.py /T/attention.json"
+    request = json.loads(files["attention.json"])
+    assert (request["engine"], request["loss_tiles"], request["mlp_tiles"]) == ("deepspeed", 2, 4)
+    assert request["deepspeed"]["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    _, _, files = rendered("trl_upstream")
+    assert json.loads(files["attention.json"])["engine"] == "trl"
+
+
+HEAD = (
+    " [2026-01-01 00:00:00.000000] iteration {:8d}/{:8d} | consumed samples: {:12d} | "
+    "elapsed time per iteration (ms): {:.1f} | "
+)
+END = "lm loss: {:.6E} | loss scale: {:.1f} | grad norm: {:.3f} | number of skipped iterations: {:3d} |"
+
+
+def megatron_line(step: int, milliseconds: float, tokens: str = "") -> str:
+    speed = f"throughput per GPU (TFLOP/s/GPU): {378.7:.1f} | "
+    return HEAD.format(step, 3, step, milliseconds) + speed + tokens + END.format(5.39693, 1.0, 18.805, 0) + "\n"
+
+
+def test_lines_of_megatron_lm() -> None:
+    memory = "[Rank 0] (after 3 iterations) memory (MB) | allocated: 1.00 | max allocated: 69158.79 | reserved: 2.00 | max reserved: 85708.00\n"  # noqa: E501
+    text = "Theoretical memory footprints: weight and optimizer=19531.16 MB\n"
+    text += "".join(megatron_line(step, 11143.7 + step) + memory for step in (1, 2, 3))
+    printed = method_named("megatron_lm_upstream").parse(text)  # type: ignore[attr-defined]
+    assert printed.step_seconds == pytest.approx([11.1447, 11.1457, 11.1467])
+    assert printed.loss == [5.39693] * 3
+    assert printed.grad_norm == [18.805] * 3
+    assert printed.peak_allocated_bytes == [int(69158.79 * 2**20)]
+    assert printed.own == {"throughput per GPU (TFLOP/s/GPU)": 378.7}
+
+
+def test_lines_of_the_artifacts_megatron_lm_and_of_megatron_deepspeed() -> None:
+    text = megatron_line(1, 250.0, f"Token per GPU (Tokens/s/GPU): {4096.25:.1f} | ")
+    printed = method_named("megatron_lm_upstream").parse(text)  # type: ignore[attr-defined]
+    assert printed.own["Token per GPU (Tokens/s/GPU)"] == 4096.2
+    tail = (
+        f" samples per second: {0.25:.3f} | tokens per gpu per second (tgs): {1024.5:.3f} | TFLOPs: {150.25:.2f} |"
+        f" Max Mem: {61.44:.2f} GB |"
+    )
+    text = HEAD.format(1, 3, 1, 250.0) + END.format(5.5, 1.0, 2.0, 0) + tail
+    printed = method_named("megatron_deepspeed_upstream").parse(text)  # type: ignore[attr-defined]
+    assert (list(printed.step_seconds), list(printed.loss)) == ([0.25], [5.5])
+    assert printed.own == {
+        "samples per second": 0.25, "tokens per gpu per second (tgs)": 1024.5, "TFLOPs": 150.25, "Max Mem": 61.44
+    }  # fmt: skip
+
+
+def test_lines_of_internevo() -> None:
+    infos = {
+        "tflops": 151.25, "step": 0, "loss": 11.25, "real_tgs": 1000.0, "tgs (tokens/gpu/second)": 2048.0,
+        "tgs/last_tgs_1": 2040.5, "tgs/tgs_all": 1000.1, "lr": 1e-05, "loss_scale": 65536.0, "grad_norm": 3.5,
+        "num_consumed_tokens": 16384, "fwd_bwd_time": 7.5, "bwd_time": 5.1,
+    }  # fmt: skip
+    line = "".join(f"{key}={value} " for key, value in infos.items())
+    printed = method_named("internevo_upstream").parse(f"2026-01-01 INFO pipeline.py:860 in record -- {line}\n")  # type: ignore[attr-defined]
+    assert printed.tokens_per_gpu_per_second == [2048.0]
+    assert (printed.loss, printed.grad_norm) == ([11.25], [3.5])
+    assert printed.own["fwd_bwd_time"] == 7.5  # without the optimizer, so no time of a step
+
+
+def test_lines_of_the_artifacts_burstengine() -> None:
+    line = "|mem_train_allocated: {:.4f} |mem_train_reserved: {:.4f} | train: {:.4f} | tflops: {:.2f} | toks: {:.2f} |"
+    text = f"loss {10.5:.4f} grad_norm {2.25:.4f}\n" + line.format(40.5, 44.25, 12.5, 180.5, 300.25) + "\n"
+    printed = method_named("burst_engine_upstream").parse(text)  # type: ignore[attr-defined]
+    assert (printed.step_seconds, printed.loss, printed.grad_norm) == ([12.5], [10.5], [2.25])
+    assert printed.own["toks"] == 300.25
+
+
+def test_lines_of_torchtitan_in_colour() -> None:
+    line = "step: {:2}  loss: {:8.5f}  grad_norm: {:7.4f}  memory: {:5.2f}GiB({:.2f}%)  tps: {:,}  tflops: {:,.2f}  mfu: {:.2f}%"  # noqa: E501
+    values = (10.8626, 0.7016, 24.04, 17.2, 48694, 1626.98, 63.4)
+    text = "".join(
+        f"[titan] 2026-01-01 - root - INFO - \x1b[31m{line.format(step, *values)}\x1b[39m\n" for step in (1, 2)
+    )
+    printed = method_named("torchtitan_upstream").parse(text)  # type: ignore[attr-defined]
+    assert printed.tokens_per_gpu_per_second == [48694.0, 48694.0]
+    assert (printed.loss, printed.grad_norm) == ([10.8626] * 2, [0.7016] * 2)
+    assert printed.peak_reserved_bytes == [int(24.04 * 2**30)]
+    assert printed.own == {"tps": 48694.0, "tflops": 1626.98, "mfu": 63.4}
+
+
+def finished(trial_dir: Path, trial: TrialSettings, *logs: str) -> Path:
+    """What a trial leaves: its settings, what was started, and a log of each rank."""
+    ran = {"flavour": "current", "pin": "ab", "commit": "", "command": ["x"], "environment": {}, "device": "a GPU"}
+    write_json(trial_dir / "trial.json", {"settings": to_json(trial), "method": "baselines.megatron_lm"})
+    write_json(trial_dir / "upstream.json", ran)
+    (trial_dir / "logs").mkdir()
+    for rank, text in enumerate(logs):
+        (trial_dir / "logs" / f"rank{rank}.log").write_text(text)
+    return trial_dir
+
+
+def test_a_measurement_holds_raw_steps_and_the_systems_own_print_beside_them(tmp_path: Path) -> None:
+    trial = settings("megatron_lm_upstream", cp_size=2, steps=Steps(warmup=1, measured=2))
+    lines = [megatron_line(step, 1000.0 * step) for step in (1, 2, 3, 4)]
+    finished(tmp_path, trial, "nothing\n", "".join(lines))  # the last rank prints
+    found = method_named("megatron_lm_upstream").read(tmp_path)
+    assert found.step_seconds == [3.0, 4.0]  # after two of warm-up, since its second time is an average
+    assert len(found.loss) == 4
+    assert found.device == "a GPU"
+    assert found.extra["upstream"]["printed"] == {"throughput per GPU (TFLOP/s/GPU)": 378.7}
+
+
+def test_steps_of_a_system_that_prints_speeds_follow_from_the_tokens(tmp_path: Path) -> None:
+    line = "step: 1  loss: 1.0  grad_norm: 1.0  memory: 1.0GiB(1.0%)  tps: 4,096  tflops: 1.0  mfu: 1.0%\n"
+    trial = settings("torchtitan_upstream", cp_size=2, steps=Steps(warmup=0, measured=1))
+    assert method_named("torchtitan_upstream").read(finished(tmp_path, trial, 3 * line)).step_seconds == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (megatron_line(1, 1.0), "printed 1 steps, expected 3"),
+        (3 * megatron_line(1, 1.0).replace("5.396930E+00", "nan"), "printed loss nan, expected a finite number"),
+    ],
+)
+def test_a_log_that_is_no_measurement_is_refused(tmp_path: Path, text: str, expected: str) -> None:
+    trial = settings("megatron_lm_upstream", steps=Steps(warmup=0, measured=1))
+    with pytest.raises(ValueError, match=expected):
+        method_named("megatron_lm_upstream").read(finished(tmp_path, trial, text))
+
+
+def test_a_foreign_program_sees_its_own_packages_alone() -> None:
+    given = {"PATH": "/usr/bin", "PYTHONPATH": "/ours", "VIRTUAL_ENV": "/ours", "NCCL_IB_HCA": "mlx5_0", "A": "1"}
+    assert foreign_environment(given, {"A": "2"}, [Path("/T/bin"), Path("/U/bin")]) == {
+        "PATH": "/T/bin:/U/bin:/usr/bin", "NCCL_IB_HCA": "mlx5_0", "A": "2", "PYTHONNOUSERSITE": "1"
+    }  # fmt: skip
+
+
+def test_a_system_that_is_gone_on_a_host_is_refused_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = method_named("internevo_upstream").place  # type: ignore[attr-defined]
+    if place.condition()[0] == "installed":
+        pytest.skip("InternEvo is installed here")
+    trial = {"settings": to_json(settings("internevo_upstream")), "method": "baselines.internevo"}
+    write_json(tmp_path / "trial.json", trial)
+    monkeypatch.setenv("RANK", "3")
+    assert drive([str(tmp_path)]) == 1
+    error = json.loads((tmp_path / "errors" / "rank3.json").read_text())
+    assert error["kind"] == "refused"
+    assert "burst baselines install internevo --flavour paper" in error["reason"]

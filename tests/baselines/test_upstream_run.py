@@ -1,0 +1,159 @@
+"""Trials of foreign programs, from the launcher to the record: a small program of the tests, and DeepSpeed itself where
+it is installed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from baselines.install.places import Installed, Place
+from engine.measurement import write_json
+from engine.plain_json import to_json
+from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
+from harness.launch.supervisor import LocalLauncher, Patience, Supervisor
+from harness.machine.this_machine import Machine
+from harness.plan.matrix import unsupported_reason
+from harness.records.record import Record, read_records
+from harness.run.attempt import Host
+from harness.run.experiment import run_experiment
+from harness.run.progress import PlainView
+from harness.spec.trial import Trial
+from tests.baselines import some_system
+
+SHAPE = ModelShape(name="small", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+HERE = Machine(hostname="here", device="cpu", cores=2, memory_gib=8.0)
+
+
+@pytest.fixture(scope="module")
+def systems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("systems")
+
+
+@pytest.fixture(scope="module")
+def launcher(systems: Path) -> Iterator[LocalLauncher]:
+    given = {**os.environ, **ENVIRONMENT, "SOME_SYSTEMS": str(systems)}
+    launcher = LocalLauncher(Supervisor(given, patience=Patience(failure=1.5, terminate=0.5, poll=0.02)))
+    yield launcher
+    launcher.close()
+
+
+def settings(method: str, **changes: Any) -> TrialSettings:
+    values = {"task": "attention", "model": SHAPE, "seq_len": 64, "cp_size": 2, "steps": Steps(warmup=1, measured=2)}
+    return TrialSettings(method=method, **values | changes)
+
+
+def record_of(launcher: LocalLauncher, run_dir: Path, trial: TrialSettings) -> tuple[Record, Path]:
+    """The trial's record and directory, after a run of it alone."""
+    alone = Trial(experiment="exp", title="E", settings=trial, deadline_seconds=240, share_ranks=True)
+    host = Host(machine=HERE, launcher=launcher, environment=ENVIRONMENT, commit="abc")
+    run_experiment("exp", [alone], host, run_dir, view=PlainView(Console(quiet=True)), say=lambda _: None)
+    [record] = read_records(run_dir)
+    return record, run_dir / "trials" / alone.id
+
+
+@pytest.fixture
+def some(systems: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """An installation of the tests' system: this Python."""
+    monkeypatch.setenv("SOME_SYSTEMS", str(systems))
+    monkeypatch.setattr("harness.run.attempt.method_module", lambda _: some_system.__name__)
+    monkeypatch.setattr("harness.run.attempt.method_named", lambda _: some_system.METHOD)
+    pin = {
+        "system": "Some", "licence": "MIT", "home": "https://example.invalid",
+        "current": {
+            "python": "3.10-3.99", "torch": "2.0-2.99", "cuda": "12.0-13.9", "devices": ["cpu"],
+            "packages": {"some==1": "0" * 64},
+        },
+    }  # fmt: skip
+    (systems / "some").mkdir(exist_ok=True)
+    (systems / "some" / "pin.yaml").write_text(yaml.safe_dump(pin))
+    [place] = some_system.METHOD.places
+    place.python.parent.mkdir(parents=True, exist_ok=True)
+    place.python.unlink(missing_ok=True)
+    place.python.symlink_to(sys.executable)
+    state = Installed(pin=place.pinned.digest, python="3.11.7", torch="2.13.0", cuda="", packages={"some": "1"})
+    write_json(place.folder / "installed.json", to_json(state))
+    return place
+
+
+def test_a_foreign_program_runs_as_ranks_of_the_launcher(some: Place, launcher: LocalLauncher, tmp_path: Path) -> None:
+    record, folder = record_of(launcher, tmp_path / "run", settings("some_upstream"))
+    assert (record.status, record.reason) == ("ok", "")
+    assert record.measurement is not None
+    assert record.measurement.step_seconds == [1.5, 2.5]  # after one of warm-up
+    assert record.measurement.forward_seconds == [0.25, 0.25]
+    for rank in (0, 1):
+        said = (folder / "logs" / f"rank{rank}.log").read_text()
+        assert f"rank {rank} of 2 PYTHONPATH None\n" in said
+        assert "waits at 127.0.0.1 True set\n" in said
+    upstream = record.measurement.extra["upstream"]
+    assert upstream["pin"] == some.pinned.digest
+    assert upstream["command"] == ["UPSTREAM/env/bin/python", "-u", "TRIAL_DIR/some.py", "0", "3"]
+    lines = [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["of"]) for line in lines] == [(1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("seed", "status", "expected"),
+    [
+        (some_system.OUT_OF_MEMORY, "oom", "CUDA out of memory. Tried to allocate 1 GiB"),
+        (some_system.KILLED, "failed", "rank 1 was killed"),
+        (some_system.FEW_STEPS, "failed", "Some printed 1 steps, expected 3"),
+        (some_system.RAISES, "failed", "RuntimeError: as planned"),
+    ],
+)
+def test_how_a_foreign_program_ends_is_what_its_record_says(
+    some: Place, launcher: LocalLauncher, tmp_path: Path, seed: int, status: str, expected: str
+) -> None:
+    record, _ = record_of(launcher, tmp_path / "run", settings("some_upstream", seed=seed))
+    assert record.status == status
+    assert expected in record.reason
+    assert record.measurement is None
+
+
+def needs_deepspeed(trial: TrialSettings) -> None:
+    """Skip where a plan would refuse the trial because DeepSpeed is missing; another refusal is a failure."""
+    condition, sentence = Place(system="deepspeed", flavour="current").condition()
+    if condition != "installed":
+        pytest.skip(f"DeepSpeed is {condition}; {sentence}")
+    assert unsupported_reason(trial, HERE) is None
+
+
+def test_deepspeeds_own_attention_runs_on_two_ranks(launcher: LocalLauncher, tmp_path: Path) -> None:
+    trial = settings("deepspeed_upstream", dtype="fp32")
+    needs_deepspeed(trial)
+    record, folder = record_of(launcher, tmp_path / "run", trial)
+    assert record.status == "ok", record.reason + (folder / "logs" / "rank0.log").read_text()
+    assert record.measurement is not None
+    assert len(record.measurement.step_seconds) == len(record.measurement.forward_seconds) == 2
+    assert min(record.measurement.step_seconds) > 0
+    assert record.measurement.software["deepspeed"] == "0.19.8"
+
+
+@pytest.mark.slow  # a model of transformers under ZeRO-3 takes half a minute to be imported and made
+def test_deepspeed_trains_with_its_own_sequence_parallelism_on_two_ranks(
+    launcher: LocalLauncher, tmp_path: Path
+) -> None:
+    trial = settings(
+        "deepspeed_upstream",
+        task="train",
+        dtype="bf16",
+        checkpoint=Checkpoint(every=1, tail=0),
+        learning_rate=1e-3,
+        mlp_tiles=2,
+    )
+    needs_deepspeed(trial)
+    record, folder = record_of(launcher, tmp_path / "run", trial)
+    assert record.status == "ok", record.reason + (folder / "logs" / "rank0.log").read_text()
+    assert record.measurement is not None
+    assert len(record.measurement.step_seconds) == 2
+    assert record.measurement.loss[0] == pytest.approx(math.log(SHAPE.vocab), rel=0.05)  # of random weights
