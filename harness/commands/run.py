@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from harness.report.run_records import RunRecords
 
 
+PRINTED_TRIALS = 500  # lines of the table at the end; a terminal keeps few more
+
+
 class Run:
     help = "run all trials of an experiment, then report; after Ctrl-C, --resume continues"
     forwards = False
@@ -116,7 +119,10 @@ def _report(records: RunRecords) -> None:
     from harness.report.page import terminal_table, write_report_of
 
     out, rows = stdout_console(), records.rows()
-    print_table(out, terminal_table(rows))
+    print_table(out, terminal_table(rows[:PRINTED_TRIALS]))
+    if len(rows) > PRINTED_TRIALS:
+        said = f"The first {PRINTED_TRIALS} of {len(rows)} trials; results.csv and the report have all of them."
+        out.print(said, markup=False, highlight=False, soft_wrap=True)
     path = write_report_of(records.records(), rows, records.run_dir)
     out.print(f"Report: {path}", markup=False, highlight=False, soft_wrap=True)
 

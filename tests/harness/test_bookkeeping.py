@@ -57,6 +57,22 @@ def test_a_resumed_run_of_finished_trials_reads_each_record_once(tmp_path, monke
     assert len(Path("run/results.csv").read_text().splitlines()) == 1 + len(trials)
 
 
+def test_a_terminal_gets_the_first_trials_of_many_and_is_told_where_all_are(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("harness.commands.run.PRINTED_TRIALS", 3)
+    Path("exp.yaml").write_text(EXPERIMENT.format(seeds="0"))
+    trials = plan(load_experiment("exp.yaml"), LAPTOP)
+    directory = RunDirectory(Path("run"))
+    for one in trials:
+        leave_record(directory, one)
+    directory.describe(experiment="exp", title="", trials=[], started_at="2026-01-02")
+    assert main(["run", "exp.yaml", "--out", "run", "--resume", "--launcher", "local"]) == 0
+    printed = capsys.readouterr().out
+    assert f"The first 3 of {len(trials)} trials; results.csv and the report have all of them." in printed
+    assert printed.count("attention") == 3
+    assert len(Path("run/results.csv").read_text().splitlines()) == 1 + len(trials)
+
+
 def test_finished_trials_are_added_to_what_was_read_and_results_are_written_at_the_end(tmp_path, opened):
     run = Runner(tmp_path / "run")
     trials = [trial(length) for length in (16, 32, 48, 64, 80)]
