@@ -1,8 +1,8 @@
 """Install one flavour of a system as its pin says, from the network or from a folder; begun work is gone on with.
 
 Steps: source, files of the packages, environment, packages, comparison with the pin; the state file is written last.
-What an earlier, cut-off installation fetched is compared with the pin and kept. Its environment is made anew: nobody
-knows how far pip had come.
+What an earlier, cut-off installation fetched is compared with the pin and kept. Its environment is made anew,
+because no file says how far pip had come.
 """
 
 from __future__ import annotations

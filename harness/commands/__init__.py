@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import pkgutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from cluster.node_arguments import add_host_key_arguments
+from harness.base.errors import UsageError
 
 
 class Command(Protocol):
@@ -40,6 +42,18 @@ def all_commands() -> dict[str, Command]:
 def command_line(arguments: argparse.Namespace) -> Sequence[str]:
     """The command line as typed, for messages that give the next command."""
     return ["burst", *arguments.typed]
+
+
+def parse_tolerance(text: str) -> float:
+    """`2%` or `0.02` as 0.02. Raises UsageError for what is no share from 0 to below 1."""
+    number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
+    try:
+        value = float(number) / (100 if percent else 1)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1:
+        raise UsageError(f"--tolerance {text}: expected a share from 0 to below 1, such as 2% or 0.02")
+    return value
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser, *, nodes_help: str) -> None:

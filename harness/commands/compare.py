@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.files.errors import shown
 from harness.base.errors import UsageError, nearest
+from harness.commands import parse_tolerance
 
 if TYPE_CHECKING:
     from harness.compare.pairs import Comparison
@@ -65,18 +65,6 @@ class Compare:
             )
             print("\n\n".join("\n".join(shown(line.replace("\n", " ")) for line in part) for part in parts))
         return REGRESSED if comparison.regressions else 0
-
-
-def parse_tolerance(text: str) -> float:
-    """`2%` or `0.02` as 0.02. Raises UsageError for what is no share from 0 to below 1."""
-    number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
-    try:
-        value = float(number) / (100 if percent else 1)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < 1:
-        raise UsageError(f"--tolerance {text}: expected a share from 0 to below 1, such as 2% or 0.02")
-    return value
 
 
 def _compared(arguments: argparse.Namespace) -> Comparison:

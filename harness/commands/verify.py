@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from cluster.files.errors import shown
-from harness.base.errors import UsageError
+from harness.commands import parse_tolerance
 
 
 class Verify:
@@ -35,7 +35,7 @@ class Verify:
         from harness.verify.unpacking import unpacked
         from harness.verify.verdict import verify
 
-        tolerance = _share(arguments.tolerance)
+        tolerance = parse_tolerance(arguments.tolerance)
         with contextlib.ExitStack() as stack:
 
             def folder(place: Path) -> Path:
@@ -49,17 +49,6 @@ class Verify:
             for line in lines(verdicts):
                 print(shown(line))
         return 0 if all(verdict.holds for verdict in verdicts) else 1
-
-
-def _share(text: str) -> float:
-    """5% or 0.05 as 0.05."""
-    try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise UsageError(f"--tolerance is {text!r}; expected a share from 0 to below 1, such as 5% or 0.05")
-    return value
 
 
 COMMAND = Verify()

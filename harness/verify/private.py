@@ -1,4 +1,4 @@
-"""What must not leave a machine with a record: secrets, and paths below somebody's home."""
+"""What must not leave a machine with a record: secrets, and paths below a user's home."""
 
 from __future__ import annotations
 

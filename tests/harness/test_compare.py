@@ -12,7 +12,7 @@ import pytest
 
 from engine.settings import Steps
 from harness.cli import main
-from harness.commands.compare import parse_tolerance
+from harness.commands import parse_tolerance
 from harness.compare.pairs import Comparison, compare
 from harness.compare.report import closing, heading, pair_lines, trial_names
 from harness.compare.sources import of_directory
