@@ -33,7 +33,7 @@ class Given:
 
 
 class _Repositories(dict[str, Path]):
-    """Finds the repository that holds a commit when it is asked for; refuses one that none holds."""
+    """Finds the repository that holds a commit, at the first use of that commit; refuses a commit that none holds."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()

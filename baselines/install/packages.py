@@ -24,7 +24,7 @@ _OWN = [
 def fetch(packages: Mapping[str, str], wheels: Path, python: Path, given: Path | None = None) -> None:
     """Put the pinned file of each package into `wheels`, for `python`, from `given` or from pip's index.
 
-    Files that are there are not fetched again. With `given` no index is asked. Raises UsageError.
+    Files that are there are not fetched again. With `given` no package index is contacted. Raises UsageError.
     """
     wheels.mkdir(parents=True, exist_ok=True)
     options = ["--no-deps", "--no-build-isolation", "--dest", str(wheels), "--find-links", str(wheels)]

@@ -3,7 +3,7 @@
 A plan needs the tiles of its own rank alone, but of all pairs which tokens they span and whether they share tokens.
 Pairs whose segments lie alike under the mask have equal tiles: a mask gives numbers that decide a pair's tiles
 (`pair_keys`), and the tiles are formed once per kind of pair. Packed documents make most pairs unlike each other, and
-answer from their boundaries (`pair_spans`). A mask with neither is asked pair by pair.
+answer from their boundaries (`pair_spans`). A mask with neither is evaluated pair by pair.
 """
 
 from __future__ import annotations

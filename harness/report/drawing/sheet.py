@@ -56,7 +56,7 @@ class Sheet(Figure):
 
 
 def in_both_forms(draw: Callable[[Form], Sheet]) -> Sheet:
-    """What `draw` makes for a screen; it is asked for the paper's form only where one is written."""
+    """The figure that `draw` makes for a screen; the paper's form is drawn only where it is written to a file."""
     sheet = draw(SCREEN)
     sheet.for_paper = lambda: draw(PAPER)
     return sheet
