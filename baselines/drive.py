@@ -18,9 +18,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from baselines.install.places import Place
+from baselines.tokens import write_tokens
 from baselines.upstream import LOGS, RAN_FILE, Ran, Rendered, Upstream, foreign_environment, seconds_of
 from engine.atomic import write_atomic
 from engine.measurement import PROGRESS_FILE, write_json
@@ -56,8 +57,11 @@ def main(words: Sequence[str]) -> int:
         written = write_atomic(trial_dir / path, content)
         if content.startswith("#!"):
             written.chmod(0o755)
+    data = {}
+    if settings.task == "train" and method.tokens:
+        data = write_tokens(settings, method.steps(settings), method.tokens, trial_dir)
     if rank == 0:
-        write_json(trial_dir / RAN_FILE, to_json(_ran(place, rendered, trial_dir)))
+        write_json(trial_dir / RAN_FILE, to_json(_ran(place, rendered, trial_dir, data)))
     code = _run(method, settings, rendered, trial_dir, rank)
     if code < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler to take away
@@ -111,7 +115,7 @@ def _text(log: Path) -> str:
         return ""
 
 
-def _ran(place: Place, rendered: Rendered, trial_dir: Path) -> Ran:
+def _ran(place: Place, rendered: Rendered, trial_dir: Path, data: dict[str, Any]) -> Ran:
     """What is started, without paths of this machine."""
     pinned, state = place.pinned, place.state()
     names = {str(trial_dir): "TRIAL_DIR", str(place.folder): "UPSTREAM", str(Path(__file__).parent): "BASELINES"}
@@ -131,6 +135,9 @@ def _ran(place: Place, rendered: Rendered, trial_dir: Path) -> Ran:
         packages={"python": state.python, "torch": state.torch, "cuda": state.cuda or "none", **state.packages}
         if state
         else {},
+        borrowed=state.borrowed if state else {},
+        builds=state.builds if state else {},
+        data=data,
     )
 
 

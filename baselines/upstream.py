@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baselines.install.places import Place
+from baselines.tokens import TokenFormat
 from engine.measurement import Measurement
 from engine.plain_json import from_json, read_json
 
@@ -82,6 +83,11 @@ class Ran:
     environment: dict[str, str]
     device: str
     packages: dict[str, str] = field(default_factory=dict)
+    borrowed: dict[str, str] = field(
+        default_factory=dict
+    )  # pinned packages that came from beside torch: name -> version
+    builds: dict[str, str] = field(default_factory=dict)  # pinned packages that are another build: name -> which
+    data: dict[str, Any] = field(default_factory=dict)  # origin of the tokens, where it trained on the engine's
 
 
 class Upstream:
@@ -98,6 +104,7 @@ class Upstream:
     warmup = 0  # steps whose printed times are not those of one step; run beside the trial's own warm-up
     most_tp = 1  # tensor-parallel ranks
     repeats_batches = False  # whether it takes several micro-batches per step
+    tokens: TokenFormat = ""  # in which form it reads the engine's tokens; without one it makes its own
 
     def refuse(self, settings: TrialSettings) -> str | None:
         """Pure: why no installation can run this trial, or None."""
@@ -202,7 +209,8 @@ class Upstream:
             peak_reserved_bytes=_all(each.peak_reserved_bytes for each in printed),
             device=ran.device,
             software=dict(ran.packages),
-            data={"origin": f"tokens that {self.system} makes or reads by itself"} if settings.task == "train" else {},
+            data=ran.data
+            or ({"origin": f"tokens that {self.system} makes or reads by itself"} if settings.task == "train" else {}),
             extra={
                 "upstream": {
                     "flavour": ran.flavour,
@@ -211,6 +219,8 @@ class Upstream:
                     "command": ran.command,
                     "environment": ran.environment,
                     "printed": dict(best.own),
+                    **({"borrowed": ran.borrowed} if ran.borrowed else {}),
+                    **({"builds": ran.builds} if ran.builds else {}),
                 }
             },
         )
