@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from engine.attention.context import ContextParallel
@@ -27,8 +26,8 @@ from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
 from engine.model import Decoder
 from engine.ops.ranges import OPTIMIZER, STEP
-from engine.optimizer import adamw
-from engine.parallelize import build_model, sum_across_nodes
+from engine.optimizer import adamw, clip_and_step
+from engine.parallelize import build_model, keeps_whole, sum_across_nodes
 from engine.recipe import Recipe
 from engine.settings import TrialSettings, vocabulary_unsupported_reason
 from engine.tasks.clock import StepClock
@@ -77,7 +76,13 @@ class TrainTask:
         self.cp: ContextParallel = context_parallel(settings, method, world)
         self.attend = RefusingAttention(method.attention(self.cp, settings))
         self.model, self._recompute = build_model(settings, self.attend, world.fsdp_mesh)
-        self.optimizer = adamw(self.model, settings.learning_rate, self.recipe, offload=settings.optimizer_offload)
+        self.optimizer = adamw(
+            self.model,
+            settings.learning_rate,
+            self.recipe,
+            offload=settings.optimizer_offload,
+            one_pass=keeps_whole(settings),
+        )
         self.cp.segments(settings.steps.warmup_seq_len or settings.seq_len)  # raises for a length that does not split
         self._clock = StepClock(world.device)
 
@@ -151,8 +156,7 @@ class TrainTask:
         with record_function(STEP):
             total = self.gradients(index)
             with record_function(OPTIMIZER):
-                norm = clip_gradients(self.model, self.recipe.max_grad_norm)
-                self.optimizer.step()
+                norm = clip_and_step(self.model, self.optimizer, self.recipe.max_grad_norm)
                 self.optimizer.zero_grad()
             forward_seconds, step_seconds = self._clock.stop()
 
@@ -212,8 +216,3 @@ class TrainTask:
         steps = self.settings.steps
         return (index < steps.warmup and steps.warmup_seq_len) or self.settings.seq_len
 
-
-def clip_gradients(model: Decoder, max_norm: float = 1.0) -> Tensor:
-    """Scale all gradients down to a global norm of `max_norm`; returns the norm before that, 0-dim. Collective."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
