@@ -42,7 +42,7 @@ class Batch:
 
     tokens_BL: Tensor
     positions_L: Tensor  # of the tokens in the whole sequence
-    labels_BL: Tensor
+    labels_BL: Tensor  # in host memory: the LM head asks on the host which of them count
     targets: Tensor  # how many labels count, over all ranks and micro-batches of the step; 0-dim
 
 
@@ -202,12 +202,17 @@ class TrainTask:
             self.store.batch(turn, number, micro_batches, settings.batch_size, seq_len)
             for number in range(micro_batches)
         ]
-        shards = [(self.cp.shard(tokens, dim=1), self.cp.shard(labels, dim=1).to(device)) for tokens, labels in whole]
-        targets = torch.stack([(labels_BL != IGNORE).sum() for _, labels_BL in shards]).sum()
+        shards = [(self.cp.shard(tokens, dim=1), self.cp.shard(labels, dim=1)) for tokens, labels in whole]
+        targets = to_device(torch.stack([(labels_BL != IGNORE).sum() for _, labels_BL in shards]).sum(), device)
         dist.all_reduce(targets)
-        positions_L = self.cp.positions(seq_len, device=device)
+        positions_L = to_device(self.cp.positions(seq_len), device)
         return [
-            Batch(tokens_BL=tokens_BL.to(device), positions_L=positions_L, labels_BL=labels_BL, targets=targets)
+            Batch(
+                tokens_BL=to_device(tokens_BL, device),
+                positions_L=positions_L,
+                labels_BL=page_locked(labels_BL, device),
+                targets=targets,
+            )
             for tokens_BL, labels_BL in shards
         ]
 
@@ -216,3 +221,12 @@ class TrainTask:
         steps = self.settings.steps
         return (index < steps.warmup and steps.warmup_seq_len) or self.settings.seq_len
 
+
+def page_locked(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor, of host memory, in memory that a GPU copies from while the host goes on; itself for a CPU."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device. The host does not wait for the copy, nor for work before it."""
+    return page_locked(tensor, device).to(device, non_blocking=True)
