@@ -43,6 +43,7 @@ _ENGINE_ONLY: Mapping[str, Any] = {
     "mlp_tiles": 1,
     "optimizer_offload": False,
     "sharding": "full",
+    "parameters": "auto",
     "emulate_nodes": 1,
 }
 
