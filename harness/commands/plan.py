@@ -8,12 +8,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from typing import TYPE_CHECKING
 
 from cluster.files.errors import shown
 from harness.base.errors import UsageError
 from harness.commands import add_cluster_arguments
 from harness.spec.experiment import add_experiment_arguments, chosen_experiment
 from harness.spec.repetition import Repetition
+
+if TYPE_CHECKING:
+    from harness.plan.forecast import Cost
 
 
 class Plan:
@@ -59,11 +63,25 @@ class Plan:
             print(json.dumps([row | rounds for row in rows], indent=1))
         else:
             _print_table(rows, where, experiment.repetition)
-            if hardware and (sentence := _too_large(rows, hardware.memory_gib)):
-                print(sentence)
+            if hardware:
+                from harness.plan.forecast import cost_of
+
+                runnable = [trial.settings for trial in trials if trial.unsupported_reason is None]
+                print(_cost(cost_of(runnable, hardware, rounds=experiment.repetition.rounds)))
+                if sentence := _too_large(rows, hardware.memory_gib):
+                    print(sentence)
         if problem := nothing_can_run(trials):
             raise UsageError(problem)
         return 0
+
+
+def _cost(cost: Cost) -> str:
+    """What the trials that are predicted to fit take, one after another."""
+    if not cost.trials:
+        return "No time is predicted for any of them."
+    wall = f"{cost.seconds / 60:,.1f} min" if cost.seconds < 7200 else f"{cost.seconds / 3600:,.1f} h"
+    more = f"; {cost.unknown} further trials have no prediction" if cost.unknown else ""
+    return f"One after another they take about {wall} and {cost.gpu_hours:,.2f} GPU-hours{more}"
 
 
 def _too_large(rows: list[dict[str, object]], memory_gib: float) -> str:
@@ -72,8 +90,9 @@ def _too_large(rows: list[dict[str, object]], memory_gib: float) -> str:
     if not beyond:
         return ""
     least = min(size for size in beyond if isinstance(size, float))
+    trials = "trial" if len(beyond) == 1 else "trials"
     return (
-        f"{len(beyond)} of them would hold {least:,.0f} GiB or more by this prediction, where a GPU has "
+        f"{len(beyond)} further {trials} would hold {least:,.0f} GiB or more by this prediction, where a GPU has "
         f"{memory_gib:g}; docs/memory.md has the levers"
     )
 
@@ -113,7 +132,7 @@ def _print_table(rows: list[dict[str, object]], where: str, repetition: Repetiti
     print_table(console, table)
     for reason, number in reasons.items():
         console.print(f"({number}) {reason}", markup=False, highlight=False)
-    runnable = sum(bool(row["can_run"]) for row in rows)
+    runnable = sum(bool(row["can_run"]) and row.get("predicted_to_fit") is not False for row in rows)
     often = "" if repetition == Repetition() else f", in {repetition}"
     console.print(f"{len(rows)} trials, {runnable} can run on {where}{often}", markup=False, highlight=False)
 
