@@ -51,7 +51,9 @@ SYSTEMS: Mapping[str, Mapping[str, str]] = {
 }
 SHAPE = ModelShape(name="small", layers=4, hidden=1024, ffn=2816, heads=8, kv_heads=8, head_dim=128, vocab=32000)
 _FRAME = re.compile(r'^\s*(?:\[rank\d+\]:\s*)?File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
-_ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b.*)$", re.MULTILINE)
+_ERROR = re.compile(
+    r"^(?:\[rank\d+\]:\s*)?((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b.*)$", re.MULTILINE
+)
 _DOCUMENTS, _DOCUMENT_TOKENS = 64, 4096
 
 
@@ -150,7 +152,14 @@ def prepared(system: str, source: Path, folder: Path) -> Place:
 
 
 def attempt(
-    system: str, source: Path, folder: Path, *, seq_len: int, seconds: float, paths: Sequence[Path], words: dict[str, str]
+    system: str,
+    source: Path,
+    folder: Path,
+    *,
+    seq_len: int,
+    seconds: float,
+    paths: Sequence[Path],
+    words: dict[str, str],
 ) -> Attempt:
     """Run the program once; its output goes to `folder`/output.log. `words` are replaced in its command."""
     method: Upstream = importlib.import_module(f"baselines.{system}").METHOD
@@ -227,11 +236,19 @@ def main(words: Sequence[str]) -> int:
     """Exit code 0 where the steps were printed, 1 where not."""
     parser = argparse.ArgumentParser(prog="python -m baselines.attempt", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("system", choices=SYSTEMS)
-    parser.add_argument("--source", type=Path, required=True, metavar="DIR", help="the system's checkout, as its pin says")
-    parser.add_argument("--path", type=Path, action="append", default=[], metavar="DIR", help="a folder with packages it needs")
+    parser.add_argument(
+        "--source", type=Path, required=True, metavar="DIR", help="the system's checkout, as its pin says"
+    )
+    parser.add_argument(
+        "--path", type=Path, action="append", default=[], metavar="DIR", help="a folder with packages it needs"
+    )
     parser.add_argument("--word", action="append", default=[], metavar="OLD=NEW", help="replace a word of its command")
-    parser.add_argument("--seq-len", type=int, default=8192, metavar="N", help="tokens of the one sequence (default: 8192)")
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="the program is ended after this (default: 60)")
+    parser.add_argument(
+        "--seq-len", type=int, default=8192, metavar="N", help="tokens of the one sequence (default: 8192)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, metavar="S", help="the program is ended after this (default: 60)"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="an empty folder for its files and output.log")
     arguments = parser.parse_args(words)
     if not arguments.source.is_dir():
@@ -257,7 +274,9 @@ def main(words: Sequence[str]) -> int:
         print(f"{done.system}: failed at {done.failure}")
     else:
         losses = ", ".join(f"{loss:.4f}" for loss in done.printed.loss)
-        print(f"{done.system}: {len(done.printed.loss)} losses {losses}; own figures {json.dumps(dict(done.printed.own))}")
+        print(
+            f"{done.system}: {len(done.printed.loss)} losses {losses}; own figures {json.dumps(dict(done.printed.own))}"
+        )
     print(f"{done.system}: output in {folder / 'output.log'}")
     return 1 if done.failure else 0
 

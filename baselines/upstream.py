@@ -89,6 +89,7 @@ class Ran:
     )  # pinned packages that came from beside torch: name -> version
     builds: dict[str, str] = field(default_factory=dict)  # pinned packages that are another build: name -> which
     data: dict[str, Any] = field(default_factory=dict)  # origin of the tokens, where it trained on the engine's
+    ended: str = ""  # how, where it did not end by itself after its last step
 
 
 class Upstream:
@@ -103,6 +104,7 @@ class Upstream:
     masks: tuple[str, ...] = ("causal",)
     honours: tuple[str, ...] = ()  # of the settings that only the engine has otherwise
     warmup = 0  # steps whose printed times are not those of one step; run beside the trial's own warm-up
+    end_seconds = 20.0  # after its last step, in which the program ends by itself, or is ended
     most_tp = 1  # tensor-parallel ranks
     repeats_batches = False  # whether it takes several micro-batches per step
     tokens: TokenFormat = ""  # in which form it reads the engine's tokens; without one it makes its own
@@ -222,6 +224,7 @@ class Upstream:
                     "printed": dict(best.own),
                     **({"borrowed": ran.borrowed} if ran.borrowed else {}),
                     **({"builds": ran.builds} if ran.builds else {}),
+                    **({"ended": ran.ended} if ran.ended else {}),
                 }
             },
         )
