@@ -252,7 +252,12 @@ def foreign_environment(given: Mapping[str, str], own: Mapping[str, str], progra
     """A rank's environment without what leads Python to packages of ours, with the system's own variables, and with
     folders of programs that come first."""
     dropped = {"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV"}
-    kept = {name: value for name, value in given.items() if name not in dropped}
+    # torch's recorder of collectives, which the launcher switches on: each system has its own settings of it.
+    kept = {
+        name: value
+        for name, value in given.items()
+        if name not in dropped and not name.startswith(("TORCH_NCCL_", "TORCH_FR_"))
+    }
     path = ":".join([*map(str, programs), given.get("PATH", os.defpath)])
     return kept | {"PYTHONNOUSERSITE": "1", "PATH": path} | dict(own)
 
