@@ -28,6 +28,7 @@ from harness.report.tables.comparison import comparison_table, known_baseline
 from harness.report.tables.head import head_table
 from harness.report.tables.ideal import ideal_table
 from harness.report.tables.masks import mask_table
+from harness.report.tables.set_ups import set_ups_table
 from harness.report.tables.table import FORMATS as TABLE_FORMATS
 from harness.report.tables.table import Table, save_table, significant
 from harness.report.tables.trials import (
@@ -50,6 +51,7 @@ ALL_FORMATS: frozenset[str] = frozenset({"html", "md", "csv", "tex", "png", "pdf
 # By the name of their files, in reading order.
 TABLES: dict[str, Callable[[Sequence[Row]], Table | None]] = {
     "comparison": comparison_table,
+    "settings": set_ups_table,
     "problems": problems_table,
     "agreement": agreement_table,
     "accuracy": accuracy_table,
