@@ -19,6 +19,7 @@ from harness.report.variants import on_cpu, panel_name, panel_of
 
 LEAST = 0.97  # of its original's speed: below it a native form is marked
 MARK = "†"
+BELOW_ORIGINAL = f"below {LEAST:g} of its original"  # header of the column with ratios
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +109,6 @@ def weak_sentence(weak: Iterable[WeakForm]) -> str:
 def with_mark_explained(table: Table, sentence: str) -> Table:
     """The table with the sentence below it, where one of its cells or headers is marked."""
     cells = [column.header for column in table.columns] + [cell for row in table.rows for cell in row]
-    if not sentence or not any(isinstance(cell, str) and cell.endswith(MARK) for cell in cells):
+    if not sentence or not any(isinstance(cell, str) and MARK in cell for cell in cells):
         return table
     return replace(table, note=f"{table.note} {sentence}".strip())

@@ -17,7 +17,7 @@ from harness.report.speedup import Point, Speedup, contested_points, rounds_of, 
 from harness.report.tables.table import Column, Table, significant, without_empty_columns
 from harness.report.tables.trials import CPU_TIMES, varying_by_setup
 from harness.report.variants import masks_of, models_of, on_cpu, panel_name, panel_of, pooled, settings_name, setup_of
-from harness.report.weak_forms import LEAST, WeakForm, marked, weak_forms
+from harness.report.weak_forms import BELOW_ORIGINAL, WeakForm, marked, weak_forms
 
 
 def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table | None:
@@ -66,7 +66,7 @@ def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table 
         *(Column(header=f"{method} ran") for method in several),
         *(Column(header=f"{method} tok/s/GPU", form=significant(4), numeric=True) for method in methods),
         *beside,
-        Column(header=f"below {LEAST:g} of its original"),
+        Column(header=BELOW_ORIGINAL),
     )
     lines = tuple(
         (
@@ -127,9 +127,8 @@ def _beside_best_other(
         subject = point.subject()
         other = point.best_other(subject) if subject else None
         found = point.speedup(subject, other) if subject and other else None
-        rows = point.by_method[other] if other else ()
-        shown = marked(other, any(id(row) in weak for row in rows)) if other else None
-        sets.append((None if one else subject, shown, *_cells(found)))
+        shown = [method and _marked(point, method, weak) for method in (subject, other)]
+        sets.append((None if one else shown[0], shown[1], *_cells(found)))
     return columns, sets
 
 
@@ -151,6 +150,10 @@ def _beside_baseline(
         tuple(cell for method in challengers for cell in _cells(point.speedup(method, baseline))) for point in points
     ]
     return columns, sets
+
+
+def _marked(point: Point, method: str, weak: Mapping[int, WeakForm]) -> str:
+    return marked(method, any(id(row) in weak for row in point.by_method[method]))
 
 
 def _weak_here(point: Point, weak: Mapping[int, WeakForm]) -> str | None:
