@@ -25,15 +25,8 @@ from harness.report.weak_forms import BELOW_ORIGINAL
 
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_ROWS = 500  # of one table on the page; a browser lays out a few thousand cells at once
-_WRAPPED = (
-    "next",
-    "verdict",
-    "reference",
-    "settings",
-    "from the table",
-    "by hand",
-    BELOW_ORIGINAL,
-)  # headers of short texts that take several lines in need
+# Headers of short texts that take several lines in need.
+_WRAPPED = ("next", "verdict", "reference", "settings", "from the table", "by hand", BELOW_ORIGINAL)
 _NAMES = ("trial", "method", "head")  # headers of the column that says which trial a line is; it comes first
 
 

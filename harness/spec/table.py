@@ -24,14 +24,15 @@ TABLE_FILE = Path(next(iter(baselines.__path__))) / "settings.yaml"
 EQUAL: SettingsFrom = "equal"  # every method with the experiment's values and the defaults
 VARIANTS: tuple[SettingsFrom, ...] = typing.get_args(SettingsFrom)
 
-# Settings that say how a method computes. What it computes, and on how many ranks, is the experiment's alone.
-MAY_FILL = frozenset(
+# What is computed and on how many ranks is the experiment's alone. All other settings say how a method computes it.
+EXPERIMENTS_OWN = frozenset(
     {
-        "layout", "schedule", "backward", "kernel", "exchange", "grad_comm_dtype", "lm_head_fusion", "loss_kernel",
-        "projection_tiles", "mlp_tiles", "optimizer_offload", "sharding",
-        *(key for key in SETTINGS if key.startswith("checkpoint.")),
+        "task", "method", "settings", "model", "seq_len", "cp_size", "tp_size", "world_size", "batch_size", "dtype",
+        "mask", "z_loss", "gradient_accumulation", "learning_rate", "data", "emulate_nodes", "deterministic", "seed",
+        "steps",
     }
 )  # fmt: skip
+MAY_FILL = frozenset(key for key in SETTINGS if key.split(".")[0] not in EXPERIMENTS_OWN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
