@@ -191,13 +191,16 @@ def setting_names(row: Row) -> list[str]:
 
 
 def given_names(row: Row) -> list[str]:
-    """Of those columns the ones that the experiment decides. Where `settings` is as_published or tuned, every method
-    brings its own values of the others, and trials are compared all the same."""
-    names = setting_names(row)
-    if row["settings"] == EQUAL:
-        return names
-    by_hand = (row.get("settings_by_hand") or "").split(", ")
-    return [name for name in names if name not in MAY_FILL or name in by_hand]
+    """Of those columns the ones that the experiment decides."""
+    return [name for name in setting_names(row) if is_given(row, name)]
+
+
+def is_given(row: Row, setting: str) -> bool:
+    """Whether the experiment decides a setting. Where `settings` is as_published or tuned, every method brings its own
+    values of those that the experiment leaves open, and trials are compared all the same."""
+    if row["settings"] == EQUAL or setting not in MAY_FILL:
+        return True
+    return setting in (row["settings_by_hand"] or "").split(", ")
 
 
 @lru_cache(maxsize=1024)

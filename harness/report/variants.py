@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from harness.report.results import ONE_RANK, Row, given_names, method_rank, setting_names, sortable
-from harness.spec.table import EQUAL, MAY_FILL
+from harness.report.results import ONE_RANK, Row, is_given, method_rank, setting_names, sortable
+from harness.spec.table import EQUAL
 
 OWN_METHOD = "burst"  # the one whose schedule and backward are settings; other methods bring theirs
 
@@ -81,7 +81,7 @@ def varying_settings(rows: Iterable[Row]) -> list[str]:
     for row in rows:
         for name in _unplaced_settings(tuple(row)):
             seen = values.setdefault(name, set())
-            if _given(row, name):
+            if is_given(row, name):
                 seen.add(row[name])
     return [name for name, seen in values.items() if len(seen) > 1]
 
@@ -111,14 +111,9 @@ def method_name(row: Row) -> str:
 def series_name(row: Row, varying: Sequence[str]) -> str:
     """`method_name`, and what else distinguishes the series: `burst (ring, query side), kernel cudnn`."""
     settings = [
-        setting_text(name, row.get(name)) for name in varying if _given(row, name) and not _said_by_name(row, name)
+        setting_text(name, row.get(name)) for name in varying if is_given(row, name) and not _said_by_name(row, name)
     ]
     return ", ".join([method_name(row), *settings])
-
-
-def _given(row: Row, setting: str) -> bool:
-    """Whether the experiment decides the setting, rather than the table of `settings: as_published` or `tuned`."""
-    return row["settings"] == EQUAL or setting not in MAY_FILL or setting in given_names(row)
 
 
 def _said_by_name(row: Row, setting: str) -> bool:
@@ -161,7 +156,7 @@ def series_of(rows: Sequence[Row], varying: Sequence[str] | None = None) -> list
 
 def settings_name(row: Row, varying: Sequence[str]) -> str:
     """The varying settings alone, whatever method they were given to."""
-    return ", ".join(setting_text(name, row.get(name)) for name in varying if _given(row, name))
+    return ", ".join(setting_text(name, row.get(name)) for name in varying if is_given(row, name))
 
 
 def panel_of(row: Row) -> tuple[int, int, int]:

@@ -85,7 +85,7 @@ def missing_entry_reason(method: str, variant: SettingsFrom) -> str | None:
 def values_for(method: str, variant: SettingsFrom, given: Collection[str]) -> dict[str, Any]:
     """Values of the method's entry by setting, less those of the settings that the experiment has `given`."""
     entry = entry_of(method, variant) or Entry()
-    return {name: choice.value for name, choice in entry.choices.items() if name not in given}
+    return {name: choice.value for name, choice in entry.choices.items() if not _is_given(name, given)}
 
 
 def origin_of(method: str, variant: SettingsFrom, given: Collection[str]) -> FromTable:
@@ -95,9 +95,14 @@ def origin_of(method: str, variant: SettingsFrom, given: Collection[str]) -> Fro
     entry = entry_of(method, variant) or Entry()
     return FromTable(
         filled=tuple(sorted(values_for(method, variant, given))),
-        by_hand=tuple(sorted(MAY_FILL.intersection(given))),
+        by_hand=tuple(sorted(name for name in MAY_FILL if _is_given(name, given))),
         notes=entry.notes,
     )
+
+
+def _is_given(setting: str, given: Collection[str]) -> bool:
+    """Whether the experiment gave the setting, or the one that it is a part of as a whole."""
+    return setting in given or setting.split(".")[0] in given
 
 
 @cache

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engine.settings import Checkpoint
+from harness.cli import main
 from harness.compare.pairs import compare
 from harness.compare.sources import Member
-from harness.records.record import Record
+from harness.records.record import Record, read_records
 from harness.report.page import report_tables
 from harness.report.results import columns_of, row_of, rows_of
 from harness.report.speedup import contested_points
@@ -117,3 +119,23 @@ def test_compare_pairs_methods_as_published() -> None:
         one_run=True,
     ).pairs
     assert [round(pair.times.value, 2) for pair in pairs if pair.times] == [1.3]
+
+
+def test_a_run_leaves_what_the_table_gave_in_record_results_and_report(tmp_path: Path) -> None:
+    path, out = tmp_path / "question.yaml", tmp_path / "run"
+    path.write_text(
+        "task: attention\nmodel: tiny\nsteps: {warmup: 0, measured: 1}\n"
+        "fixed: {method: ulysses, settings: as_published, seq_len: 64, dtype: fp32, optimizer_offload: false}\n",
+        encoding="utf-8",
+    )
+    assert main(["run", str(path), "--launcher", "local", "--out", str(out)]) == 0
+    [one] = read_records(out)
+    assert one.settings.settings == "as_published"
+    assert (one.settings.schedule, one.settings.optimizer_offload) == ("ulysses", False)
+    assert "schedule" in one.settings_from_table
+    assert one.settings_by_hand == ["optimizer_offload"]
+    assert any("ratio 0.8" in note for note in one.settings_notes)
+    with open(out / "results.csv", encoding="utf-8", newline="") as file:
+        [row] = csv.DictReader(file)
+    assert (row["settings"], row["settings_by_hand"]) == ("as_published", "optimizer_offload")
+    assert "ratio 0.8" in (out / "tables" / "settings.md").read_text(encoding="utf-8")
