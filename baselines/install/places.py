@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from baselines.pin import FOLDER, Flavour, FlavourName, Pin, load_pin
+from baselines.stand_ins import STAND_INS
 from cluster.files.errors import UsageError
 from cluster.files.filesystem import try_lock
 from engine.plain_json import from_json, read_json
@@ -64,8 +65,18 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that it runs with: those of the pin, and its folder of extensions."""
-        return {**self.pinned.environment, "TORCH_EXTENSIONS_DIR": str(self.extensions)}
+        """Variables that it runs with: those of the pin, its folder of extensions, and the folder of stand-ins."""
+        stand_ins = {"PYTHONPATH": str(STAND_INS)} if self.stand_ins else {}
+        return {**self.pinned.environment, **stand_ins, "TORCH_EXTENSIONS_DIR": str(self.extensions)}
+
+    @property
+    def stand_ins(self) -> list[str]:
+        """Packages that its interpreter was to provide and has not, and that stand-ins of ours replace on CPU ranks."""
+        if "cpu" not in self.pinned.devices:
+            return []
+        modules = [name.replace("-", "_") for name in self.pinned.provided]
+        known = [name for name in modules if (STAND_INS / name).is_dir()]
+        return [name for name in known if not (self.folder / "borrowed" / name).exists()]
 
     @property
     def pin(self) -> Pin:

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from baselines.checkout import compared
@@ -34,7 +33,7 @@ def verify(place: Place) -> Verdict:
     """Compare an installation with its pin: git's hashes of the source, versions and hashes of the packages,
     imports."""
     pinned = place.pinned
-    found, problem = _look(place.python, pinned)
+    found, problem = _look(place)
     problems = [problem] if problem else []
     if pinned.checkout is not None:
         problems += [f"source: {one}" for one in compared(pinned.checkout, place.folder)]
@@ -68,10 +67,11 @@ def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _look(python: Path, pinned: Flavour) -> tuple[dict[str, Any], str]:
+def _look(place: Place) -> tuple[dict[str, Any], str]:
     """What the environment's interpreter tells, and a problem when it tells nothing."""
-    command = [str(python), str(PROGRAMS / "look.py"), "torch", *pinned.imports]
-    environment = clean_environment() | dict(pinned.environment)
+    python = place.python
+    command = [str(python), str(PROGRAMS / "look.py"), "torch", *place.pinned.imports]
+    environment = clean_environment() | place.environment
     try:
         done = subprocess.run(
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS,
