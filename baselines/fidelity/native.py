@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    request = read_json(sys.argv[1])
+    request = read_json(Path(sys.argv[1]))
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     for case in request["cases"]:

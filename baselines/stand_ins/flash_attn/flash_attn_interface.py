@@ -95,9 +95,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        gradients = [torch.empty_like(t) for t in (q, k, v)]
-        _flash_attn_backward(dout, q, k, v, out, lse, *gradients, 0.0, ctx.scale, ctx.causal)
-        return *gradients, None, None
+        dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+        _flash_attn_backward(dout, q, k, v, out, lse, dq, dk, dv, 0.0, ctx.scale, ctx.causal)
+        return dq, dk, dv, None, None
 
 
 def flash_attn_func(
