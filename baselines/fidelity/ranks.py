@@ -66,6 +66,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float, folder: 
     end = time.monotonic() + seconds
     while any(process.poll() is None for process in processes):
         if time.monotonic() > end:
+            if any(process.poll() for process in processes):
+                break
             return f"the ranks did not end within {seconds:g} s{last_line(folder)}"
         if any(process.poll() for process in processes):
             end = min(end, time.monotonic() + _GRACE_SECONDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -212,9 +213,10 @@ def test_the_verdict_follows_from_the_errors(errors: dict[str, float], verdict: 
 
 
 def test_ranks_that_fail_or_do_not_end_are_said_and_stopped(tmp_path: Path) -> None:
-    code = "import os, sys, time; print('as planned'); sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(99)"
-    said = run_ranks(["/usr/bin/env", "python3", "-c", code], {}, 2, tmp_path, 60)
-    assert said == "rank 1 ended with code 3: as planned" or "did not end" in said
+    code = "import os, sys, time; print('as planned', flush=True); os.environ['RANK'] == '1' and sys.exit(3)"
+    code += "; time.sleep(99)"
+    said = run_ranks([sys.executable, "-c", code], {}, 2, tmp_path, 60)
+    assert said == "rank 1 ended with code 3: as planned"
     said = run_ranks(["/usr/bin/env", "sleep", "99"], {}, 2, tmp_path, 0.2)
     assert said == "the ranks did not end within 0.2 s"
 
