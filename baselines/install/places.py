@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from baselines.pin import FOLDER, Flavour, FlavourName, Pin, load_pin
-from baselines.stand_ins import STAND_INS
+from baselines.cpu_stand_ins import STAND_INS
 from cluster.files.errors import UsageError
 from cluster.files.filesystem import try_lock
 from engine.plain_json import from_json, read_json
