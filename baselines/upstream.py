@@ -163,6 +163,11 @@ class Upstream:
             needs = "GPUs, and this machine has none" if device == "cpu" else "CPU ranks, and those here use GPUs"
             return f"{self.system} needs {needs}; run it on another machine"
         condition, sentence = self.place.condition()
+        if condition == "installed" and device != "cpu" and (stand_ins := self.place.stand_ins):
+            return (
+                f"{self.system} has a stand-in for {', '.join(stand_ins)}, which runs on CPU ranks alone; install the "
+                f"real one beside torch, then {self.place.install_command} --anew"
+            )
         return None if condition == "installed" else f"{self.system} is {condition}; {sentence}"
 
     def verify(self, place: Place) -> Verdict:

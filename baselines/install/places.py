@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from baselines.cpu_stand_ins import STAND_INS
 from baselines.pin import FOLDER, Flavour, FlavourName, Pin, load_pin
 from cluster.files.errors import UsageError
 from cluster.files.filesystem import try_lock
@@ -73,8 +74,8 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that it runs with: those of the pin, its folder of extensions, and libraries beside torch that come
-        before the machine's."""
+        """Variables that it runs with: those of the pin, its folder of extensions, the folder of stand-ins, and
+        libraries beside torch that come before the machine's."""
         found = [path for name in self.pinned.preload if (path := self.folder / BORROWED / name).exists()]
         preload = {
             "LD_LIBRARY_PATH": ":".join(dict.fromkeys(str(path.parent) for path in found)),
@@ -82,9 +83,19 @@ class Place:
         }
         return {
             **self.pinned.environment,
+            **({"PYTHONPATH": str(STAND_INS)} if self.stand_ins else {}),
             "TORCH_EXTENSIONS_DIR": str(self.extensions),
             **(preload if found else {}),
         }
+
+    @property
+    def stand_ins(self) -> list[str]:
+        """Packages that its interpreter was to provide and has not, and that stand-ins of ours replace on CPU ranks."""
+        if "cpu" not in self.pinned.devices:
+            return []
+        modules = [name.replace("-", "_") for name in self.pinned.provided]
+        known = [name for name in modules if (STAND_INS / name).is_dir()]
+        return [name for name in known if not (self.folder / BORROWED / name).exists()]
 
     @property
     def pin(self) -> Pin:

@@ -3,14 +3,21 @@
 `python attention.py REQUEST.json`, one process per rank, with torchrun's variables. `call.py` of the system has
 `prepare`, which takes the request and the ranks' group and returns a function of this rank's q, k, v in [batch, tokens,
 heads, head_dim]. Each step is timed on its slowest rank from a common start; rank 0 prints one line of JSON per step.
+
+With `cases` in the request nothing is timed (`burst baselines fidelity`). Each case gives whole tensors in a file. The
+rank takes its tokens of them, as the case's `layout` or `positions` of `call.py` says. It leaves out, dq, dk, dv and
+the bytes it sent, or the error that the system raised.
 """
 
+import datetime
 import importlib.util
 import json
 import os
 import sys
 import time
+import traceback
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:1] = []  # the folder of this program, whose neighbours would hide modules of the same name
 
 import torch  # noqa: E402
@@ -21,12 +28,70 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FLUSH_BYTES = 1 << 28  # several times the L2 cache of any GPU, which no model leaves filled between two calls
 
 
-def load(path):
+CASE_SECONDS = 60  # after which a rank no longer waits for another: some errors are raised on one rank alone
+
+
+def load(path, name="call"):
     """The module at a path."""
-    spec = importlib.util.spec_from_file_location("call", path)
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def positions(call, request, rank, size):
+    """Positions in the whole sequence of this rank's tokens, in their order."""
+    if hasattr(call, "positions"):
+        return call.positions(request, rank, size)
+    return laid_out(request["layout"], request["seq_len"], rank, size)
+
+
+def laid_out(layout, length, rank, size):
+    if layout == "striped":
+        return list(range(rank, length, size))
+    if layout == "contiguous":
+        return list(range(length // size * rank, length // size * (rank + 1)))
+    chunk = length // (2 * size)
+    return [first + token for first in (rank * chunk, (2 * size - 1 - rank) * chunk) for token in range(chunk)]
+
+
+def compare(call, request, device):
+    """Forward and backward of one case; what came out goes to the case's own file of this rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    kept = {}
+    try:
+        whole = torch.load(request["inputs"])
+        kept["positions"] = positions(call, request, rank, size)
+        dtype = DTYPES[request["dtype"]]
+        own = {name: whole[name][:, kept["positions"]].to(device, dtype) for name in ("q", "k", "v", "dout")}
+        q, k, v = (own[name].requires_grad_() for name in "qkv")
+        attend = call.prepare(request, dist.group.WORLD)
+        dist.barrier()
+        with load(os.path.join(HERE, "attention_bytes.py"), "attention_bytes").counted() as sent:
+            out = attend(q, k, v)
+            out.backward(own["dout"])
+        tensors = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+        kept |= {"tensors": {name: tensor.cpu() for name, tensor in tensors.items()}, "sent": sent}
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a foreign function raises is the result
+        traceback.print_exc()
+        where = [
+            f"{os.path.basename(each.filename)}:{each.lineno}" for each in traceback.extract_tb(error.__traceback__)
+        ]
+        text = " ".join(str(error).split())[:300] or "no text"
+        kept |= {"error": type(error).__name__, "text": text, "where": where[-1]}
+    torch.save(kept, f"{request['left']}.rank{rank}.pt")
+
+
+def finish(cuda):
+    """End the process, after all ranks have come here."""
+    if cuda:
+        dist.barrier()
+    else:
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by returning: a thread of gloo that drops tensors while the interpreter ends aborts the process.
+    os._exit(0)
 
 
 def main():
@@ -36,6 +101,11 @@ def main():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    if "cases" in request:
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=CASE_SECONDS))
+        for case in request["cases"]:
+            compare(load(request["call"]), request | case, device)
+        finish(cuda)
     dist.init_process_group("nccl" if cuda else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     attend = load(request["call"]).prepare(request, dist.group.WORLD)
@@ -81,14 +151,7 @@ def main():
     if rank == 0:
         allocated, reserved = ([each[kind] for each in gathered] if cuda else [] for kind in (0, 1))
         print(MARK + json.dumps({"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}), flush=True)
-    if cuda:
-        dist.barrier()
-    else:
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not by returning: a thread of gloo that drops tensors while the interpreter ends aborts the process.
-    os._exit(0)
+    finish(cuda)
 
 
 main()

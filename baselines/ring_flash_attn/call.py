@@ -1,4 +1,5 @@
-"""ring-flash-attention's zigzag ring; run by its interpreter (baselines/programs/attention.py).
+"""ring-flash-attention's rings, the zigzag one unless `ring` names another; run by its interpreter
+(baselines/programs/attention.py).
 
 Its package imports an adapter for transformers, which current transformers break: the ring is imported past it.
 """
@@ -9,11 +10,14 @@ import os
 import sys
 import types
 
+MODULES = {"zigzag": "zigzag_ring_flash_attn", "plain": "ring_flash_attn", "striped": "stripe_flash_attn"}
+
 
 def prepare(request, group):
-    folder = os.path.dirname(importlib.util.find_spec("ring_flash_attn").origin)
+    spec = importlib.util.find_spec("ring_flash_attn")
     package = types.ModuleType("ring_flash_attn")
-    package.__path__ = [folder]
+    package.__spec__, package.__path__ = spec, [os.path.dirname(spec.origin)]
     sys.modules["ring_flash_attn"] = package
-    ring = importlib.import_module("ring_flash_attn.zigzag_ring_flash_attn").zigzag_ring_flash_attn_func
+    name = MODULES[request.get("ring", "zigzag")]
+    ring = getattr(importlib.import_module(f"ring_flash_attn.{name}"), f"{name}_func")
     return lambda q, k, v: ring(q, k, v, causal=True, group=group)

@@ -1,4 +1,4 @@
-"""`burst baselines list | install | check | bundle`: the real compared systems, each in an environment of its own."""
+"""`burst baselines list | install | check | bundle | fidelity`: the real systems, each in an environment of its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from harness.base.errors import UsageError
 
 if TYPE_CHECKING:
     from baselines.install.places import Place
@@ -19,7 +21,7 @@ class Baselines:
     forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        actions = parser.add_subparsers(dest="action", required=True, metavar="list|install|check|bundle")
+        actions = parser.add_subparsers(dest="action", required=True, metavar="list|install|check|bundle|fidelity")
         listing = actions.add_parser("list", help="every system and flavour, its licence, and whether it is installed")
         listing.add_argument("--json", action="store_true", help="one JSON list instead of a table")
         install = actions.add_parser("install", help="fetch a system as its pin says, and make its environment")
@@ -64,12 +66,24 @@ class Baselines:
         bundle.add_argument(
             "--without", action="append", default=[], metavar="PACKAGE", help="leave out one that install --build gives"
         )
+        fidelity = actions.add_parser(
+            "fidelity", help="run systems on CPU ranks, beside dense float64 and beside our native forms"
+        )
+        fidelity.add_argument("systems", nargs="*", metavar="SYSTEM", help="default: all that are installed")
+        fidelity.add_argument(
+            "--out", type=Path, default=Path("results/runs/fidelity"), metavar="DIR",
+            help="receives fidelity.csv, fidelity.md and a file per system; systems that are there are kept",
+        )  # fmt: skip
+        fidelity.add_argument("--anew", action="store_true", help="run systems that are there again")
+        fidelity.add_argument("--case", metavar="NAME", help="one case of one system, printed; writes nothing to --out")
 
     def run(self, arguments: argparse.Namespace) -> int:
         if arguments.action == "list":
             return _list(as_json=arguments.json)
         if arguments.action == "check":
             return _check(arguments.systems, as_json=arguments.json)
+        if arguments.action == "fidelity":
+            return _fidelity(arguments)
         place = _place(arguments)
         if arguments.action == "install":
             from baselines.install.build import install_system
@@ -151,6 +165,34 @@ def _what(place: Place) -> str:
         where = "" if pinned.checkout.subtree == "." else f" of {pinned.checkout.repository.rpartition('/')[2]}"
         return f"{pinned.checkout.commit[:12]}{where}"
     return next(iter(pinned.packages)).replace("==", " ")
+
+
+def _fidelity(arguments: argparse.Namespace) -> int:
+    """0 whatever the verdicts, which are results."""
+    from baselines.fidelity.run import run_system, run_systems
+    from harness.records.provenance import commit
+
+    if arguments.case:
+        if len(arguments.systems) != 1:
+            raise UsageError(f"--case is one case of one system, found {len(arguments.systems)} systems; name one")
+        rows = run_system(arguments.systems[0], commit(), [arguments.case]).rows
+    else:
+        rows = run_systems(arguments.systems, arguments.out, commit(), anew=arguments.anew)
+    shown = [
+        {
+            "system": row.system,
+            "case": row.case,
+            "worst error": "" if row.worst is None else f"{row.worst:.1e}",
+            "bytes sent": "" if row.sent_bytes is None else f"{row.sent_bytes:,}",
+            "verdict": row.verdict,
+            "what was found": row.found,
+        }
+        for row in rows
+    ]
+    _show(shown, ["system", "case", "worst error", "bytes sent", "verdict", "what was found"], as_json=False)
+    if not arguments.case:
+        print(f"The table: {arguments.out / 'fidelity.md'}")
+    return ALL_WELL
 
 
 def _check(systems: Sequence[str], *, as_json: bool) -> int:

@@ -27,7 +27,8 @@ from harness.run.attempt import Host
 from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
 from harness.spec.trial import Trial
-from tests.baselines import some_system
+from tests.baselines import installed_elsewhere, some_system
+from tests.baselines.installing import installed
 
 SHAPE = ModelShape(name="small", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -128,6 +129,28 @@ def test_how_a_foreign_program_ends_is_what_its_record_says(
     assert record.status == status
     assert expected in record.reason
     assert record.measurement is None
+
+
+def test_a_ring_over_flash_attn_runs_on_cpu_ranks_with_the_stand_in(
+    launcher: LocalLauncher, systems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = installed("ring_flash_attn", systems, fetch=True)
+    if not place.stand_ins:
+        pytest.skip("ring-flash-attention has a real flash_attn here, which needs a GPU")
+    monkeypatch.setenv("SOME_SYSTEMS", str(systems))
+    monkeypatch.setattr("harness.run.attempt.method_module", lambda _: installed_elsewhere.__name__)
+    monkeypatch.setattr("harness.run.attempt.method_named", lambda _: installed_elsewhere.METHOD)
+    trial = settings("ring_flash_attn_upstream", dtype="bf16")
+    assert installed_elsewhere.METHOD.refuse(trial) is None
+    assert installed_elsewhere.METHOD.unavailable("cpu") is None
+    assert "stand-in for flash_attn, which runs on CPU ranks alone" in str(
+        installed_elsewhere.METHOD.unavailable("cuda")
+    )
+    record, folder = record_of(launcher, tmp_path / "run", trial)
+    assert record.status == "ok", record.reason + (folder / "logs" / "rank0.log").read_text()
+    assert record.measurement is not None
+    assert len(record.measurement.step_seconds) == len(record.measurement.forward_seconds) == 2
+    assert record.measurement.extra["upstream"]["environment"]["PYTHONPATH"] == "BASELINES/cpu_stand_ins"
 
 
 def needs_deepspeed(trial: TrialSettings) -> None:
