@@ -1,14 +1,15 @@
-"""`python -m baselines.attempt SYSTEM --source DIR`: try one of the paper's programs on this one GPU, or here on the CPU.
+"""`python -m baselines.attempt SYSTEM --source DIR`: try one of the paper's programs on one GPU.
 
-The paper's copies want Python 3.10 and torch 2.4. This runs them with the interpreter at hand instead: the adapter's own
-command, environment and files, with stand-ins of ours (`baselines/stand_ins`) in the place of packages that cannot be
-imported. It ends with the steps that the program printed, or with the file and line where it failed. Nothing in
-the system's folder is changed. No record is written: an attempt says how far a system comes, not how fast it is.
+The paper's copies want Python 3.10 and torch 2.4. This runs them with the interpreter at hand instead: the adapter's
+own command, environment and files, with stand-ins of ours (`baselines/stand_ins`) in the place of packages that cannot
+be imported. It ends with the steps that the program printed, or with the file and line where it failed. Nothing in the
+system's folder is changed. No record is written: an attempt says how far a system comes, not how fast it is.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -51,7 +52,9 @@ SYSTEMS: Mapping[str, Mapping[str, str]] = {
 }
 SHAPE = ModelShape(name="small", layers=4, hidden=1024, ffn=2816, heads=8, kv_heads=8, head_dim=128, vocab=32000)
 _FRAME = re.compile(r'^\s*(?:\[rank\d+\]:\s*)?File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
-_ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b.*)$", re.MULTILINE)
+_ERROR = re.compile(
+    r"^(?:\[rank\d+\]:\s*)?((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b.*)$", re.MULTILINE
+)
 _DOCUMENTS, _DOCUMENT_TOKENS = 64, 4096
 
 
@@ -75,7 +78,7 @@ def missing_packages(system: str) -> tuple[str, ...]:
             imported = importlib.import_module(module)
             if attribute:
                 getattr(imported, attribute)
-        except Exception:  # a package that raises anything at its import cannot be used
+        except Exception:  # noqa: BLE001 - whatever a package raises at its import, it cannot be used
             found.append(name)
     return tuple(found)
 
@@ -106,6 +109,8 @@ def trial(system: str, seq_len: int, data: str) -> TrialSettings:
         checkpoint=Checkpoint(every=1, tail=0),
         steps=Steps(warmup=1, measured=1),
         learning_rate=1e-4,
+        lm_head_fusion=system
+        != "burst_engine",  # its fused loss needs a package of the pinned commit; a default elsewhere
         data=data,
     )
 
@@ -150,7 +155,14 @@ def prepared(system: str, source: Path, folder: Path) -> Place:
 
 
 def attempt(
-    system: str, source: Path, folder: Path, *, seq_len: int, seconds: float, paths: Sequence[Path], words: dict[str, str]
+    system: str,
+    source: Path,
+    folder: Path,
+    *,
+    seq_len: int,
+    seconds: float,
+    paths: Sequence[Path],
+    words: dict[str, str],
 ) -> Attempt:
     """Run the program once; its output goes to `folder`/output.log. `words` are replaced in its command."""
     method: Upstream = importlib.import_module(f"baselines.{system}").METHOD
@@ -209,10 +221,8 @@ def attempt(
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End what is left of the program, its own processes included."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
@@ -227,11 +237,19 @@ def main(words: Sequence[str]) -> int:
     """Exit code 0 where the steps were printed, 1 where not."""
     parser = argparse.ArgumentParser(prog="python -m baselines.attempt", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("system", choices=SYSTEMS)
-    parser.add_argument("--source", type=Path, required=True, metavar="DIR", help="the system's checkout, as its pin says")
-    parser.add_argument("--path", type=Path, action="append", default=[], metavar="DIR", help="a folder with packages it needs")
+    parser.add_argument(
+        "--source", type=Path, required=True, metavar="DIR", help="the system's checkout, as its pin says"
+    )
+    parser.add_argument(
+        "--path", type=Path, action="append", default=[], metavar="DIR", help="a folder with packages it needs"
+    )
     parser.add_argument("--word", action="append", default=[], metavar="OLD=NEW", help="replace a word of its command")
-    parser.add_argument("--seq-len", type=int, default=8192, metavar="N", help="tokens of the one sequence (default: 8192)")
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="the program is ended after this (default: 60)")
+    parser.add_argument(
+        "--seq-len", type=int, default=8192, metavar="N", help="tokens of the one sequence (default: 8192)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, metavar="S", help="the program is ended after this (default: 60)"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="an empty folder for its files and output.log")
     arguments = parser.parse_args(words)
     if not arguments.source.is_dir():
@@ -257,7 +275,9 @@ def main(words: Sequence[str]) -> int:
         print(f"{done.system}: failed at {done.failure}")
     else:
         losses = ", ".join(f"{loss:.4f}" for loss in done.printed.loss)
-        print(f"{done.system}: {len(done.printed.loss)} losses {losses}; own figures {json.dumps(dict(done.printed.own))}")
+        print(
+            f"{done.system}: {len(done.printed.loss)} losses {losses}; own figures {json.dumps(dict(done.printed.own))}"
+        )
     print(f"{done.system}: output in {folder / 'output.log'}")
     return 1 if done.failure else 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from baselines.handicaps import applied_model, applied_options
 from baselines.install.places import Place
 from baselines.megatron_log import parse_iterations
 from baselines.upstream import Printed, Rendered, Upstream, arguments
@@ -37,10 +38,10 @@ _RELEASE = """
 --manual-gc --manual-gc-interval 100 --no-gradient-accumulation-fusion --log-memory-interval 1 --timing-log-level 0
 --distributed-timeout-minutes 5
 """
-# As in the artifact's multi.sh, the barriers of its timers included.
+# As in the artifact's multi.sh, but without the barriers of its timers, which `settings: as_published` has.
 _ARTIFACT = """
 --use-rotary-position-embeddings --lr-decay-style cosine --min-lr {min_lr:g} --init-method-std 0.006
---use-flash-attn --timing-log-level 2 --causal --causal-tflops --method megatron-cp --log-file {log_file}
+--use-flash-attn --timing-log-level {timing} --causal --causal-tflops --method megatron-cp --log-file {log_file}
 """
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers {every}"
 _SELECTIVE = "--recompute-granularity selective --recompute-modules mlp layernorm"
@@ -77,7 +78,8 @@ class MegatronLM(Upstream):
         return split_unsupported_reason("zigzag", settings.seq_len, settings.cp_size)
 
     def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
-        model, release = settings.model, place.flavour == "current"
+        release = place.flavour == "current"
+        model = settings.model if release else applied_model(settings)
         multiple = 128 * settings.tp_size if model.vocab % (128 * settings.tp_size) == 0 else settings.tp_size
         options = _COMMON + (_RELEASE if release else _ARTIFACT)
         if model.kv_heads != model.heads:
@@ -105,6 +107,7 @@ class MegatronLM(Upstream):
             rope_base=int(model.rope_base),
             every=settings.checkpoint.every,
             log_file=trial_dir / "megatron.txt",
+            timing=applied_options(settings).get("--timing-log-level", "0"),
         )
         # Its start-up calls `make` for helpers that the wheel has compiled already, in a folder without a Makefile.
         return Rendered(

@@ -102,7 +102,8 @@ def flash_attn_varlen_func(
     """Each sequence by itself: those of the attempts are one or few."""
     _check(dropout_p=dropout_p, **options)
     first_q, first_k = (
-        [int(each) for each in bounds] for bounds in (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+        [int(each) for each in bounds]
+        for bounds in (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     )
     parts = [
         flash_attn_func(q[None, a:b], k[None, c:d], v[None, c:d], 0.0, softmax_scale, causal)[0]
