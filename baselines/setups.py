@@ -143,7 +143,7 @@ def trial(
 
 def node_environment(settings: TrialSettings, site: Site) -> dict[str, str]:
     """The variables of one node of the site: one setting for all systems, or what the system's own script sets."""
-    named = site.network.hcas or []
+    named: Sequence[str] = site.network.hcas or ()
     facts = NodeFacts(
         node="node",
         cores=_CORES,
