@@ -26,6 +26,7 @@ _CONFIG = """\
 JOB_NAME = "burst_harness"
 model_type = "LLAMA2"
 DO_ALERT = False
+VOCAB_SIZE = {vocab}
 ckpt = dict(enable_save_ckpt=False, auto_resume=False)
 data = dict(
     type="tokenized", seq_len={seq_len}, micro_num={micro_num}, micro_bsz={batch_size}, packed_length={packed},

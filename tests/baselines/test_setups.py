@@ -81,8 +81,8 @@ BURST = (
     "--model-config /burst/paper-setup/config.json --vocab " + LLAMA + "/config/70b/vocab.txt --tokenizer-path "
     "/burst/baselines/burst_engine/upstream/paper/source/llama-7b/ --dataset /burst/paper-setup/dataset.json "
     "--train-iters 400000 --lr 0.00015 --inspect-iters 100 --warmup-iters 2000 --lr-decay-style noam "
-    "--weight-decay 0.1 --clip-grad 1.0 --loss-scale 1048576 --start-step 1 --bf16 --batch-size 1 --max-length 1048576 --tp 32 --sp "
-    "burst_sl_loss_sl_ckpt --flash cuda --spzero --ckpt --offload"
+    "--weight-decay 0.1 --clip-grad 1.0 --loss-scale 1048576 --start-step 1 --bf16 --batch-size 1 "
+    "--max-length 1048576 --tp 32 --sp burst_sl_loss_sl_ckpt --flash cuda --spzero --ckpt --offload"
 )
 INTERNEVO = "--config /burst/paper-setup/internevo_config.py --seed 0"
 
