@@ -85,7 +85,8 @@ def missing_packages(system: str) -> tuple[str, ...]:
 
 def failing_line(output: str, source: Path) -> str:
     """The innermost line of the system's own files in the last traceback, and the error; "" without a traceback."""
-    _, found, last = output.rpartition("Traceback (most recent call last)")
+    # What Python prints while it ends, of objects it takes away, is a consequence.
+    _, found, last = output.partition("\nException ignored in")[0].rpartition("Traceback (most recent call last)")
     if not found:
         return ""
     frames = [(str(Path(path).resolve()), line, where) for path, line, where in _FRAME.findall(last)]

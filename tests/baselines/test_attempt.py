@@ -86,6 +86,10 @@ ValueError: first
 [rank0]:     helper()
 [rank0]:   File "/usr/lib/python3/site-packages/torch/helper.py", line 9, in helper
 [rank0]: torch.OutOfMemoryError: CUDA out of memory
+Exception ignored in: <function Loader.__del__ at 0x7e>
+Traceback (most recent call last):
+  File "{tmp_path}/loader.py", line 3, in __del__
+AttributeError: workers
 """
     assert failing_line(text, tmp_path) == (
         "site-packages/torch/helper.py:9 in helper, called at megatron/training.py:57 in pretrain: "
