@@ -217,6 +217,10 @@ def attempt(
         failure = failing_line(text, source.resolve()) or (
             f"no traceback after {seconds:g} s" if code == -signal.SIGKILL else f"exit code {code} without a traceback"
         )
+        if failure.endswith("without a traceback"):
+            failure += "; last line: " + next(
+                (line.strip() for line in reversed(text.splitlines()) if line.strip()), "-"
+            )
     return Attempt(system=system, code=code, printed=printed, failure=failure, stand_ins=names)
 
 
