@@ -1,4 +1,4 @@
-"""Attempts at the paper's programs: what is started, how an end is read, and stand-ins that compute what they stand for."""
+"""Attempts at the paper's programs: what is started, how an end is read; and stand-ins compute what they stand for."""
 
 from __future__ import annotations
 
