@@ -170,6 +170,7 @@ RUN python -m baselines.checkout megatron_deepspeed --flavour "$FLAVOUR" --into 
 
 FROM baseline AS megatron-deepspeed
 COPY --from=megatron-deepspeed-source /opt/baseline /opt/baseline
+ENV DS_BUILD_OPS=0
 RUN python -c 'import torch' 2>/dev/null || pip install --requirement torch.txt
 RUN pip install --no-deps --require-hashes --requirement build.txt \
     && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt

@@ -62,6 +62,7 @@ def test_the_tree_leaves_out_no_folder_and_no_room():
     files = [Path(path) for path in listed.stdout.splitlines() if not path.startswith(".")]
     top = {str(path.parents[-2]) for path in files if len(path.parts) > 1}
     packages = {str(path.parent) for path in files if path.name == "__init__.py" and path.parts[0] != "tests"}
+    packages = {name for name in packages if not name.startswith("baselines/stand_ins/")}  # one line for all of them
     assert top | packages - {"experiments"} <= set(tree(ARCHITECTURE.read_text(encoding="utf-8")))
 
 

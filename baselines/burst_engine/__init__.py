@@ -1,8 +1,8 @@
 """The original BurstEngine, the paper's artifact: its pretraining program under BMTrain.
 
 The options are those of its multi.sh: double-ring BurstAttention, ZeRO over the sequence's ranks, every layer
-recomputed, the optimizer on the host. The program ends by itself at its fourth step, whose time it writes to a file and
-does not print: three steps can be had of it.
+recomputed but for the attention outputs that `checkpoint.tail` keeps, the optimizer on the host. The program ends by
+itself at its fourth step, whose time it writes to a file and does not print: three steps can be had of it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from baselines.handicaps import applied_model
 from baselines.install.places import Place
 from baselines.upstream import Printed, Rendered, Upstream, arguments
 from engine.attention.geometry.layout import split_unsupported_reason
@@ -25,7 +26,7 @@ _OPTIONS = """
 --model-config {config} --vocab {folder}/config/70b/vocab.txt --tokenizer-path {source}/llama-7b/
 --dataset {dataset} --train-iters 400000 --lr {lr:g} --inspect-iters 100 --warmup-iters 2000
 --lr-decay-style noam --weight-decay 0.1 --clip-grad 1.0 --loss-scale 1048576 --start-step 1 --bf16
---batch-size {batch_size} --max-length {seq_len} --tp {cp_size} --sp burst --flash cuda --spzero
+--batch-size {batch_size} --max-length {seq_len} --tp {cp_size} --sp {method} --flash cuda --spzero
 """
 _STEP = re.compile(
     r"\|mem_train_allocated: ([\d.]+) \|mem_train_reserved: ([\d.]+) \| train: ([\d.]+) \| tflops: ([\d.]+) "
@@ -41,7 +42,7 @@ class BurstEngineArtifact(Upstream):
     package = "burst_engine"
     system = "BurstEngine (artifact)"
     source = "arXiv:2509.19836"
-    honours = ("optimizer_offload",)
+    honours = ("optimizer_offload", "lm_head_fusion")
 
     def own_reason(self, settings: TrialSettings) -> str | None:
         model, checkpoint = settings.model, settings.checkpoint
@@ -54,6 +55,11 @@ class BurstEngineArtifact(Upstream):
             return (
                 f"{self.name} maps grouped heads wrongly, found {model.kv_heads} KV heads of model {model.name}; "
                 "choose a model without grouped heads"
+            )
+        if checkpoint.every and checkpoint.tail not in (0, 0.5, 1):
+            return (
+                f"{self.name} keeps attention's outputs of no tokens, of half or of all, found checkpoint.tail "
+                f"{checkpoint.tail:g}; set it to 0, 0.5 or 1"
             )
         if checkpoint.every > 1:
             return f"{self.name} recomputes each layer or none, found checkpoint.every {checkpoint.every}; set 0 or 1"
@@ -73,6 +79,7 @@ class BurstEngineArtifact(Upstream):
             batch_size=settings.batch_size,
             seq_len=settings.seq_len,
             cp_size=settings.cp_size,
+            method=sequence_method(settings),
         )
         return Rendered(
             command=(str(place.python), "-u", str(program), *words),
@@ -83,7 +90,7 @@ class BurstEngineArtifact(Upstream):
                 "TOK_PATH": f"{place.source}/llama-7b/",
             },
             files={
-                CONFIG_FILE: json.dumps(model_config(settings.model), indent=1) + "\n",
+                CONFIG_FILE: json.dumps(model_config(applied_model(settings)), indent=1) + "\n",
                 DATASET_FILE: json.dumps([dataset(settings.data, place)], indent=1) + "\n",
             },
             folder=str(program.parent),
@@ -110,8 +117,14 @@ class BurstEngineArtifact(Upstream):
         )
 
 
+def sequence_method(settings: TrialSettings) -> str:
+    """The name from which its program reads its optimizations: fused LM head and loss, kept attention outputs."""
+    kept = {0.0: "", 0.5: "_sl_ckpt", 1.0: "_whole_ckpt"}[settings.checkpoint.tail] if settings.checkpoint.every else ""
+    return "burst" + ("_sl_loss" if settings.lm_head_fusion else "") + kept
+
+
 def dataset(data: str, place: Place) -> dict[str, object]:
-    """What its programs read: the folder `data`, in its own format, or the artifact's texts where no folder is named."""
+    """What its program reads: the folder `data`, in its own format; the artifact's texts where no folder is named."""
     folder = data if "/" in data else str(place.source / "data" / "BE")
     return {
         "dataset_name": "cot_eng",

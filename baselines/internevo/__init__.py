@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from baselines.handicaps import applied_model, applied_values
 from baselines.install.places import Place
 from baselines.upstream import Printed, Rendered, Upstream
 from engine.attention.geometry.layout import split_unsupported_reason
@@ -25,6 +26,7 @@ _CONFIG = """\
 JOB_NAME = "burst_harness"
 model_type = "LLAMA2"
 DO_ALERT = False
+VOCAB_SIZE = {vocab}
 ckpt = dict(enable_save_ckpt=False, auto_resume=False)
 data = dict(
     type="tokenized", seq_len={seq_len}, micro_num={micro_num}, micro_bsz={batch_size}, packed_length={packed},
@@ -58,7 +60,7 @@ parallel = dict(
     zero1=dict(size=-1),
     tensor=dict(size={sequence_ranks}, mode="isp"),
     pipeline=dict(size=1, interleaved_overlap=True),
-    weight=dict(size={sequence_ranks}, overlap=True, memory_pool=False),
+    weight=dict(size={sequence_ranks}, overlap=True, memory_pool={memory_pool}),
     burst=dict(enable=False),
     sequence_2D=dict(
         enable=True, head_size={head_ranks}, context_size={context_ranks}, window_size={window},
@@ -115,8 +117,9 @@ class InternEvo(Upstream):
         return split_unsupported_reason("zigzag", settings.seq_len, settings.cp_size)
 
     def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
-        model = settings.model
+        model, values = applied_model(settings), applied_values(settings)
         head_ranks, context_ranks, window = placement(settings)
+        selective = bool(settings.checkpoint.every and settings.checkpoint.tail)
         config = _CONFIG.format(
             seq_len=settings.seq_len,
             micro_num=settings.gradient_accumulation,
@@ -125,7 +128,8 @@ class InternEvo(Upstream):
             steps=self.steps(settings),
             offload=settings.optimizer_offload,
             lr=settings.learning_rate,
-            selective=bool(settings.checkpoint.every and settings.checkpoint.tail),
+            selective=selective and values.get("selective") != "false",
+            memory_pool=values.get("memory_pool") != "false",
             recompute=bool(settings.checkpoint.every),
             heads=model.heads,
             kv_heads=model.kv_heads,

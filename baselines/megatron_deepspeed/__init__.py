@@ -1,7 +1,7 @@
 """Megatron-DeepSpeed as in the paper's artifact: DeepSpeed-Ulysses under ZeRO-3, with the optimizer on the host.
 
-The options are those of the artifact's run.sh for its Ulysses runs: fp16, activation checkpointing by DeepSpeed, ZeRO-3
-with parameters repeated inside a node's group (hpZ).
+The options are those of the artifact's script/ulysses.sh: activation checkpointing by DeepSpeed, ZeRO-3 with parameters
+repeated in groups of GPUs (hpZ). It computes in bf16, as the others do; as published, in fp16.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from baselines.handicaps import applied_model, applied_values
 from baselines.install.places import Place
 from baselines.megatron_log import parse_iterations
 from baselines.upstream import Printed, Rendered, Upstream, arguments
@@ -26,7 +27,7 @@ _OPTIONS = """
 --micro-batch-size {batch_size} --global-batch-size {global_batch} --train-iters {steps} --eval-iters 0
 --eval-interval 1000 --tokenizer-type NullTokenizer --vocab-size {vocab} --data-path {data} --data-impl mmap
 --split 98,2,0 --num-workers 0 --lr {lr:g} --min-lr 1e-6 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0
---adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --hysteresis 2 --seed {seed} --fp16
+--adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --hysteresis 2 --seed {seed} --{dtype}
 --use-rotary-position-embeddings --normalization rmsnorm --disable-bias-linear --swiglu
 --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --no-query-key-layer-scaling
 --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-gradient-accumulation-fusion
@@ -36,7 +37,7 @@ _OPTIONS = """
 """
 _RECOMPUTE = " --checkpoint-activations --deepspeed-activation-checkpointing"
 _OFFLOAD_RATIO = 0.8  # of the optimizer that the artifact keeps on the host
-_HPZ_RANKS = 32
+_HPZ_RANKS = 8  # a node's, so that parameters are gathered inside it
 
 
 class MegatronDeepSpeed(Upstream):
@@ -73,44 +74,54 @@ class MegatronDeepSpeed(Upstream):
 
     def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
         global_batch = settings.batch_size * settings.dp_size * settings.gradient_accumulation
+        model, values = applied_model(settings), applied_values(settings)
+        dtype = values.get("dtype", "bf16")
         words = arguments(
             _OPTIONS
             + (_RECOMPUTE if settings.checkpoint.every else "")
             + (" --cpu-optimizer" if settings.optimizer_offload else ""),
-            model=settings.model,
+            model=model,
             cp_size=settings.cp_size,
             seq_len=settings.seq_len,
             batch_size=settings.batch_size,
             global_batch=global_batch,
             steps=self.steps(settings),
-            vocab=settings.model.vocab - 1,
+            vocab=model.vocab - 1,
             data=settings.data,
             lr=settings.learning_rate,
             seed=settings.seed + 1,
             config=trial_dir / CONFIG_FILE,
+            dtype=dtype,
         )
         return Rendered(
             command=(str(place.python), "-u", str(place.source / place.pinned.entry), *words),
             environment={**place.environment, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-            files={CONFIG_FILE: json.dumps(deepspeed_config(settings, global_batch), indent=1) + "\n"},
+            files={
+                CONFIG_FILE: json.dumps(
+                    deepspeed_config(settings, global_batch, dtype, int(values.get("hpz", _HPZ_RANKS))), indent=1
+                )
+                + "\n"
+            },
         )
 
     def parse(self, output: str) -> Printed:
         return parse_iterations(output)
 
 
-def deepspeed_config(settings: TrialSettings, global_batch: int) -> dict[str, object]:
-    """DeepSpeed's own configuration, as the artifact's template has it."""
+def deepspeed_config(settings: TrialSettings, global_batch: int, dtype: str, hpz_ranks: int) -> dict[str, object]:
+    """DeepSpeed's own configuration, as the artifact's ds.json has it but for `dtype` and the ranks of a hpZ group."""
     zero: dict[str, object] = {
         "stage": 3,
-        "reduce_bucket_size": 10_000_000,
         "reduce_scatter": True,
-        "zero_hpz_partition_size": min(_HPZ_RANKS, settings.world_size),
+        "zero_hpz_partition_size": min(hpz_ranks, settings.world_size),
+        "zero_quantized_weights": False,
+        "zero_quantized_gradients": False,
         "contiguous_gradients": True,
         "overlap_comm": True,
     }
     if settings.optimizer_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True, "ratio": _OFFLOAD_RATIO}
+    scale = {"loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1, "initial_scale_power": 11}
     return {
         "train_batch_size": global_batch,
         "train_micro_batch_size_per_gpu": settings.batch_size,
@@ -118,14 +129,7 @@ def deepspeed_config(settings: TrialSettings, global_batch: int) -> dict[str, ob
         "zero_optimization": zero,
         "gradient_clipping": 1.0,
         "prescale_gradients": False,
-        "fp16": {
-            "enabled": True,
-            "loss_scale": 65536,
-            "loss_scale_window": 500,
-            "hysteresis": 2,
-            "min_loss_scale": 1,
-            "initial_scale_power": 11,
-        },
+        dtype: {"enabled": True, **(scale if dtype == "fp16" else {})},
         "wall_clock_breakdown": False,
     }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from baselines.handicaps import applied_model, applied_options
 from baselines.install.places import Place
 from baselines.megatron_log import parse_iterations
 from baselines.programs import PROGRAMS
@@ -38,10 +39,10 @@ _RELEASE = """
 --cross-entropy-loss-fusion --cross-entropy-fusion-impl native --no-check-for-nan-in-loss-and-grad --rerun-mode disabled
 --manual-gc --manual-gc-interval 100 --log-memory-interval 1 --timing-log-level 0 --distributed-timeout-minutes 5
 """
-# As in the artifact's multi.sh, the barriers of its timers included.
+# As in the artifact's multi.sh, but without the barriers of its timers, which `settings: as_published` has.
 _ARTIFACT = """
 --use-rotary-position-embeddings --lr-decay-style cosine --min-lr {min_lr:g} --init-method-std 0.006
---use-flash-attn --timing-log-level 2 --causal --causal-tflops --method megatron-cp --log-file {log_file}
+--use-flash-attn --timing-log-level {timing} --causal --causal-tflops --method megatron-cp --log-file {log_file}
 """
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers {every}"
 _SELECTIVE = "--recompute-granularity selective --recompute-modules mlp"
@@ -79,7 +80,8 @@ class MegatronLM(Upstream):
         return split_unsupported_reason("zigzag", settings.seq_len, settings.cp_size)
 
     def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
-        model, release = settings.model, place.flavour == "current"
+        release = place.flavour == "current"
+        model = settings.model if release else applied_model(settings)
         multiple = 128 * settings.tp_size if model.vocab % (128 * settings.tp_size) == 0 else settings.tp_size
         options = _COMMON + (_RELEASE if release else _ARTIFACT)
         if model.kv_heads != model.heads:
@@ -108,6 +110,7 @@ class MegatronLM(Upstream):
             every=settings.checkpoint.every,
             log_file=trial_dir / "megatron.txt",
             data=_MOCK,
+            timing=applied_options(settings).get("--timing-log-level", "0"),
         )
         if release:  # whose data the paper's copy would read in the same way, as nobody has tried
             data = ("--train-data-path", *prefixes(settings, self.steps(settings), trial_dir))

@@ -1,12 +1,13 @@
-"""`burst baselines list | install | check | bundle | fidelity`: the real systems, each in an environment of its own."""
+"""`burst baselines`: the real compared systems, each in an environment of its own, and the paper's runs of them."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.base.errors import UsageError
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from baselines.install.places import Place
 
 ALL_WELL, NOT_ALL = 0, 1
+_MAX_NODES = 4096
 
 
 class Baselines:
@@ -21,7 +23,9 @@ class Baselines:
     forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        actions = parser.add_subparsers(dest="action", required=True, metavar="list|install|check|bundle|fidelity")
+        actions = parser.add_subparsers(
+            dest="action", required=True, metavar="list|install|check|bundle|fidelity|show"
+        )
         listing = actions.add_parser("list", help="every system and flavour, its licence, and whether it is installed")
         listing.add_argument("--json", action="store_true", help="one JSON list instead of a table")
         install = actions.add_parser("install", help="fetch a system as its pin says, and make its environment")
@@ -77,7 +81,11 @@ class Baselines:
         fidelity.add_argument("--anew", action="store_true", help="run systems that are there again")
         fidelity.add_argument("--case", metavar="NAME", help="one case of one system, printed; writes nothing to --out")
 
+        _add_show(actions)
+
     def run(self, arguments: argparse.Namespace) -> int:
+        if arguments.action == "show":
+            return _show_setup(arguments)
         if arguments.action == "list":
             return _list(as_json=arguments.json)
         if arguments.action == "check":
@@ -130,6 +138,69 @@ def _place(arguments: argparse.Namespace) -> Place:
     flavour = arguments.flavour or pin.flavours[-1]
     pin.flavour(flavour)
     return Place(system=arguments.system, flavour=flavour)
+
+
+def _add_show(actions: Any) -> None:
+    show = actions.add_parser("show", help="what each node runs for one of the paper's systems; starts nothing")
+    show.add_argument("system", metavar="SYSTEM", help="such as megatron_lm, internevo_usp or burst_engine")
+    show.add_argument("--model", default="7b", metavar="NAME", help="a model of experiments/models (default: 7b)")
+    show.add_argument("--cp", type=int, default=32, metavar="N", help="context-parallel ranks (default: 32)")
+    show.add_argument(
+        "--nodes", dest="node_count", type=int, metavar="N", help="nodes of eight GPUs (default: as many as --cp needs)"
+    )
+    show.add_argument("--seq-len", default="1M", metavar="N", help="tokens of a sequence (default: 1M)")
+    show.add_argument(
+        "--settings", choices=("equal", "as_published"), default="equal",
+        help="as_published: with what set the systems apart in the paper's runs, as baselines/handicaps.yaml lists it",
+    )  # fmt: skip
+    show.add_argument("--site", type=Path, metavar="FILE", help="site file of the nodes (default: the paper's nodes)")
+    show.add_argument("--head", default="node1", metavar="HOST", help="the first node's name or address")
+    show.add_argument("--root", default="/burst", metavar="DIR", help="this checkout's folder on the nodes")
+    show.add_argument("--data", default="", metavar="PATH", help="data on the nodes, in the system's own format")
+    show.add_argument("--json", action="store_true", help="one JSON list, an object for each node, instead of scripts")
+
+
+def _show_setup(arguments: argparse.Namespace) -> int:
+    """The set-up of each node as a shell script on stdout, and the handicaps on stderr."""
+    from dataclasses import asdict
+
+    from baselines import setups
+    from cluster.inventory.site import load_site
+    from harness.base.errors import UsageError
+    from harness.base.lengths import parse_length
+    from harness.spec.models import MODELS_DIR, load_model
+
+    path = MODELS_DIR / f"{arguments.model.replace('-', '_')}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(each.stem for each in MODELS_DIR.glob("*.yaml")))
+        raise UsageError(f"--model is {arguments.model}; choose one of {known}")
+    nodes = max(1, -(-arguments.cp // setups.GPUS_PER_NODE)) if arguments.node_count is None else arguments.node_count
+    if not 1 <= nodes <= _MAX_NODES:
+        raise UsageError(f"--nodes is {nodes}; expected 1 to {_MAX_NODES}")
+    if not arguments.root.startswith("/"):
+        raise UsageError(f"--root is {arguments.root}; expected an absolute path on the nodes")
+    try:
+        seq_len = parse_length(arguments.seq_len)
+    except ValueError as error:
+        raise UsageError(f"--seq-len: {error}") from None
+    settings = setups.trial(
+        arguments.system,
+        load_model(path),
+        cp_size=arguments.cp,
+        nodes=nodes,
+        seq_len=seq_len,
+        as_published=arguments.settings == "as_published",
+        data=arguments.data,
+    )
+    site = load_site(arguments.site or MODELS_DIR.parent / "sites" / "paper.yaml")
+    found = setups.render(arguments.system, settings, site, nodes=nodes, head=arguments.head, root=arguments.root)
+    if arguments.json:
+        print(json.dumps([asdict(each) for each in found], indent=1))
+    else:
+        print("\n".join(setups.script(each) for each in found), end="")
+    for line in setups.remarks(arguments.system, settings):
+        print(f"# {line}", file=sys.stderr)
+    return ALL_WELL
 
 
 def _list(*, as_json: bool) -> int:

@@ -129,7 +129,7 @@ def test_the_papers_megatron_lm_runs_with_the_options_of_the_artifact() -> None:
     command, _, files = rendered("megatron_lm_upstream", cp_size=8, flavour="paper")
     assert command == MEGATRON.format(cp=8) + (
         "--use-rotary-position-embeddings --lr-decay-style cosine --min-lr 1e-06 --init-method-std 0.006 "
-        "--use-flash-attn --timing-log-level 2 --causal --causal-tflops --method megatron-cp --log-file "
+        "--use-flash-attn --timing-log-level 0 --causal --causal-tflops --method megatron-cp --log-file "
         "/T/megatron.txt --swiglu --sequence-parallel --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1"
     )
@@ -159,7 +159,7 @@ def test_the_command_of_megatron_deepspeed() -> None:
     words = command.split()
     assert words[:3] == ["UPSTREAM/env/bin/python", "-u", "UPSTREAM/source/pretrain_gpt.py"]
     assert " --no-pipeline-parallel --ds-sequence-parallel-size 8 " in command
-    assert " --fp16 " in command
+    assert " --bf16 " in command
     assert command.endswith(
         "--use-flash-attn-v2 --zero-reduce-scatter --log-interval 1 --timing-log-level 0 --deepspeed "
         "--deepspeed_config /T/ds_config.json --zero-stage 3 --checkpoint-activations "
@@ -169,6 +169,7 @@ def test_the_command_of_megatron_deepspeed() -> None:
     config = json.loads(files["ds_config.json"])
     assert config["zero_optimization"]["zero_hpz_partition_size"] == 8
     assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True, "ratio": 0.8}
+    assert config["bf16"] == {"enabled": True}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_internevo_is_configured_as_in_the_artifact(schedule: str, expected: str
     exec(files["internevo_config.py"], config)
     assert expected in files["internevo_config.py"]
     assert config["data"]["total_steps"] == 4
-    assert config["parallel"]["weight"] == {"size": 32, "overlap": True, "memory_pool": False}
+    assert config["parallel"]["weight"] == {"size": 32, "overlap": True, "memory_pool": True}
 
 
 def test_the_command_of_the_artifacts_burstengine() -> None:
@@ -196,13 +197,23 @@ def test_the_command_of_the_artifacts_burstengine() -> None:
     assert command == (
         f"UPSTREAM/env/bin/python -u {folder}/pretrain_llama_hug_tokenizer.py --model-config /T/config.json "
         f"--vocab {folder}/config/70b/vocab.txt --tokenizer-path UPSTREAM/source/llama-7b/ "
-        f"--dataset {folder}/datasets/_dock.json --train-iters 400000 --lr 1e-05 --inspect-iters 100 --warmup-iters "
+        f"--dataset /T/dataset.json --train-iters 400000 --lr 1e-05 --inspect-iters 100 --warmup-iters "
         "2000 --lr-decay-style noam --weight-decay 0.1 --clip-grad 1.0 --loss-scale 1048576 --start-step 1 --bf16 "
-        "--batch-size 1 --max-length 16384 --tp 8 --sp burst --flash cuda --spzero --ckpt --offload"
+        "--batch-size 1 --max-length 16384 --tp 8 --sp burst_sl_loss --flash cuda --spzero --ckpt --offload"
     )
     assert json.loads(files["config.json"])["dim_ff"] == 8192
-    three = settings("burst_engine_upstream", steps=Steps(warmup=1, measured=2))
-    assert "ends by itself after printing 2 steps" in str(method_named("burst_engine_upstream").refuse(three))
+    assert json.loads(files["dataset.json"])[0]["path"] == "UPSTREAM/source/data/BE"
+    four = settings("burst_engine_upstream", steps=Steps(warmup=1, measured=3))
+    assert "ends by itself after printing 3 steps" in str(method_named("burst_engine_upstream").refuse(four))
+
+
+@pytest.mark.parametrize(
+    ("tail", "fused", "expected"),
+    [(0.0, False, "burst"), (0.5, True, "burst_sl_loss_sl_ckpt"), (1.0, True, "burst_sl_loss_whole_ckpt")],
+)
+def test_the_artifact_reads_its_optimizations_from_a_name(tail: float, fused: bool, expected: str) -> None:
+    command, _, _ = rendered("burst_engine_upstream", checkpoint=Checkpoint(tail=tail), lm_head_fusion=fused)
+    assert f" --sp {expected} " in command
 
 
 def test_the_command_of_torchtitan() -> None:

@@ -1,5 +1,5 @@
-"""Stands for Burst-Attention, which needs BMTrain's compiled part; InternEvo imports one function of it and calls it for
-`burst=dict(enable=True)` alone."""
+"""Stands for Burst-Attention, which needs BMTrain's compiled part; InternEvo imports one function of it, and calls it
+for `burst=dict(enable=True)` alone."""
 
 from __future__ import annotations
 
