@@ -148,7 +148,7 @@ def second_derivative_faults(device: str) -> Iterator[str]:
 
 def norm_faults(device: str) -> Iterator[str]:
     """The norm joined with the sums of the residual stream; one row, odd counts, several rows per program."""
-    for dtype, (tokens, features) in itertools.product(DTYPES, ((1, 1), (5, 7), (3, 700), (1100, 24), (0, 8))):
+    for dtype, (tokens, features) in itertools.product(DTYPES, ((1, 2), (5, 7), (3, 700), (1100, 24), (0, 8))):
         name = f"norm {tokens} x {features}"
         x, branch, dnormed, residual = (
             normal(tokens, features, seed=seed, dtype=dtype, device=device) for seed in range(4)
