@@ -24,7 +24,6 @@ from engine.lm_head.plain import IGNORE
 from engine.measurement import Measurement
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
-from engine.model import Decoder
 from engine.ops.ranges import OPTIMIZER, STEP
 from engine.optimizer import adamw, clip_and_step
 from engine.parallelize import build_model, keeps_whole, sum_across_nodes
