@@ -99,6 +99,13 @@ def two_passes() -> contextlib.AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Norms, SwiGLU and labels as above, all of them."""
+    with torch_norms(), apart_swiglu(), labels_on_device():
+        yield
+
+
+@contextlib.contextmanager
 def compiled() -> Iterator[None]:
     """Everything between attentions by torch's own operations, under torch.compile, in place of the kernels here."""
 
@@ -139,20 +146,21 @@ def compiled() -> Iterator[None]:
 # What is changed, in settings and in the program.
 VARIANTS: dict[str, tuple[dict[str, object], Patch]] = {
     "today": ({}, contextlib.nullcontext),
-    "gathered": ({"parameters": "gathered"}, contextlib.nullcontext),  # e, and with it f: FSDP2 of one rank
-    "two_passes": ({}, two_passes),  # f
-    "torch_norms": ({}, torch_norms),  # b
+    "gathered": ({"parameters": "gathered"}, contextlib.nullcontext),  # FSDP2 of one rank, and torch's optimizer
+    "all_apart": ({"parameters": "gathered"}, apart),  # everything off but the one product of q, k and v
+    "two_passes": ({}, two_passes),
+    "torch_norms": ({}, torch_norms),
     "apart_swiglu": ({}, apart_swiglu),
-    "labels_on_device": ({}, labels_on_device),  # d
-    "tiles8": ({"mlp_tiles": 8}, contextlib.nullcontext),  # a
+    "labels_on_device": ({}, labels_on_device),
+    "tiles8": ({"mlp_tiles": 8}, contextlib.nullcontext),
     "tiles8_gathered": ({"mlp_tiles": 8, "parameters": "gathered"}, contextlib.nullcontext),
     "every1": ({"checkpoint": Checkpoint(every=1)}, contextlib.nullcontext),
-    "compiled": ({}, compiled),  # g
+    "compiled": ({}, compiled),
 }
 AT_LENGTH = {
     16384: [name for name in VARIANTS if name not in ("tiles8", "tiles8_gathered")],
-    32768: ["today", "gathered", "torch_norms", "every1"],
-    65536: ["today", "gathered", "tiles8", "tiles8_gathered"],
+    32768: ["today", "all_apart", "gathered"],
+    65536: ["today", "all_apart", "gathered", "tiles8", "tiles8_gathered"],
 }
 
 

@@ -21,7 +21,7 @@ from engine.attention.comm.topology import node_size_of
 from engine.distributed import arrange
 from engine.initialise import initialise
 from engine.model import Decoder
-from engine.parallelize import parallelize
+from engine.parallelize import keeps_whole, parallelize
 from engine.settings import ModelShape, TrialSettings
 from tests.engine.parity import task_of, whole_of
 from tests.ranks import run_on_ranks
@@ -84,6 +84,16 @@ def test_values_drawn_in_blocks_do_not_depend_on_the_number_of_ranks(
         assert values == whole
     for name, rows in whole.items():
         assert len(set(rows)) > 0.99 * len(rows) or "norm" in name  # no block repeats another
+
+
+def test_only_a_rank_that_is_alone_keeps_its_parameters_whole() -> None:
+    assert keeps_whole(SETTINGS)
+    assert not keeps_whole(dataclasses.replace(SETTINGS, parameters="gathered"))
+    assert not keeps_whole(dataclasses.replace(SETTINGS, optimizer_offload=True))  # memory is short there
+    assert keeps_whole(dataclasses.replace(SETTINGS, optimizer_offload=True, parameters="kept"))
+    assert not keeps_whole(dataclasses.replace(SETTINGS, world_size=2))
+    with pytest.raises(ValueError, match="parameters is kept, but 2 ranks share them; give auto, or gathered"):
+        dataclasses.replace(SETTINGS, world_size=2, parameters="kept")
 
 
 def unsupported_reason(hosts: str) -> str:
