@@ -228,8 +228,8 @@ class TrainTask:
 
 
 def page_locked(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor, of host memory, in memory that a GPU copies from while the host goes on; itself for a CPU."""
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+    """The tensor in host memory that a GPU copies from while the host goes on, contiguous; itself for a CPU."""
+    return tensor.contiguous().pin_memory() if device.type == "cuda" else tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
