@@ -50,7 +50,7 @@ class OnePassAdamW(torch.optim.AdamW):
         if not parameters:
             return
         torch._foreach_add_(steps, 1.0)
-        counts_P = torch.stack(steps).double()  # in fp32, 1 - 0.999^t would lose four digits
+        counts_P = torch.stack(steps).to(parameters[0].device, torch.float64)  # in fp32, 1 - 0.999^t loses four digits
         (beta1, beta2), corrections_P2 = group["betas"], torch.empty(len(steps), 2, device=counts_P.device)
         corrections_P2[:, 0] = 1 - beta1**counts_P
         corrections_P2[:, 1] = (1 - beta2**counts_P).sqrt()

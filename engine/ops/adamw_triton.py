@@ -17,7 +17,7 @@ WARPS = 4
 @triton.jit
 def _adamw_kernel(  # type: ignore[no-untyped-def]
     parameter, gradient, exp_avg, exp_avg_sq, copy, scale, corrections,
-    elements, rate, beta1, beta2, epsilon, decay,
+    elements, rate, beta1, rest1, beta2, rest2, epsilon, decay,
     SCALED: tl.constexpr, COPIED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -31,8 +31,8 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     correction1 = tl.load(corrections)
     root2 = tl.load(corrections + 1)
     p -= rate * decay * p
-    m = beta1 * m + (1.0 - beta1) * g
-    v = beta2 * v + (1.0 - beta2) * g * g
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * g * g
     p -= rate / correction1 * m / (tl.sqrt(v) / root2 + epsilon)
     tl.store(parameter + at, p, mask=live)
     tl.store(exp_avg + at, m, mask=live)
@@ -66,6 +66,8 @@ def adamw(
     if elements:
         _adamw_kernel[(triton.cdiv(elements, BLOCK),)](
             parameter, gradient, exp_avg, exp_avg_sq, parameter if copy is None else copy,
-            corrections if scale is None else scale, corrections, elements, rate, *betas, epsilon, decay,
+            corrections if scale is None else scale, corrections,
+            # 1 - beta formed here: from a beta rounded to fp32, 1 - 0.999 would be off by 1e-5.
+            elements, rate, betas[0], 1.0 - betas[0], betas[1], 1.0 - betas[1], epsilon, decay,
             SCALED=scale is not None, COPIED=copy is not None, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip

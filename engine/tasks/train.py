@@ -24,7 +24,6 @@ from engine.lm_head.plain import IGNORE
 from engine.measurement import Measurement
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
-from engine.model import Decoder
 from engine.ops.ranges import OPTIMIZER, STEP
 from engine.optimizer import adamw, clip_and_step
 from engine.parallelize import build_model, keeps_whole, sum_across_nodes
@@ -85,6 +84,7 @@ class TrainTask:
         )
         self.cp.segments(settings.steps.warmup_seq_len or settings.seq_len)  # raises for a length that does not split
         self._clock = StepClock(world.device)
+        self._ahead: tuple[int, list[Batch]] | None = None  # a step that comes next, and its batches
 
     def run(self, on_progress: OnProgress, around_step: AroundStep = nullcontext) -> Measurement:
         """Warm up, then measure. Raises FloatingPointError when the loss stops being a number."""
@@ -119,7 +119,7 @@ class TrainTask:
             forward_seconds=self.world.slowest([step.forward_seconds for step in timed]),
             loss=[step.loss for step in steps],
             grad_norm=[step.grad_norm for step in steps],
-            chosen=self.attend.resolved() | self._found_nodes(),
+            chosen=self.attend.resolved() | self._parameters(),
             data=self.store.describe(),
         )
         # Last, because each would raise every peak.
@@ -145,10 +145,12 @@ class TrainTask:
         tokens = settings.batch_size * settings.seq_len // self.cp.size
         return tokens * model.heads * model.head_dim * DTYPES[settings.dtype].itemsize
 
-    def _found_nodes(self) -> dict[str, str]:
-        """Over how many ranks hybrid sharding splits parameters: the ranks of one node."""
-        hybrid = self.settings.sharding == "hybrid"
-        return {"sharding_node_size": str(self.world.fsdp_mesh.size(-1))} if hybrid else {}
+    def _parameters(self) -> dict[str, str]:
+        """Whether this rank keeps whole parameters; and over how many ranks hybrid sharding splits them, those of one
+        node."""
+        found = {"parameters": "kept" if keeps_whole(self.settings) else "gathered"}
+        hybrid = {"sharding_node_size": str(self.world.fsdp_mesh.size(-1))}
+        return found | (hybrid if self.settings.sharding == "hybrid" else {})
 
     def step(self, index: int) -> Step:
         """One optimizer step on the batch of that index. Collective."""
@@ -158,6 +160,8 @@ class TrainTask:
             with record_function(OPTIMIZER):
                 norm = clip_and_step(self.model, self.optimizer, self.recipe.max_grad_norm)
                 self.optimizer.zero_grad()
+            # Read while the device still computes, which would otherwise wait for the next step's tokens.
+            self._ahead = index + 1, self.batches(index + 1)
             forward_seconds, step_seconds = self._clock.stop()
 
         dist.all_reduce(total)
@@ -174,7 +178,8 @@ class TrainTask:
     def gradients(self, index: int) -> Tensor:
         """Form the gradients of step `index`; returns this rank's share of the mean loss, 0-dim. Collective."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        batches = self.batches(index)
+        ahead, self._ahead = self._ahead, None
+        batches = ahead[1] if ahead is not None and ahead[0] == index else self.batches(index)
         for number, batch in enumerate(batches):
             if number:
                 self._clock.mark()
@@ -223,8 +228,8 @@ class TrainTask:
 
 
 def page_locked(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor, of host memory, in memory that a GPU copies from while the host goes on; itself for a CPU."""
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+    """The tensor in host memory that a GPU copies from while the host goes on, contiguous; itself for a CPU."""
+    return tensor.contiguous().pin_memory() if device.type == "cuda" else tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -37,6 +37,7 @@ from engine.distributed import World, join
 from engine.lm_head import fused
 from engine.model import project_whole
 from engine.ops import norm, residual_norm, swiglu
+from engine.ops.copies import product
 from engine.optimizer import OnePassAdamW, clip_and_step
 from engine.profile.timeline import breakdown_of
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
@@ -98,6 +99,13 @@ def two_passes() -> contextlib.AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Norms, SwiGLU and labels as above, all of them."""
+    with torch_norms(), apart_swiglu(), labels_on_device():
+        yield
+
+
+@contextlib.contextmanager
 def compiled() -> Iterator[None]:
     """Everything between attentions by torch's own operations, under torch.compile, in place of the kernels here."""
 
@@ -138,20 +146,21 @@ def compiled() -> Iterator[None]:
 # What is changed, in settings and in the program.
 VARIANTS: dict[str, tuple[dict[str, object], Patch]] = {
     "today": ({}, contextlib.nullcontext),
-    "gathered": ({"parameters": "gathered"}, contextlib.nullcontext),  # e, and with it f: FSDP2 of one rank
-    "two_passes": ({}, two_passes),  # f
-    "torch_norms": ({}, torch_norms),  # b
+    "gathered": ({"parameters": "gathered"}, contextlib.nullcontext),  # FSDP2 of one rank, and torch's optimizer
+    "all_apart": ({"parameters": "gathered"}, apart),  # everything off but the one product of q, k and v
+    "two_passes": ({}, two_passes),
+    "torch_norms": ({}, torch_norms),
     "apart_swiglu": ({}, apart_swiglu),
-    "labels_on_device": ({}, labels_on_device),  # d
-    "tiles8": ({"mlp_tiles": 8}, contextlib.nullcontext),  # a
+    "labels_on_device": ({}, labels_on_device),
+    "tiles8": ({"mlp_tiles": 8}, contextlib.nullcontext),
     "tiles8_gathered": ({"mlp_tiles": 8, "parameters": "gathered"}, contextlib.nullcontext),
     "every1": ({"checkpoint": Checkpoint(every=1)}, contextlib.nullcontext),
-    "compiled": ({}, compiled),  # g
+    "compiled": ({}, compiled),
 }
 AT_LENGTH = {
     16384: [name for name in VARIANTS if name not in ("tiles8", "tiles8_gathered")],
-    32768: ["today", "gathered", "torch_norms", "every1"],
-    65536: ["today", "gathered", "tiles8", "tiles8_gathered"],
+    32768: ["today", "all_apart", "gathered"],
+    65536: ["today", "all_apart", "gathered", "tiles8", "tiles8_gathered"],
 }
 
 
@@ -197,7 +206,9 @@ def traced(task: TrainTask, index: int, kernels: int) -> str:
             name = event["name"].removeprefix("void ")[:90]
             spent[name] += event["dur"]
             calls[name] += 1
-    lines = [f"      {duration / 1e3:7.2f} ms {calls[name]:5d} x {name}" for name, duration in spent.most_common(kernels)]
+    lines = [
+        f"      {duration / 1e3:7.2f} ms {calls[name]:5d} x {name}" for name, duration in spent.most_common(kernels)
+    ]
     return "\n".join([text, *lines])
 
 
@@ -220,37 +231,36 @@ def measure(world: World, length: int, name: str, steps: int, kernels: int) -> N
 
 
 def measure_products() -> None:
-    """Milliseconds of the products of one layer as they were and as they are, at 16K tokens; each thrice forward,
-    for the inputs' gradient and the weights'."""
+    """Milliseconds of some products of one layer at 16K tokens, one by one and as one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = device.type == "cuda"
-    tokens, hidden = (16384, 2048) if on_gpu else (64, 32)
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    tokens, hidden = (16384, 2048) if device.type == "cuda" else (64, 32)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for name, widths in (("q, k, v", (hidden, hidden // 2, hidden // 2)), ("gate, up", (4 * hidden, 4 * hidden))):
         x = torch.randn(tokens, hidden, device=device, dtype=dtype)
         weights = [torch.randn(width, hidden, device=device, dtype=dtype) for width in widths]
         grads = [torch.randn(tokens, width, device=device, dtype=dtype) for width in widths]
-        whole, dwhole = torch.cat(weights), torch.cat(grads, dim=1)
-
-        def apart_dgrad(grads: list[Tensor] = grads, weights: list[Tensor] = weights) -> None:
-            total = grads[0] @ weights[0]
-            for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                total.addmm_(grad, weight)
-
-        cases: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-            "forward": (lambda: [F.linear(x, w) for w in weights], lambda: F.linear(x, whole)),
-            "dgrad": (apart_dgrad, lambda: dwhole @ whole),
-            "wgrad bf16": (lambda: [g.T @ x for g in grads], lambda: dwhole.T @ x),
-        }
-        if on_gpu:
-            mm = torch.ops.aten.mm.dtype
-            cases["wgrad fp32"] = (
-                lambda: [mm(g.T, x, torch.float32) for g in grads],
-                lambda: mm(dwhole.T, x, torch.float32),
-            )
-            cases["join of the weights"] = (lambda: None, lambda: torch.cat(weights))
-        for case, (apart, together) in cases.items():
+        for case, (apart, together) in product_cases(x, weights, grads).items():
             print(f"{name:8s} {case:20s} apart {_ms(apart):7.3f}  together {_ms(together):7.3f} ms", flush=True)
+
+
+def product_cases(
+    x: Tensor, weights: list[Tensor], grads: list[Tensor]
+) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+    """By direction: the products of several weights one by one, and as one."""
+    whole, dwhole, wide = torch.cat(weights), torch.cat(grads, dim=1), torch.float32
+
+    def apart_dgrad() -> None:
+        total = grads[0] @ weights[0]
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            total.addmm_(grad, weight)
+
+    return {
+        "forward": (lambda: [F.linear(x, w) for w in weights], lambda: F.linear(x, whole)),
+        "dgrad": (apart_dgrad, lambda: dwhole @ whole),
+        "wgrad": (lambda: [g.T @ x for g in grads], lambda: dwhole.T @ x),
+        "wgrad in fp32": (lambda: [product(g.T, x, wide) for g in grads], lambda: product(dwhole.T, x, wide)),
+        "join of the weights": (lambda: None, lambda: torch.cat(weights)),
+    }
 
 
 def _ms(call: Callable[[], object], repeats: int = 20) -> float:
@@ -268,7 +278,7 @@ def _ms(call: Callable[[], object], repeats: int = 20) -> float:
 
 
 def measure_short(world: World, steps: int) -> None:
-    """Short sequences: the host's launches are the bound. Eager, then one CUDA graph of forward, backward and update."""
+    """Short sequences, where the host's launches are the bound: eager, then one CUDA graph of the whole step."""
     for length in SHORT if world.device.type == "cuda" else (64,):
         with task_of(world, length, {}) as task:
             for index in range(3):

@@ -42,6 +42,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "mlp_tiles": (1, 3),
     "optimizer_offload": (False, True),
     "sharding": ("full", "hybrid"),
+    "parameters": ("auto", "gathered"),
     "gradient_accumulation": (1, 2),
     "lm_head_fusion": (True, False),
     "z_loss": (0.0, 0.01),

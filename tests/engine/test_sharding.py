@@ -21,9 +21,9 @@ from engine.attention.comm.topology import node_size_of
 from engine.distributed import arrange
 from engine.initialise import initialise
 from engine.model import Decoder
-from engine.parallelize import parallelize
+from engine.parallelize import keeps_whole, parallelize
 from engine.settings import ModelShape, TrialSettings
-from tests.engine.parity import task_of
+from tests.engine.parity import task_of, whole_of
 from tests.ranks import run_on_ranks
 
 SHAPE = ModelShape(name="odd", layers=1, hidden=18, ffn=30, heads=3, kv_heads=1, head_dim=6, vocab=259)
@@ -45,9 +45,10 @@ def placements_and_values(cache: str, settings: TrialSettings) -> tuple[set[Any]
     engine.initialise.BLOCK_ELEMENTS = 5 * 18  # blocks that end inside shards
     _, task = task_of(settings)
     parameters = dict(task.model.named_parameters())
-    held = sum(parameter.to_local().numel() for parameter in parameters.values())
-    values = {name: parameter.full_tensor().flatten().tolist() for name, parameter in parameters.items()}
-    return {parameter.placements for parameter in parameters.values()}, values, held
+    sharded = [parameter for parameter in parameters.values() if isinstance(parameter, DTensor)]
+    held = sum(parameter.to_local().numel() for parameter in sharded)
+    values = {name: whole_of(parameter).flatten().tolist() for name, parameter in parameters.items()}
+    return {parameter.placements for parameter in sharded}, values, held
 
 
 def whole_values() -> dict[str, list[float]]:
@@ -79,10 +80,20 @@ def test_values_drawn_in_blocks_do_not_depend_on_the_number_of_ranks(
     whole = whole_values()
     settings = dataclasses.replace(SETTINGS, world_size=world_size)
     for placements, values, _ in run_on_ranks(world_size, placements_and_values, str(tmp_path), settings):
-        assert placements == {(Shard(0),)}
+        assert placements == ({(Shard(0),)} if world_size > 1 else set())  # one rank keeps them whole
         assert values == whole
     for name, rows in whole.items():
         assert len(set(rows)) > 0.99 * len(rows) or "norm" in name  # no block repeats another
+
+
+def test_only_a_rank_that_is_alone_keeps_its_parameters_whole() -> None:
+    assert keeps_whole(SETTINGS)
+    assert not keeps_whole(dataclasses.replace(SETTINGS, parameters="gathered"))
+    assert not keeps_whole(dataclasses.replace(SETTINGS, optimizer_offload=True))  # memory is short there
+    assert keeps_whole(dataclasses.replace(SETTINGS, optimizer_offload=True, parameters="kept"))
+    assert not keeps_whole(dataclasses.replace(SETTINGS, world_size=2))
+    with pytest.raises(ValueError, match="parameters is kept, but 2 ranks share them; give auto, or gathered"):
+        dataclasses.replace(SETTINGS, world_size=2, parameters="kept")
 
 
 def unsupported_reason(hosts: str) -> str:

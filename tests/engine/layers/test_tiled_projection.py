@@ -32,7 +32,7 @@ def randomised(module: torch.nn.Module) -> None:
 def projected(
     shape: ModelShape, project: Project, dtype: torch.dtype = torch.float64, device: str = "cpu"
 ) -> list[Tensor]:
-    """Queries, keys, values and the residual stream, then the gradients of input, norm, matrices and the heads' norms."""
+    """Queries, keys, values and the residual stream, then the gradients of input, norms and matrices."""
     torch.manual_seed(0)
     norm, attention = RMSNorm(shape.hidden, eps=1e-5), Attention(shape)
     randomised(norm), randomised(attention)
