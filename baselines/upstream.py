@@ -33,7 +33,7 @@ _ENGINE_ONLY: Mapping[str, Any] = {
     "backward": "auto",
     "kernel": "auto",
     "exchange": "auto",
-    "grad_comm_dtype": "fp32",
+    "grad_comm_dtype": "auto",
     "deterministic": False,
     "lm_head_fusion": True,
     "loss_kernel": "own",
