@@ -34,6 +34,8 @@ _ENGINE_ONLY: Mapping[str, Any] = {
     "kernel": "auto",
     "exchange": "auto",
     "grad_comm_dtype": "auto",
+    "repeat_kv_heads": True,
+    "overlap_projections": False,
     "deterministic": False,
     "lm_head_fusion": True,
     "loss_kernel": "own",

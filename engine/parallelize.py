@@ -13,7 +13,7 @@ from engine.initialise import initialise
 from engine.layers.tiled_mlp import add_mlp_in
 from engine.layers.tiled_projection import project_in
 from engine.lm_head.choose import loss_sum_of
-from engine.model import Attend, Decoder
+from engine.model import Attend, Decoder, project_whole
 from engine.settings import TrialSettings
 
 
@@ -53,6 +53,8 @@ def set_layers(model: Decoder, settings: TrialSettings, attend: Attend) -> Recom
         recomputed = index < again
         block.attend = attend
         block.project = project_in(settings.projection_tiles, recomputed=recomputed)
+        if (formed := getattr(attend, "formed", None)) is not None:  # a method that sends q, k and v one by one
+            block.project, block.attention.formed = project_whole, formed
         block.add_mlp = add_mlp_in(settings.mlp_tiles, saved=None if recomputed else settings.checkpoint.mlp)
     return set_activations(settings.checkpoint, list(model.blocks))
 

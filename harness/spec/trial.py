@@ -13,6 +13,7 @@ from harness.spec.methods import method_named
 # Settings that came after runs had been published, and what every run was until then: so these can still be resumed.
 _LATER = {
     "checkpoint.replay": "hold", "checkpoint.whole_layers": 0, "checkpoint.mlp": 1.0, "projection_tiles": 1,
+    "repeat_kv_heads": True, "overlap_projections": False,
 }  # fmt: skip
 
 

@@ -17,6 +17,9 @@ from engine.attention.comm.all_to_all import message, sections
 from engine.attention.comm.p2p import Traffic, peers_needed
 from engine.ops.autograd import accumulation_dtype
 
+# The name since torch 2.13, and the one before it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class GroupGather:
     """Gathers and reduces among the ranks of a group, whose bytes are counted as sent to each other rank."""
@@ -36,7 +39,7 @@ class GroupGather:
         rows = row.new_empty(self.size, row.shape[1])
         self._traffic.sent_bytes += (self.size - 1) * row.numel()
         with peers_needed(self._group, self._peers):
-            work = dist.all_gather_into_tensor(rows, row, group=self._group, async_op=True)
+            work = _all_gather(rows, row, group=self._group, async_op=True)
 
         def receive() -> tuple[Tensor, ...]:
             with peers_needed(self._group, self._peers):
