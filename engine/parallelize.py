@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from engine.checkpoint.recompute import Recompute, set_activations
 from engine.initialise import initialise
+from engine.layers.tensor_parallel import TensorParallel
 from engine.layers.tiled_mlp import add_mlp_in
 from engine.layers.tiled_projection import project_in
 from engine.lm_head.choose import loss_sum_of
@@ -17,7 +18,9 @@ from engine.model import Attend, Decoder, project_whole
 from engine.settings import TrialSettings
 
 
-def build_model(settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> tuple[Decoder, Recompute | None]:
+def build_model(
+    settings: TrialSettings, attend: Attend, mesh: DeviceMesh, tensor_parallel: TensorParallel | None = None
+) -> tuple[Decoder, Recompute | None]:
     """The model of `settings` on this rank, ready to train: parameters sharded over `mesh`, fp32 (fp64 for fp64).
     Also the store of saved layer inputs, or None when nothing is recomputed.
 
@@ -29,19 +32,31 @@ def build_model(settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> tu
         attend: the method's attention, bound to its context-parallel ranks.
         mesh: all ranks, data-parallel and context-parallel alike, on one axis; on two, parameters are sharded over the
             second and repeated along the first.
+        tensor_parallel: the ranks that hold the columns of every matrix between them; `mesh` are then those that hold
+            the same ones.
     """
+    shape = settings.model if tensor_parallel is None else tensor_parallel.shape()
     with torch.device("meta"):
-        model = Decoder(settings.model).to(torch.float64 if settings.dtype == "fp64" else torch.float32)
-    recompute = parallelize(model, settings, attend, mesh)
-    initialise(model, settings.seed, torch.device(mesh.device_type, _current_index(mesh)))
+        model = Decoder(shape).to(torch.float64 if settings.dtype == "fp64" else torch.float32)
+    recompute = parallelize(model, settings, attend, mesh, tensor_parallel)
+    divided = None if tensor_parallel is None else tensor_parallel.divided
+    initialise(model, settings.seed, torch.device(mesh.device_type, _current_index(mesh)), divided)
     return model, recompute
 
 
-def parallelize(model: Decoder, settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> Recompute | None:
+def parallelize(
+    model: Decoder,
+    settings: TrialSettings,
+    attend: Attend,
+    mesh: DeviceMesh,
+    tensor_parallel: TensorParallel | None = None,
+) -> Recompute | None:
     """Context parallelism, activation checkpointing, tiles, loss fusion, then FSDP2 around all of them. Returns
     the store of saved layer inputs, or None when nothing is recomputed."""
     recompute = set_layers(model, settings, attend)
     model.head.loss_sum = loss_sum_of(settings, mesh.device_type)
+    if tensor_parallel is not None:
+        tensor_parallel.set(model, settings, attend)
     shard_parameters(model, settings, mesh)
     return recompute
 

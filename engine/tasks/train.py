@@ -22,6 +22,7 @@ from engine.data import open_tokens
 from engine.data.sequences import Sequences
 from engine.distributed import World
 from engine.lm_head.plain import IGNORE
+from engine.layers.tensor_parallel import TensorParallel
 from engine.measurement import Measurement
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
@@ -76,7 +77,8 @@ class TrainTask:
             raise ValueError(unsupported_reason)
         self.cp: ContextParallel = context_parallel(settings, method, world)
         self.attend = RefusingAttention(method.attention(self.cp, settings))
-        self.model, self._recompute = build_model(settings, self.attend, world.fsdp_mesh)
+        self._tensor_parallel = TensorParallel(self.cp, settings) if settings.tp_size > 1 else None
+        self.model, self._recompute = build_model(settings, self.attend, world.fsdp_mesh, self._tensor_parallel)
         self.optimizer = adamw(self.model, settings.learning_rate, self.recipe, offload=settings.optimizer_offload)
         self.cp.segments(settings.steps.warmup_seq_len or settings.seq_len)  # raises for a length that does not split
         self._clock = StepClock(world.device)
@@ -151,7 +153,8 @@ class TrainTask:
         with record_function(STEP):
             total = self.gradients(index)
             with record_function(OPTIMIZER):
-                norm = clip_gradients(self.model, self.recipe.max_grad_norm)
+                clip = self._tensor_parallel.clip if self._tensor_parallel else clip_gradients
+                norm = clip(self.model, self.recipe.max_grad_norm)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             forward_seconds, step_seconds = self._clock.stop()
@@ -179,6 +182,8 @@ class TrainTask:
             self._clock.mark()
             loss.backward()
             total += loss.detach()
+        if self._tensor_parallel is not None:
+            self._tensor_parallel.sum_replicated(self.model)
         return total
 
     def forward(self, batch: Batch) -> Tensor:
