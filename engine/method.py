@@ -105,8 +105,8 @@ class EngineCommand:
 def schedule_unsupported_reason_on(method: Method, settings: TrialSettings, nodes: int) -> str | None:
     """Why a native method's ranks, spread evenly over `nodes`, would refuse their schedule; None when they would not.
 
-    A method answers what it runs in `schedule_of`, or fixes it in its attribute `schedule`. Methods outside the engine have
-    no layout and check their settings themselves.
+    A method answers what it runs in `schedule_of`, or fixes it in its attribute `schedule`. Methods outside the engine
+    have no layout and check their settings themselves.
     """
     schedule_of, layout = getattr(method, "schedule_of", None), getattr(method, "layout", None)
     schedule = schedule_of(settings) if schedule_of else getattr(method, "schedule", settings.schedule)

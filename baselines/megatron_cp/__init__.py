@@ -5,7 +5,8 @@ Source: Megatron Core's context parallelism (NVIDIA/Megatron-LM, `cp_comm_type`)
 
 - `p2p`, the default: schedule `ring`. K and V circulate, and dK and dV behind them, all in the inputs' dtype. The
   steps of a forward alternate over two streams.
-- `all_gather`: schedule `all_gather`. K and V are gathered, the rank's two chunks of queries alternate over two streams.
+- `all_gather`: schedule `all_gather`. K and V are gathered, and the tiles of the rank's queries alternate over two
+  streams.
 - `a2a`: schedule `ulysses`, an all-to-all of tokens for heads.
 - `a2a+p2p`: schedule `usp`, an all-to-all inside a node and a ring across nodes.
 """

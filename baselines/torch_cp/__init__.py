@@ -1,8 +1,8 @@
 """torch's own context parallelism on the engine's model: its ring as torch ships it, around the engine's kernels.
 
-Source: `torch.distributed.tensor.experimental` of torch itself. The public `context_parallel` replaces scaled dot-product
-attention and refuses CPUs; the functions behind it, which run here, run anywhere. They know full and causal masks, the
-latter load-balanced over zigzag shards.
+Source: `torch.distributed.tensor.experimental` of torch itself. The public `context_parallel` replaces scaled
+dot-product attention and fails on CPUs; the functions behind it, which run here, run anywhere. They know full and
+causal masks, the latter load-balanced over zigzag shards.
 """
 
 from __future__ import annotations

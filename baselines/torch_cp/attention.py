@@ -1,7 +1,7 @@
 """The ring of torch's context parallelism as an attention of the engine's model.
 
-torch's functions take tensors [B, heads, tokens, D] and an operator for one pair of chunks; the operator is the engine's
-kernel, so that methods differ in what they send and when alone. Shape letters as in `engine.attention.op`.
+torch's functions take tensors [B, heads, tokens, D] and an operator for one pair of chunks; the operator is the
+engine's kernel, so that methods differ in what they send and when alone. Shape letters as in `engine.attention.op`.
 """
 
 from __future__ import annotations

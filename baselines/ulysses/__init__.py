@@ -79,9 +79,7 @@ class Ulysses(EngineCommand):
         if settings.overlap_projections and cp.size > 1:
             return OverlappedUlysses(cp, settings)
         # One all-to-all of all heads before attention and one after, as published.
-        attend = BoundAttention(
-            cp, settings, schedule="ulysses", backward="auto", exchange="direct", num_head_chunks=1
-        )
+        attend = BoundAttention(cp, settings, schedule="ulysses", backward="auto", exchange="direct", num_head_chunks=1)
         return attend if settings.model.kv_heads % cp.size == 0 else RepeatingHeads(attend, cp.size)
 
 

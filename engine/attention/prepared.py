@@ -67,8 +67,9 @@ def burst_attention(
         cp: the ranks that share the sequence; a group of one when None.
         scale: factor of the scores; head_dim ** -0.5 when None.
         kernel: auto, reference, cpu, fa2, cudnn, fa4 or flex.
-        schedule: ring, double_ring, all_gather, ulysses, usp, usp_transposed (see `engine.attention.planning.cost_model`), or
-            auto: on GPUs the one a cost model finds cheapest, elsewhere a ring.
+        schedule: ring, double_ring, all_gather, ulysses, usp, usp_transposed (see
+            `engine.attention.planning.cost_model`), or auto: on GPUs the one a cost model finds cheapest, elsewhere a
+            ring.
         exchange: how chunks move inside a node: relay (p2p ring), direct (all-pairs p2p), copy_engine, or auto for the
             fastest that the links allow.
         backward: the side that is sent in backward: query, key_value, or auto for the one whose bytes take less time.

@@ -2,11 +2,11 @@
 
 Between the matrices a rank holds 1/P of the tokens, consecutive ones. Before the projections, the MLP and the LM head
 all P ranks' tokens are gathered, and each rank computes with 1/P of the columns: of the heads, of the MLP's width, of
-the vocabulary. Behind the last matrix of each (its rows are divided) the ranks' results are summed, and each keeps its
+the vocabulary. Behind the last matrix of attention and of the MLP the ranks' results are summed, and each keeps its
 tokens. Sources: Megatron-LM (arXiv:1909.08053), sequence parallelism (arXiv:2205.05198).
 
-Shape letters: B sequences, L tokens held here, S tokens of all ranks, T = B x S of them in one row, E embedding, V words
-held here, P ranks.
+Shape letters: B sequences, L tokens held here, S tokens of all ranks, T = B x S of them in one row, E embedding,
+V words held here, P ranks.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ class TensorParallel:
         for block in model.blocks:
             block.attend, block.project, block.add_mlp = attend, self._project, self._add_mlp
             block.attention.output = _Output(block.attention.output, self)
-        model.head.loss_sum = functools.partial(
-            self._loss_sum, z_loss=settings.z_loss, tiled=settings.lm_head_fusion
-        )
+        model.head.loss_sum = functools.partial(self._loss_sum, z_loss=settings.z_loss, tiled=settings.lm_head_fusion)
 
     def gathered(self, x_BLE: Tensor) -> Tensor:
         """All ranks' tokens; backward sums the ranks' gradients of this rank's tokens."""
@@ -117,7 +115,9 @@ class TensorParallel:
     def _add_mlp(self, norm: nn.RMSNorm, mlp: MLP, x_BLE: Tensor) -> Tensor:
         return x_BLE + self.summed(mlp(self.gathered(norm(x_BLE))))
 
-    def _loss_sum(self, hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, *, z_loss: float, tiled: bool) -> Tensor:
+    def _loss_sum(
+        self, hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, *, z_loss: float, tiled: bool
+    ) -> Tensor:
         """The sum of this rank's tokens' losses, of a vocabulary that all ranks hold between them."""
         words = weight_VE.shape[0]
         # One row of tokens, rank after rank: a sum has no order.
@@ -125,14 +125,18 @@ class TensorParallel:
         (labels_T,) = (whole.squeeze(0) for whole in self.gather_tokens(labels_T.unsqueeze(0)))
         found = labels_T[labels_T != IGNORE]
         if found.numel() and not 0 <= int(found.min()) <= int(found.max()) < words * self.size:
-            raise ValueError(f"labels go from {int(found.min())} to {int(found.max())}; give {IGNORE} or a word's number")
+            raise ValueError(
+                f"labels go from {int(found.min())} to {int(found.max())}; give {IGNORE} or a word's number"
+            )
         run = max(1, _TILE_LOGITS // words) if tiled else len(labels_T)
         loss: Tensor = _Loss.apply(hidden_TE, weight_VE, labels_T, self, z_loss, run)
         return loss
 
     def sum_replicated(self, model: Decoder) -> None:
         """Sum over the ranks the gradients of the parameters that all hold whole: each saw its own tokens, or heads."""
-        gradients = [_local(p.grad) for name, p in model.named_parameters() if not self.divided(name) and p.grad is not None]
+        gradients = [
+            _local(p.grad) for name, p in model.named_parameters() if not self.divided(name) and p.grad is not None
+        ]
         for gradient in gradients:
             dist.all_reduce(gradient, group=self.cp.group)
 

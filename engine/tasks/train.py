@@ -21,8 +21,8 @@ from engine.attention.context import ContextParallel
 from engine.data import open_tokens
 from engine.data.sequences import Sequences
 from engine.distributed import World
-from engine.lm_head.plain import IGNORE
 from engine.layers.tensor_parallel import TensorParallel
+from engine.lm_head.plain import IGNORE
 from engine.measurement import Measurement
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod

@@ -45,9 +45,7 @@ def gathered_tiles(mask: Mask, layout: Layout, seq_len: int, cp_size: int, cp_ra
 def gathered_kinds(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> frozenset[str]:
     """Kinds of band in the tiles of all ranks: every rank must choose the same kernel."""
     ranks = range(cp_size)
-    return frozenset(
-        tile.band.kind for rank in ranks for tile in gathered_tiles(mask, layout, seq_len, cp_size, rank)
-    )
+    return frozenset(tile.band.kind for rank in ranks for tile in gathered_tiles(mask, layout, seq_len, cp_size, rank))
 
 
 @dataclass(frozen=True, kw_only=True)
