@@ -136,7 +136,8 @@ class _Ring(torch.autograd.Function):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, **_: object) -> tuple[Tensor, Tensor]:
                 band = CAUSAL if is_causal else FULL
-                part_BLND, lse_BNL = kernel.forward(*map(_tokens_first, (q, k, v)), band, scale)
+                q, k, v = map(_tokens_first, (q, k, v))
+                part_BLND, lse_BNL = kernel.forward(q, k, v, band, scale)
                 return _heads_first(part_BLND), lse_BNL
 
             with ring.cp.collective(), ring.options(q_BLND.dtype):
