@@ -182,7 +182,7 @@ def plan_attention(
         estimate=estimate,
         link=link,
         # Copies into receive slots follow the stream that they were posted on.
-        streams=streams_of(forward_streams if resolved_exchange == "relay" else 1, q_BLND.device),
+        streams=streams_of(forward_streams if resolved_exchange == "relay" and inner.size > 1 else 1, q_BLND.device),
     )
     if backward == "auto":
         ring_plan = ring_plan.with_cheaper_backward(hardware)

@@ -207,7 +207,7 @@ def test_a_warm_up_length_that_cannot_be_run_is_refused_by_its_name(tmp_path: Pa
 
 
 def test_heads_that_ulysses_cannot_divide_are_refused_and_the_rest_runs(tmp_path: Path) -> None:
-    trials = _plan(tmp_path, "fixed.cp_size=8")
+    trials = _plan(tmp_path, "fixed.cp_size=8", "fixed.repeat_kv_heads=false")
     reasons = {trial.settings.method: trial.unsupported_reason for trial in trials}
     assert reasons["burst"] is None
     assert reasons["ulysses"] is not None

@@ -38,7 +38,7 @@ from engine.attention.masks.mask import FirstRows
 from engine.attention.planning.comm_plan import CommPlan, RingStep, comm_plan, reach
 from engine.attention.planning.comm_volume import CallBytes, Narrowed, RingVolume, Shards, cheaper_backward
 from engine.attention.planning.cost_model import Estimate, HardwareModel
-from engine.cuda.alternate import ONE_STREAM, Streams
+from engine.cuda.alternate import ONE_STREAM, StreamPass, Streams
 from engine.ops.autograd import accumulation_dtype
 
 KEY_SIDE_DIMS = (1, 1)  # token dimension of K_BLKD, V_BLKD
@@ -157,7 +157,7 @@ def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor
         k_BLKD, v_BLKD = k_BLKD[:, :needed], v_BLKD[:, :needed]
     streams = plan.streams.begin()
     output = OutputAccumulator(q_BLND, streams)
-    steps = ring_steps(plan, RemoteChunk((k_BLKD, v_BLKD), KEY_SIDE_DIMS), plan.comm_plan(False))
+    steps = ring_steps(plan, RemoteChunk((k_BLKD, v_BLKD), KEY_SIDE_DIMS), plan.comm_plan(False), streams)
     for index in itertools.count():
         # A chunk is waited for on the stream that uses it: the other one's kernel delays no transfer.
         with streams.turn(index):
@@ -223,8 +223,11 @@ def _ring_backward(
     return dq_BLND, dk_BLKD, dv_BLKD
 
 
-def ring_steps(plan: RingPlan, own: RemoteChunk, work: CommPlan) -> Iterator[tuple[RingStep, RemoteChunk]]:
-    """Every rank's chunk, this rank's own first; the next one is received while a step uses the current one."""
+def ring_steps(
+    plan: RingPlan, own: RemoteChunk, work: CommPlan, streams: StreamPass = ONE_STREAM
+) -> Iterator[tuple[RingStep, RemoteChunk]]:
+    """Every rank's chunk, this rank's own first; the next one is received while a step uses the current one. `streams`
+    are those that the steps use in turn."""
     nodes, spec, comms = len(work.inner_rings), ChunkSpec.of(own), plan.comms
     node = plan.cp.rank // plan.ring.node_size
     steps, held = iter(work.steps), own
@@ -235,7 +238,8 @@ def ring_steps(plan: RingPlan, own: RemoteChunk, work: CommPlan) -> Iterator[tup
             next_held = work.inner_rings[outer_step + 1].held
             assert next_held is not None
             coming = next_held[plan.cp.rank % plan.ring.node_size]
-            leaving = held.cut(work.leaving[outer_step])
+            leaving = tuple(tensor.contiguous() for tensor in held.cut(work.leaving[outer_step]))
+            streams.share(leaving)  # sent on one stream, and waited for an inner ring later, perhaps on another
             to, source = (node + 1) % nodes, (node - 1) % nodes
             transfer = comms.inter_node.start(leaving, to, spec.of_tokens(coming), source)
         # No name here holds a chunk: the caller alone decides when its memory is free.
