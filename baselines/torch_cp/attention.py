@@ -146,7 +146,7 @@ class _Ring(torch.autograd.Function):
                     is_causal=ring.causal,
                 )  # fmt: skip
             ring.count(backward=False)
-            out_BLND = _tokens_first(out).contiguous()
+            out_BLND = _tokens_first(out).to(q_BLND.dtype).contiguous()  # of the kernel's dtype before
         ctx.ring, ctx.scale = ring, scale
         ctx.mark_non_differentiable(lse_BNL)
         ctx.save_for_backward(q_BLND, k_BLKD, v_BLKD, out_BLND, lse_BNL)
