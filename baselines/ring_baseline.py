@@ -31,14 +31,15 @@ class KeyValueRing(EngineCommand):
     system: str
     source: str
     sharding: str  # layout
-    schedule: str = "ring"
+    schedules: tuple[str, ...] = ("ring",)  # that the system has; `auto` stands for the first
+    forward_streams: int = 1  # of a GPU, that the steps of a forward use in turn
 
     def refuse(self, settings: TrialSettings) -> str | None:
         if settings.tp_size > 1:
             return f"{self.name} runs without tensor parallelism, found tp_size {settings.tp_size}; set tp_size to 1"
         fixed: dict[str, str | None] = {
             "layout": self.sharding,
-            "schedule": self.schedule,
+            "schedule": self.schedule_of(settings),
             "backward": "key_value",
             "exchange": "relay",
         }
@@ -49,10 +50,21 @@ class KeyValueRing(EngineCommand):
     def layout(self, settings: TrialSettings) -> str:
         return self.sharding
 
+    def schedule_of(self, settings: TrialSettings) -> str:
+        """The schedule that runs: the setting where the system has it, else the system's first."""
+        return settings.schedule if settings.schedule in self.schedules else self.schedules[0]
+
     def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
         from engine.attention.bound import BoundAttention
 
         # An all-to-all exchanges all heads before attention, and all after it.
         return BoundAttention(
-            cp, settings, schedule=self.schedule, backward="key_value", exchange="relay", num_head_chunks=1
+            cp,
+            settings,
+            schedule=self.schedule_of(settings),
+            backward="key_value",
+            exchange="relay",
+            num_head_chunks=1,
+            grad_comm_dtype=self.grad_comm_dtype,
+            forward_streams=self.forward_streams,
         )

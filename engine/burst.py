@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from engine.attention.geometry.layout import LAYOUTS, Layout, SplitZigzag, split_unsupported_reason, tail_cut
 from engine.attention.masks import Mask, TooManyTiles, imbalance, kept_share, parse_mask, rank_pair_tiles
 from engine.attention.masks.mask import FirstRows
-from engine.attention.planning.cost_model import ULYSSES_SCHEDULES
+from engine.attention.planning.cost_model import RUNS_OF_TOKENS
 from engine.method import EngineCommand
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class Burst(EngineCommand):
         if settings.layout != "auto":
             return settings.layout
         recomputes = settings.task == "train" and settings.checkpoint.every > 0
-        # An all-to-all moves runs of consecutive tokens.
-        among = [each for each in PREFERENCE if each.name != "striped" or settings.schedule not in ULYSSES_SCHEDULES]
+        # An all-to-all or all-gather moves runs of consecutive tokens.
+        among = [each for each in PREFERENCE if each.name != "striped" or settings.schedule not in RUNS_OF_TOKENS]
         return best_layout(
             parse_mask(settings.mask), settings.seq_len, settings.cp_size, tail if recomputes else 1.0, among
         )

@@ -29,7 +29,8 @@ class World:
     size: int
     replica: int  # data-parallel index
     device: torch.device
-    fsdp_mesh: DeviceMesh  # one axis over all ranks; for hybrid sharding, nodes x ranks of a node
+    fsdp_mesh: DeviceMesh  # one axis over all ranks; for hybrid sharding, nodes x ranks of a node; with tensor
+    # parallelism, the ranks that hold the same part of each matrix
     cp_group: dist.ProcessGroup  # the ranks that share this replica's sequences, on communicators of their own
 
     def gather(self, value: object) -> list[object]:
@@ -80,11 +81,10 @@ def check_world_size(settings: TrialSettings) -> None:
         raise ValueError(
             f"the trial has world_size {settings.world_size}, but {launched} ranks were launched; launch as many"
         )
-    if settings.tp_size != 1:
-        raise ValueError(f"tp_size is {settings.tp_size}, but the engine has no tensor parallelism; give tp_size 1")
-    if settings.world_size % settings.cp_size:
+    together = settings.cp_size * settings.tp_size
+    if settings.world_size % together:
         raise ValueError(
-            f"world_size {settings.world_size} is not a multiple of cp_size {settings.cp_size}; choose one that is"
+            f"world_size {settings.world_size} is not a multiple of cp_size x tp_size, {together}; choose one that is"
         )
 
 
@@ -120,14 +120,15 @@ def arrange(settings: TrialSettings, device: torch.device) -> World:
 
     Raises ValueError when parameters are to be sharded within nodes and the nodes differ.
     """
-    replica, size = dist.get_rank() // settings.cp_size, dist.get_world_size()
+    together = settings.cp_size * settings.tp_size  # ranks that share a replica's sequences
+    replica, size = dist.get_rank() // together, dist.get_world_size()
     # First, so that its groups have the same names in every trial of these ranks: DTensor keeps meshes until the
     # process ends, treats equal ones as the same, and finds the groups by their names.
     fsdp_mesh = _parameter_mesh(settings, device)
     # Attention's traffic must not queue behind FSDP's, so its groups are never the world's own.
     groups = [
-        dist.new_group(list(range(first, first + settings.cp_size)), group_desc="context_parallel")
-        for first in range(0, size, settings.cp_size)
+        dist.new_group(list(range(first, first + together)), group_desc="context_parallel")
+        for first in range(0, size, together)
     ]
     return World(
         rank=dist.get_rank(),
@@ -142,6 +143,9 @@ def arrange(settings: TrialSettings, device: torch.device) -> World:
 def _parameter_mesh(settings: TrialSettings, device: torch.device) -> DeviceMesh:
     """The mesh of the parameters: sharded along the last axis, replicated along the one before it."""
     size = dist.get_world_size()
+    if settings.tp_size > 1:  # a matrix is divided among the ranks of a replica, and its parts among the replicas
+        shape = (size // settings.tp_size, settings.tp_size)
+        return init_device_mesh(device.type, shape, mesh_dim_names=("fsdp", "tensor"))["fsdp"]
     if settings.sharding == "full":
         return init_device_mesh(device.type, (size,), mesh_dim_names=("fsdp",))
     hosts = [""] * size

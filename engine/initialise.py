@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from engine.model import Decoder
+
+Divided = Callable[[str], tuple[int, int, int] | None]  # a parameter's name -> (dimension, part, parts), None: whole
 
 STD = 0.02  # GPT-2's; the two projections that end a residual branch are narrowed by sqrt(2 x layers), as there
 # As torchtitan's Llama. At 0.02 the residual stream starts so small that a first Adam step outweighs it: the loss of a
@@ -21,12 +24,14 @@ EMBEDDING_STD = 1.0
 BLOCK_ELEMENTS = 1 << 22
 
 
-def initialise(model: Decoder, seed: int, device: torch.device) -> None:
+def initialise(model: Decoder, seed: int, device: torch.device, divided: Divided | None = None) -> None:
     """Materialise a meta-device model on `device`, whole or sharded by FSDP2, with seeded values.
 
     Every block of a parameter's rows has a generator seeded by (seed, name, block), so every sharding starts from the
     same numbers, and beyond its shards a rank holds one block. CPU and CUDA generators differ, so values are equal
     between machines of one device type only.
+
+    `divided` is for a model that holds parts of matrices: the values are those of the same part of the whole.
     """
     model.to_empty(device=device)
     with torch.no_grad():
@@ -35,7 +40,8 @@ def initialise(model: Decoder, seed: int, device: torch.device) -> None:
             if parameter.ndim == 1:  # norms
                 local.fill_(1.0)
             elif local.numel():
-                _draw(local, first_row, parameter.shape[0], f"{seed}:{name}", _std(name, model.shape.layers))
+                part = divided(name) if divided else None
+                _draw(local, first_row, parameter.shape[0], f"{seed}:{name}", _std(name, model.shape.layers), part)
 
 
 def _std(name: str, layers: int) -> float:
@@ -44,17 +50,28 @@ def _std(name: str, layers: int) -> float:
     return STD / (2 * layers) ** 0.5 if name.endswith(("attention.output.weight", "mlp.down.weight")) else STD
 
 
-def _draw(local: Tensor, first_row: int, all_rows: int, key: str, std: float) -> None:
-    """Fill `local`, the rows from `first_row` on of a matrix of `all_rows`, with its part of the whole's values."""
-    rows = max(1, BLOCK_ELEMENTS // local.shape[1])
+def _draw(
+    local: Tensor, first_row: int, all_rows: int, key: str, std: float, part: tuple[int, int, int] | None = None
+) -> None:
+    """Fill `local`, the rows from `first_row` on of a matrix of `all_rows`, with its part of the whole's values.
+
+    With `part` that matrix is a part of another one: (dimension, part, parts).
+    """
+    dim, index, parts = part or (0, 0, 1)
+    width, columns = local.shape[1], slice(0, local.shape[1])
+    if dim == 0:
+        first_row, all_rows = first_row + index * all_rows, all_rows * parts
+    else:
+        columns, width = slice(index * width, (index + 1) * width), width * parts
+    rows = max(1, BLOCK_ELEMENTS // width)
     end_row = first_row + local.shape[0]
     for block in range(first_row // rows, -(-end_row // rows)):
         start, end = block * rows, min((block + 1) * rows, all_rows)
         generator = _generator(f"{key}:{block}" if block else key, local.device)
         # Drawn in fp32 for every dtype of the parameter: a float64 run starts from the numbers of the fp32 one.
-        drawn = torch.empty(end - start, local.shape[1], device=local.device).normal_(0.0, std, generator=generator)
+        drawn = torch.empty(end - start, width, device=local.device).normal_(0.0, std, generator=generator)
         low, high = max(start, first_row), min(end, end_row)
-        local[low - first_row : high - first_row].copy_(drawn[low - start : high - start])
+        local[low - first_row : high - first_row].copy_(drawn[low - start : high - start, columns])
 
 
 def _generator(key: str, device: torch.device) -> torch.Generator:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from engine.attention.comm.topology import shared_node_size
-from engine.attention.planning.cost_model import ULYSSES_SCHEDULES, HeadsAndRanks, schedule_unsupported_reason
+from engine.attention.planning.cost_model import RUNS_OF_TOKENS, HeadsAndRanks, schedule_unsupported_reason
 from engine.measurement import Measurement, read_measurement
 
 if TYPE_CHECKING:  # methods are listed and planned without importing torch
@@ -91,7 +91,9 @@ def unavailable_reason(method: Method, device: str) -> str | None:
 
 
 class EngineCommand:
-    """`command` and `read` shared by all native methods: the engine's own worker runs them."""
+    """What all native methods share: the engine's own worker runs them."""
+
+    grad_comm_dtype = "fp32"  # what `grad_comm_dtype: auto` stands for: the dtype that the original sends
 
     def command(self, trial_dir: Path) -> list[str]:
         return [sys.executable, "-m", "engine.worker", str(trial_dir)]
@@ -103,11 +105,12 @@ class EngineCommand:
 def schedule_unsupported_reason_on(method: Method, settings: TrialSettings, nodes: int) -> str | None:
     """Why a native method's ranks, spread evenly over `nodes`, would refuse their schedule; None when they would not.
 
-    A schedule that the method fixes in its attribute `schedule` overrides the setting. Methods outside the engine have
-    no layout and check their settings themselves.
+    A method answers what it runs in `schedule_of`, or fixes it in its attribute `schedule`. Methods outside the engine
+    have no layout and check their settings themselves.
     """
-    schedule, layout = getattr(method, "schedule", settings.schedule), getattr(method, "layout", None)
-    if schedule not in ULYSSES_SCHEDULES or layout is None or settings.task == "lm_head":
+    schedule_of, layout = getattr(method, "schedule_of", None), getattr(method, "layout", None)
+    schedule = schedule_of(settings) if schedule_of else getattr(method, "schedule", settings.schedule)
+    if schedule not in RUNS_OF_TOKENS or layout is None or settings.task == "lm_head":
         return None
     chosen = layout(settings)
     name = chosen if isinstance(chosen, str) else chosen.name

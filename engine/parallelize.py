@@ -10,15 +10,18 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from engine.checkpoint.recompute import Recompute, set_activations
 from engine.initialise import initialise
+from engine.layers.tensor_parallel import TensorParallel
 from engine.layers.tiled_mlp import add_mlp_in
 from engine.layers.tiled_projection import project_in
 from engine.lm_head.choose import loss_sum_of
-from engine.model import Attend, Decoder
+from engine.model import Attend, Decoder, project_whole
 from engine.ops.copies import Copies
 from engine.settings import TrialSettings
 
 
-def build_model(settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> tuple[Decoder, Recompute | None]:
+def build_model(
+    settings: TrialSettings, attend: Attend, mesh: DeviceMesh, tensor_parallel: TensorParallel | None = None
+) -> tuple[Decoder, Recompute | None]:
     """The model of `settings` on this rank, ready to train: parameters sharded over `mesh`, fp32 (fp64 for fp64).
     Also the store of saved layer inputs, or None when nothing is recomputed.
 
@@ -30,19 +33,31 @@ def build_model(settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> tu
         attend: the method's attention, bound to its context-parallel ranks.
         mesh: all ranks, data-parallel and context-parallel alike, on one axis; on two, parameters are sharded over the
             second and repeated along the first.
+        tensor_parallel: the ranks that hold the columns of every matrix between them; `mesh` are then those that hold
+            the same ones.
     """
+    shape = settings.model if tensor_parallel is None else tensor_parallel.shape()
     with torch.device("meta"):
-        model = Decoder(settings.model).to(torch.float64 if settings.dtype == "fp64" else torch.float32)
-    recompute = parallelize(model, settings, attend, mesh)
-    initialise(model, settings.seed, torch.device(mesh.device_type, _current_index(mesh)))
+        model = Decoder(shape).to(torch.float64 if settings.dtype == "fp64" else torch.float32)
+    recompute = parallelize(model, settings, attend, mesh, tensor_parallel)
+    divided = None if tensor_parallel is None else tensor_parallel.divided
+    initialise(model, settings.seed, torch.device(mesh.device_type, _current_index(mesh)), divided)
     return model, recompute
 
 
-def parallelize(model: Decoder, settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> Recompute | None:
+def parallelize(
+    model: Decoder,
+    settings: TrialSettings,
+    attend: Attend,
+    mesh: DeviceMesh,
+    tensor_parallel: TensorParallel | None = None,
+) -> Recompute | None:
     """Context parallelism, activation checkpointing, tiles, loss fusion, then FSDP2 around all of them, or none where
     one rank keeps all parameters. Returns the store of saved layer inputs, or None when nothing is recomputed."""
     recompute = set_layers(model, settings, attend)
     model.head.loss_sum = loss_sum_of(settings, mesh.device_type)
+    if tensor_parallel is not None:
+        tensor_parallel.set(model, settings, attend)
     if keeps_whole(settings):
         keep_parameters(model, settings)
     else:
@@ -86,6 +101,8 @@ def set_layers(model: Decoder, settings: TrialSettings, attend: Attend) -> Recom
         recomputed = index < again
         block.attend = attend
         block.project = project_in(settings.projection_tiles, recomputed=recomputed)
+        if (formed := getattr(attend, "formed", None)) is not None:  # a method that sends q, k and v one by one
+            block.project, block.attention.formed = project_whole, formed
         block.add_mlp = add_mlp_in(settings.mlp_tiles, saved=None if recomputed else settings.checkpoint.mlp)
         # A recomputed layer forms it first: its recomputation ends where the MLP begins.
         block.joins_sum = not recomputed

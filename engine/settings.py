@@ -15,11 +15,11 @@ from engine.plain_json import to_json as to_json
 Task = Literal["train", "attention", "lm_head"]
 Dtype = Literal["fp64", "fp32", "bf16"]
 Layout = Literal["auto", "contiguous", "zigzag", "striped", "split_zigzag"]
-Schedule = Literal["auto", "ring", "double_ring", "ulysses", "usp", "usp_transposed"]
+Schedule = Literal["auto", "ring", "double_ring", "all_gather", "ulysses", "usp", "usp_transposed"]
 Backward = Literal["auto", "query", "key_value"]
 Kernel = Literal["auto", "reference", "cpu", "fa2", "cudnn", "fa4", "flex"]
 ExchangeName = Literal["auto", "relay", "direct", "copy_engine"]
-GradCommDtype = Literal["fp32", "input_across", "input"]
+GradCommDtype = Literal["auto", "fp32", "input_across", "input_after_first", "input"]
 LossKernel = Literal["own", "liger", "cce"]
 Offload = Literal["none", "inputs", "all"]
 Replay = Literal["hold", "bisect"]
@@ -194,7 +194,9 @@ class TrialSettings:
     backward: Backward = "auto"
     kernel: Kernel = "auto"
     exchange: ExchangeName = "auto"
-    grad_comm_dtype: GradCommDtype = "fp32"  # dtype of partial gradients between ranks
+    grad_comm_dtype: GradCommDtype = "auto"  # dtype of partial gradients between ranks; auto: as the method's original
+    repeat_kv_heads: bool = True  # method ulysses: K and V heads fewer than ranks are repeated, else refused
+    overlap_projections: bool = False  # method ulysses: q's all-to-all runs beside k's projection, k's beside v's
     deterministic: bool = False
     lm_head_fusion: bool = True
     loss_kernel: LossKernel = "own"  # the fused loss of the engine, or of a library

@@ -1,7 +1,8 @@
-"""LoongTrain's double ring, native: rings inside the nodes and one across them send K, V and their gradients.
+"""LoongTrain's double ring, native: rings inside the windows and one across them send K, V and their gradients.
 
-Source: LoongTrain (arXiv:2406.18485), part of InternEvo. There the inner ring has a size of its own; here it is the
-node, whose links are the fastest.
+Source: LoongTrain (arXiv:2406.18485), part of InternEvo. There a window has a size of its own; here it is the node,
+whose links are the fastest. dK and dV are sent in fp32 inside the first window, and in the inputs' dtype between
+windows and inside later ones, as by InternEvo's `zigzag_ring_flash_attn_with_sliding_window.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ class LoongTrainDoubleRing(KeyValueRing):
     system = "InternEvo"
     source = "arXiv:2406.18485"
     sharding = "zigzag"
-    schedule = "double_ring"
+    schedules = ("double_ring",)
+    grad_comm_dtype = "input_after_first"
 
 
 METHOD = LoongTrainDoubleRing()

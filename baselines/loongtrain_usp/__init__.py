@@ -1,7 +1,9 @@
-"""LoongTrain with head and context parallelism, native: an all-to-all inside a node, a ring across nodes.
+"""LoongTrain with head and context parallelism, native: an all-to-all of heads and a ring, in both placements.
 
-Sources: LoongTrain's 2D-attention (arXiv:2406.18485), part of InternEvo, with heads placed inside the node first; the
-same split as USP (arXiv:2405.07719). On one node the all-to-all covers all ranks, and there is no ring.
+Sources: LoongTrain's 2D-attention (arXiv:2406.18485, section 4.4), part of InternEvo; the same split as USP
+(arXiv:2405.07719). Head-first placement, the default, has the all-to-all inside a node and the ring across nodes
+(schedule `usp`); context-first has the ring inside a node (`usp_transposed`). On one node head-first placement has no
+ring, and context-first no all-to-all. dK and dV are sent as by `loongtrain_double_ring`.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from baselines.ring_baseline import KeyValueRing
 
 
 class LoongTrainUSP(KeyValueRing):
-    """Zigzag shards; all-to-all inside the node, K, V and their gradients circulate across nodes."""
+    """Zigzag shards; heads are exchanged along one of two axes, K, V and their gradients circulate along the other."""
 
     name = "loongtrain_usp"
     system = "InternEvo"
     source = "arXiv:2406.18485"
     sharding = "zigzag"
-    schedule = "usp"
+    schedules = ("usp", "usp_transposed")
+    grad_comm_dtype = "input_after_first"
 
 
 METHOD = LoongTrainUSP()

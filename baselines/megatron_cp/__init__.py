@@ -1,6 +1,14 @@
-"""Megatron-LM's context parallelism, native: zigzag shards on a flat ring, K/V and their gradients circulate.
+"""Megatron-LM's context parallelism, native: zigzag shards, and the four communication types that it has.
 
-Source: Megatron Core's context parallelism (NVIDIA/Megatron-LM, `cp_comm_type` p2p), which TransformerEngine runs.
+Source: Megatron Core's context parallelism (NVIDIA/Megatron-LM, `cp_comm_type`), which TransformerEngine runs
+(NVIDIA/TransformerEngine, `context_parallel.py`). Its types by the names of our schedules:
+
+- `p2p`, the default: schedule `ring`. K and V circulate, and dK and dV behind them, all in the inputs' dtype. The
+  steps of a forward alternate over two streams.
+- `all_gather`: schedule `all_gather`. K and V are gathered, and the tiles of the rank's queries alternate over two
+  streams.
+- `a2a`: schedule `ulysses`, an all-to-all of tokens for heads.
+- `a2a+p2p`: schedule `usp`, an all-to-all inside a node and a ring across nodes.
 """
 
 from __future__ import annotations
@@ -9,12 +17,15 @@ from baselines.ring_baseline import KeyValueRing
 
 
 class MegatronContextParallel(KeyValueRing):
-    """Load-balanced ring attention with point-to-point transfers."""
+    """Load-balanced attention by the communication type that `schedule` names."""
 
     name = "megatron_cp"
     system = "Megatron-LM"
     source = "github.com/NVIDIA/Megatron-LM"
     sharding = "zigzag"
+    schedules = ("ring", "all_gather", "ulysses", "usp")
+    grad_comm_dtype = "input"
+    forward_streams = 2
 
 
 METHOD = MegatronContextParallel()

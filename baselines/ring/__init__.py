@@ -1,4 +1,8 @@
-"""RingAttention, native: contiguous shards on a flat ring (arXiv:2310.01889). Causal work is not balanced."""
+"""RingAttention, native: contiguous shards on a flat ring (arXiv:2310.01889). Causal work is not balanced.
+
+Gradients are sent in fp32, as by the authors' code (github.com/haoliuhl/ringattention): dK and dV have the dtype of K
+there, which its option `float32_logits`, on by default, makes fp32.
+"""
 
 from __future__ import annotations
 

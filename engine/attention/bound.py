@@ -25,10 +25,15 @@ class BoundAttention:
         backward: str,
         exchange: str,
         num_head_chunks: int | None = None,
+        grad_comm_dtype: str = "fp32",
+        forward_streams: int = 1,
     ) -> None:
+        """`grad_comm_dtype` is what the setting's `auto` stands for; a dtype set by hand replaces it."""
         self._cp, self._settings = cp, settings
         self._schedule, self._backward, self._exchange = schedule, backward, exchange
-        self._num_head_chunks = num_head_chunks
+        self._num_head_chunks, self._forward_streams = num_head_chunks, forward_streams
+        by_hand = settings.grad_comm_dtype
+        self._grad_comm_dtype = grad_comm_dtype if by_hand == "auto" else by_hand
         self._mask = parse_mask(settings.mask)
         checkpoint = settings.checkpoint
         # With `replay: hold` a layer's recomputation reuses the outputs of the group's, whatever the tail.
@@ -51,11 +56,12 @@ class BoundAttention:
                 backward=self._backward,
                 exchange=self._exchange,
                 deterministic=self._settings.deterministic,
-                grad_comm_dtype=self._settings.grad_comm_dtype,
+                grad_comm_dtype=self._grad_comm_dtype,
                 num_head_chunks=self._num_head_chunks,
                 recompute=self._recompute,
                 return_lse=True,
                 lse_gradient=False,  # the LSE is only saved for a recomputation
+                forward_streams=self._forward_streams,
             )
         out_BLND, lse_BNL = self._prepared[key](q_BLND, k_BLKD, v_BLKD, saved=saved)
         return out_BLND, lse_BNL
@@ -65,7 +71,9 @@ class BoundAttention:
 
     def resolved(self) -> dict[str, str]:
         plan = self._last_plan()
-        return {} if plan is None else plan.resolved() | self._tail_shares(plan)
+        if plan is None:
+            return {}
+        return plan.resolved() | {"grad_comm_dtype": self._grad_comm_dtype} | self._tail_shares(plan)
 
     def computed_sent(self) -> Sent | None:
         """Bytes this rank sends in one forward and backward, computed from the plan; None before the first call."""

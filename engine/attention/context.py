@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.attention.comm.all_to_all import AllToAll, GroupAllToAll
 from engine.attention.comm.exchange import HELD_GRADIENTS, AllPairsP2P, P2PRing, RingComms
+from engine.attention.comm.gather import GroupGather
 from engine.attention.comm.link_speed import Link, across_gib_per_second
 from engine.attention.comm.p2p import CallOrder, NoTransport, PointToPoint, Traffic, Transport, timeout_of
 from engine.attention.comm.symm_mem.all_to_all import CopyEngineAllToAll
@@ -100,6 +101,7 @@ class ContextParallel:
         self._link_gib: list[float] = []  # one number, once it was measured
         self._copies: dict[torch.device, str | None] = {}  # by device, why ranks cannot copy to each other
         self._all_to_alls: dict[tuple[str, str], tuple[AllToAll, tuple[int, ...], ContextParallel]] = {}
+        self._gathers: list[GroupGather] = []  # one, once it was asked for
         self.node_size = node_size or self._find_node_size()
         self.name = f"context {next(_numbers)}"  # of this process alone
         self.plans = PlanCache()  # of attention among these ranks
@@ -204,6 +206,15 @@ class ContextParallel:
         layout = Gathered(self.layout, tuple(groups))
         inner._set_up(self._subgroup(others, "after_heads"), inside, layout, self.traffic, self._order)
         return all_to_all, groups[mine], inner
+
+    def gather(self) -> GroupGather:
+        """All-gathers among all ranks, of which there are several. Collective at first use, then kept."""
+        if not self._gathers:
+            with self.collective():
+                group = self._subgroup(range(self.size), "gather")
+            assert group is not None, "several ranks have a group"
+            self._gathers.append(GroupGather(group, self.traffic))
+        return self._gathers[0]
 
     def link(self, device: torch.device, *, fixed: bool = False) -> Link | None:
         """The speed at which each rank sends to the next node while all do; None on one node.

@@ -67,15 +67,17 @@ def burst_attention(
         cp: the ranks that share the sequence; a group of one when None.
         scale: factor of the scores; head_dim ** -0.5 when None.
         kernel: auto, reference, cpu, fa2, cudnn, fa4 or flex.
-        schedule: ring, double_ring, ulysses, usp, usp_transposed (see `engine.attention.planning.cost_model`), or
-            auto: on GPUs the one a cost model finds cheapest, elsewhere a ring.
+        schedule: ring, double_ring, all_gather, ulysses, usp, usp_transposed (see
+            `engine.attention.planning.cost_model`), or auto: on GPUs the one a cost model finds cheapest, elsewhere a
+            ring.
         exchange: how chunks move inside a node: relay (p2p ring), direct (all-pairs p2p), copy_engine, or auto for the
             fastest that the links allow.
         backward: the side that is sent in backward: query, key_value, or auto for the one whose bytes take less time.
         deterministic: repeat bit for bit, from run to run: no choice rests on a measurement; refused by kernels that
             cannot.
         grad_comm_dtype: dtype in which gradients are sent. fp32: sums in fp32, the result of one kernel call as the
-            kernel wrote it; input_across: between nodes in the inputs' dtype, once; input: everywhere so.
+            kernel wrote it; input_across: between nodes in the inputs' dtype, once; input_after_first: so between nodes
+            and, inside a node, for the chunks of other nodes; input: everywhere so.
         num_head_chunks: under a Ulysses schedule, the number of chunks of a rank's heads: one is sent while another is
             computed. The cost model's choice when None.
         saved: result of `engine.attention.algorithms.saved.save_suffix` on an earlier call with the same inputs: only
@@ -206,6 +208,7 @@ def prepare_attention(
     recompute: bool = False,
     return_lse: bool = False,
     lse_gradient: bool | None = None,
+    forward_streams: int = 1,
 ) -> PreparedAttention:
     """Plan attention once, to call it many times: `attend = prepare_attention(...)`, then `attend(q, k, v)`.
 
@@ -215,6 +218,8 @@ def prepare_attention(
         q_BLND, k_BLKD: tensors like this rank's shards; their shapes, dtype and device are read, not their values.
         lse_gradient: whether an LSE that is returned may have a gradient; as `return_lse` when None. Without one,
             kernels that would have to check for it run without that check.
+        forward_streams: on a GPU, how many streams the kernels of a forward use in turn, 1 or 2, where chunks move by
+            relay or are gathered. With two, a kernel starts while the one before it ends. The results are the same.
         mask, cp and the others: as of `burst_attention`.
 
     Raises:
@@ -232,6 +237,7 @@ def prepare_attention(
         num_head_chunks,
         recompute,
         return_lse if lse_gradient is None else lse_gradient,
+        forward_streams,
     )
     return PreparedAttention(q_BLND, k_BLKD, _CAUSAL if mask is None else mask, cp or _alone(), choices, return_lse)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from engine.attention.algorithms.all_gather import AllGatherPlan, gathered_kinds
 from engine.attention.algorithms.ring import RingPlan
 from engine.attention.algorithms.saved import AttentionPlan
 from engine.attention.algorithms.ulysses import UlyssesPlan
@@ -17,12 +18,13 @@ from engine.attention.comm.all_to_all import token_runs_in_order
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.ring import RingTraffic
 from engine.attention.inputs import check_inputs, check_mask, check_scale
-from engine.attention.kernels import Problem, choose_kernel
+from engine.attention.kernels import Kernel, Problem, choose_kernel
 from engine.attention.kernels.stand_in import AnyDelta
 from engine.attention.masks import Mask
 from engine.attention.planning.comm_plan import traffic_left
 from engine.attention.planning.comm_volume import GRAD_COMM_DTYPES, Shards, narrowed
 from engine.attention.planning.cost_model import (
+    ALL_GATHER,
     BACKWARD_SIDES,
     ULYSSES_SCHEDULES,
     HardwareModel,
@@ -32,6 +34,7 @@ from engine.attention.planning.cost_model import (
     schedule_unsupported_reason,
 )
 from engine.attention.planning.pair_table import pair_table
+from engine.cuda.alternate import streams_of
 from engine.old_names import renamed_keywords
 
 
@@ -48,6 +51,7 @@ class Choices(NamedTuple):
     num_head_chunks: int | None = None
     recompute: bool = False
     lse_gradient: bool = True
+    forward_streams: int = 1
 
 
 def cached_plan(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel, choices: Choices) -> AttentionPlan:
@@ -84,12 +88,15 @@ def plan_attention(
     num_head_chunks: int | None = None,
     recompute: bool = False,
     lse_gradient: bool = True,
+    forward_streams: int = 1,
 ) -> AttentionPlan:
     """Resolve every `auto` for shards of this shape, dtype and device. Raises ValueError when nothing fits.
 
     Without `lse_gradient` backward skips the check for a gradient of the LSE; with some kernels it makes the host wait
-    for the GPU. The other arguments are those of `burst_attention`.
+    for the GPU. The other arguments are those of `burst_attention` and `prepare_attention`.
     """
+    if forward_streams not in (1, 2):
+        raise ValueError(f"forward_streams is {forward_streams}; give 1 or 2")
     batch, tokens, heads, head_dim = q_BLND.shape
     kv_heads, seq_len = k_BLKD.shape[2], tokens * cp.size
     cp.segments(seq_len)  # refuses lengths the layout cannot split
@@ -97,7 +104,7 @@ def plan_attention(
         raise ValueError(f"backward {backward!r} is unknown; choose auto, query or key_value")
     if grad_comm_dtype not in GRAD_COMM_DTYPES:
         raise ValueError(f"grad_comm_dtype {grad_comm_dtype!r} is unknown; choose one of {', '.join(GRAD_COMM_DTYPES)}")
-    narrow = narrowed(grad_comm_dtype)[cp.node_size < cp.size]  # at the slowest links
+    narrow = narrowed(grad_comm_dtype)[-1 if cp.node_size < cp.size else 0]  # at the slowest links
     estimated = schedule == "auto" and q_BLND.is_cuda and backward == exchange == "auto"
     workload = Workload(
         cp_size=cp.size,
@@ -126,6 +133,13 @@ def plan_attention(
     if unsupported_reason:
         raise ValueError(unsupported_reason)
 
+    if schedule == ALL_GATHER:
+        if cp.size > 1:
+            narrows = "input" if narrow else "fp32"
+            return _all_gather_plan(
+                q_BLND, k_BLKD, mask, cp, scale, kernel, deterministic, narrows, lse_gradient, forward_streams
+            )
+        schedule = "ring"  # of one rank
     inner, shared_by, chunks = cp, 1, 1
     if schedule in ULYSSES_SCHEDULES:
         all_to_all, members, inner = cp.all_to_all(schedule, exchange, q_BLND.device)
@@ -150,9 +164,7 @@ def plan_attention(
         bands=pair_table(mask, inner.layout, seq_len, inner.size).kinds,
         deterministic=deterministic,
     )
-    attend = choose_kernel(kernel, problem)
-    if lse_gradient and not attend.takes_delta:
-        attend = AnyDelta(attend)
+    attend = _kernel(kernel, problem, lse_gradient)
     resolved_exchange = inner.choose_exchange(exchange, ring, q_BLND.device)
     ring_plan = RingPlan(
         cp=inner,
@@ -169,6 +181,8 @@ def plan_attention(
         narrow_grads=narrowed(grad_comm_dtype),
         estimate=estimate,
         link=link,
+        # Copies into receive slots follow the stream that they were posted on.
+        streams=streams_of(forward_streams if resolved_exchange == "relay" and inner.size > 1 else 1, q_BLND.device),
     )
     if backward == "auto":
         ring_plan = ring_plan.with_cheaper_backward(hardware)
@@ -183,4 +197,50 @@ def plan_attention(
         token_runs=token_runs,
         inner=ring_plan,
         num_head_chunks=chunks,
+    )
+
+
+def _kernel(name: str, problem: Problem, lse_gradient: bool) -> Kernel:
+    """The kernel, which with `lse_gradient` takes any delta."""
+    attend = choose_kernel(name, problem)
+    return AnyDelta(attend) if lse_gradient and not attend.takes_delta else attend
+
+
+def _all_gather_plan(
+    q_BLND: Tensor,
+    k_BLKD: Tensor,
+    mask: Mask,
+    cp: ContextParallel,
+    scale: float | None,
+    kernel: str,
+    deterministic: bool,
+    grad_comm_dtype: str,
+    lse_gradient: bool,
+    forward_streams: int,
+) -> AttentionPlan:
+    """Of several ranks, for shards that are runs of consecutive tokens."""
+    batch, tokens, heads, head_dim = q_BLND.shape
+    seq_len = tokens * cp.size
+    problem = Problem(
+        device=q_BLND.device,
+        dtype=q_BLND.dtype,
+        heads=heads,
+        kv_heads=k_BLKD.shape[2],
+        head_dim=head_dim,
+        bands=gathered_kinds(mask, cp.layout, seq_len, cp.size),
+        deterministic=deterministic,
+    )
+    attend = _kernel(kernel, problem, lse_gradient)
+    return AllGatherPlan(
+        cp=cp,
+        mask=mask,
+        gather=cp.gather(),
+        token_runs=token_runs_in_order(tuple(cp.layout.segments(seq_len, cp.size, rank) for rank in range(cp.size))),
+        kernel=attend,
+        seq_len=seq_len,
+        shards=Shards.of(problem, attend, batch, tokens, grad_comm_dtype),
+        scale=head_dim**-0.5 if scale is None else scale,
+        deterministic=deterministic,
+        narrow_grads=grad_comm_dtype == "input",
+        streams=streams_of(forward_streams, q_BLND.device),
     )

@@ -20,6 +20,7 @@ from engine.attention.context import ContextParallel
 from engine.data import open_tokens
 from engine.data.sequences import Sequences
 from engine.distributed import World
+from engine.layers.tensor_parallel import TensorParallel
 from engine.lm_head.plain import IGNORE
 from engine.measurement import Measurement
 from engine.memory.resources import reset_peaks
@@ -74,7 +75,8 @@ class TrainTask:
             raise ValueError(unsupported_reason)
         self.cp: ContextParallel = context_parallel(settings, method, world)
         self.attend = RefusingAttention(method.attention(self.cp, settings))
-        self.model, self._recompute = build_model(settings, self.attend, world.fsdp_mesh)
+        self._tensor_parallel = TensorParallel(self.cp, settings) if settings.tp_size > 1 else None
+        self.model, self._recompute = build_model(settings, self.attend, world.fsdp_mesh, self._tensor_parallel)
         self.optimizer = adamw(
             self.model,
             settings.learning_rate,
@@ -158,7 +160,11 @@ class TrainTask:
         with record_function(STEP):
             total = self.gradients(index)
             with record_function(OPTIMIZER):
-                norm = clip_and_step(self.model, self.optimizer, self.recipe.max_grad_norm)
+                if self._tensor_parallel:
+                    norm = self._tensor_parallel.clip(self.model, self.recipe.max_grad_norm)
+                    self.optimizer.step()
+                else:
+                    norm = clip_and_step(self.model, self.optimizer, self.recipe.max_grad_norm)
                 self.optimizer.zero_grad()
             # Read while the device still computes, which would otherwise wait for the next step's tokens.
             self._ahead = index + 1, self.batches(index + 1)
@@ -188,6 +194,8 @@ class TrainTask:
             self._clock.mark()
             loss.backward()
             total += loss.detach()
+        if self._tensor_parallel is not None:
+            self._tensor_parallel.sum_replicated(self.model)
         return total
 
     def forward(self, batch: Batch) -> Tensor:

@@ -57,7 +57,7 @@ def plan(experiment: Experiment, machine: Machine) -> tuple[Trial, ...]:
     settings = dict.fromkeys(
         settings for settings in _combinations(experiment) if not _excluded(settings, experiment.exclude)
     )
-    return tuple(
+    trials = (
         Trial(
             experiment=experiment.name,
             title=experiment.title,
@@ -69,6 +69,10 @@ def plan(experiment: Experiment, machine: Machine) -> tuple[Trial, ...]:
         )
         for each in settings
     )
+    one_of_each: dict[str, Trial] = {}  # a value and the `auto` that stands for it are one trial
+    for trial in trials:
+        one_of_each.setdefault(trial.id, trial)
+    return tuple(one_of_each.values())
 
 
 def _check_count(experiment: Experiment) -> None:

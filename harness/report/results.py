@@ -43,6 +43,7 @@ _SETTINGS = frozenset(field.name for field in fields(TrialSettings))
 _TASKS = get_args(Task)
 
 ONE_RANK = "one rank"  # what a trial ran that shared no sequence
+TENSOR_PARALLEL = "tensor and sequence parallel"
 _SIDES = {"query": "query side", "key_value": "key side"}
 
 # Order of methods in tables, legends and palettes: ours, then the systems it is compared with, then the rest by name.
@@ -119,7 +120,7 @@ def ran_of(record: Record) -> str | None:
     if "schedule" not in chosen:
         return None
     if record.settings.cp_size == 1:
-        return ONE_RANK
+        return ONE_RANK if record.settings.tp_size == 1 else TENSOR_PARALLEL
     parts = [chosen["schedule"].replace("_", " ")]
     if chosen["schedule"] in ULYSSES_SCHEDULES:
         # Such as `copy_engine + relay`: the all-to-all's, then the ring's between its groups.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from engine.old_names import first_settings
 from engine.settings import TrialSettings, to_json
+from harness.spec.methods import method_named
 from harness.spec.table import NOTHING_FILLED, FromTable
 
 # Settings that came after runs had been published, and what every run was until then: so these can still be resumed.
@@ -15,6 +16,7 @@ _LATER = {
     "checkpoint.replay": "hold", "checkpoint.whole_layers": 0, "checkpoint.mlp": 1.0, "projection_tiles": 1,
     "parameters": "auto",
     "settings": "equal",
+    "repeat_kv_heads": True, "overlap_projections": False,
 }  # fmt: skip
 
 
@@ -42,6 +44,9 @@ class Trial:
         settings = self.settings
         values = first_settings(to_json(settings))
         del values["model"]["note"]
+        if settings.grad_comm_dtype == "auto":  # what every run before there was `auto` sent
+            sent = getattr(method_named(settings.method), "grad_comm_dtype", "fp32")
+            values["gradient_wire"] = "fp32" if sent == "fp32" else "auto"
         for key, before in _LATER.items():
             *owner, name = key.split(".")
             holder = values[owner[0]] if owner else values

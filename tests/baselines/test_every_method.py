@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,19 +30,32 @@ from harness.plan.matrix import plan, unsupported_reason
 from harness.records.record import Record
 from harness.spec.experiment import load_experiment
 from harness.spec.methods import all_methods, method_module, method_named
-from tests.baselines.attention_runs import AttentionRun, run_all, run_attention, settings_for
+from tests.baselines.attention_runs import SHAPE, AttentionRun, run_all, run_attention, settings_for
 from tests.ranks import run_on_ranks
 from tests.slow import slow
 
-NATIVE = [name for name, method in all_methods().items() if hasattr(method, "attention")]
+# Tensor parallelism divides a model, not its attention: test_tensor_parallel.py.
+NATIVE = [
+    name
+    for name, method in all_methods().items()
+    if hasattr(method, "attention") and not getattr(method, "tensor_parallel", False)
+]
 ODD_HEADS = ModelShape(name="odd", layers=1, hidden=24, ffn=32, heads=3, kv_heads=3, head_dim=8, vocab=256)
+FEW_KV_HEADS = replace(SHAPE, name="few", kv_heads=2)
 LAPTOP = Machine(hostname="laptop", device="cpu", cores=2, memory_gib=8)
 WORLDS = [4, *slow(2, 1)]
 # Settings that a method may run with, or refuse because it fixes them or has no use for them.
 VARIANTS: list[dict[str, Any]] = [
     {},
     *({"layout": layout} for layout in ("contiguous", "zigzag", "striped", "split_zigzag")),
-    *({"schedule": schedule} for schedule in ("ring", "double_ring", "ulysses", "usp", "usp_transposed")),
+    *({"schedule": schedule} for schedule in ("ring", "double_ring", "all_gather", "ulysses", "usp", "usp_transposed")),
+    {"schedule": "all_gather", "layout": "contiguous"},
+    *({"schedule": "all_gather", "mask": mask} for mask in ("full", "sliding_window:9", "documents:7,17,8")),
+    *({"grad_comm_dtype": dtype} for dtype in ("fp32", "input_across", "input_after_first", "input")),
+    {"model": FEW_KV_HEADS},
+    {"model": FEW_KV_HEADS, "repeat_kv_heads": False},
+    {"model": FEW_KV_HEADS, "overlap_projections": True},
+    {"overlap_projections": True},
     *({"backward": backward} for backward in ("query", "key_value")),
     *({"exchange": exchange} for exchange in ("relay", "direct")),
     *({"mask": mask} for mask in ("full", "sliding_window:9", "documents:7,17,8")),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from engine.settings import Checkpoint
 from harness.spec.methods import method_module, method_named
-from tests.baselines.attention_runs import AttentionRun, run_attention, settings_for
+from tests.baselines.attention_runs import SHAPE, AttentionRun, run_attention, settings_for
 from tests.ranks import run_on_ranks
 
 
@@ -37,11 +40,58 @@ def test_ring_baselines_circulate_keys_values_and_their_gradients(name: str) -> 
 
 
 def test_ulysses_refuses_heads_that_its_ranks_cannot_divide() -> None:
-    assert method_named("ulysses").refuse(settings_for("ulysses", 8, seq_len=64)) == (
-        "ulysses needs KV heads divisible by cp_size, found 4 heads of model test and cp_size 8; "
-        "choose a cp_size that divides 4"
+    refuse = method_named("ulysses").refuse
+    three = replace(SHAPE, name="three", heads=12, kv_heads=3)
+    assert refuse(settings_for("ulysses", 3, seq_len=48)) == (
+        "ulysses needs query heads divisible by cp_size, found 8 heads of model test and cp_size 3; "
+        "choose a cp_size that divides 8"
     )
-    assert method_named("ulysses").refuse(settings_for("ulysses", 4)) is None
+    assert refuse(settings_for("ulysses", 4, model=three)) == (
+        "ulysses needs KV heads divisible by cp_size, or cp_size by KV heads, found 3 heads of model three and cp_size "
+        "4; choose a cp_size that divides 3 or is a multiple of it"
+    )
+    assert refuse(settings_for("ulysses", 8, seq_len=64, repeat_kv_heads=False)) == (
+        "ulysses without repeat_kv_heads needs KV heads divisible by cp_size, found 4 heads of model test and cp_size "
+        "8; choose a cp_size that divides 4, or set repeat_kv_heads to true"
+    )
+    assert refuse(settings_for("ulysses", 8, seq_len=64)) is None
+    assert refuse(settings_for("ulysses", 4)) is None
+
+
+def test_all_to_alls_beside_the_projections_refuse_what_leaves_nothing_to_overlap() -> None:
+    settings = settings_for("ulysses", 2, task="train", overlap_projections=True, checkpoint=Checkpoint(every=0))
+    refuse = method_named("ulysses").refuse
+    assert refuse(settings) is None
+    assert "set projection_tiles to 1" in str(refuse(replace(settings, projection_tiles=2)))
+    assert "set checkpoint.every to 0" in str(refuse(replace(settings, checkpoint=Checkpoint(every=1))))
+
+
+@pytest.mark.parametrize("schedule", ["ring", "all_gather", "ulysses", "usp"])
+def test_megatron_has_four_communication_types(schedule: str) -> None:
+    settings = settings_for("megatron_cp", 4, schedule=schedule)
+    for run in run_on_ranks(4, run_attention, method_module("megatron_cp"), settings, False, 2):
+        assert run.error < 1e-10
+        assert run.resolved["schedule"] == schedule
+    assert "always uses schedule ring" in str(
+        method_named("megatron_cp").refuse(replace(settings, schedule="usp_transposed"))
+    )
+
+
+def test_loongtrain_places_heads_or_the_ring_inside_a_node() -> None:
+    for schedule in ("usp", "usp_transposed"):
+        settings = settings_for("loongtrain_usp", 4, schedule=schedule)
+        for run in run_on_ranks(4, run_attention, method_module("loongtrain_usp"), settings, False, 2):
+            assert run.error < 1e-10
+            assert run.resolved["schedule"] == schedule
+
+
+def test_torch_cp_refuses_masks_that_torch_does_not_know() -> None:
+    assert method_named("torch_cp").refuse(settings_for("torch_cp", 2, mask="sliding_window:9")) == (
+        "torch_cp knows the masks full and causal, found sliding_window:9; choose one of them"
+    )
+    assert "always sends gradients in fp32" in str(
+        method_named("torch_cp").refuse(settings_for("torch_cp", 2, grad_comm_dtype="input"))
+    )
 
 
 @pytest.mark.parametrize("name", ["ring", "megatron_cp", "ulysses", "loongtrain_double_ring", "loongtrain_usp"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.planning.cost_model import ULYSSES_SCHEDULES
+from engine.attention.planning.cost_model import RUNS_OF_TOKENS
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.spec.methods import all_methods, method_named
 from tests.engine.parity import Result, apart, dense_parameters, dense_run, errors, parallel_runs
@@ -25,11 +25,15 @@ from tests.slow import slow
 SHAPE = ModelShape(name="odd", layers=4, hidden=18, ffn=30, heads=8, kv_heads=4, head_dim=4, vocab=257)
 # Two sequences per replica and step, in one micro-batch or two.
 SETTINGS = TrialSettings(task="train", method="burst", model=SHAPE, seq_len=48)
-NATIVE = tuple(name for name, method in all_methods().items() if hasattr(method, "attention"))  # burst first
+NATIVE = tuple(  # burst first; tensor parallelism shares no sequence
+    name
+    for name, method in all_methods().items()
+    if hasattr(method, "attention") and not getattr(method, "tensor_parallel", False)
+)
 CHOICES: dict[str, tuple[Any, ...]] = {
     "method": NATIVE,
     "layout": ("auto", "contiguous", "zigzag", "striped", "split_zigzag"),
-    "schedule": ("auto", "ring", "double_ring", "ulysses", "usp", "usp_transposed"),
+    "schedule": ("auto", "ring", "double_ring", "all_gather", "ulysses", "usp", "usp_transposed"),
     "backward": ("auto", "query", "key_value"),
     "mask": ("causal", "full", "sliding_window:9:2", "documents:7,17,5,...", "block_sparse:6:strided-3:causal"),
     "every": (1, 0, 3),
@@ -67,10 +71,10 @@ def settings_of(row: Row, world_size: int = 1, cp_size: int = 1) -> TrialSetting
 
 
 def allowed(row: Row) -> bool:
-    """Burst refuses one combination: tokens that are not consecutive cannot be exchanged for heads. Other methods say
-    which ones they refuse."""
+    """Burst refuses one combination: tokens that are not consecutive cannot be exchanged for heads or gathered. Other
+    methods say which ones they refuse."""
     if row["method"] == "burst":
-        return not (row["layout"] == "striped" and row["schedule"] in ULYSSES_SCHEDULES)
+        return not (row["layout"] == "striped" and row["schedule"] in RUNS_OF_TOKENS)
     return method_named(row["method"]).refuse(settings_of(row, 4, 4)) is None
 
 

@@ -218,8 +218,8 @@ def test_a_long_message_is_cut_at_a_sentence(tmp_path: Path) -> None:
     ("launched", "changes", "sentence"),
     [
         (2, {"cp_size": 4}, "the trial has world_size 4, but 2 ranks were launched"),
-        (2, {"tp_size": 2}, "tp_size is 2, but the engine has no tensor parallelism"),
-        (3, {"cp_size": 2, "world_size": 3}, "world_size 3 is not a multiple of cp_size 2"),
+        (3, {"tp_size": 2, "world_size": 3}, "world_size 3 is not a multiple of cp_size x tp_size, 2"),
+        (3, {"cp_size": 2, "world_size": 3}, "world_size 3 is not a multiple of cp_size x tp_size, 2"),
     ],
 )
 def test_ranks_that_do_not_fit_the_trial_are_refused(monkeypatch, launched, changes, sentence) -> None:

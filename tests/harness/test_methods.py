@@ -60,8 +60,8 @@ def test_the_module_of_a_method_defines_it() -> None:
 
 
 def test_an_unknown_method_names_its_nearest_neighbour() -> None:
-    with pytest.raises(UsageError, match="unknown method megatron_pc; did you mean megatron_cp"):
-        method_named("megatron_pc")
+    with pytest.raises(UsageError, match="unknown method megatron_cpp; did you mean megatron_cp"):
+        method_named("megatron_cpp")
     with pytest.raises(UsageError, match=r"unknown method xyzzy; expected burst, .* or \w+"):
         method_module("xyzzy")
 

@@ -144,14 +144,15 @@ class RefusingLauncher:
 
 # Published runs that the experiment files still describe whole, by the command in results/published/README.md.
 AUTO = ("sweep.schedule=[auto]",)
+FP32 = ("fixed.grad_comm_dtype=fp32",)  # what every method sent before `auto` stood for what its original sends
 RUNS: list[tuple[str, str, str | None, tuple[str, ...]]] = [
-    ("h200x4/attention_node", "attention_node", None, AUTO),
-    ("h200x4/attention_node_grouped", "attention_node", "grouped", AUTO),
+    ("h200x4/attention_node", "attention_node", None, (*AUTO, *FP32)),
+    ("h200x4/attention_node_grouped", "attention_node", "grouped", (*AUTO, *FP32)),
     ("h200x4/attention_exchange", "attention_node", "exchange", ()),
     ("h200x4/attention_window", "attention_window", None, ()),
     # At 256K a trial was interrupted, which a resumed run executes.
-    ("h200x4/attention_two_nodes", "attention_two_nodes", "best", ("sweep.seq_len=[64k, 128k]",)),
-    ("h200x4/attention_two_nodes_grouped", "attention_two_nodes", "grouped", AUTO),
+    ("h200x4/attention_two_nodes", "attention_two_nodes", "best", ("sweep.seq_len=[64k, 128k]", *FP32)),
+    ("h200x4/attention_two_nodes_grouped", "attention_two_nodes", "grouped", (*AUTO, *FP32)),
     ("h200x4/longest_sequence", "longest_sequence", None, ("sweep.seq_len=[4M]",)),
     ("h200x4/longest_sequence", "longest_sequence", "alone", ("sweep.seq_len=[1200k]",)),
     ("h200x4/longest_sequence", "longest_sequence", "agreement", ()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,6 +76,20 @@ def test_the_note_of_a_model_is_no_part_of_a_trial(tmp_path: Path) -> None:
     assert (reworded.settings, reworded.id) == (trial.settings, trial.id)
 
 
+def test_the_dtype_of_an_original_makes_another_trial_than_the_fp32_that_was_sent_before() -> None:
+    model = ModelShape(name="small", layers=2, hidden=8, ffn=16, heads=2, kv_heads=1, head_dim=4, vocab=256)
+
+    def named(method: str, **settings: Any) -> str:
+        each = TrialSettings(task="train", method=method, model=model, seq_len=1024, cp_size=2, **settings)
+        return Trial(experiment="", title="", settings=each, deadline_seconds=1).id
+
+    for method in ("burst", "ring", "ulysses"):  # whose trials before there was `auto` are the ones of today
+        assert named(method) == named(method, grad_comm_dtype="fp32")
+    for method in ("megatron_cp", "loongtrain_double_ring", "loongtrain_usp"):
+        assert named(method) != named(method, grad_comm_dtype="fp32")
+    assert named("ulysses", repeat_kv_heads=False) != named("ulysses")
+
+
 def test_a_trial_keeps_the_id_it_had_before_settings_were_added() -> None:
     model = ModelShape(name="small", layers=2, hidden=8, ffn=16, heads=2, kv_heads=1, head_dim=4, vocab=256)
     settings = TrialSettings(task="train", method="burst", model=model, seq_len=64)
@@ -86,6 +101,7 @@ def test_a_trial_keeps_the_id_it_had_before_settings_were_added() -> None:
 def test_equal_settings_are_one_trial(tmp_path: Path) -> None:
     assert len(_plan(tmp_path, "sweep.cp_size=[1, 2, 1]")) == 4
     assert len(_plan(tmp_path, "sweep.world_size=[0, 2]", "fixed.cp_size=2")) == 2  # 0 stands for cp_size x tp_size
+    assert len(_plan(tmp_path, "sweep.method=[burst]", "sweep.grad_comm_dtype=[auto, fp32, input]")) == 4
 
 
 def test_exclude_drops_what_matches_all_its_keys(tmp_path: Path) -> None:
@@ -191,7 +207,7 @@ def test_a_warm_up_length_that_cannot_be_run_is_refused_by_its_name(tmp_path: Pa
 
 
 def test_heads_that_ulysses_cannot_divide_are_refused_and_the_rest_runs(tmp_path: Path) -> None:
-    trials = _plan(tmp_path, "fixed.cp_size=8")
+    trials = _plan(tmp_path, "fixed.cp_size=8", "fixed.repeat_kv_heads=false")
     reasons = {trial.settings.method: trial.unsupported_reason for trial in trials}
     assert reasons["burst"] is None
     assert reasons["ulysses"] is not None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.accumulate import WAITING_PARTS
+from engine.cuda.alternate import ONE_STREAM, StreamPass
 from engine.ops.autograd import accumulation_dtype
 from engine.ops.triton_kernels import kernels_for
 
@@ -115,8 +116,9 @@ class OutputAccumulator:
     """The (out, LSE) pair of a rank's queries, merged from partial results as late and as many at a time as memory
     allows."""
 
-    def __init__(self, q_BLND: Tensor) -> None:
-        self._like_BLND = q_BLND
+    def __init__(self, q_BLND: Tensor, streams: StreamPass = ONE_STREAM) -> None:
+        """`streams`: those that parts are computed on, in turn; parts are merged on the one that is current then."""
+        self._like_BLND, self._streams = q_BLND, streams
         self._parts: list[_OutputPart] = []
         self._running: tuple[Tensor, Tensor] | None = None
 
@@ -124,11 +126,15 @@ class OutputAccumulator:
         """Add attention of local query tokens `rows` over some keys."""
         room = WAITING_PARTS - (0 if self._running is None else 2)
         if len(self._parts) == room:
+            self._streams.join()
             self._running = self._merged(accumulation_dtype(self._like_BLND.dtype))
+            self._streams.share(self._running)
+        self._streams.share((part_BLND, part_lse_BNL))
         self._parts.append(_OutputPart(rows, part_BLND, part_lse_BNL))
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """(out_BLND in the inputs' dtype, lse_BNL). Rows that see no key: out 0, lse -inf. The last call."""
+        """(out_BLND in the inputs' dtype, lse_BNL). Rows that see no key: out 0, lse -inf. The last call, on a stream
+        that has waited for all parts."""
         like = self._like_BLND
         if self._running is None and len(self._parts) == 1 and self._parts[0].rows == slice(0, like.shape[1]):
             # One kernel call computed every row: its result is returned without another pass over memory.

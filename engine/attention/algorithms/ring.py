@@ -18,6 +18,7 @@ Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,8 +36,9 @@ from engine.attention.kernels import BackwardInputs, Kernel
 from engine.attention.masks import Mask, imbalance, recompute_share
 from engine.attention.masks.mask import FirstRows
 from engine.attention.planning.comm_plan import CommPlan, RingStep, comm_plan, reach
-from engine.attention.planning.comm_volume import CallBytes, RingVolume, Shards, cheaper_backward
+from engine.attention.planning.comm_volume import CallBytes, Narrowed, RingVolume, Shards, cheaper_backward
 from engine.attention.planning.cost_model import Estimate, HardwareModel
+from engine.cuda.alternate import ONE_STREAM, StreamPass, Streams
 from engine.ops.autograd import accumulation_dtype
 
 KEY_SIDE_DIMS = (1, 1)  # token dimension of K_BLKD, V_BLKD
@@ -58,11 +60,11 @@ class RingPlan:
     shards: Shards  # of this rank
     scale: float
     deterministic: bool
-    # Gradients cross links inside a node, and between nodes, in the inputs' dtype; else sums are sent in fp32 or wider.
-    narrow_grads: tuple[bool, bool]
+    narrow_grads: Narrowed  # where gradients are sent in the inputs' dtype
     estimate: Estimate | None = None  # the cost model's figures behind the schedule, when it chose
     link: Link | None = None  # between nodes, when a choice rests on its speed
     cut: int | None = None  # global position that the computed rows lie before; None: all rows are computed
+    streams: Streams = ONE_STREAM  # that the steps of a forward use in turn
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
         """(out_BLND, lse_BNL, saved): this rank's queries over the whole sequence."""
@@ -153,14 +155,25 @@ def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor
         needed = reach(plan.mask, plan.cp.layout, plan.cp.size, plan.seq_len)
         q_BLND = q_BLND[:, : plan.cp.rows_before(plan.cut, plan.seq_len)]
         k_BLKD, v_BLKD = k_BLKD[:, :needed], v_BLKD[:, :needed]
-    output = OutputAccumulator(q_BLND)
-    for step, chunk in ring_steps(plan, RemoteChunk((k_BLKD, v_BLKD), KEY_SIDE_DIMS), plan.comm_plan(False)):
-        for queries, keys, band in step.tiles:
-            k_BMKD, v_BMKD = chunk.tokens(keys)
-            part_BLND, part_lse_BNL = plan.kernel.forward(q_BLND[:, queries], k_BMKD, v_BMKD, band, plan.scale)
-            output.update(queries, part_BLND, part_lse_BNL)
-            del k_BMKD, v_BMKD
-        del chunk  # frees its memory before the chunk after the next one arrives
+    streams = plan.streams.begin()
+    output = OutputAccumulator(q_BLND, streams)
+    steps = ring_steps(plan, RemoteChunk((k_BLKD, v_BLKD), KEY_SIDE_DIMS), plan.comm_plan(False), streams)
+    for index in itertools.count():
+        # A chunk is waited for on the stream that uses it: the other one's kernel delays no transfer.
+        with streams.turn(index):
+            found = next(steps, None)
+            if found is None:
+                break
+            step, chunk = found
+            if index:
+                streams.share(chunk.tensors)
+            for queries, keys, band in step.tiles:
+                k_BMKD, v_BMKD = chunk.tokens(keys)
+                part_BLND, part_lse_BNL = plan.kernel.forward(q_BLND[:, queries], k_BMKD, v_BMKD, band, plan.scale)
+                output.update(queries, part_BLND, part_lse_BNL)
+                del k_BMKD, v_BMKD
+            del chunk, found  # frees its memory before the chunk after the next one arrives
+    streams.end()
     return output.result()
 
 
@@ -177,7 +190,7 @@ def _ring_backward(
     sends_queries = plan.backward_side == "query"
     work, comms = plan.comm_plan(sends_queries), plan.comms
     part_dtype = q_BLND.dtype if plan.kernel.writes_input_dtype else accumulation_dtype(q_BLND.dtype)
-    intra_dtype, inter_dtype = (q_BLND.dtype if narrow else None for narrow in plan.narrow_grads)
+    first_dtype, later_dtype, inter_dtype = (q_BLND.dtype if narrow else None for narrow in plan.narrow_grads)
 
     query_side = RemoteChunk((q_BLND, dout_BLND, lse_BNL, delta_BNL), QUERY_SIDE_DIMS)
     key_side = RemoteChunk((k_BLKD, v_BLKD), KEY_SIDE_DIMS)
@@ -197,6 +210,7 @@ def _ring_backward(
             dv.add(k_tokens, dv_part)
             del inputs, dq_part, dk_part, dv_part
         if step.inner_step == 0:
+            intra_dtype = later_dtype if step.outer_step else first_dtype
             grad_return = comms.intra_node.grad_return(intra_dtype, work.inner_rings[step.outer_step])
         grad_return.add(step.inner_step, chunk_grads)
         if step.inner_step + 1 == plan.ring.node_size:
@@ -209,8 +223,11 @@ def _ring_backward(
     return dq_BLND, dk_BLKD, dv_BLKD
 
 
-def ring_steps(plan: RingPlan, own: RemoteChunk, work: CommPlan) -> Iterator[tuple[RingStep, RemoteChunk]]:
-    """Every rank's chunk, this rank's own first; the next one is received while a step uses the current one."""
+def ring_steps(
+    plan: RingPlan, own: RemoteChunk, work: CommPlan, streams: StreamPass = ONE_STREAM
+) -> Iterator[tuple[RingStep, RemoteChunk]]:
+    """Every rank's chunk, this rank's own first; the next one is received while a step uses the current one. `streams`
+    are those that the steps use in turn."""
     nodes, spec, comms = len(work.inner_rings), ChunkSpec.of(own), plan.comms
     node = plan.cp.rank // plan.ring.node_size
     steps, held = iter(work.steps), own
@@ -221,7 +238,8 @@ def ring_steps(plan: RingPlan, own: RemoteChunk, work: CommPlan) -> Iterator[tup
             next_held = work.inner_rings[outer_step + 1].held
             assert next_held is not None
             coming = next_held[plan.cp.rank % plan.ring.node_size]
-            leaving = held.cut(work.leaving[outer_step])
+            leaving = tuple(tensor.contiguous() for tensor in held.cut(work.leaving[outer_step]))
+            streams.share(leaving)  # sent on one stream, and waited for an inner ring later, perhaps on another
             to, source = (node + 1) % nodes, (node - 1) % nodes
             transfer = comms.inter_node.start(leaving, to, spec.of_tokens(coming), source)
         # No name here holds a chunk: the caller alone decides when its memory is free.

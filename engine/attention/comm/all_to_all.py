@@ -156,12 +156,12 @@ class _GroupPass:
             return lambda: _AllocatedChunk(tuple(tensor.chunk(chunks, dim=2)[index] for tensor in tensors))
         split = tuple(tensor.unflatten(2, (size, chunks, -1)).select(3, index).movedim(2, 0) for tensor in tensors)
         specs = tensor_specs(tuple(by_rank[0] for by_rank in split))
-        rows = _message(specs, size, tensors[0].device)
-        for section, by_rank in zip(_sections(rows, specs), split, strict=True):
+        rows = message(specs, size, tensors[0].device)
+        for section, by_rank in zip(sections(rows, specs), split, strict=True):
             section.copy_(by_rank)
         # The list holds the received message only until its tokens have been put in order.
         receive = [self._all_to_all.exchange(rows)]
-        return lambda: _AllocatedChunk(tuple(self._in_order(section) for section in _sections(receive.pop()(), specs)))
+        return lambda: _AllocatedChunk(tuple(self._in_order(section) for section in sections(receive.pop()(), specs)))
 
     def _in_order(self, by_rank: Tensor) -> Tensor:
         """[group, B, L, H, ...] -> the group's tokens in order, [B, T, H, ...]."""
@@ -180,14 +180,14 @@ class _GroupPass:
         if size == 1:
             return lambda: tuple(result.unsqueeze(2) for result in results)
         specs = tuple(TensorSpec((t.shape[0], t.shape[1] // size, *t.shape[2:]), t.dtype) for t in results)
-        rows = _message(specs, size, results[0].device)
-        for section, result in zip(_sections(rows, specs), results, strict=True):
+        rows = message(specs, size, results[0].device)
+        for section, result in zip(sections(rows, specs), results, strict=True):
             start = 0
             for run in self._token_runs:
                 section[run.member, :, run.offset : run.offset + run.count] = result[:, start : start + run.count]
                 start += run.count
         receive = self._all_to_all.exchange(rows)
-        return lambda: tuple(section.movedim(0, 2) for section in _sections(receive(), specs))
+        return lambda: tuple(section.movedim(0, 2) for section in sections(receive(), specs))
 
     def _receive_results(self) -> None:
         """Place the results of the oldest head chunk under way beside those of the other chunks."""
@@ -205,7 +205,7 @@ class _GroupPass:
         return tuple(whole.flatten(2, 4) for whole in self._whole)
 
 
-def _message(specs: tuple[TensorSpec, ...], ranks: int, device: torch.device) -> Tensor:
+def message(specs: tuple[TensorSpec, ...], ranks: int, device: torch.device) -> Tensor:
     """Memory for tensors of `specs` from or to each rank: uint8 [ranks, bytes], values undefined.
 
     A row is as long as its tensors, rounded up so that the widest dtype is aligned in the next row.
@@ -215,7 +215,7 @@ def _message(specs: tuple[TensorSpec, ...], ranks: int, device: torch.device) ->
     return torch.empty(ranks, row_bytes, dtype=torch.uint8, device=device)
 
 
-def _sections(rows: Tensor, specs: tuple[TensorSpec, ...]) -> tuple[Tensor, ...]:
+def sections(rows: Tensor, specs: tuple[TensorSpec, ...]) -> tuple[Tensor, ...]:
     """The tensors of a message, in the order of `specs`: views of it, each [ranks, *shape].
 
     The widest dtype is first: behind it all others are aligned without a gap.

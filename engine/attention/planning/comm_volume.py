@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring
@@ -20,7 +20,7 @@ from engine.attention.planning.cost_model import BACKWARD_SIDES, GIB, HardwareMo
 if TYPE_CHECKING:  # reports count bytes too, and start without torch
     from engine.attention.kernels import Kernel, Problem
 
-GRAD_COMM_DTYPES = ("fp32", "input_across", "input")
+GRAD_COMM_DTYPES = ("fp32", "input_across", "input_after_first", "input")
 ALL_RANKS = 8  # up to so many ranks are added up for a choice; of more ranks, three
 
 
@@ -69,9 +69,18 @@ class Widths:
         return self.unreduced if unreduced else self.summed
 
 
-def narrowed(grad_comm_dtype: str) -> tuple[bool, bool]:
-    """Whether gradients cross links in the inputs' dtype inside a node, and between nodes."""
-    return grad_comm_dtype == "input", grad_comm_dtype != "fp32"
+class Narrowed(NamedTuple):
+    """Where gradients are sent in the inputs' dtype; elsewhere sums are sent in fp32 or wider."""
+
+    first_ring: bool  # inside a node, of the node's own chunks: the only inner ring of a flat ring
+    later_rings: bool  # inside a node, of the chunks of other nodes
+    across: bool  # between nodes
+
+
+def narrowed(grad_comm_dtype: str) -> Narrowed:
+    """What the setting means."""
+    everywhere, after = grad_comm_dtype == "input", grad_comm_dtype == "input_after_first"
+    return Narrowed(everywhere, everywhere or after, grad_comm_dtype != "fp32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +95,14 @@ class Shards:
     input_bytes: int  # per element of Q, K, V and dO
     intra_node: Widths  # of gradients inside a node
     inter_node: Widths  # and between nodes
+    later_rings: Widths | None = None  # inside a node, of the chunks of other nodes; as `intra_node` when None
 
     @classmethod
     def of(cls, problem: Problem, kernel: Kernel, batch: int, tokens: int, grad_comm_dtype: str) -> Shards:
         """Those that `kernel` works on; gradients cross links as `grad_comm_dtype` says."""
         item = problem.dtype.itemsize
         plain = Widths(item if kernel.writes_input_dtype else max(4, item), max(4, item))
-        intra_node, inter_node = (Widths(item, item) if narrow else plain for narrow in narrowed(grad_comm_dtype))
+        first, later, across = (Widths(item, item) if narrow else plain for narrow in narrowed(grad_comm_dtype))
         return cls(
             batch=batch,
             tokens=tokens,
@@ -100,9 +110,14 @@ class Shards:
             kv_heads=problem.kv_heads,
             head_dim=problem.head_dim,
             input_bytes=item,
-            intra_node=intra_node,
-            inter_node=inter_node,
+            intra_node=first,
+            inter_node=across,
+            later_rings=later,
         )
+
+    def inside(self, outer_step: int) -> Widths:
+        """Of gradients inside a node, in the inner ring of that outer step."""
+        return self.later_rings if outer_step and self.later_rings is not None else self.intra_node
 
     @property
     def query(self) -> int:
@@ -189,10 +204,10 @@ class RingVolume:
             for step in range(1, ring.node_size):
                 if self.exchange == "relay":
                     to = node * ring.node_size + (local_rank + 1) % ring.node_size
-                    yield to, shards.tokens, shards.intra_node.summed
+                    yield to, shards.tokens, shards.inside(outer_step).summed
                 else:
                     owner = (local_rank - step) % ring.node_size
-                    width = shards.intra_node.of(ranges.unreduced[owner, local_rank])
+                    width = shards.inside(outer_step).of(ranges.unreduced[owner, local_rank])
                     yield node * ring.node_size + owner, length(ranges.used[owner, local_rank]), width
             if outer_step:
                 owner = (node - outer_step) % ring.nodes * ring.node_size + local_rank
@@ -230,6 +245,18 @@ def all_to_all_bytes(
     near = sum(rank // node_size == cp_rank // node_size for rank in members) - 1
     far = len(members) - 1 - near
     return CallBytes(Sent(near * forward, far * forward), Sent(near * backward, far * backward))
+
+
+def gather_bytes(cp_size: int, node_size: int, shards: Shards) -> CallBytes:
+    """Bytes that a rank sends when K and V are gathered, again in backward, and their gradients reduced to the owners.
+
+    Counted as sent to each rank by the owner itself; how a collective routes them is the library's choice.
+    """
+    near, far = node_size - 1, cp_size - node_size
+    keys = 2 * shards.key * shards.tokens
+    summed = shards.intra_node.summed if far == 0 else shards.inter_node.summed
+    backward = keys + shards.gradient(False, summed) * shards.tokens
+    return CallBytes(Sent(near * keys, far * keys), Sent(near * backward, far * backward))
 
 
 @lru_cache(maxsize=256)

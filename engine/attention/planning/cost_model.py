@@ -6,6 +6,8 @@ Schedules:
     ulysses           all-to-all among all ranks: each holds all tokens of some heads (Ulysses, arXiv:2309.14509)
     usp               all-to-all inside a node, ring between nodes (as USP, arXiv:2405.07719)
     usp_transposed    all-to-all between nodes, ring inside a node
+    all_gather        every rank receives K and V of all ranks at once, and their gradients are reduced and scattered;
+                      never the model's choice: it sends what a ring sends and overlaps nothing
 
 A ring overlaps its transfers with compute and adds a launch and a merge per step. An all-to-all launches once and its
 transfers are exposed in full, or it is cut into head chunks: then all transfers but the first and the last overlap with
@@ -28,6 +30,8 @@ from engine.attention.geometry.ring import RingTraffic
 BACKWARD_SIDES = ("query", "key_value")
 RING_SCHEDULES = ("ring", "double_ring")
 ULYSSES_SCHEDULES = ("ulysses", "usp", "usp_transposed")
+ALL_GATHER = "all_gather"
+RUNS_OF_TOKENS = (*ULYSSES_SCHEDULES, ALL_GATHER)  # schedules whose shards are runs of consecutive tokens
 GIB = 1 << 30
 TILE_ROWS = 128  # of queries in a kernel's tile
 MAX_HEAD_CHUNKS = 8  # of the heads of a rank: an eighth of the transfers is then exposed
@@ -99,12 +103,12 @@ class Estimate:
 
 def schedule_unsupported_reason(schedule: str, workload: HeadsAndRanks, layout: str) -> str | None:
     """One sentence why a schedule cannot run this problem, or None."""
-    if schedule not in RING_SCHEDULES + ULYSSES_SCHEDULES:
-        known = ", ".join(("auto", *RING_SCHEDULES, *ULYSSES_SCHEDULES))
+    if schedule not in RING_SCHEDULES + RUNS_OF_TOKENS:
+        known = ", ".join(("auto", *RING_SCHEDULES, ALL_GATHER, *ULYSSES_SCHEDULES))
         return f"schedule {schedule!r} is unknown; choose one of {known}"
     if schedule in RING_SCHEDULES:
         return None
-    ranks = _all_to_all_ranks(schedule, workload)
+    ranks = 1 if schedule == ALL_GATHER else _all_to_all_ranks(schedule, workload)
     for label, heads in (("query", workload.heads), ("KV", workload.kv_heads)):
         if heads % ranks:
             return (

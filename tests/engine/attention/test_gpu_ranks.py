@@ -48,6 +48,7 @@ def cases() -> list[Case]:
                 for route in routes:
                     choices = {"schedule": "ring", "exchange": exchange, "backward": route}
                     found.append(Case(GPUS, heads, kv_heads, mask, tuple(choices.items())))
+            found.append(Case(GPUS, heads, kv_heads, mask, (("schedule", "all_gather"),)))
             for parts in (1, 2) if kv_heads == 8 else (1,):
                 choices = {"schedule": "ulysses", "num_head_chunks": parts}
                 found.append(Case(GPUS, heads, kv_heads, mask, tuple(choices.items())))

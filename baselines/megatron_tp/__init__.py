@@ -1,0 +1,66 @@
+"""Megatron-LM's tensor parallelism with sequence parallelism, native.
+
+`tp_size` ranks hold the columns of every matrix between them, and 1/tp_size of the tokens in norms and residuals
+(`engine.layers.tensor_parallel`). Sources: arXiv:1909.08053, arXiv:2205.05198; `--tensor-model-parallel-size` with
+`--sequence-parallel` of NVIDIA/Megatron-LM.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from baselines.ring_baseline import fixed_settings_unsupported_reason
+from engine.attention.geometry.layout import split_unsupported_reason
+from engine.method import EngineCommand
+
+if TYPE_CHECKING:
+    from engine.attention.context import ContextParallel
+    from engine.method import AttentionFn
+    from engine.settings import TrialSettings
+
+
+class MegatronTensorParallel(EngineCommand):
+    """Each rank attends with its share of the heads over the whole sequence, which it forms of gathered tokens."""
+
+    name = "megatron_tp"
+    system = "Megatron-LM"
+    source = "arXiv:2205.05198"
+    grad_comm_dtype = "input"
+    tensor_parallel = True
+
+    def refuse(self, settings: TrialSettings) -> str | None:
+        from engine.layers.divisible import tensor_parallel_unsupported_reason
+
+        if settings.cp_size > 1:
+            return f"megatron_tp runs without context parallelism, found cp_size {settings.cp_size}; set cp_size to 1"
+        if settings.task == "attention" and settings.tp_size > 1:
+            return (
+                "megatron_tp divides matrices as well as heads, which task attention does not have; set task to train"
+            )
+        fixed = {
+            "layout": "contiguous",
+            "schedule": None,
+            "backward": None,
+            "exchange": None,
+        }
+        return (
+            fixed_settings_unsupported_reason(settings, fixed)
+            or tensor_parallel_unsupported_reason(settings)
+            or split_unsupported_reason("contiguous", settings.seq_len, settings.tp_size)
+        )
+
+    def layout(self, settings: TrialSettings) -> str:
+        return "contiguous"
+
+    def attention(self, cp: ContextParallel, settings: TrialSettings) -> AttentionFn:
+        from engine.attention.bound import BoundAttention
+        from engine.attention.context import ContextParallel as Context
+
+        # The tokens of all ranks are here, of some heads: one rank's attention.
+        return BoundAttention(
+            Context.single("contiguous"), settings, schedule="ring", backward="auto", exchange="relay",
+            grad_comm_dtype=self.grad_comm_dtype,
+        )  # fmt: skip
+
+
+METHOD = MegatronTensorParallel()

@@ -1,0 +1,162 @@
+"""All-gather attention: every rank receives K and V of the whole sequence, and attends with its own queries.
+
+TransformerEngine's communication type `all_gather` (as Llama 3, arXiv:2407.21783, section 3.3.2): one collective before
+attention and nothing between its kernels, at the price of K and V of the whole sequence in memory. K and V are gathered
+again in backward rather than saved; dK and dV of the whole sequence are formed and reduced to their owners. The tiles
+of a rank's queries alternate over the plan's streams.
+
+Shape letters as in `engine.attention.op`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from engine.attention.accumulate.accumulators import GradAccumulator, OutputAccumulator
+from engine.attention.algorithms.saved import Saved
+from engine.attention.comm.all_to_all import TokenRun
+from engine.attention.comm.gather import GroupGather
+from engine.attention.context import ContextParallel
+from engine.attention.geometry.layout import Layout, Segment
+from engine.attention.geometry.tiles import Tile, without_upper_bands
+from engine.attention.kernels import BackwardInputs, Kernel
+from engine.attention.masks import Mask, imbalance, recompute_share
+from engine.attention.masks.mask import FirstRows
+from engine.attention.planning.comm_volume import CallBytes, Shards, gather_bytes
+from engine.attention.planning.cost_model import ALL_GATHER
+from engine.cuda.alternate import ONE_STREAM, Streams
+from engine.ops.autograd import accumulation_dtype
+
+
+@lru_cache(maxsize=256)
+def gathered_tiles(mask: Mask, layout: Layout, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Tile, ...]:
+    """Tiles of one rank's queries against all keys in order of position. Raises ValueError for a length the mask does
+    not fit."""
+    if unsupported_reason := mask.unsupported_reason(seq_len):
+        raise ValueError(unsupported_reason)
+    found = mask.tiles(layout.segments(seq_len, cp_size, cp_rank), (Segment(0, seq_len),))
+    return tuple(part for tile in found for part in without_upper_bands(tile))
+
+
+def gathered_kinds(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> frozenset[str]:
+    """Kinds of band in the tiles of all ranks: every rank must choose the same kernel."""
+    ranks = range(cp_size)
+    return frozenset(tile.band.kind for rank in ranks for tile in gathered_tiles(mask, layout, seq_len, cp_size, rank))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllGatherPlan:
+    """Attention over gathered keys among several ranks: an `engine.attention.algorithms.saved.AttentionPlan`."""
+
+    cp: ContextParallel
+    mask: Mask
+    gather: GroupGather
+    token_runs: tuple[TokenRun, ...]  # of all ranks, in order of position
+    kernel: Kernel
+    seq_len: int
+    shards: Shards  # of this rank
+    scale: float
+    deterministic: bool
+    narrow_grads: bool  # gradients are sent in the inputs' dtype; else their sums in fp32 or wider
+    streams: Streams = ONE_STREAM  # that the tiles of a forward use in turn
+    cut: int | None = None  # global position that the computed rows lie before; None: all rows are computed
+
+    one_call = None  # of several ranks, K and V always come from others
+
+    @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        """This rank's kernel calls."""
+        return gathered_tiles(self.mask, self.cp.layout, self.seq_len, self.cp.size, self.cp.rank)
+
+    def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
+        """(out_BLND, lse_BNL, saved): this rank's queries over the whole sequence."""
+        saved = Saved((q_BLND, k_BLKD, v_BLKD))
+        k_BSKD, v_BSKD = self._gathered(k_BLKD, v_BLKD)
+        if self.cut is not None:
+            q_BLND = q_BLND[:, : self.cp.rows_before(self.cut, self.seq_len)]
+        streams = self.streams.begin()
+        output = OutputAccumulator(q_BLND, streams)
+        for index, tile in enumerate(self.tiles):
+            with streams.turn(index):
+                part = self.kernel.forward(
+                    q_BLND[:, tile.q], k_BSKD[:, tile.k], v_BSKD[:, tile.k], tile.band, self.scale
+                )
+                output.update(tile.q, *part)
+                del part
+        streams.end()
+        return *output.result(), saved
+
+    def backward(
+        self, saved: Saved, dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
+        q_BLND, k_BLKD, v_BLKD = saved.tensors
+        k_BSKD, v_BSKD = self._gathered(k_BLKD, v_BLKD)
+        dtype = q_BLND.dtype
+        part_dtype = dtype if self.kernel.writes_input_dtype else accumulation_dtype(dtype)
+        dq, dk, dv = (GradAccumulator(tensor, part_dtype) for tensor in (q_BLND, k_BSKD, v_BSKD))
+        for tile in self.tiles:
+            rows = q_BLND[:, tile.q], dout_BLND[:, tile.q], lse_BNL[:, :, tile.q], delta_BNL[:, :, tile.q]
+            inputs = BackwardInputs(*rows, k_BSKD[:, tile.k], v_BSKD[:, tile.k])
+            dq_part, dk_part, dv_part = self.kernel.backward(inputs, tile.band, self.scale, self.deterministic)
+            dq.add(tile.q, dq_part)
+            dk.add(tile.k, dk_part)
+            dv.add(tile.k, dv_part)
+            del inputs, rows, dq_part, dk_part, dv_part
+        del k_BSKD, v_BSKD
+        sent = dtype if self.narrow_grads else accumulation_dtype(dtype)
+        dk_BLKD, dv_BLKD = self.gather.reduced(tuple(self._by_owner(total.final(sent)) for total in (dk, dv)))
+        return dq.final(dtype), dk_BLKD.to(dtype), dv_BLKD.to(dtype)
+
+    def _gathered(self, *shards: Tensor) -> list[Tensor]:
+        """[B, L, K, D] of every rank -> the whole sequence in order of position, [B, S, K, D]."""
+        return [
+            torch.cat([by_rank[run.member, :, run.offset : run.offset + run.count] for run in self.token_runs], dim=1)
+            for by_rank in self.gather.start(shards)()
+        ]
+
+    def _by_owner(self, whole_BSKD: Tensor) -> Tensor:
+        """[B, S, K, D] in order of position -> the tokens of every rank, [ranks, B, L, K, D]."""
+        batch, tokens, *heads = whole_BSKD.shape
+        by_rank = whole_BSKD.new_empty(self.cp.size, batch, tokens // self.cp.size, *heads)
+        start = 0
+        for run in self.token_runs:
+            by_rank[run.member, :, run.offset : run.offset + run.count] = whole_BSKD[:, start : start + run.count]
+            start += run.count
+        return by_rank
+
+    def check_takes_lse_gradient(self) -> None:
+        """Raise ValueError where the plan was made for an LSE without gradient and its kernel would ignore one."""
+        if not self.kernel.takes_delta:
+            raise ValueError(
+                f"the LSE has a gradient and this plan for kernel {self.kernel.name} was made for one without; plan it "
+                "with lse_gradient=True"
+            )
+
+    def before(self, cut: int) -> AllGatherPlan:
+        """The forward of the queries before global position `cut` alone: this rank's first rows."""
+        return replace(self, mask=FirstRows(self.mask, cut), cut=cut)
+
+    def recompute_share(self, cut: int) -> float:
+        """Work of the busiest rank in the forward of `before(cut)`, over a rank's mean work in its own."""
+        return recompute_share(self.mask, self.cp.layout, self.seq_len, self.cp.size, cut)
+
+    def sent_bytes(self, *, gathered: bool = True) -> CallBytes:
+        """What this rank sends in a whole forward and its backward; `gathered` makes no difference."""
+        return gather_bytes(self.cp.size, self.cp.node_size, self.shards)
+
+    def resolved(self) -> dict[str, str]:
+        """What each `auto` became, for the record."""
+        return {
+            "kernel": self.kernel.name,
+            "layout": self.cp.layout.name,
+            "schedule": ALL_GATHER,
+            "backward": "key_value",
+            "exchange": ALL_GATHER,
+            "mask": str(self.mask),
+            "imbalance": f"{imbalance(self.mask, self.cp.layout, self.seq_len, self.cp.size):.4f}",
+        }

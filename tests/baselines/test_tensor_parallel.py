@@ -1,0 +1,132 @@
+"""megatron_tp: loss, norm, gradients and updates of one process, Megatron's bytes, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.settings import Checkpoint, ModelShape, TrialSettings
+from harness.spec.methods import method_named
+from tests.engine.parity import Result, apart, dense_parameters, dense_run, task_of
+from tests.ranks import run_on_ranks
+
+SHAPE = ModelShape(name="small", layers=2, hidden=18, ffn=24, heads=4, kv_heads=2, head_dim=4, vocab=260, qk_norm=True)
+SETTINGS = TrialSettings(
+    task="train", method="megatron_tp", model=SHAPE, seq_len=32, tp_size=2, dtype="fp64", kernel="reference",
+    batch_size=2, z_loss=1e-3,
+)  # fmt: skip
+CASES = {
+    "recomputed layers": SETTINGS,
+    "nothing recomputed, whole logits": replace(SETTINGS, checkpoint=Checkpoint(every=0), lm_head_fusion=False),
+    "part of attention kept, groups of layers": replace(SETTINGS, checkpoint=Checkpoint(every=2, tail=0.5)),
+    "two micro-batches": replace(SETTINGS, batch_size=1, gradient_accumulation=2),
+}
+STEPS = 2
+
+
+@pytest.fixture(autouse=True)
+def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("BURST_CACHE", str(tmp_path))
+    return str(tmp_path)
+
+
+def tensor_parallel_runs(cache: str, cases: dict[str, TrialSettings]) -> dict[str, Result]:
+    """Loss, norm, this rank's parts of gradients and updated parameters, and bytes sent."""
+    import os
+
+    os.environ["BURST_CACHE"] = cache
+    results: dict[str, Result] = {}
+    for name, settings in cases.items():
+        _, task = task_of(settings)
+        ranks = task._tensor_parallel
+        assert ranks is not None
+        task.cp.traffic.reset()
+        total = task.gradients(1)
+        torch.distributed.all_reduce(total)
+        sent = task.cp.traffic.sent_bytes
+        gradients = {key: p.grad.full_tensor().numpy() for key, p in task.model.named_parameters()}
+        norm = ranks.clip(task.model, 1.0).item()
+        task.optimizer.zero_grad()
+        for step in range(STEPS):
+            task.step(step)
+        parameters = {key: p.full_tensor().detach().numpy() for key, p in task.model.named_parameters()}
+        results[name] = {
+            "loss": total.item(), "grad_norm": norm, "gradients": gradients, "parameters": parameters, "sent": sent,
+            "divided": {key: ranks.divided(key) for key in gradients},
+        }  # fmt: skip
+    return results
+
+
+def joined(of_ranks: list[dict[str, Any]], divided: dict[str, Any], tp_size: int) -> dict[str, Any]:
+    """The whole of every parameter, from its parts on the first `tp_size` ranks."""
+    return {
+        name: of_ranks[0][name]
+        if where is None
+        else np.concatenate([each[name] for each in of_ranks[:tp_size]], axis=where[0])
+        for name, where in divided.items()
+    }
+
+
+def check(found: list[Result], settings: TrialSettings, tp_size: int) -> None:
+    divided = found[0]["divided"]
+    one = replace(settings, method="burst", tp_size=1, world_size=settings.dp_size)
+    truth = dense_run(one, torch.float64)
+    for rank in found:
+        assert abs(rank["loss"] / truth["loss"] - 1) < 1e-10
+        assert abs(rank["grad_norm"] / truth["grad_norm"] - 1) < 1e-10
+    gradients = joined([each["gradients"] for each in found], divided, tp_size)
+    assert {
+        name: error for name in gradients if (error := apart(gradients[name], truth["gradients"][name])) > 1e-10
+    } == {}
+    parameters, expected = (
+        joined([each["parameters"] for each in found], divided, tp_size),
+        dense_parameters(one, STEPS),
+    )
+    assert {name: error for name in parameters if (error := apart(parameters[name], expected[name])) > 1e-9} == {}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_divided_matrices_give_the_step_of_one_process(world_size: int, cache_directory: str) -> None:
+    names = list(CASES) if world_size == 2 else ["recomputed layers"]  # of four, two replicas of two
+    cases = {name: replace(CASES[name], world_size=world_size) for name in names}
+    per_rank = run_on_ranks(world_size, tensor_parallel_runs, cache_directory, cases)
+    for name, settings in cases.items():
+        check([each[name] for each in per_rank], settings, 2)
+
+
+def test_a_step_sends_the_bytes_of_megatrons_formula(cache_directory: str) -> None:
+    """arXiv:2205.05198, section 4.2.2: an all-gather before and a reduce-scatter behind each of attention and MLP, and
+    their counterparts in backward; so for LM head (gather) and embedding (scatter). Each sends (P - 1)/P of the tokens'
+    hidden states. Ours adds the words' numbers, labels, and two numbers of each token's loss; gradients of norms are
+    summed by an all-reduce outside of what is counted, as Megatron's are."""
+    settings = replace(SETTINGS, checkpoint=Checkpoint(every=0), world_size=2)
+    own = settings.batch_size * settings.seq_len // 2  # tokens of a rank
+    hidden = own * SHAPE.hidden * 8
+    per_layer, ends = 4 + 4, 2 + 2
+    expected = (SHAPE.layers * per_layer + ends) * hidden
+    words_and_losses = own * 8 + own * 8 + 2 * (2 * own) * 8
+    for rank in run_on_ranks(2, tensor_parallel_runs, cache_directory, {"one": settings}):
+        assert rank["one"]["sent"] == expected + words_and_losses
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tp_size": 4}, "megatron_tp divides KV heads among tp_size 4 ranks, found 2 of model small; choose"),
+        ({"cp_size": 2}, "megatron_tp runs without context parallelism, found cp_size 2; set cp_size to 1"),
+        ({"task": "attention"}, "megatron_tp divides matrices as well as heads"),
+        ({"mlp_tiles": 2}, "megatron_tp has no mlp_tiles 2; set mlp_tiles to 1"),
+        ({"loss_kernel": "liger"}, "megatron_tp has no loss_kernel liger; set loss_kernel to own"),
+        ({"sharding": "hybrid"}, "megatron_tp has no sharding hybrid; set sharding to full"),
+        ({"seq_len": 33}, "seq_len 33 does not split"),
+        ({"layout": "zigzag"}, "megatron_tp always uses layout contiguous"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(changes: dict[str, Any], reason: str) -> None:
+    assert method_named("megatron_tp").refuse(SETTINGS) is None
+    assert str(method_named("megatron_tp").refuse(replace(SETTINGS, world_size=0, **changes))).startswith(reason)
