@@ -23,6 +23,7 @@ from engine.data.sequences import Sequences
 from engine.distributed import World
 from engine.lm_head.plain import IGNORE
 from engine.measurement import Measurement
+from engine.memory.limit import limit_memory
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
 from engine.model import Decoder
@@ -74,6 +75,7 @@ class TrainTask:
         self.store: Sequences = sequences or open_tokens(settings.data)
         if unsupported_reason := vocabulary_unsupported_reason(settings, self.store.vocabulary):
             raise ValueError(unsupported_reason)
+        limit_memory(settings.memory, world.device)
         self.cp: ContextParallel = context_parallel(settings, method, world)
         self.attend = RefusingAttention(method.attention(self.cp, settings))
         self.model, self._recompute = build_model(settings, self.attend, world.fsdp_mesh)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.checkpoint.planning.plan import Forecast
 from engine.measurement import GpuState, Measurement, current_measurement, write_json
 from engine.old_names import current_settings
 from engine.plain_json import from_json, read_json, to_json
@@ -75,6 +76,7 @@ class Record:
     attempts: int = 1
     rounds: list[Round] = field(default_factory=list)  # empty in records from before there were rounds: one, then
     run_command: list[str] = field(default_factory=list)  # the `burst run` that made it, as typed
+    plan: Forecast | None = None  # of the planner, where it chose some of the settings
     schema: int = SCHEMA
 
     @property

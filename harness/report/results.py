@@ -20,8 +20,9 @@ from typing import Any, get_args
 from engine.atomic import write_atomic
 from engine.attention.planning.cost_model import ULYSSES_SCHEDULES
 from engine.settings import Task, TrialSettings, to_json
-from harness.metrics.throughput import metrics_of
+from harness.metrics.throughput import GIB, metrics_of
 from harness.records.caveats import caveats_of
+from harness.records.forecasts import outcome_in_words
 from harness.records.record import Record
 from harness.records.stated import NOTHING_STATED, Stated
 
@@ -78,6 +79,7 @@ def row_of(record: Record, run: str = "", stated: Stated = NOTHING_STATED) -> Ro
     )
     row.update(to_json(metrics_of(record)))
     row.update((name, value) for name, value in flatten(to_json(settings)).items() if name not in _NO_COLUMN)
+    row.update(_of_plan(record))
     if measured is not None:
         row.update(driver=measured.software.get("driver"), gpus=" ".join(dict.fromkeys(measured.gpus)) or None)
         row.update((f"chosen_{name}", value) for name, value in measured.chosen.items())
@@ -96,6 +98,20 @@ def row_of(record: Record, run: str = "", stated: Stated = NOTHING_STATED) -> Ro
         grad_norm_by_step=list(measured.grad_norm) if measured and record.status == "ok" else [],
     )
     return row
+
+
+def _of_plan(record: Record) -> Row:
+    """What `checkpoint: auto` chose, what that was expected to take, and what came out; nothing without a plan."""
+    plan = record.plan
+    if plan is None:
+        return {}
+    return {
+        "checkpoint_plan": plan.words,
+        "predicted_peak_gib": plan.allocated_bytes / GIB,
+        "predicted_reserved_gib": plan.reserved_bytes / GIB,
+        "predicted_step_seconds": plan.step_seconds,
+        "plan_outcome": outcome_in_words(record) or None,
+    }
 
 
 def _round_numbers(record: Record) -> list[int]:

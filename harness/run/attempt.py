@@ -99,6 +99,7 @@ def _attempt(
         started_at=now(),
         attempts=attempt,
         run_command=list(host.run_command),
+        plan=trial.plan,
     )
     if trial.unsupported_reason is None:
         job = _job(trial, method, trial_dir, host)

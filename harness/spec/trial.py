@@ -6,12 +6,14 @@ import hashlib
 import json
 from dataclasses import dataclass
 
+from engine.checkpoint.planning.plan import Forecast
 from engine.old_names import first_settings
 from engine.settings import TrialSettings, to_json
 
 # Settings that came after runs had been published, and what every run was until then: so these can still be resumed.
 _LATER = {
     "checkpoint.replay": "hold", "checkpoint.whole_layers": 0, "checkpoint.mlp": 1.0, "projection_tiles": 1,
+    "checkpoint.plan": "hand", "memory": "", "planned": "",
 }  # fmt: skip
 
 
@@ -21,23 +23,28 @@ class Trial:
 
     experiment: str
     title: str
-    settings: TrialSettings
+    settings: TrialSettings  # with the values that the planner chose, where it chose some
     deadline_seconds: float
     unsupported_reason: str | None = None
     # No part of the id:
     share_ranks: bool = False  # whether the ranks of the trial before it may run it
     profile: bool = False  # whether one of its steps is traced
+    plan: Forecast | None = None  # of the planner, where it chose some of the settings
 
     @property
     def id(self) -> str:
         """Readable and unique: task, method, length, CP size, and a digest of all settings (the key of `--resume`).
 
         Settings and values go by the names they had first. The model's note is left out: rewording it makes no other
-        trial. So is a later setting at the value that stands for what there was before it.
+        trial. So is a later setting at the value that stands for what there was before it, and what the planner chose:
+        a trial stays the same where the plan learns from another's peak.
         """
         settings = self.settings
         values = first_settings(to_json(settings))
         del values["model"]["note"]
+        for key in settings.planned.split():
+            *owner, name = key.split(".")
+            (values[owner[0]] if owner else values).pop(name, None)
         for key, before in _LATER.items():
             *owner, name = key.split(".")
             holder = values[owner[0]] if owner else values
