@@ -98,7 +98,9 @@ def planned(
     )
     if correction != 1:
         corrected = f"; the prediction is taken {correction:.3g} times"
-        forecast = replace(forecast, words=forecast.words + corrected + (f" ({correction_source})" * bool(correction_source)))
+        forecast = replace(
+            forecast, words=forecast.words + corrected + (f" ({correction_source})" * bool(correction_source))
+        )
     return with_choice(settings, choice), forecast
 
 
@@ -129,7 +131,9 @@ def kept_in_words(choice: Choice, layers: int) -> list[str]:
     if again:
         where = {"none": "", "inputs": ", inputs on the host", "all": ", both on the host"}[checkpoint.offload]
         inputs = "input" if checkpoint.every == 1 else f"input of every {checkpoint.every}th ({checkpoint.replay})"
-        attention = "attention" if checkpoint.tail == 1 else f"{checkpoint.tail:.0%} of attention" * bool(checkpoint.tail)
+        attention = (
+            "attention" if checkpoint.tail == 1 else f"{checkpoint.tail:.0%} of attention" * bool(checkpoint.tail)
+        )
         which = f"{again} layers" if whole else f"all {layers} layers"
         kept = f"{inputs} and {attention}" if attention else inputs
         words.append(f"of {which} {kept}{where}")

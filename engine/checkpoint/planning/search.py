@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.checkpoint.planning.choice import Choice
@@ -69,8 +69,7 @@ class Problem:
         if not frame.checkpoint.every:
             return [self.layers]
         if "checkpoint.whole_layers" in self.open_names:
-            # All of them are `every: 0`, which is open only where `every` is.
-            return list(range(self.layers + 1 if "checkpoint.every" in self.open_names else self.layers))
+            return list(range(self.layers + 1))
         return [min(self.layers, self.start.checkpoint.whole_layers)]
 
     def with_kept(self, frame: Choice, whole: int, tail: float, mlp: float) -> Choice:
@@ -81,9 +80,7 @@ class Problem:
             every, whole = (0, 0) if "checkpoint.every" in self.open_names else (every, whole)
             tail, offload, replay = (self.values(name)[0] for name in ("tail", "offload", "replay"))
         return Choice(
-            checkpoint=Checkpoint(
-                every=every, tail=tail, offload=offload, replay=replay, whole_layers=whole, mlp=mlp
-            ),
+            checkpoint=Checkpoint(every=every, tail=tail, offload=offload, replay=replay, whole_layers=whole, mlp=mlp),
             mlp_tiles=frame.mlp_tiles,
             projection_tiles=frame.projection_tiles,
             optimizer_offload=frame.optimizer_offload,
