@@ -198,9 +198,7 @@ def _settings(variants: Sequence[Sequence[Row]], varying: Sequence[str]) -> list
         return forms
     if len(varying) == 1:
         return [setting_text(varying[0], row[varying[0]]).partition(" ")[2] for row in firsts]
-    if len(firsts) == math.prod(
-        len({setting_of(row, name) for row in firsts}) for name in varying
-    ):  # all with all: a grid
+    if len(firsts) == math.prod(len({setting_of(row, name) for row in firsts}) for name in varying):  # a grid
         return [", ".join(setting_text(name, setting_of(row, name)) for name in varying) for row in firsts]
     usual = {name: Counter(setting_of(row, name) for row in firsts).most_common(1)[0][0] for name in varying}
     changed = [

@@ -18,21 +18,12 @@ OWN_METHOD = "burst"  # the one whose schedule and backward are settings; other 
 
 PLANNED = "auto"
 
-# Settings that have a place of their own, or say what others do: set-up, panel, horizontal axis, colour; seeds and steps, over which we pool.
+# Settings that have a place of their own (set-up, panel, horizontal axis, colour), seeds and steps, over which we pool,
+# and the names of what the planner chose.
 _PLACED = frozenset(
     {
-        "task",
-        "model",
-        "dtype",
-        "mask",
-        "cp_size",
-        "tp_size",
-        "world_size",
-        "seq_len",
-        "method",
-        "seed",
-        "steps",
-        "planned",
+        *("task", "model", "dtype", "mask", "cp_size", "tp_size", "world_size", "seq_len", "method"),
+        *("seed", "steps", "planned"),
     }
 )
 
@@ -89,7 +80,9 @@ def varying_settings(rows: Iterable[Row]) -> list[str]:
     values: dict[str, set[Any]] = {}
     for row in rows:
         for name in _unplaced_settings(tuple(row)):
-            values.setdefault(name, set()).add(setting_of(row, name))
+            seen = values.setdefault(name, set())
+            if not _is_planned(row, name):  # `checkpoint.plan` tells such a row from those set by hand
+                seen.add(row[name])
     return [name for name, seen in values.items() if len(seen) > 1]
 
 

@@ -1,4 +1,4 @@
-"""`checkpoint: auto` of a training run: its plan, and what earlier starts of the same run showed of the memory model."""
+"""`checkpoint: auto` of a training run: its plan, and what earlier starts of the run showed of the memory model."""
 
 from __future__ import annotations
 

@@ -53,7 +53,20 @@ class CostModel:
 
     def seconds(self, choice: Choice) -> float:
         """What the choice adds."""
+        return self.bound(choice) + self._split(choice)
+
+    def bound(self, choice: Choice) -> float:
+        """The same without what a cut between kept and other tokens of the MLP adds, so that it falls with every kept
+        token."""
         return self.fixed(choice) + self.repeated(choice)
+
+    def _split(self, choice: Choice) -> float:
+        """Tokens whose MLP products are kept and those whose are not are different runs, with a sum over them."""
+        layers = self._settings.model.layers
+        whole = layers - choice.checkpoint.layers_again(layers)
+        if not whole or choice.checkpoint.mlp in (0, 1):
+            return 0.0
+        return (2 if choice.mlp_tiles == 1 else 1) * self._mlp_run * whole / layers
 
     def fixed(self, choice: Choice) -> float:
         """Of it, what no choice of `tail`, `whole_layers` and `mlp` changes but for the copies: tiles and moments."""

@@ -1,15 +1,15 @@
 """Memory of one rank in training, from its settings and without running it: allocated, reserved and host bytes.
 
 The sum of the engine's tensors (docs/memory.md) at the moments that may be the fullest: in the LM head, with all saved
-tensors and no gradients; then in the backward of the first and the last layer of either kind, those kept whole and those
-computed again, with the saved tensors of the layers before and the gradients of the layers after.
+tensors and no gradients; then in the backward of the first and the last layer of either kind, those kept whole and
+those computed again, with the saved tensors of the layers before and the gradients of the layers after.
 
 torch's allocator keeps memory by stream. FSDP2 forms the sharded gradients on a stream of its own, so they never take
 the place of freed activations: the memory it reserves is the fullest moment without gradients, plus all gradients.
 cuBLAS workspaces are small and among what the allocator rounds up; the CUDA context is outside the allocator.
 
 Against the records of today's engine (docs/memory.md names them) allocated is within 4% and reserved within 8%;
-tests/engine/test_planning_memory.py keeps that.
+tests/engine/checkpoint/test_planning_memory.py keeps that.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class MemoryModel:
         )
 
     def _gradients(self, layer: int) -> float:
-        """Sharded gradients when the backward of `layer`, counted from 0, begins: those of the head and later layers."""
+        """Sharded gradients when the backward of `layer`, counted from 0, begins: the head's and later layers'."""
         return self._head_gradient + (self._layers - 1 - layer) * self._layer_gradient
 
     def _kept(self, checkpoint: Checkpoint, again: int) -> tuple[float, float, float]:

@@ -11,9 +11,10 @@ from engine.checkpoint.planning.memory import GIB, MemoryModel, RankMemory
 from engine.checkpoint.planning.search import Grid, Problem, cheapest, leanest
 from engine.settings import TrialSettings
 
-# Error of the memory model, which every plan leaves room for (tests/engine/test_planning_memory.py).
+# Error of the memory model, which every plan leaves room for (tests/engine/checkpoint/test_planning_memory.py).
 ALLOCATED_WITHIN, RESERVED_WITHIN = 0.04, 0.08
 
+_ROOM = 1.01  # over what is predicted to be reserved: beyond a budget it is slow to reserve, but no failure
 _CPU_SHARE = 0.5  # of the host's memory, where ranks compute on it: data, other processes and the file cache need some
 _HOST_SHARE = 0.9  # of the host's memory beside GPUs
 _ONLY_WITH_GPU = frozenset({"checkpoint.offload", "optimizer_offload"})  # on a CPU all is host memory
@@ -40,7 +41,7 @@ class Budget:
         """
         if self.gpu is None:
             return correction * memory.without_gpu / self.bytes
-        device = max(memory.reserved, (1 + ALLOCATED_WITHIN) * memory.allocated)
+        device = max(_ROOM * memory.reserved, (1 + ALLOCATED_WITHIN) * memory.allocated)
         return max(correction * device / self.gpu, memory.host / (_HOST_SHARE * self.host))
 
 
@@ -97,10 +98,8 @@ def planned(
         correction=correction,
     )
     if correction != 1:
-        corrected = f"; the prediction is taken {correction:.3g} times"
-        forecast = replace(
-            forecast, words=forecast.words + corrected + (f" ({correction_source})" * bool(correction_source))
-        )
+        shown = f" ({correction_source})" if correction_source else ""
+        forecast = replace(forecast, words=f"{forecast.words}; the prediction is taken {correction:.3g} times{shown}")
     return with_choice(settings, choice), forecast
 
 
@@ -131,9 +130,8 @@ def kept_in_words(choice: Choice, layers: int) -> list[str]:
     if again:
         where = {"none": "", "inputs": ", inputs on the host", "all": ", both on the host"}[checkpoint.offload]
         inputs = "input" if checkpoint.every == 1 else f"input of every {checkpoint.every}th ({checkpoint.replay})"
-        attention = (
-            "attention" if checkpoint.tail == 1 else f"{checkpoint.tail:.0%} of attention" * bool(checkpoint.tail)
-        )
+        part = "" if checkpoint.tail == 1 else f"{checkpoint.tail:.0%} of "
+        attention = f"{part}attention" if checkpoint.tail else ""
         which = f"{again} layers" if whole else f"all {layers} layers"
         kept = f"{inputs} and {attention}" if attention else inputs
         words.append(f"of {which} {kept}{where}")

@@ -1,7 +1,8 @@
 """The cheapest choice that fits: all of them are compared, but for those that cannot be cheaper or cannot fit.
 
-All layers are equal, so how many are kept whole, and how much of each, says everything. Two facts save comparisons and
-lose none: fewer whole layers repeat more work, and from one whole layer on more of them hold more.
+All layers are equal, so how many are kept whole, and how much of each, says everything. Three facts save comparisons
+and lose none: fewer whole layers repeat more work, so do a shorter tail and a smaller share of the MLP, and from one
+whole layer on more of them hold more.
 """
 
 from __future__ import annotations
@@ -91,24 +92,33 @@ def cheapest(problem: Problem) -> Choice | None:
     """The choice that adds the fewest seconds to a step among those that fit; None where none does."""
     best: Choice | None = None
     least = float("inf")
-    seconds, tails, mlps = problem.cost.seconds, problem.values("tail"), problem.values("mlp")
+    bound, tails, mlps = problem.cost.bound, problem.values("tail"), problem.values("mlp")
     for frame in sorted(problem.frames(), key=problem.cost.fixed):
         if problem.cost.fixed(frame) >= least:
             break
         for whole in _may_fit(problem, frame):
-            if seconds(problem.with_kept(frame, whole, tails[0], mlps[0])) >= least:
+            if bound(problem.with_kept(frame, whole, tails[0], mlps[0])) >= least:
                 break  # fewer whole layers repeat more
             # No tail leaves more room for the MLP's products than the shortest.
             most = next(iter(_mlps(problem, frame, whole, tails[-1])), mlps[-1])
             for tail in tails if whole < problem.layers else tails[:1]:
-                if seconds(problem.with_kept(frame, whole, tail, most)) >= least:
+                if bound(problem.with_kept(frame, whole, tail, most)) >= least:
                     break  # a shorter tail repeats more
-                for mlp in _mlps(problem, frame, whole, tail, least):
-                    choice = problem.with_kept(frame, whole, tail, mlp)
-                    if problem.share(problem.memory.of(choice)) <= 1:
-                        best, least = choice, seconds(choice)
-                        break
+                for choice in _rivals(problem, frame, whole, tail, least):
+                    if (seconds := problem.cost.seconds(choice)) < least:
+                        best, least = choice, seconds
     return best
+
+
+def _rivals(problem: Problem, frame: Choice, whole: int, tail: float, least: float) -> Iterator[Choice]:
+    """Of the choices of the MLP's share that fit: the largest share, and the smallest, which may need no cut."""
+    shares = _mlps(problem, frame, whole, tail, least)
+    for some in (shares, shares[-1:]):
+        for mlp in some:
+            choice = problem.with_kept(frame, whole, tail, mlp)
+            if problem.share(problem.memory.of(choice)) <= 1:
+                yield choice
+                break
 
 
 def leanest(problem: Problem) -> Choice:
@@ -141,7 +151,7 @@ def _mlps(problem: Problem, frame: Choice, whole: int, tail: float, least: float
     mlps = problem.values("mlp") if whole else problem.values("mlp")[:1]
 
     def seconds(mlp: float) -> float:
-        return problem.cost.seconds(problem.with_kept(frame, whole, tail, mlp))
+        return problem.cost.bound(problem.with_kept(frame, whole, tail, mlp))
 
     def may_fit(mlp: float) -> bool:
         return problem.share(problem.memory.of(problem.with_kept(frame, whole, tail, mlp), least=True)) <= 1

@@ -72,8 +72,8 @@ SHAPES = [
     ModelShape(name="plain", layers=2, hidden=512, ffn=2048, heads=8, kv_heads=1, head_dim=64, vocab=500, gated=False),
 ]
 GIVEN: list[tuple[str, ...]] = [
-    (), (), ("checkpoint.tail",), ("checkpoint.every",), ("mlp_tiles", "optimizer_offload"), ("checkpoint.whole_layers",),
-    ("checkpoint.offload", "checkpoint.replay", "checkpoint.mlp"),
+    (), (), ("checkpoint.tail",), ("checkpoint.every",), ("mlp_tiles", "optimizer_offload"),
+    ("checkpoint.whole_layers",), ("checkpoint.offload", "checkpoint.replay", "checkpoint.mlp"),
 ]  # fmt: skip
 
 
