@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.checkpoint.planning.plan import Forecast
+from engine.forecast import Forecast
 from engine.recipe import Recipe
 from engine.settings import TrialSettings
 

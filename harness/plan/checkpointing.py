@@ -7,7 +7,8 @@ from dataclasses import replace
 from engine.attention.masks import parse_mask
 from engine.checkpoint.planning.cost import Speeds
 from engine.checkpoint.planning.memory import GIB
-from engine.checkpoint.planning.plan import Budget, Forecast, planned
+from engine.checkpoint.planning.plan import Budget, planned
+from engine.forecast import Forecast
 from engine.method import Method
 from engine.settings import Kernel, TrialSettings, size_in_bytes
 from harness.machine.this_machine import Machine

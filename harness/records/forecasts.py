@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.checkpoint.planning.memory import GIB
-from engine.checkpoint.planning.plan import ALLOCATED_WITHIN, RESERVED_WITHIN, Forecast
+from engine.checkpoint.planning.plan import ALLOCATED_WITHIN, RESERVED_WITHIN
+from engine.forecast import Forecast
 from engine.settings import TrialSettings
 from harness.records.record import Record
 

@@ -59,9 +59,10 @@ def load_training(path: Path, overrides: Sequence[str] = ()) -> TrainingFile:
         if key not in entries:
             raise UsageError(f"{path}: no {key} is given; add it at the top level")
     values = {key: _own(key, entries[key]) for key in _OWN if key in entries}
-    settings = {key: _engine(key, entries[key], path) for key in _ENGINE if key in entries}
+    settings: dict[str, Any] = {"method": "burst", "checkpoint": Checkpoint(plan="auto")}
+    settings |= {key: _engine(key, entries[key], path) for key in _ENGINE if key in entries}
     try:
-        trial = TrialSettings(task="train", **{"method": "burst", "checkpoint": Checkpoint(plan="auto")} | settings)
+        trial = TrialSettings(task="train", **settings)
         trial = left_open(trial, _given(entries))
         return TrainingFile(path=path, config=TrainingConfig(settings=trial, **values))
     except ValueError as error:

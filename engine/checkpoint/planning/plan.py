@@ -9,6 +9,7 @@ from engine.checkpoint.planning.choice import Choice, choice_of, open_names, wit
 from engine.checkpoint.planning.cost import CostModel, Speeds
 from engine.checkpoint.planning.memory import GIB, MemoryModel, RankMemory
 from engine.checkpoint.planning.search import Grid, Problem, cheapest, leanest
+from engine.forecast import Forecast
 from engine.settings import TrialSettings
 
 # Error of the memory model, which every plan leaves room for (tests/engine/checkpoint/test_planning_memory.py).
@@ -43,21 +44,6 @@ class Budget:
             return correction * memory.without_gpu / self.bytes
         device = max(_ROOM * memory.reserved, (1 + ALLOCATED_WITHIN) * memory.allocated)
         return max(correction * device / self.gpu, memory.host / (_HOST_SHARE * self.host))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """What a plan was expected to take, as its record holds it. Bytes are of one rank, by the model alone."""
-
-    words: str  # what was chosen, and why
-    fits: bool  # whether the planner expected it to
-    budget_bytes: int | None  # None: unknown
-    allocated_bytes: int
-    reserved_bytes: int
-    host_bytes: int
-    added_seconds: float  # of a step, by repeated work and copies
-    step_seconds: float | None = None  # at least, by measured speeds of this hardware; None where there are none
-    correction: float = 1.0  # that earlier trials of this machine and shape gave
 
 
 def planned(

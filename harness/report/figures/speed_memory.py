@@ -1,7 +1,7 @@
 """Speed against memory, one panel per length: the engine's own frontier as one line, other systems as points.
 
-The frontier joins the engine's trials that no other of them beats in memory without being slower, or in speed without
-needing more memory; filled ones are those that the planner chose. Every other system has one point per trial.
+A frontier is made of the trials of one system that no other of them beats in memory without being slower, or in speed
+without needing more memory. Of the engine's, filled points are those that the planner chose.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from harness.metrics.throughput import FORMULAS
 from harness.report.drawing.by_length import columns_of_panels
 from harness.report.drawing.looks import INK, MUTED, line_key, looks_of, method_colour
 from harness.report.drawing.notes import samples_note
-from harness.report.drawing.points import about
+from harness.report.drawing.points import IN_CSV, MAX_PANELS, about
 from harness.report.drawing.sheet import SCREEN, Form, Sheet, in_both_forms, panel_title, sheet, value_axis
-from harness.report.results import Row
-from harness.report.variants import OWN_METHOD, series_of
+from harness.report.results import Row, method_rank
+from harness.report.variants import OWN_METHOD
 
 MEMORY, SPEED = "peak_memory_gib", "tokens_per_gpu_per_second"
 
@@ -36,7 +36,7 @@ class SpeedMemory:
         if rows[0]["task"] != "train":
             return False
         return any(
-            len(_frontier(found)) > 1
+            len(_frontier(found, OWN_METHOD)) > 1
             and any(row["method"] != OWN_METHOD or row.get("checkpoint.plan") == "auto" for row in found)
             for found in _panels(rows).values()
         )
@@ -44,7 +44,8 @@ class SpeedMemory:
     def draw(self, rows: Sequence[Row]) -> Sheet:
         notes = [
             "The line joins the engine's trials that no other of them beats in speed with less memory. Filled: chosen "
-            "by the planner (checkpoint: auto) for a budget; hollow: set by hand.",
+            "by the planner (checkpoint: auto) for a budget; hollow: set by hand. Trials that another of the same "
+            f"system beats in both have no point; {IN_CSV}.",
             f"P{FORMULAS[MEMORY][1:]}. {FORMULAS[SPEED]}.",
             samples_note(rows),
         ]
@@ -64,20 +65,20 @@ def _at(row: Row) -> tuple[float, float]:
     return float(row[MEMORY]), float(row[SPEED])
 
 
-def _frontier(rows: Sequence[Row]) -> list[tuple[float, float]]:
-    """Memory and speed of the engine's trials that no other of them beats, by memory."""
-    best: list[tuple[float, float]] = []
-    own = {_at(row) for row in rows if row["method"] == OWN_METHOD}
-    for memory, speed in sorted(own, key=lambda at: (at[0], -at[1])):
-        if not best or speed > best[-1][1]:
-            best.append((memory, speed))
+def _frontier(rows: Sequence[Row], method: str) -> list[Row]:
+    """Trials of a method that no other of its own beats, by memory."""
+    best: list[Row] = []
+    for row in sorted((row for row in rows if row["method"] == method), key=lambda row: (row[MEMORY], -row[SPEED])):
+        if not best or row[SPEED] > best[-1][SPEED]:
+            best.append(row)
     return best
 
 
 def _draw(form: Form, *, rows: Sequence[Row], title: str, notes: Sequence[str]) -> Sheet:
-    panels = _panels(rows)
-    others = series_of([row for row in rows if row["method"] != OWN_METHOD and row.get(SPEED) is not None], [])
-    looks = looks_of(others)
+    panels = dict(list(_panels(rows).items())[-MAX_PANELS:])  # the longest of the most ranks say most
+    shown = [row for found in panels.values() for row in found]
+    others = [method for method in sorted({row["method"] for row in shown}, key=method_rank) if method != OWN_METHOD]
+    looks = looks_of([(method, [row for row in shown if row["method"] == method]) for method in others])
     colour = method_colour(OWN_METHOD)
     own: dict[str, Any] = {"color": colour, "linewidth": 1.6, "marker": "o", "markersize": 5}
     legend: list[Artist] = [Line2D([], [], label=f"{OWN_METHOD}, its frontier", **own)]
@@ -101,10 +102,9 @@ def _draw(form: Form, *, rows: Sequence[Row], title: str, notes: Sequence[str]) 
     several_sizes = len({ranks for ranks, _ in panels}) > 1
     for index, (ax, ((ranks, seq_len), found)) in enumerate(zip(cells, panels.items(), strict=False)):
         _draw_panel(ax, found, own)
-        for name, members in others:
-            at = [_at(row) for row in members if any(row is one for one in found)]
-            if at:
-                ax.plot(*zip(*at, strict=True), zorder=4, **looks[name].point)
+        for method in others:
+            if at := [_at(row) for row in _frontier(found, method)]:
+                ax.plot(*zip(*at, strict=True), zorder=4, **looks[method].point)
         words = f"{format_length(seq_len)} tokens" + (f", {ranks} ranks" if several_sizes else "")
         panel_title(ax, words, wide, form)
         if index + columns >= len(panels):
@@ -115,18 +115,20 @@ def _draw(form: Form, *, rows: Sequence[Row], title: str, notes: Sequence[str]) 
 
 
 def _draw_panel(ax: Axes, rows: Sequence[Row], own: dict[str, Any]) -> None:
-    """The engine's frontier, and all of its trials; both axes begin at 0, so that distances are shares."""
+    """The engine's frontier, its points filled where the planner chose them."""
     value_axis(ax, [_at(row)[0] for row in rows], across=True)
     value_axis(ax, [_at(row)[1] for row in rows], across=False)
     ax.grid(axis="x", color=ax.get_ygridlines()[0].get_color(), linewidth=0.8)
-    if frontier := _frontier(rows):
-        ax.plot(*zip(*frontier, strict=True), color=own["color"], linewidth=own["linewidth"], zorder=2)
-    for row in rows:
-        if row["method"] == OWN_METHOD:
-            filled = own["color"] if row.get("checkpoint.plan") == "auto" else "white"
+    frontier = _frontier(rows, OWN_METHOD)
+    if frontier:
+        ax.plot(*zip(*map(_at, frontier), strict=True), color=own["color"], linewidth=own["linewidth"], zorder=2)
+    for planned in (True, False):
+        at = [_at(row) for row in frontier if (row.get("checkpoint.plan") == "auto") is planned]
+        if at:
             ax.plot(
-                *_at(row), linestyle="none", marker=own["marker"], markersize=own["markersize"], markerfacecolor=filled,
-                markeredgecolor=own["color"], markeredgewidth=1.1, zorder=3,
+                *zip(*at, strict=True), linestyle="none", marker=own["marker"], markersize=own["markersize"],
+                markerfacecolor=own["color"] if planned else "white", markeredgecolor=own["color"],
+                markeredgewidth=1.1, zorder=3,
             )  # fmt: skip
 
 
