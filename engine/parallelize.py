@@ -16,7 +16,7 @@ from engine.layers.tiled_projection import project_in
 from engine.lm_head.choose import loss_sum_of
 from engine.model import Attend, Decoder, project_whole
 from engine.ops.copies import Copies
-from engine.settings import TrialSettings
+from engine.settings import TrialSettings, keeps_whole
 
 
 def build_model(
@@ -63,17 +63,6 @@ def parallelize(
     else:
         shard_parameters(model, settings, mesh)
     return recompute
-
-
-def keeps_whole(settings: TrialSettings) -> bool:
-    """Whether a rank keeps the whole parameters, and their copies in the dtype of the computation, from step to step.
-
-    Only where no other rank holds a part of them. `auto` says no where the optimizer's states are on the host, which
-    is asked for where memory is short: the copies take 2 bytes per parameter.
-    """
-    if settings.world_size > 1 or settings.parameters == "gathered":
-        return False
-    return settings.parameters == "kept" or not settings.optimizer_offload
 
 
 def keep_parameters(model: Decoder, settings: TrialSettings) -> None:

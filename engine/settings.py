@@ -6,6 +6,7 @@ that two rows with different settings never look alike.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,6 +24,7 @@ GradCommDtype = Literal["auto", "fp32", "input_across", "input_after_first", "in
 LossKernel = Literal["own", "liger", "cce"]
 Offload = Literal["none", "inputs", "all"]
 Replay = Literal["hold", "bisect"]
+CheckpointPlan = Literal["hand", "auto"]
 Sharding = Literal["full", "hybrid"]
 Parameters = Literal["auto", "kept", "gathered"]
 SettingsFrom = Literal["equal", "as_published", "tuned"]
@@ -34,6 +36,8 @@ BYTE_VOCABULARY = 256  # ids of byte-level tokens: what a text file is read as
 # Beyond any machine; sizes past them would overflow in the middle of a trial instead of being refused at its start.
 MAX_TOKENS = 1 << 40
 LARGEST_DIMENSION = 1 << 28
+
+BYTES_OF_UNIT = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}  # that a size may be written in
 
 # Settings of a trial that count something.
 COUNTS = (
@@ -119,6 +123,9 @@ class Checkpoint:
 
     `replay` is how the inputs that are not kept follow: `hold` runs a group of k layers once and holds them all, with
     attention's outputs; `bisect` holds ceil(log2 k) of them at once and no outputs, and runs layers again more often.
+
+    `plan` says who chooses the others: `hand`, or `auto`, the planner (`engine.checkpoint.planning`), which leaves the
+    values that a user gave as they are. `TrialSettings.planned` names those it chooses.
     """
 
     every: int = 1
@@ -127,6 +134,7 @@ class Checkpoint:
     replay: Replay = "hold"
     whole_layers: int = 0
     mlp: float = 1.0
+    plan: CheckpointPlan = "hand"
 
     def __post_init__(self) -> None:
         if self.every < 0:
@@ -205,6 +213,8 @@ class TrialSettings:
     projection_tiles: int = 1  # runs of tokens that queries, keys and values are formed in, one after another
     mlp_tiles: int = 1  # runs of tokens the MLP is computed in, one after another
     optimizer_offload: bool = False  # optimizer states live in host memory
+    memory: str = ""  # of one GPU for this trial, such as 80GiB; empty: all that it has
+    planned: str = ""  # dotted names, with a space between, of the settings that the planner chooses; no user gives it
     sharding: Sharding = "full"  # parameters over all ranks, or over the ranks of a node and repeated on every node
     parameters: Parameters = "auto"  # one rank alone: kept whole with copies in `dtype`, or gathered by FSDP2
     gradient_accumulation: int = 1  # micro-batches of `batch_size` sequences per optimizer step
@@ -233,11 +243,36 @@ class TrialSettings:
             raise ValueError(f"z_loss is {self.z_loss}; give a weight of at least 0 and below 1, such as 1e-4")
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate is {self.learning_rate}; give a number above 0")
+        if self.memory:
+            size_in_bytes(self.memory, "memory")
 
     @property
     def dp_size(self) -> int:
         """Data-parallel replicas: world_size / (cp_size x tp_size); the plan refuses sizes that do not divide."""
         return max(1, self.world_size // (self.cp_size * self.tp_size))
+
+
+def size_in_bytes(text: str, name: str) -> int:
+    """Bytes of a size such as `80GiB` or `1.5 TiB`. Raises ValueError, naming the setting, for any other text."""
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?) ?([A-Za-z]+)", text)
+    if found is None or found[2] not in BYTES_OF_UNIT or not float(found[1]):
+        raise ValueError(
+            f"{name} is {text[:40]!r}; give a size above 0 with its unit ({', '.join(BYTES_OF_UNIT)}), such as 80GiB"
+        )
+    return int(float(found[1]) * BYTES_OF_UNIT[found[2]])
+
+
+def keeps_whole(settings: TrialSettings, *, optimizer_offload: bool | None = None) -> bool:
+    """Whether a rank keeps the whole parameters, and their copies in the dtype of the computation, from step to step.
+
+    Only where no other rank holds a part of them. `auto` says no where the optimizer's states are on the host, which
+    is asked for where memory is short: the copies take 2 bytes per parameter. `optimizer_offload` stands for the
+    setting where it is given.
+    """
+    if settings.world_size > 1 or settings.parameters == "gathered":
+        return False
+    offload = settings.optimizer_offload if optimizer_offload is None else optimizer_offload
+    return settings.parameters == "kept" or not offload
 
 
 def vocabulary_unsupported_reason(settings: TrialSettings, needed: int) -> str | None:

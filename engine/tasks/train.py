@@ -23,13 +23,14 @@ from engine.distributed import World
 from engine.layers.tensor_parallel import TensorParallel
 from engine.lm_head.plain import IGNORE
 from engine.measurement import Measurement
+from engine.memory.limit import limit_memory
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
 from engine.ops.ranges import OPTIMIZER, STEP
 from engine.optimizer import adamw, clip_and_step
-from engine.parallelize import build_model, keeps_whole, sum_across_nodes
+from engine.parallelize import build_model, sum_across_nodes
 from engine.recipe import Recipe
-from engine.settings import TrialSettings, vocabulary_unsupported_reason
+from engine.settings import TrialSettings, keeps_whole, vocabulary_unsupported_reason
 from engine.tasks.clock import StepClock
 from engine.tasks.gemm_speeds import gemm_figures
 from engine.tasks.link_probes import LinkProbes
@@ -73,6 +74,7 @@ class TrainTask:
         self.store: Sequences = sequences or open_tokens(settings.data)
         if unsupported_reason := vocabulary_unsupported_reason(settings, self.store.vocabulary):
             raise ValueError(unsupported_reason)
+        limit_memory(settings.memory, world.device)
         self.cp: ContextParallel = context_parallel(settings, method, world)
         self.attend = RefusingAttention(method.attention(self.cp, settings))
         self._tensor_parallel = TensorParallel(self.cp, settings) if settings.tp_size > 1 else None

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.forecast import Forecast
 from engine.recipe import Recipe
 from engine.settings import TrialSettings
 
@@ -107,6 +108,7 @@ class Order:
     resume: bool  # from the newest checkpoint
     model_flops_per_step: float  # by the one formula (harness/metrics/flops.py), over all ranks
     peak_tflops: float | None  # dense bf16 of one GPU; None where MFU means nothing
+    plan: Forecast | None = None  # of `checkpoint: auto`
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -23,9 +23,7 @@ class Baselines:
     forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        actions = parser.add_subparsers(
-            dest="action", required=True, metavar="list|install|check|bundle|fidelity|show"
-        )
+        actions = parser.add_subparsers(dest="action", required=True, metavar="list|install|check|bundle|fidelity|show")
         listing = actions.add_parser("list", help="every system and flavour, its licence, and whether it is installed")
         listing.add_argument("--json", action="store_true", help="one JSON list instead of a table")
         install = actions.add_parser("install", help="fetch a system as its pin says, and make its environment")

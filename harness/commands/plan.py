@@ -105,7 +105,16 @@ def _print_table(rows: list[dict[str, Any]], where: str, repetition: Repetition)
     from harness.base.terminal import print_table, stdout_console
 
     # Settings that all trials share are printed once, above the table, which then fits a terminal; ids are in --json.
-    left_out = {"trial_id", "can_run", "reason", "predicted_to_fit", *"from_table", "by_hand", "notes"}
+    left_out = {
+        "trial_id",
+        "can_run",
+        "reason",
+        "predicted_to_fit",
+        "checkpoint_plan",
+        "from_table",
+        "by_hand",
+        "notes",
+    }
     left_out |= {name for row in rows for name in row.get("from_table", ())}  # a line each, below
     left_out |= {name for name in (rows[0] if rows else ()) if all(row[name] is None for row in rows)}
     if all(row["world_size"] == row["cp_size"] for row in rows):
@@ -117,6 +126,9 @@ def _print_table(rows: list[dict[str, Any]], where: str, repetition: Repetition)
     for name in varying:
         numeric = all(isinstance(row[name], int | float) for row in rows)
         table.add_column(name, justify="right" if numeric else "left", no_wrap=True)
+    plans: dict[object, str] = {}  # with a letter each: sentences are too wide for a column
+    if planning := any(row.get("checkpoint_plan") for row in rows):
+        table.add_column("plan", no_wrap=True)
     table.add_column("runs", no_wrap=True)
     reasons: dict[object, int] = {}  # numbered, because many trials often have the same reason
     for row in rows:
@@ -126,13 +138,19 @@ def _print_table(rows: list[dict[str, Any]], where: str, repetition: Repetition)
             verdict = Text("yes", style="green")
         else:
             verdict = Text(f"no ({reasons.setdefault(row['reason'], len(reasons) + 1)})", style="yellow")
-        table.add_row(*(Text(_cell(name, row[name])) for name in varying), verdict)
+        cells = [Text(_cell(name, row[name])) for name in varying]
+        if planning:
+            words = row.get("checkpoint_plan")
+            cells.append(Text(plans.setdefault(words, _letters(len(plans))) if words else ""))
+        table.add_row(*cells, verdict)
     console = stdout_console()
     if shared:
         console.print(f"In all trials: {', '.join(shared)}", markup=False, highlight=False)
     print_table(console, table)
     for line in origin_lines(rows):
         console.print(line, markup=False, highlight=False)
+    for words, letters in plans.items():
+        console.print(f"({letters}) checkpoint auto: {words}", markup=False, highlight=False)
     for reason, number in reasons.items():
         console.print(f"({number}) {reason}", markup=False, highlight=False)
     runnable = sum(bool(row["can_run"]) and row.get("predicted_to_fit") is not False for row in rows)
@@ -154,6 +172,12 @@ def origin_lines(rows: list[dict[str, Any]]) -> list[str]:
             line += f"; by hand: {', '.join(row['by_hand'])}"
         lines += [line, *(f"  note: {note}" for note in row["notes"])]
     return list(dict.fromkeys(lines))
+
+
+def _letters(number: int) -> str:
+    """a to z, then aa, ab, ... for 0, 1, ..."""
+    first, last = divmod(number, 26)
+    return (_letters(first - 1) if first else "") + chr(ord("a") + last)
 
 
 def _cell(name: str, value: object) -> str:

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.attention.geometry.layout import tail_cut
 from engine.attention.masks import parse_mask
-from engine.attention.masks.mask import FirstRows
-from engine.checkpoint.counts import layers_recomputed
-from engine.settings import ModelShape, TrialSettings
+from engine.checkpoint.repeated import head_share, matmul_parameters, repeated_attention, repeated_products
+from engine.settings import TrialSettings
 
 # Attention forward is two products (QK^T, PV). Its backward needs four (dV, dP, dQ, dK); kernels that never store the
 # scores run a fifth, QK^T again. Model FLOPs leave that fifth out, the kernel convention keeps it.
@@ -54,11 +52,6 @@ class Work:
         return self.kernel + self.recomputed_layers + self.recomputed_attention
 
 
-def layer_matmul_parameters(model: ModelShape) -> int:
-    """Weights of one layer that take part in a matrix multiplication: all but those of its norms."""
-    return model.layer_parameters - model.layer_norm_parameters
-
-
 def visible_pairs(mask: str, seq_len: int) -> int:
     """(query, key) pairs of one sequence that `mask` shows: S^2 when full, S(S+1)/2 when causal, exact for windows.
 
@@ -76,12 +69,7 @@ def attention_forward(settings: TrialSettings) -> float:
 def work_of(settings: TrialSettings) -> Work:
     """FLOPs of one training step, or of one call for the other tasks.
 
-    Checkpointing repeats the matrix multiplications of each layer it recomputes once, except the MLP's last, whose
-    result no gradient needs; with `checkpoint.every` k those of k - 1 of k such layers once more, or as often as
-    `checkpoint.replay: bisect` runs them, and attention for the part of the sequence whose outputs are not kept
-    (`checkpoint.tail`): once, under `bisect` in every run of its layer. A layer that is not recomputed repeats the
-    MLP's matrices before its last one for the tokens whose products are not kept (`checkpoint.mlp`); tiled projections
-    repeat queries and keys where these are normed. The fused LM head forms its gradients in the forward pass and
+    Repeated work is that of `engine.checkpoint.repeated`. The fused LM head forms its gradients in the forward pass and
     repeats nothing.
     """
     model, checkpoint = settings.model, settings.checkpoint
@@ -92,55 +80,16 @@ def work_of(settings: TrialSettings) -> Work:
     attention = attention_forward(settings)
     if settings.task == "attention":
         return Work(layers=0.0, head=0.0, attention=attention)
-    layers = 2.0 * tokens * model.layers * layer_matmul_parameters(model)
-    again = checkpoint.layers_again(model.layers)
-    layer = layers / model.layers
+    share = head_share(parse_mask(settings.mask), checkpoint.tail, settings.seq_len, settings.cp_size)
     return Work(
-        layers=layers,
+        layers=2.0 * tokens * model.layers * matmul_parameters(model),
         head=head,
         attention=attention * model.layers,
-        recomputed_layers=(again * layer + _for_inputs(settings) * layer - again * _last_matrix(settings))
-        + _repeated_by_tiles(settings),
-        recomputed_attention=attention * _attention_again(settings),
+        recomputed_layers=repeated_products(
+            model, checkpoint, settings.projection_tiles, tokens, tokens_of_rank(settings)
+        ),
+        recomputed_attention=attention * repeated_attention(checkpoint, model.layers, share),
     )
-
-
-def _for_inputs(settings: TrialSettings) -> int:
-    """Layers that backward runs only for the next layer's input, within groups; their own recomputation comes later."""
-    again = settings.checkpoint.layers_again(settings.model.layers)
-    return layers_recomputed(settings.checkpoint, again) if again else 0
-
-
-def _last_matrix(settings: TrialSettings) -> float:
-    """One run of the last matrix of a layer's MLP: torch's checkpoint ends a recomputation before it."""
-    return 2.0 * tokens_per_step(settings) * settings.model.ffn * settings.model.hidden
-
-
-def _attention_again(settings: TrialSettings) -> float:
-    """Layers' forwards of attention that backward runs, in visible pairs: those of the sequence's head, whose outputs
-    are not kept. Once a layer, since a group that holds computes for the layers' own recomputation; under `bisect`
-    every run's."""
-    mask, seq_len, again = parse_mask(settings.mask), settings.seq_len, settings.checkpoint
-    cut = tail_cut(settings.checkpoint.tail, seq_len, settings.cp_size)
-    head = FirstRows(mask, cut).area(seq_len) / max(1, mask.area(seq_len))
-    runs = again.layers_again(settings.model.layers)
-    return head * (runs + (_for_inputs(settings) if again.replay == "bisect" else 0))
-
-
-def _repeated_by_tiles(settings: TrialSettings) -> float:
-    """FLOPs that are repeated in backward outside of a layer's recomputation, because their results were not kept.
-
-    The MLP of a layer that is not computed again: its first matrix, or the first two of a gated one, for the tokens
-    whose products are not kept (`checkpoint.mlp`). Tiled projections: queries and keys where these are normed, since
-    their norm's gradient needs its input.
-    """
-    model, tokens = settings.model, tokens_per_step(settings)
-    whole = model.layers - settings.checkpoint.layers_again(model.layers)
-    first = (2 if model.gated else 1) * model.hidden * model.ffn
-    again = model.qk_norm and settings.projection_tiles > 1
-    normed = model.hidden * (model.heads + model.kv_heads) * model.head_dim if again else 0
-    kept = round(settings.checkpoint.mlp * tokens_of_rank(settings)) / tokens_of_rank(settings)
-    return 2.0 * tokens * (whole * (1 - kept) * first + model.layers * normed)
 
 
 def tokens_of_rank(settings: TrialSettings) -> int:

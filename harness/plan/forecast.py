@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
+from engine.checkpoint.planning.memory import memory_of
 from engine.settings import TrialSettings
 from harness.metrics.flops import tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB
-from harness.plan.predict import training_memory
 from harness.predict.speeds import TERA, assumed, speeds_of
 from harness.predict.step import StepTime, step_time
 from harness.predict.validation import HELD_OUT, compare
@@ -65,7 +65,7 @@ class Forecast:
 def forecast(settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int | None = None) -> Forecast:
     """Time and memory of a trial, or one sentence why there is none."""
     node_ranks = min(gpus_per_node or hardware.gpus_per_node, settings.world_size)
-    memory = training_memory(settings).gpu / GIB if settings.task == "train" else None
+    memory = memory_of(settings).allocated / GIB if settings.task == "train" else None
     time: StepTime | None = None
     reason = method_named(settings.method).refuse(settings) or ""
     if not reason:
@@ -115,7 +115,7 @@ def longest(settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int |
 
 
 def forecast_memory_fits(settings: TrialSettings, hardware: Hardware) -> bool:
-    return training_memory(settings).gpu / GIB <= USABLE * hardware.memory_gib
+    return memory_of(settings).allocated / GIB <= USABLE * hardware.memory_gib
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,8 @@ from typing import Any
 
 from engine.attention.geometry.layout import Layout, split_unsupported_reason
 from engine.attention.masks import parse_mask
+from engine.checkpoint.planning.choice import left_open
+from engine.checkpoint.planning.memory import memory_of
 from engine.lm_head import loss_kernel
 from engine.method import schedule_unsupported_reason_on, unavailable_reason
 from engine.settings import (
@@ -33,7 +35,10 @@ from harness.machine.this_machine import Machine
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB
-from harness.plan.predict import predict, training_memory
+from harness.plan.checkpointing import is_native, with_plan
+from harness.plan.predict import predict
+from harness.records.forecasts import correction_of
+from harness.records.record import Record
 from harness.spec.experiment import Experiment
 from harness.spec.methods import method_named
 from harness.spec.table import EQUAL, missing_entry_reason, origin_of, values_for
@@ -46,8 +51,11 @@ MAX_RANKS = 1 << 16  # choosing a layout looks at every rank
 _DEVICE_OF_KERNEL = {"cpu": "cpu", "fa2": "cuda", "cudnn": "cuda", "fa4": "cuda", "flex": "cuda"}
 
 
-def plan(experiment: Experiment, machine: Machine) -> tuple[Trial, ...]:
+def plan(experiment: Experiment, machine: Machine, earlier: Sequence[Record] = ()) -> tuple[Trial, ...]:
     """All trials of an experiment on a machine: tasks, then the sweep with its last axis fastest, then seeds.
+
+    Where `checkpoint` is auto, its values are chosen here for this machine (harness.plan.checkpointing), by what
+    `earlier` trials took as well.
 
     Combinations with equal settings become one trial. Raises UsageError when model settings contradict each other, and
     before any is formed when there are too many.
@@ -57,8 +65,10 @@ def plan(experiment: Experiment, machine: Machine) -> tuple[Trial, ...]:
     settings = dict.fromkeys(
         settings for settings in _combinations(experiment) if not _excluded(settings, experiment.exclude)
     )
-    trials = (
-        Trial(
+    one_of_each: dict[str, Trial] = {}  # a value and the `auto` that stands for it are one trial
+    for asked in settings:
+        each, forecast = with_plan(asked, machine, correction_of(asked, machine.gpu_name or "cpu", earlier))
+        trial = Trial(
             experiment=experiment.name,
             title=experiment.title,
             settings=each,
@@ -66,13 +76,19 @@ def plan(experiment: Experiment, machine: Machine) -> tuple[Trial, ...]:
             share_ranks=experiment.limits.share_ranks,
             unsupported_reason=unsupported_reason(each, machine),
             table=origin_of(each.method, each.settings, given),
+            plan=forecast,
         )
-        for each in settings
-    )
-    one_of_each: dict[str, Trial] = {}  # a value and the `auto` that stands for it are one trial
-    for trial in trials:
         one_of_each.setdefault(trial.id, trial)
     return tuple(one_of_each.values())
+
+
+def planned_again(trial: Trial, machine: Machine, earlier: Sequence[Record]) -> Trial:
+    """A trial whose plan knows what `earlier` trials of its run took; the trial itself where that changes nothing."""
+    correction = correction_of(trial.settings, machine.gpu_name or "cpu", earlier)
+    settings, forecast = with_plan(trial.settings, machine, correction)
+    if forecast == trial.plan:
+        return trial
+    return replace(trial, settings=settings, plan=forecast, unsupported_reason=unsupported_reason(settings, machine))
 
 
 def _check_count(experiment: Experiment) -> None:
@@ -165,7 +181,8 @@ def plan_table(
     `model_tflop` is what one step or call computes over all ranks, in 1e12 model FLOPs. With `hosts`, several as one
     machine, also how many of them a trial takes and its ranks on each, empty where it does not spread. With `hardware`,
     the prediction of `harness.plan.predict`: seconds of a step or call at least, GiB of a rank on its GPU and on the
-    host, and whether the GPU has the former; None where there is no prediction.
+    host, and whether the GPU has the former; None where there is no prediction. Where the planner chose for some of the
+    trials, what it chose and why, in words.
 
     A row of `settings: as_published` or `tuned` says in `from_table` which settings came from the table, with their
     values, in `by_hand` which of those that the table may fill the experiment gave, in `notes` what no setting says.
@@ -174,6 +191,7 @@ def plan_table(
     # Fields of the model are left out: its name, which is there, changes with them.
     flats = [_flat(trial.settings) for trial in trials]
     keys = always + [key for key in _varying(flats) if key not in always and not key.startswith("model.")]
+    planning = any(trial.plan for trial in trials)
     rows = []
     for trial, flat in zip(trials, flats, strict=True):
         rows.append(
@@ -183,6 +201,7 @@ def plan_table(
             | (_origin(trial, flat) if trial.settings.settings != EQUAL else {})
             | (_spread(trial.settings.world_size, hosts) if hosts else {})
             | (_predicted(trial.settings, hardware) if hardware else {})
+            | ({"checkpoint_plan": trial.plan.words if trial.plan else None} if planning else {})
             | {"can_run": trial.unsupported_reason is None, "reason": trial.unsupported_reason or ""}
         )
     return rows
@@ -216,7 +235,7 @@ def _memory_unsupported_reason(settings: TrialSettings, machine: Machine) -> str
     """A training trial that would fill a host's memory, and so end more than itself. A full GPU ends only the trial."""
     if settings.task != "train" or not machine.memory_gib:
         return None
-    memory = training_memory(settings)
+    memory = memory_of(settings)
     ranks = -(-settings.world_size // (machine.nodes_for(settings.world_size) or 1))
     needed = ranks * (memory.host if machine.device == "cuda" else memory.without_gpu) / GIB
     if needed <= machine.memory_gib:
@@ -254,15 +273,24 @@ def _settings(experiment: Experiment, task: Task, chosen: Mapping[str, Any], see
             owner, field = key.split(".")
             nested[owner][field] = value
     try:
-        return TrialSettings(
+        settings = TrialSettings(
             **top | {"model": _model(top["model"], nested["model"])},
-            checkpoint=Checkpoint(**nested["checkpoint"]),
+            checkpoint=Checkpoint(**_planner(task, top["method"], nested["checkpoint"])),
             task=task,
             steps=experiment.steps,
             seed=seed,
         )
+        return left_open(settings, chosen)
     except ValueError as error:
         raise UsageError(f"{experiment.path}: {error}") from error
+
+
+def _planner(task: Task, method: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values of `checkpoint` that a file gives, with a planner: auto where it gives none at all. Tasks that save
+    nothing, and systems that decide for themselves, have no planner."""
+    if task != "train" or not is_native(method_named(method)):
+        return {**given, "plan": "hand"}
+    return given or {"plan": "auto"}
 
 
 def _model(model: ModelShape, changes: Mapping[str, Any]) -> ModelShape:

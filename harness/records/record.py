@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.forecast import Forecast
 from engine.measurement import GpuState, Measurement, current_measurement, write_json
 from engine.old_names import current_settings
 from engine.plain_json import from_json, read_json, to_json
@@ -80,6 +81,7 @@ class Record:
     settings_from_table: list[str] = field(default_factory=list)
     settings_by_hand: list[str] = field(default_factory=list)
     settings_notes: list[str] = field(default_factory=list)
+    plan: Forecast | None = None  # of the planner, where it chose some of the settings
     schema: int = SCHEMA
 
     @property

@@ -25,6 +25,7 @@ from harness.report.variants import (
     panel_of,
     pooled,
     series_name,
+    setting_of,
     setting_text,
     settings_name,
     setup_of,
@@ -204,11 +205,12 @@ def _settings(variants: Sequence[Sequence[Row]], varying: Sequence[str]) -> list
         return forms
     if len(varying) == 1:
         return [setting_text(varying[0], row[varying[0]]).partition(" ")[2] for row in firsts]
-    if len(firsts) == math.prod(len({row.get(name) for row in firsts}) for name in varying):  # all with all: a grid
-        return [", ".join(setting_text(name, row.get(name)) for name in varying) for row in firsts]
-    usual = {name: Counter(row.get(name) for row in firsts).most_common(1)[0][0] for name in varying}
+    if len(firsts) == math.prod(len({setting_of(row, name) for row in firsts}) for name in varying):  # a grid
+        return [", ".join(setting_text(name, setting_of(row, name)) for name in varying) for row in firsts]
+    usual = {name: Counter(setting_of(row, name) for row in firsts).most_common(1)[0][0] for name in varying}
     changed = [
-        [setting_text(name, row.get(name)) for name in varying if row.get(name) != usual[name]] for row in firsts
+        [setting_text(name, setting_of(row, name)) for name in varying if setting_of(row, name) != usual[name]]
+        for row in firsts
     ]
     return [", ".join(texts) or "none of them changed" for texts in changed]
 

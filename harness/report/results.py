@@ -20,8 +20,9 @@ from typing import Any, get_args
 from engine.atomic import write_atomic
 from engine.attention.planning.cost_model import ULYSSES_SCHEDULES
 from engine.settings import Task, TrialSettings, to_json
-from harness.metrics.throughput import metrics_of
+from harness.metrics.throughput import GIB, metrics_of
 from harness.records.caveats import caveats_of
+from harness.records.forecasts import outcome_in_words
 from harness.records.record import Record
 from harness.records.stated import NOTHING_STATED, Stated
 from harness.spec.table import EQUAL, MAY_FILL
@@ -39,6 +40,7 @@ COLUMNS: tuple[str, ...] = (
 )  # fmt: skip
 
 _NO_COLUMN = ("model.name", "model.note")  # the one is column `model`, the other no setting
+_NOT_PLANNED = {"checkpoint.plan": "hand", "memory": "", "planned": ""}
 _SETTINGS = frozenset(field.name for field in fields(TrialSettings))
 _TASKS = get_args(Task)
 
@@ -80,6 +82,7 @@ def row_of(record: Record, run: str = "", stated: Stated = NOTHING_STATED) -> Ro
     )
     row.update(to_json(metrics_of(record)))
     row.update((name, value) for name, value in flatten(to_json(settings)).items() if name not in _NO_COLUMN)
+    row.update(_of_plan(record))
     if measured is not None:
         row.update(driver=measured.software.get("driver"), gpus=" ".join(dict.fromkeys(measured.gpus)) or None)
         row.update((f"chosen_{name}", value) for name, value in measured.chosen.items())
@@ -104,6 +107,20 @@ def row_of(record: Record, run: str = "", stated: Stated = NOTHING_STATED) -> Ro
         grad_norm_by_step=list(measured.grad_norm) if measured and record.status == "ok" else [],
     )
     return row
+
+
+def _of_plan(record: Record) -> Row:
+    """What `checkpoint: auto` chose, what that was expected to take, and what came out; nothing without a plan."""
+    plan = record.plan
+    if plan is None:
+        return {}
+    return {
+        "checkpoint_plan": plan.words,
+        "predicted_peak_gib": plan.allocated_bytes / GIB,
+        "predicted_reserved_gib": plan.reserved_bytes / GIB,
+        "predicted_step_seconds": plan.step_seconds,
+        "plan_outcome": outcome_in_words(record) or None,
+    }
 
 
 def _round_numbers(record: Record) -> list[int]:
@@ -141,11 +158,13 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
-    """The contract's columns, then every scalar column any row has: settings, choices and extras."""
+    """The contract's columns, then every scalar column any row has: settings, choices and extras. Those of the planner
+    only where a row has one, so that a results.csv from before it stays what is written today."""
     seen = dict.fromkeys(COLUMNS)
     for row in rows:
         seen.update(dict.fromkeys(name for name, value in row.items() if not isinstance(value, list)))
-    return list(seen)
+    unused = {name for name, value in _NOT_PLANNED.items() if all(row.get(name) in (value, None) for row in rows)}
+    return [name for name in seen if name not in unused]
 
 
 def write_results(path: Path, rows: Sequence[Row]) -> Path:

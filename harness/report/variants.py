@@ -17,9 +17,15 @@ from harness.spec.table import EQUAL
 
 OWN_METHOD = "burst"  # the one whose schedule and backward are settings; other methods bring theirs
 
-# Settings that have a place of their own: set-up, panel, horizontal axis, colour; seeds and steps, over which we pool.
+PLANNED = "auto"
+
+# Settings that have a place of their own (set-up, panel, horizontal axis, colour), seeds and steps, over which we pool,
+# and the names of what the planner chose.
 _PLACED = frozenset(
-    {"task", "model", "dtype", "mask", "cp_size", "tp_size", "world_size", "seq_len", "method", "seed", "steps"}
+    {
+        *("task", "model", "dtype", "mask", "cp_size", "tp_size", "world_size", "seq_len", "method"),
+        *("seed", "steps", "planned"),
+    }
 )
 
 Setup = tuple[Any, ...]
@@ -81,7 +87,8 @@ def varying_settings(rows: Iterable[Row]) -> list[str]:
     for row in rows:
         for name in _unplaced_settings(tuple(row)):
             seen = values.setdefault(name, set())
-            if is_given(row, name):
+            # `checkpoint.plan` tells a row whose values the planner chose from those set by hand.
+            if is_given(row, name) and not _is_planned(row, name):
                 seen.add(row[name])
     return [name for name, seen in values.items() if len(seen) > 1]
 
@@ -89,6 +96,15 @@ def varying_settings(rows: Iterable[Row]) -> list[str]:
 def on_cpu(row: Row) -> bool:
     """Whether a trial's ranks were processes on a CPU."""
     return row["gpu"] in (None, "cpu")
+
+
+def setting_of(row: Row, name: str) -> Any:
+    """The value of a setting as a user gave it: `auto` where the planner chose it, by the length or the budget."""
+    return PLANNED if _is_planned(row, name) else row.get(name)
+
+
+def _is_planned(row: Row, name: str) -> bool:
+    return name in str(row.get("planned") or "").split()
 
 
 def method_name(row: Row) -> str:
@@ -110,10 +126,8 @@ def method_name(row: Row) -> str:
 
 def series_name(row: Row, varying: Sequence[str]) -> str:
     """`method_name`, and what else distinguishes the series: `burst (ring, query side), kernel cudnn`."""
-    settings = [
-        setting_text(name, row.get(name)) for name in varying if is_given(row, name) and not _said_by_name(row, name)
-    ]
-    return ", ".join([method_name(row), *settings])
+    told = [name for name in varying if not _said_by_name(row, name)]
+    return ", ".join(filter(None, [method_name(row), settings_name(row, told)]))
 
 
 def _said_by_name(row: Row, setting: str) -> bool:
@@ -135,7 +149,7 @@ def series_of(rows: Sequence[Row], varying: Sequence[str] | None = None) -> list
     varying = varying_settings(rows) if varying is None else varying
 
     def variant(row: Row) -> tuple[Any, ...]:
-        return (row["method"], *(row.get(name) for name in varying))
+        return (row["method"], *(setting_of(row, name) for name in varying))
 
     named: dict[tuple[Any, ...], set[str]] = {}
     for row in rows:
@@ -149,14 +163,15 @@ def series_of(rows: Sequence[Row], varying: Sequence[str] | None = None) -> list
 
     def order(item: tuple[str, list[Row]]) -> tuple[Any, ...]:
         name, members = item
-        return (method_rank(members[0]["method"]), [sortable(members[0].get(key)) for key in varying], name)
+        return (method_rank(members[0]["method"]), [sortable(setting_of(members[0], key)) for key in varying], name)
 
     return sorted(groups.items(), key=order)
 
 
 def settings_name(row: Row, varying: Sequence[str]) -> str:
-    """The varying settings alone, whatever method they were given to."""
-    return ", ".join(setting_text(name, row.get(name)) for name in varying if is_given(row, name))
+    """The varying settings alone, whatever method they were given to; `plan auto` says all that the planner chose."""
+    told = (name for name in varying if is_given(row, name) and not _is_planned(row, name))
+    return ", ".join(setting_text(name, row.get(name)) for name in told)
 
 
 def panel_of(row: Row) -> tuple[int, int, int]:

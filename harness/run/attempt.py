@@ -102,6 +102,7 @@ def _attempt(
         settings_from_table=list(trial.table.filled),
         settings_by_hand=list(trial.table.by_hand),
         settings_notes=list(trial.table.notes),
+        plan=trial.plan,
     )
     if trial.unsupported_reason is None:
         job = _job(trial, method, trial_dir, host)

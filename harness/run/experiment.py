@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from harness.base.errors import UsageError
 from harness.base.interrupts import end_requested, held
-from harness.plan.matrix import nothing_can_run
+from harness.plan.matrix import nothing_can_run, planned_again
 from harness.records.record import RESULTS, Record, write_record
 from harness.report.run_records import RunRecords
 from harness.run.attempt import Host, Turn, completed, execute, now, ranks_kind
@@ -192,7 +193,9 @@ class _Run:
                 return where
             self._view.trial_began(trial)
             turn = Turn(round=number, place=taken + index + 1)
-            record = execute(trial, turn, self._kept.get(trial.id), self._host, self._directory, self._view)
+            before = self._kept.get(trial.id)
+            trial = self._planned(trial, before)
+            record = execute(trial, turn, before, self._host, self._directory, self._view)
             self._kept[trial.id] = record
             self._records.put(record)
             self._records.write(self._directory.results, at_once=False)
@@ -201,6 +204,14 @@ class _Run:
             if latest.status == "interrupted":
                 return where
         return ""
+
+    def _planned(self, trial: Trial, before: Record | None) -> Trial:
+        """The trial as it is to run now: as in its earlier rounds, or planned with what trials have shown so far."""
+        if not trial.settings.planned:
+            return trial
+        if before is not None:
+            return dataclasses.replace(trial, settings=before.settings, plan=before.plan)
+        return planned_again(trial, self._host.machine, self._records.records())
 
     def _title(self, number: int) -> str:
         """The round in words; empty where there is one only."""

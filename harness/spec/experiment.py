@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ SECTION_OF = {"task": "task", "seed": "seeds", "model": "model", "steps": "steps
     f"steps.{field.name}": "steps" for cls in (Steps, Repetition) for field in dataclasses.fields(cls)
 }
 REFERENCES = ("paper",)
+AUTO_KEY = "checkpoint.plan"  # what `checkpoint: auto` is short for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +137,8 @@ def _settings(node: Node | None, section: str, known: Sequence[str]) -> dict[str
     def visit(entries: dict[str, Node], prefix: str) -> None:
         for name, entry in entries.items():
             key = prefix + name
+            if key == "checkpoint" and entry.value == "auto":
+                key = AUTO_KEY
             if isinstance(entry.value, dict) and any(setting.startswith(f"{key}.") for setting in known):
                 visit(entry.value, f"{key}.")
             elif key in SECTION_OF and key not in known:
@@ -155,9 +157,15 @@ def _settings(node: Node | None, section: str, known: Sequence[str]) -> dict[str
 
 
 def _stack(base: Node, over: Node) -> Node:
-    """Lay one layer over another: what the upper sweeps is no longer fixed below, and the reverse."""
+    """Lay one layer over another: what the upper sweeps is no longer fixed below, and the reverse. Under one that says
+    `checkpoint: auto` nothing of `checkpoint` counts as set by hand."""
     lower, upper = base.mapping("base"), over.mapping("over")
     swept, fixed = upper["sweep"].mapping("sweep"), upper["fixed"].mapping("fixed")
+    if AUTO_KEY in fixed and fixed[AUTO_KEY].value == "auto":
+        lower = lower | {
+            section: _without(lower[section], [key for key in SETTINGS if key.startswith("checkpoint.")])
+            for section in ("sweep", "fixed")
+        }
     now_fixed = fixed.keys() | ({"model"} & upper.keys())
     kept = {
         key: node for key, node in lower.items() if not (key == "model" and "model" in swept)
@@ -168,7 +176,7 @@ def _stack(base: Node, over: Node) -> Node:
     return merge(Node(kept, base.place), over)
 
 
-def _without(node: Node, keys: typing.AbstractSet[str]) -> Node:
+def _without(node: Node, keys: Collection[str]) -> Node:
     return Node({key: value for key, value in node.mapping("settings").items() if key not in keys}, node.place)
 
 

@@ -18,7 +18,8 @@ from harness.spec.methods import method_named
 from harness.spec.models import read_model
 from harness.spec.schema import convert, leaf_types
 
-SETTINGS = leaf_types(TrialSettings)  # type of every setting by dotted key
+# Type of every setting by dotted key; `planned` is said by `checkpoint.plan` and by what a user leaves out.
+SETTINGS = {key: kind for key, kind in leaf_types(TrialSettings).items() if key != "planned"}
 
 
 def read_setting(node: Node, key: str, folder: Path) -> Any:

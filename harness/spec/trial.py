@@ -6,6 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 
+from engine.forecast import Forecast
 from engine.old_names import first_settings
 from engine.settings import TrialSettings, to_json
 from harness.spec.methods import method_named
@@ -17,6 +18,7 @@ _LATER = {
     "parameters": "auto",
     "settings": "equal",
     "repeat_kv_heads": True, "overlap_projections": False,
+    "checkpoint.plan": "hand", "memory": "", "planned": "",
 }  # fmt: skip
 
 
@@ -26,20 +28,22 @@ class Trial:
 
     experiment: str
     title: str
-    settings: TrialSettings
+    settings: TrialSettings  # with the values that the planner chose, where it chose some
     deadline_seconds: float
     unsupported_reason: str | None = None
     # No part of the id:
     share_ranks: bool = False  # whether the ranks of the trial before it may run it
     profile: bool = False  # whether one of its steps is traced
     table: FromTable = NOTHING_FILLED  # which of its settings came from baselines/settings.yaml
+    plan: Forecast | None = None  # of the planner, where it chose some of the settings
 
     @property
     def id(self) -> str:
         """Readable and unique: task, method, length, CP size, and a digest of all settings (the key of `--resume`).
 
         Settings and values go by the names they had first. The model's note is left out: rewording it makes no other
-        trial. So is a later setting at the value that stands for what there was before it.
+        trial. So is a later setting at the value that stands for what there was before it, and what the planner chose:
+        a trial stays the same where the plan learns from another's peak.
         """
         settings = self.settings
         values = first_settings(to_json(settings))
@@ -47,6 +51,9 @@ class Trial:
         if settings.grad_comm_dtype == "auto":  # what every run before there was `auto` sent
             sent = getattr(method_named(settings.method), "grad_comm_dtype", "fp32")
             values["gradient_wire"] = "fp32" if sent == "fp32" else "auto"
+        for key in settings.planned.split():
+            *owner, name = key.split(".")
+            (values[owner[0]] if owner else values).pop(name, None)
         for key, before in _LATER.items():
             *owner, name = key.split(".")
             holder = values[owner[0]] if owner else values

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from cluster.files.document import Node, merge, read_yaml
+from engine.checkpoint.planning.choice import left_open
 from engine.settings import Checkpoint, TrialSettings
 from engine.training.config import TrainingConfig
 from harness.base.errors import UsageError
@@ -21,7 +22,7 @@ from harness.spec.schema import build, check_keys, convert
 from harness.spec.setting import SETTINGS, overriding, read_setting, with_current_names
 
 # Settings without a meaning here: a run has one task, times every step, and is compared with no other method.
-_LEFT_OUT = ("task", "steps", "settings")
+_LEFT_OUT = ("task", "steps", "settings", "planned")
 _ENGINE = tuple(field.name for field in fields(TrialSettings) if field.name not in _LEFT_OUT)
 _OWN = tuple(field.name for field in fields(TrainingConfig) if field.name != "settings")
 # Keys that users write for a setting with another name.
@@ -58,9 +59,11 @@ def load_training(path: Path, overrides: Sequence[str] = ()) -> TrainingFile:
         if key not in entries:
             raise UsageError(f"{path}: no {key} is given; add it at the top level")
     values = {key: _own(key, entries[key]) for key in _OWN if key in entries}
-    settings = {key: _engine(key, entries[key], path) for key in _ENGINE if key in entries}
+    settings: dict[str, Any] = {"method": "burst", "checkpoint": Checkpoint(plan="auto")}
+    settings |= {key: _engine(key, entries[key], path) for key in _ENGINE if key in entries}
     try:
-        trial = TrialSettings(task="train", **{"method": "burst"} | settings)
+        trial = TrialSettings(task="train", **settings)
+        trial = left_open(trial, _given(entries))
         return TrainingFile(path=path, config=TrainingConfig(settings=trial, **values))
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from error
@@ -80,11 +83,20 @@ def _own(key: str, node: Node) -> Any:
 def _engine(key: str, node: Node, path: Path) -> Any:
     """The value of a setting that experiments have as well."""
     if key == "checkpoint":
+        if node.value == "auto":
+            return Checkpoint(plan="auto")
         return build(Checkpoint, node, key)
     assert key in SETTINGS or key == "model", key
     if key == "seed" and (value := convert(node, int, key)) < 0:
         raise UsageError(f"{node.place}: seed is {value}; give a number of at least 0")
     return read_setting(node, key, path.parent)
+
+
+def _given(entries: dict[str, Node]) -> set[str]:
+    """Dotted names of the settings that the file gives, those of `checkpoint` included."""
+    checkpoint = entries.get("checkpoint")
+    inner = checkpoint.value if checkpoint is not None and isinstance(checkpoint.value, dict) else {}
+    return {*entries, *(f"checkpoint.{name}" for name in inner)}
 
 
 def _point_elsewhere(entries: dict[str, Node], prefix: str = "") -> None:

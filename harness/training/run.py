@@ -29,6 +29,7 @@ from harness.metrics.hardware import hardware_for
 from harness.plan.matrix import unsupported_reason
 from harness.run.directory import next_attempt, opened_for_writing
 from harness.spec.methods import method_module
+from harness.training.planning import planned_for
 
 OnProgress = Callable[[dict[str, object]], None]
 
@@ -52,9 +53,13 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
     weights or checkpoints, or its directory cannot be used; also when the ranks refuse it.
     KeyboardInterrupt is re-raised once the ranks have ended.
     """
+    settings, forecast = planned_for(config.settings, start.machine, start.run_dir if start.resume else None)
+    config = replace(config, settings=settings)
     if reason := unsupported_reason(config.settings, start.machine):
         raise UsageError(f"this run cannot start: {reason}")
-    order = order_of(config, start.machine, resume=start.resume)
+    if forecast is not None:
+        say(f"checkpoint auto: {forecast.words}")
+    order = replace(order_of(config, start.machine, resume=start.resume), plan=forecast)
     with _refusing():
         facts = check_start(order)
     with opened_for_writing(start.run_dir, resume=start.resume, marker=RUN_FILE) as (_, moved):

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from baselines.cpu_stand_ins.flash_attn import flash_attn_func
+from baselines.cpu_stand_ins.flash_attn import flash_attn_interface as stand_in
 from baselines.fidelity import run as fidelity
 from baselines.fidelity.attention import compared, error_of
 from baselines.fidelity.cases import SEQ_LEN, SYSTEMS
@@ -21,8 +23,6 @@ from baselines.fidelity.table import as_csv, as_markdown
 from baselines.fidelity.training_cases import TRAINING
 from baselines.install.places import Place
 from baselines.programs import attention_bytes
-from baselines.cpu_stand_ins.flash_attn import flash_attn_func
-from baselines.cpu_stand_ins.flash_attn import flash_attn_interface as stand_in
 from engine.attention.masks import Causal, Full
 from engine.attention.reference import dense_attention
 from engine.measurement import write_json

@@ -21,8 +21,8 @@ from engine.attention.comm.topology import node_size_of
 from engine.distributed import arrange
 from engine.initialise import initialise
 from engine.model import Decoder
-from engine.parallelize import keeps_whole, parallelize
-from engine.settings import ModelShape, TrialSettings
+from engine.parallelize import parallelize
+from engine.settings import ModelShape, TrialSettings, keeps_whole
 from tests.engine.parity import task_of, whole_of
 from tests.ranks import run_on_ranks
 

@@ -31,7 +31,8 @@ def test_the_columns_of_the_contract_come_first_and_in_order() -> None:
 
 
 def test_every_setting_has_a_column(tmp_path: Path) -> None:
-    trial = record(checkpoint=Checkpoint(every=1, tail=0.0), lm_head_fusion=False)
+    chosen = {"memory": "80GiB", "planned": "checkpoint.tail"}
+    trial = record(checkpoint=Checkpoint(every=1, tail=0.0, plan="auto"), lm_head_fusion=False, **chosen)
     [written] = read(write_results(tmp_path / "results.csv", rows_of([trial])))
     settings = flatten(to_json(trial.settings))
     del settings["model.note"]  # words, no setting

@@ -20,6 +20,7 @@ from harness.report.variants import (
     panel_of,
     pooled,
     series_of,
+    setting_of,
     setup_name,
     setup_of,
     setups_of,
@@ -214,7 +215,7 @@ def _series(rows: Sequence[Row]) -> tuple[list[tuple[str, list[Row]]], str]:
     The setting with the most values is pooled first. Methods are never pooled with each other.
     """
     varying = varying_settings(rows)
-    counts = {name: len({row.get(name) for row in rows}) for name in varying}
+    counts = {name: len({setting_of(row, name) for row in rows}) for name in varying}
     kept = sorted(varying, key=lambda name: counts[name])
     while len(found := series_of(rows, sorted(kept))) > MAX_SERIES and kept:
         kept.pop()

@@ -1,0 +1,60 @@
+"""What the planner chooses of a trial's settings, and which of it a user has left open."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from engine.settings import Checkpoint, TrialSettings
+
+# Dotted names of the settings that the planner may choose.
+OF_CHECKPOINT = ("every", "tail", "offload", "replay", "whole_layers", "mlp")
+BESIDE_CHECKPOINT = ("mlp_tiles", "projection_tiles", "optimizer_offload")
+PLANNABLE = (*(f"checkpoint.{name}" for name in OF_CHECKPOINT), *BESIDE_CHECKPOINT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One way to spend the memory."""
+
+    checkpoint: Checkpoint
+    mlp_tiles: int = 1
+    projection_tiles: int = 1
+    optimizer_offload: bool = False
+
+
+def choice_of(settings: TrialSettings) -> Choice:
+    """What these settings choose."""
+    return Choice(
+        checkpoint=settings.checkpoint,
+        mlp_tiles=settings.mlp_tiles,
+        projection_tiles=settings.projection_tiles,
+        optimizer_offload=settings.optimizer_offload,
+    )
+
+
+def with_choice(settings: TrialSettings, choice: Choice) -> TrialSettings:
+    """The settings with another choice."""
+    return replace(
+        settings,
+        checkpoint=replace(choice.checkpoint, plan=settings.checkpoint.plan),
+        mlp_tiles=choice.mlp_tiles,
+        projection_tiles=choice.projection_tiles,
+        optimizer_offload=choice.optimizer_offload,
+    )
+
+
+def left_open(settings: TrialSettings, given: Collection[str]) -> TrialSettings:
+    """The settings with `planned` naming all that the planner may choose but the `given` dotted names, which a user has
+    set. Unchanged unless `checkpoint.plan` is auto."""
+    if settings.checkpoint.plan != "auto":
+        return settings
+    return replace(settings, planned=" ".join(name for name in PLANNABLE if name not in given))
+
+
+def open_names(settings: TrialSettings) -> frozenset[str]:
+    """The dotted names in `planned`. Raises ValueError for one that the planner does not choose."""
+    names = frozenset(settings.planned.split())
+    if unknown := sorted(names - set(PLANNABLE)):
+        raise ValueError(f"planned names {unknown[0]}, which the planner does not choose; expected {PLANNABLE}")
+    return names

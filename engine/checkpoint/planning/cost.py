@@ -1,0 +1,103 @@
+"""Seconds that a choice adds to a step: work done again, copies that no computation hides, and sums over tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.attention.masks import parse_mask
+from engine.checkpoint.counts import group_starts
+from engine.checkpoint.planning.choice import Choice
+from engine.checkpoint.repeated import head_share, matmul_parameters, repeated_attention, repeated_products
+from engine.settings import BYTES_OF, TrialSettings
+
+# Of the time of copies to the host and back, what a step grows by although computation hides them: the 1b model at 128K
+# tokens on two H200 takes 1.8% longer with `offload: all` (results/published/h200x4/memory_levers).
+CONTENTION = 0.12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """Of one GPU. The defaults are those of no particular one: their ratios decide, and these vary little."""
+
+    gemm: float = 500e12  # FLOP/s of large matrix products
+    attention: float = 450e12  # FLOP/s of attention's forward
+    memory: float = 3e12  # bytes/s of the GPU's own memory
+    host_link: float = 40e9  # bytes/s between GPU and host, one direction
+
+
+class CostModel:
+    """Seconds of one rank's step beyond one that repeats and moves nothing."""
+
+    def __init__(self, settings: TrialSettings, speeds: Speeds) -> None:
+        self._settings, self._speeds, model = settings, speeds, settings.model
+        self._mask = parse_mask(settings.mask)
+        micro = settings.gradient_accumulation
+        self._rank_tokens = settings.seq_len // settings.cp_size * settings.batch_size  # of a micro-batch
+        self._micro = micro
+        self._tokens = self._rank_tokens * micro
+        pairs = self._mask.area(settings.seq_len) * settings.batch_size * micro / settings.cp_size
+        self._attention = 4.0 * model.heads * model.head_dim * pairs / speeds.attention  # of one layer's forward
+        item = BYTES_OF[settings.dtype]
+        wide = max(4, item)
+        self._copy = item * self._tokens * model.hidden / speeds.host_link  # of one hidden state
+        self._copy_attention = (
+            self._tokens * model.heads * (item * model.head_dim + 4) / speeds.host_link
+        )  # of output and LSE
+        self._layer = 2.0 * self._tokens * matmul_parameters(model) / speeds.gemm + self._attention
+        self._moments = 2 * wide * model.parameters / settings.world_size / speeds.host_link
+        per_run = 2 * wide * micro / speeds.memory  # a sum is read and written once per run
+        self._mlp_run = per_run * model.layers * (3 if model.gated else 2) * model.hidden * model.ffn
+        projections = model.hidden * (model.heads + 2 * model.kv_heads) * model.head_dim
+        self._projection_run = per_run * model.layers * projections
+        self._heads: dict[float, float] = {}
+
+    def seconds(self, choice: Choice) -> float:
+        """What the choice adds."""
+        return self.bound(choice) + self._split(choice)
+
+    def bound(self, choice: Choice) -> float:
+        """The same without what a cut between kept and other tokens of the MLP adds, so that it falls with every kept
+        token."""
+        return self.fixed(choice) + self.repeated(choice)
+
+    def _split(self, choice: Choice) -> float:
+        """Tokens whose MLP products are kept and those whose are not are different runs, with a sum over them."""
+        layers = self._settings.model.layers
+        whole = layers - choice.checkpoint.layers_again(layers)
+        if not whole or choice.checkpoint.mlp in (0, 1):
+            return 0.0
+        return (2 if choice.mlp_tiles == 1 else 1) * self._mlp_run * whole / layers
+
+    def fixed(self, choice: Choice) -> float:
+        """Of it, what no choice of `tail`, `whole_layers` and `mlp` changes but for the copies: tiles and moments."""
+        added = 0.0
+        if choice.mlp_tiles > 1:
+            added += choice.mlp_tiles * self._mlp_run
+        if choice.projection_tiles > 1:
+            added += choice.projection_tiles * self._projection_run
+        if choice.optimizer_offload:
+            added += 2 * self._moments  # in and out; neither forward nor backward hides them
+        return added
+
+    def repeated(self, choice: Choice) -> float:
+        """Of it, repeated work, and the copies of what is offloaded."""
+        checkpoint, model = choice.checkpoint, self._settings.model
+        products = repeated_products(model, checkpoint, choice.projection_tiles, self._tokens, self._rank_tokens)
+        added = products / self._speeds.gemm
+        again = checkpoint.layers_again(model.layers)
+        if not again:
+            return added
+        added += self._attention * repeated_attention(checkpoint, model.layers, self._head_share(checkpoint.tail))
+        if checkpoint.offload == "none":
+            return added
+        copies = group_starts(checkpoint, again) * self._copy
+        if checkpoint.offload == "all":
+            copies += again * checkpoint.tail * self._copy_attention
+        hidden = again * self._layer  # the time of the layers that are computed meanwhile, in either direction
+        return added + 2 * (max(0.0, copies - hidden) + CONTENTION * min(copies, hidden))
+
+    def _head_share(self, tail: float) -> float:
+        if tail not in self._heads:
+            settings = self._settings
+            self._heads[tail] = head_share(self._mask, tail, settings.seq_len, settings.cp_size)
+        return self._heads[tail]

@@ -1,0 +1,216 @@
+"""Memory of one rank in training, from its settings and without running it: allocated, reserved and host bytes.
+
+The sum of the engine's tensors (docs/memory.md) at the moments that may be the fullest: in the LM head, with all saved
+tensors and no gradients; then in the backward of the first and the last layer of either kind, those kept whole and
+those computed again, with the saved tensors of the layers before and the gradients of the layers after.
+
+torch's allocator keeps memory by stream. FSDP2 forms the sharded gradients on a stream of its own, so they never take
+the place of freed activations: the memory it reserves is the fullest moment without gradients, plus all gradients.
+Where one rank keeps its parameters whole there is one stream, and copies of all parameters instead of gathered ones.
+cuBLAS workspaces are small and among what the allocator rounds up; the CUDA context is outside the allocator.
+
+Against the records of today's engine (docs/memory.md names them) allocated is within 4% and reserved within 8%;
+tests/engine/checkpoint/test_planning_memory.py keeps that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.attention.masks import Causal, parse_mask
+from engine.checkpoint.counts import group_starts, inputs_at_once, inputs_in_store
+from engine.checkpoint.planning.choice import Choice, choice_of
+from engine.settings import BYTES_OF, Checkpoint, TrialSettings, keeps_whole
+
+GIB = 1 << 30
+
+_PROCESS = 2 * GIB  # of host memory: interpreter, torch, CUDA's own
+_HEAD_TILE = 1 * GIB  # logits of one tile (engine.lm_head.tiles), unless the hidden states take more
+_HEAD_TOKENS = (4096, 8192)  # of a tile at most: an eighth of all, between these two
+_ROUNDING = 1.005  # reserved over asked for: blocks of 512 bytes, segments of 2 MiB
+_SMALL = 0.15 * GIB  # reserved for workspaces, norms, RoPE's tables and the blocks between others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """The most that one rank holds at any moment, in bytes."""
+
+    allocated: float  # of tensors on its GPU
+    reserved: float  # by the allocator
+    host: float
+
+    @property
+    def without_gpu(self) -> float:
+        """Of a rank on a CPU, where all is host memory and the process itself takes less."""
+        return self.allocated + self.host - _PROCESS
+
+
+def memory_of(settings: TrialSettings) -> RankMemory:
+    """Memory of one rank of a training trial with its settings as they are."""
+    return MemoryModel(settings).of(choice_of(settings))
+
+
+@dataclass(frozen=True, slots=True)
+class _OfParameters:
+    """Bytes that depend on how a rank holds its parameters."""
+
+    copies: float  # all the time
+    gathered: float  # while a layer's backward runs
+    gathered_first: float  # the same of the first layer
+    head: float  # in the LM head: weight and its gradients, logits, states
+    mlp_sums: float  # of weight gradients over several runs
+
+
+class MemoryModel:
+    """Memory of a rank of one trial by choice. `settings` give everything that no `Choice` holds."""
+
+    def __init__(self, settings: TrialSettings) -> None:
+        shape = settings.model
+        item = BYTES_OF[settings.dtype]
+        wide = max(4, item)  # of master weights, gradients and moments
+        tokens = settings.seq_len * settings.batch_size / settings.cp_size
+        self._layers, self._shape, self._fused = shape.layers, shape, settings.lm_head_fusion
+        self._gates = 2 if shape.gated else 1
+        self._mlp_state = item * tokens * shape.ffn
+        self._state = item * tokens * shape.hidden  # one hidden state of all tokens of the rank
+        self._query = item * tokens * shape.heads * shape.head_dim  # queries, attention's output, their gradients
+        self._keys = 2 * item * tokens * shape.kv_heads * shape.head_dim  # keys and values
+        self._lse = 4 * tokens * shape.heads
+        shards = settings.world_size
+        if settings.sharding == "hybrid":
+            shards = max(1, shards // max(1, settings.emulate_nodes))
+        self._parameters = wide * shape.parameters / shards
+        self._layer_gradient = wide * shape.layer_parameters / shards
+        self._head_gradient = wide * (shape.vocab + 1) * shape.hidden / shards
+        layer = shape.layer_parameters
+        # Two layers' parameters, and the gradient of one as computed and as reduced; the first layer has none before.
+        sharded = _OfParameters(
+            copies=0.0,
+            gathered=(3 * item + wide) * layer,
+            gathered_first=(2 * item + wide) * layer,
+            head=self._head_bytes((2 * item + 2 * wide) * shape.vocab * shape.hidden, item, tokens),
+            mlp_sums=wide * (1 + self._gates) * shape.hidden * shape.ffn,
+        )
+        # Gradients are formed where they stay, sums over several runs among them.
+        whole = _OfParameters(
+            copies=item * shape.parameters if item < wide else 0.0,
+            gathered=wide * layer,
+            gathered_first=wide * layer,
+            head=self._head_bytes((item + 2 * wide) * shape.vocab * shape.hidden, item, tokens),
+            mlp_sums=0.0,
+        )
+        self._by_offload = tuple(
+            whole if keeps_whole(settings, optimizer_offload=offload) else sharded for offload in (False, True)
+        )
+        self._sharded = sharded
+        self._received = 0.0
+        if settings.cp_size > 1:
+            # Received chunks and the gradients sent back: the part of them that the mask uses.
+            used = min(1.0, parse_mask(settings.mask).area(settings.seq_len) / Causal().area(settings.seq_len))
+            self._received = used * (4 * self._query + 2 * self._keys)
+
+    def of(self, choice: Choice, *, least: bool = False) -> RankMemory:
+        """The most that a rank holds with this choice; `least`: no more than with any choice of `checkpoint.mlp` and at
+        least as much kept, because what the MLP of a layer kept whole needs for a moment is left out."""
+        checkpoint, layers = choice.checkpoint, self._layers
+        held = self._by_offload[choice.optimizer_offload]
+        again = checkpoint.layers_again(layers)
+        inputs, attention, host = self._kept(checkpoint, again)
+        saved = self._saved_whole(choice)
+        whole = (layers - again) * saved
+        moments = [(whole + inputs + attention + held.head, 0.0)]  # bytes without and of gradients
+        if again < layers:
+            peak = self._whole_layer(choice, held.mlp_sums, least)
+            moments.append((whole + inputs + attention + held.gathered + peak, self._head_gradient))
+            gathered = held.gathered if again else held.gathered_first
+            moments.append((saved + inputs + attention + gathered + peak, self._gradients(again)))
+        if again:
+            peak = self._layer(choice, held.mlp_sums)
+            moments.append((inputs + attention + held.gathered + peak, self._gradients(again - 1)))
+            # The first layer's own tensors: its group's input and its attention.
+            first = (inputs / group_starts(checkpoint, again) + attention / again) if inputs or attention else 0.0
+            moments.append((first + held.gathered_first + peak, self._gradients(0)))
+        moments_on_device = 0.0 if choice.optimizer_offload else 2 * self._parameters
+        host += 2 * self._parameters - moments_on_device
+        base = self._parameters + moments_on_device + held.copies
+        fullest = max(activations + gradients for activations, gradients in moments)
+        if held is self._sharded:
+            reserved = max(activations for activations, _ in moments) + self._parameters
+        else:
+            reserved = fullest
+        return RankMemory(
+            allocated=base + fullest,
+            reserved=_SMALL + _ROUNDING * (base + reserved),
+            host=_PROCESS + host,
+        )
+
+    def _gradients(self, layer: int) -> float:
+        """Sharded gradients when the backward of `layer`, counted from 0, begins: the head's and later layers'."""
+        return self._head_gradient + (self._layers - 1 - layer) * self._layer_gradient
+
+    def _kept(self, checkpoint: Checkpoint, again: int) -> tuple[float, float, float]:
+        """Inputs and attention's results of the layers that backward computes again, of a whole forward: on the device
+        each, then what is on the host."""
+        if not again:
+            return 0.0, 0.0, 0.0
+        inputs = group_starts(checkpoint, again) * self._state
+        attention = again * checkpoint.tail * (self._query + self._lse)
+        host = 0.0
+        if checkpoint.offload != "none":
+            inputs, host = 0.0, inputs_in_store(checkpoint, again) * self._state
+        if checkpoint.offload == "all":
+            attention, host = 0.0, host + attention
+        return inputs, attention, host
+
+    def _saved_whole(self, choice: Choice) -> float:
+        """Saved tensors of a layer that is not computed again: its input and the MLP's, queries, keys and values,
+        attention's results, and the kept products of the MLP's first matrices."""
+        kept = 2 * self._state + 2 * self._query + self._keys + self._lse
+        if self._shape.qk_norm and choice.projection_tiles == 1:  # torch's: normed input, q and k before the norm
+            kept += self._state + self._query + self._keys / 2
+        return kept + choice.checkpoint.mlp * self._gates * self._mlp_state
+
+    def _whole_layer(self, choice: Choice, mlp_sums: float, least: bool) -> float:
+        """The backward of such a layer beyond its saved tensors: the larger of the MLP's and attention's."""
+        mlp, tiles = choice.checkpoint.mlp, choice.mlp_tiles
+        run = 1 / tiles
+        # Gradient of the product, then products again or gradients of both, where these are not saved the product too.
+        held = max((1 + self._gates) * min(run, 1 - mlp), (2 + self._gates) * min(run, mlp)) * self._mlp_state
+        if tiles > 1 or 0 < mlp < 1:
+            held += mlp_sums
+        if least:
+            held = 0.0
+        # Gradients before and after, the normed states and their gradient; or of out, q, k, v and the residual.
+        return max(4 * self._state + held, self._state + 2 * self._query + self._keys + self._received)
+
+    def _layer(self, choice: Choice, mlp_sums: float) -> float:
+        """The backward of a layer that is computed again, beyond the saved tensors: the larger of the MLP's and
+        attention's."""
+        checkpoint = choice.checkpoint
+        held = self._query + self._keys  # computed again, for attention's backward
+        if choice.projection_tiles == 1:
+            held += self._state  # normed
+        if checkpoint.every > 1 or checkpoint.offload != "none":
+            held += self._state  # the input is not among the saved tensors
+        if checkpoint.replay == "hold" and checkpoint.every > 1:
+            outputs = 0.0 if checkpoint.offload == "none" and checkpoint.tail == 1 else self._query
+            held += inputs_at_once(checkpoint, self._layers) * (self._state + outputs)
+        if choice.mlp_tiles > 1:
+            mlp = (1 + self._gates) * self._mlp_state / choice.mlp_tiles + mlp_sums
+        else:
+            # torch's own: products, then their gradients, and the gradient of what the last matrix takes.
+            mlp = (1 + 2 * self._gates) * self._mlp_state
+        output = 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._query
+        in_mlp = held + output + 3 * self._state + mlp  # gradients before and after, the MLP's input
+        in_attention = held + self._state + 2 * self._query + self._keys  # gradients: residual, out, q, k, v
+        return max(in_mlp, in_attention + self._received)
+
+    def _head_bytes(self, weight: float, item: int, tokens: float) -> float:
+        """Weight, its gradient summed, as computed and as reduced; the logits; input, norm and gradient of the head."""
+        shape = self._shape
+        logits = (4 + item) * tokens * shape.vocab
+        if self._fused:
+            low, high = _HEAD_TOKENS
+            tile = item * shape.vocab * min(max(low, tokens / 8), high)
+            logits = min(logits, max(_HEAD_TILE, self._state), tile)
+        return weight + logits + 3 * self._state

@@ -1,0 +1,162 @@
+"""The cheapest choice that fits: all of them are compared, but for those that cannot be cheaper or cannot fit.
+
+All layers are equal, so how many are kept whole, and how much of each, says everything. Three facts save comparisons
+and lose none: fewer whole layers repeat more work, so do a shorter tail and a smaller share of the MLP, and from one
+whole layer on more of them hold more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.checkpoint.planning.choice import Choice
+from engine.checkpoint.planning.cost import CostModel
+from engine.checkpoint.planning.memory import MemoryModel, RankMemory
+from engine.settings import Checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Values that are compared of each open setting, the one that costs least time first."""
+
+    tail: Sequence[float] = tuple(step / 10 for step in range(10, -1, -1))
+    mlp: Sequence[float] = tuple(step / 50 for step in range(50, -1, -1))
+    mlp_tiles: Sequence[int] = (1, 8, 32)
+    projection_tiles: Sequence[int] = (1, 8)
+    every: Sequence[int] = (1, 4, 16)
+    replay: Sequence[str] = ("hold", "bisect")
+    offload: Sequence[str] = ("none", "inputs", "all")
+    optimizer_offload: Sequence[bool] = (False, True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What is to be chosen, and by what."""
+
+    memory: MemoryModel
+    cost: CostModel
+    share: Callable[[RankMemory], float]  # of the budget that a rank's memory takes; it fits up to 1
+    start: Choice  # the values of settings that are not open
+    open_names: frozenset[str]  # dotted names of those that are
+    layers: int
+    grid: Grid = field(default_factory=Grid)
+
+    def values(self, name: str) -> Sequence[Any]:
+        """The values of a setting to compare: its own where it is not open."""
+        if name in ("mlp_tiles", "projection_tiles", "optimizer_offload"):
+            return getattr(self.grid, name) if name in self.open_names else (getattr(self.start, name),)
+        if f"checkpoint.{name}" in self.open_names:
+            return getattr(self.grid, name)
+        return (getattr(self.start.checkpoint, name),)
+
+    def frames(self) -> Iterator[Choice]:
+        """Choices of everything but whole layers, tail and MLP: with none, and the least of the others."""
+        names = ("mlp_tiles", "projection_tiles", "optimizer_offload")
+        beside = [dict(zip(names, each, strict=True)) for each in itertools.product(*map(self.values, names))]
+        least = {"tail": self.values("tail")[-1], "mlp": self.values("mlp")[-1]}
+        for offload, every, replay in itertools.product(*map(self.values, ("offload", "every", "replay"))):
+            if every < 2 and replay != self.values("replay")[0]:
+                continue  # nothing follows from a group of one
+            checkpoint = Checkpoint(every=every, offload=offload, replay=replay, **least)
+            for each in beside:
+                yield Choice(checkpoint=checkpoint, **each)
+
+    def whole_layers(self, frame: Choice) -> list[int]:
+        """Numbers of whole layers to compare, ascending."""
+        if not frame.checkpoint.every:
+            return [self.layers]
+        if "checkpoint.whole_layers" in self.open_names:
+            return list(range(self.layers + 1))
+        return [min(self.layers, self.start.checkpoint.whole_layers)]
+
+    def with_kept(self, frame: Choice, whole: int, tail: float, mlp: float) -> Choice:
+        """A frame with whole layers, tail and MLP."""
+        of = frame.checkpoint
+        every, offload, replay = of.every, of.offload, of.replay
+        if whole == self.layers:  # nothing is computed again: tail, offload and replay mean nothing
+            every, whole = (0, 0) if "checkpoint.every" in self.open_names else (every, whole)
+            tail, offload, replay = (self.values(name)[0] for name in ("tail", "offload", "replay"))
+        return Choice(
+            checkpoint=Checkpoint(every=every, tail=tail, offload=offload, replay=replay, whole_layers=whole, mlp=mlp),
+            mlp_tiles=frame.mlp_tiles,
+            projection_tiles=frame.projection_tiles,
+            optimizer_offload=frame.optimizer_offload,
+        )
+
+
+def cheapest(problem: Problem) -> Choice | None:
+    """The choice that adds the fewest seconds to a step among those that fit; None where none does."""
+    best: Choice | None = None
+    least = float("inf")
+    bound, tails, mlps = problem.cost.bound, problem.values("tail"), problem.values("mlp")
+    for frame in sorted(problem.frames(), key=problem.cost.fixed):
+        if problem.cost.fixed(frame) >= least:
+            break
+        for whole in _may_fit(problem, frame):
+            if bound(problem.with_kept(frame, whole, tails[0], mlps[0])) >= least:
+                break  # fewer whole layers repeat more
+            # No tail leaves more room for the MLP's products than the shortest.
+            most = next(iter(_mlps(problem, frame, whole, tails[-1])), mlps[-1])
+            for tail in tails if whole < problem.layers else tails[:1]:
+                if bound(problem.with_kept(frame, whole, tail, most)) >= least:
+                    break  # a shorter tail repeats more
+                for choice in _rivals(problem, frame, whole, tail, least):
+                    if (seconds := problem.cost.seconds(choice)) < least:
+                        best, least = choice, seconds
+    return best
+
+
+def _rivals(problem: Problem, frame: Choice, whole: int, tail: float, least: float) -> Iterator[Choice]:
+    """Of the choices of the MLP's share that fit: the largest share, and the smallest, which may need no cut."""
+    shares = _mlps(problem, frame, whole, tail, least)
+    for some in (shares, shares[-1:]):
+        for mlp in some:
+            choice = problem.with_kept(frame, whole, tail, mlp)
+            if problem.share(problem.memory.of(choice)) <= 1:
+                yield choice
+                break
+
+
+def leanest(problem: Problem) -> Choice:
+    """The choice that takes the smallest share of the budget, whatever its time: what is tried where nothing fits."""
+    least = {"tail": problem.values("tail")[-1], "mlp": problem.values("mlp")[-1]}
+    choices = [
+        problem.with_kept(frame, whole, **least)
+        for frame in problem.frames()
+        for whole in {problem.whole_layers(frame)[0], problem.whole_layers(frame)[-1]}
+    ]
+    return min(choices, key=lambda choice: problem.share(problem.memory.of(choice)))
+
+
+def _may_fit(problem: Problem, frame: Choice) -> list[int]:
+    """Numbers of whole layers that may fit with the least of tail and MLP, the largest first."""
+    least = {"tail": problem.values("tail")[-1], "mlp": problem.values("mlp")[-1]}
+
+    def share(whole: int) -> float:
+        return problem.share(problem.memory.of(problem.with_kept(frame, whole, **least), least=True))
+
+    numbers = problem.whole_layers(frame)
+    inner = [number for number in numbers if 0 < number < problem.layers]
+    ends = [number for number in numbers if number not in inner and share(number) <= 1]
+    return sorted([*inner[: bisect_right(inner, 1.0, key=share)], *ends], reverse=True)
+
+
+def _mlps(problem: Problem, frame: Choice, whole: int, tail: float, least: float = float("inf")) -> Sequence[float]:
+    """The MLP's shares that cost less than `least` seconds and may fit, the largest first; one at most where no layer
+    is whole."""
+    mlps = problem.values("mlp") if whole else problem.values("mlp")[:1]
+
+    def seconds(mlp: float) -> float:
+        return problem.cost.bound(problem.with_kept(frame, whole, tail, mlp))
+
+    def may_fit(mlp: float) -> bool:
+        return problem.share(problem.memory.of(problem.with_kept(frame, whole, tail, mlp), least=True)) <= 1
+
+    cheaper = len(mlps) if seconds(mlps[-1]) < least else bisect_left(mlps, least, key=seconds)
+    if not cheaper or not may_fit(mlps[cheaper - 1]):
+        return ()
+    return mlps[bisect_left(mlps, True, hi=cheaper, key=may_fit) : cheaper]

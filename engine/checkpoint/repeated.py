@@ -1,0 +1,56 @@
+"""FLOPs of forward work that backward does again, and layers' forwards of attention.
+
+Checkpointing repeats the matrix multiplications of each layer it recomputes once, except the MLP's last, whose result
+no gradient needs; with `checkpoint.every` k those of k - 1 of k such layers once more, or as often as
+`checkpoint.replay: bisect` runs them, and attention for the part of the sequence whose outputs are not kept
+(`checkpoint.tail`): once, under `bisect` in every run of its layer. A layer that is not recomputed repeats the MLP's
+matrices before its last one for the tokens whose products are not kept (`checkpoint.mlp`); tiled projections repeat
+queries and keys where these are normed.
+"""
+
+from __future__ import annotations
+
+from engine.attention.geometry.layout import tail_cut
+from engine.attention.masks.mask import FirstRows, Mask
+from engine.checkpoint.counts import layers_recomputed
+from engine.settings import Checkpoint, ModelShape
+
+
+def matmul_parameters(model: ModelShape) -> int:
+    """Weights of one layer that take part in a matrix multiplication: all but those of its norms."""
+    return model.layer_parameters - model.layer_norm_parameters
+
+
+def repeated_products(
+    model: ModelShape, checkpoint: Checkpoint, projection_tiles: int, tokens: float, rank_tokens: int
+) -> float:
+    """FLOPs of repeated matrix multiplications for `tokens` tokens, of which a rank computes `rank_tokens` at once.
+
+    Tiled projections repeat queries and keys where these are normed, since their norm's gradient needs its input.
+    """
+    again = checkpoint.layers_again(model.layers)
+    runs = again + _for_inputs(checkpoint, again)
+    weights = float(runs * matmul_parameters(model) - again * model.ffn * model.hidden)
+    kept = round(checkpoint.mlp * rank_tokens) / rank_tokens
+    weights += (model.layers - again) * (1 - kept) * (2 if model.gated else 1) * model.hidden * model.ffn
+    if model.qk_norm and projection_tiles > 1:
+        weights += model.layers * model.hidden * (model.heads + model.kv_heads) * model.head_dim
+    return 2.0 * tokens * weights
+
+
+def repeated_attention(checkpoint: Checkpoint, layers: int, head_share: float) -> float:
+    """Forwards of one layer's attention that backward runs, of the part before the tail (`head_share` of a whole one).
+    Once a layer, since a group that holds computes for the layers' own recomputation; under `bisect` every run's."""
+    again = checkpoint.layers_again(layers)
+    return head_share * (again + (_for_inputs(checkpoint, again) if checkpoint.replay == "bisect" else 0))
+
+
+def head_share(mask: Mask, tail: float, seq_len: int, cp_size: int) -> float:
+    """Visible pairs of the queries whose outputs are not kept, as a share of all."""
+    cut = tail_cut(tail, seq_len, cp_size)
+    return FirstRows(mask, cut).area(seq_len) / max(1, mask.area(seq_len))
+
+
+def _for_inputs(checkpoint: Checkpoint, again: int) -> int:
+    """Layers that backward runs only for the next layer's input, within groups; their own recomputation comes later."""
+    return layers_recomputed(checkpoint, again) if again else 0

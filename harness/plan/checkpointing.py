@@ -1,0 +1,85 @@
+"""`checkpoint: auto` of a trial on a machine: its budget, and the speeds it is planned with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.attention.masks import parse_mask
+from engine.checkpoint.planning.cost import Speeds
+from engine.checkpoint.planning.memory import GIB
+from engine.checkpoint.planning.plan import Budget, planned
+from engine.forecast import Forecast
+from engine.method import Method
+from engine.settings import Kernel, TrialSettings, size_in_bytes
+from harness.machine.this_machine import Machine
+from harness.metrics.ceilings import kernel_bound_seconds
+from harness.metrics.flops import work_of
+from harness.metrics.hardware import Hardware, hardware_for
+from harness.records.forecasts import NO_CORRECTION, Correction
+
+_CONTEXT_GIB = 1.5  # of a GPU, what CUDA and NCCL hold outside the allocator: where no file says what is left
+_OF_PEAK = 0.75  # a kernel's share of the datasheet's peak where it was not measured
+
+
+def is_native(method: Method) -> bool:
+    """Whether the engine runs the method, in whose layers the planner chooses; other systems decide for themselves."""
+    return getattr(method, "layout", None) is not None
+
+
+def with_plan(
+    settings: TrialSettings, machine: Machine, correction: Correction = NO_CORRECTION
+) -> tuple[TrialSettings, Forecast | None]:
+    """The settings with the values that the planner chooses on this machine, and its forecast; None, and the settings
+    as they are, where nothing is left open or the sizes make no trial."""
+    ranks = settings.cp_size * settings.tp_size
+    if not settings.planned or settings.world_size % ranks or settings.seq_len < settings.cp_size:
+        return settings, None
+    if parse_mask(settings.mask).unsupported_reason(settings.seq_len) is not None:
+        return settings, None
+    hardware = hardware_for(machine.gpu_name)
+    chosen, forecast = planned(
+        settings,
+        budget_of(settings, machine, hardware),
+        speeds_of(settings.kernel, hardware),
+        correction=correction.factor,
+        correction_source=correction.source,
+    )
+    return chosen, replace(forecast, step_seconds=_step_seconds(chosen, hardware, forecast))
+
+
+def budget_of(settings: TrialSettings, machine: Machine, hardware: Hardware | None) -> Budget:
+    """Memory of one rank: the GPU's own or the setting's, and a rank's share of its host's."""
+    ranks = -(-settings.world_size // (machine.nodes_for(settings.world_size) or 1))
+    host = machine.memory_gib * GIB / ranks if machine.memory_gib else float("inf")
+    asked = size_in_bytes(settings.memory, "memory") if settings.memory else None
+    if machine.device == "cpu":
+        # A budget counts whole; of the host's own memory, half does.
+        return Budget(gpu=None, host=2 * asked if asked else host, source="memory" if asked else "half of the host's")
+    if hardware is not None:
+        own, source = hardware.memory_gib * GIB, "the GPU's own"
+    elif machine.gpu_memory_gib:
+        own, source = (machine.gpu_memory_gib - _CONTEXT_GIB) * GIB, "the GPU's own"
+    else:
+        own, source = float("inf"), "unknown"
+    if asked is not None and asked < own:
+        own, source = float(asked), "memory"
+    return Budget(gpu=own, host=host, source=source)
+
+
+def speeds_of(kernel: Kernel, hardware: Hardware | None) -> Speeds:
+    """The speeds that work done again is weighed by."""
+    if hardware is None:
+        return Speeds()
+    peak = _OF_PEAK * hardware.peak_bf16_tflops
+    measured = hardware.kernel_ceilings
+    ceiling = measured.get(kernel) or next(iter(measured.values()), {})
+    return Speeds(gemm=(hardware.gemm_tflops or peak) * 1e12, attention=ceiling.get("forward", peak) * 1e12)
+
+
+def _step_seconds(settings: TrialSettings, hardware: Hardware | None, forecast: Forecast) -> float | None:
+    """Seconds of a step at least: everything once at measured speeds, and what the plan adds."""
+    if hardware is None or settings.dtype != "bf16" or not hardware.kernel_ceilings:
+        return None
+    kernel = settings.kernel if settings.kernel != "auto" else next(iter(hardware.kernel_ceilings))
+    once = kernel_bound_seconds(work_of(settings), hardware, kernel)
+    return None if once is None else once / settings.world_size + forecast.added_seconds

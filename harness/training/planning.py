@@ -1,0 +1,70 @@
+"""`checkpoint: auto` of a training run: its plan, and what earlier starts of the run showed of the memory model."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from engine.checkpoint.planning.memory import GIB
+from engine.forecast import Forecast
+from engine.plain_json import from_json, read_json
+from engine.settings import TrialSettings
+from engine.training.config import Order
+from engine.training.files import ORDER_FILE, attempt_directory
+from engine.training.metrics import read_metrics
+from harness.machine.this_machine import Machine
+from harness.plan.checkpointing import with_plan
+from harness.records.forecasts import NO_CORRECTION, Correction, factor_after_oom, factor_of_peaks, same_shape
+
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError)
+
+
+def planned_for(settings: TrialSettings, machine: Machine, run: Path | None) -> tuple[TrialSettings, Forecast | None]:
+    """The settings with the planner's values for this machine, and its forecast; None where nothing is left open.
+
+    `run` is the directory of a run that is resumed, whose earlier starts are looked at; None for a new run.
+    """
+    return with_plan(settings, machine, NO_CORRECTION if run is None else _shown_in(run, settings))
+
+
+def _shown_in(run: Path, settings: TrialSettings) -> Correction:
+    """The largest factor that earlier starts with the same model and parallel sizes show. A file that cannot be read
+    shows nothing."""
+    found, number = NO_CORRECTION, 0
+    largest: Forecast | None = None
+    while (attempt := attempt_directory(run, number := number + 1)).is_dir():
+        try:
+            order: Order = from_json(Order, read_json(attempt / ORDER_FILE))
+        except _UNREADABLE:
+            continue
+        if order.plan is None or not same_shape(order.config.settings, settings):
+            continue
+        if largest is None or order.plan.allocated_bytes > largest.allocated_bytes:
+            largest = order.plan
+        if _ran_out(attempt) and (factor := factor_after_oom(order.plan)) > found.factor:
+            found = Correction(factor=factor, source=f"start {number} of this run: out of memory")
+    if largest is not None:  # metrics do not tell which start had which peak
+        peak = _peak_bytes(run)
+        if (factor := factor_of_peaks(largest, peak, 0)) > found.factor:
+            found = Correction(factor=factor, source=f"peak {peak / GIB:.3g} GiB in earlier starts")
+    return found
+
+
+def _peak_bytes(run: Path) -> int:
+    """The largest peak in the run's metrics; 0 where there is none."""
+    try:
+        peaks = [float(line.get("peak_memory_gib", 0)) for line in read_metrics(run)]
+    except (*_UNREADABLE, AttributeError):
+        return 0
+    return int(max((peak for peak in peaks if math.isfinite(peak)), default=0.0) * GIB)
+
+
+def _ran_out(attempt: Path) -> bool:
+    """Whether a rank of the start ran out of memory."""
+    for path in sorted((attempt / "errors").glob("rank*.json")):
+        try:
+            if read_json(path)["kind"] == "oom":
+                return True
+        except _UNREADABLE:
+            continue
+    return False

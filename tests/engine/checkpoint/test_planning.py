@@ -1,0 +1,194 @@
+"""The planner's answer beside every other choice, its budgets, and values set by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from engine.checkpoint.planning.choice import PLANNABLE, Choice, choice_of, left_open, open_names
+from engine.checkpoint.planning.cost import CostModel, Speeds
+from engine.checkpoint.planning.memory import GIB, MemoryModel, memory_of
+from engine.checkpoint.planning.plan import Budget, planned
+from engine.checkpoint.planning.search import Grid, Problem, cheapest
+from engine.settings import Checkpoint, ModelShape, TrialSettings
+
+B1 = ModelShape(name="1b", layers=16, hidden=2048, ffn=8192, heads=16, kv_heads=8, head_dim=128, vocab=32000)
+SMALL_GRID = Grid(
+    tail=(1.0, 0.5, 0.0), mlp=(1.0, 0.6, 0.3, 0.0), mlp_tiles=(1, 4), projection_tiles=(1, 4), every=(1, 2),
+)  # fmt: skip
+
+
+def settings(
+    shape: ModelShape = B1, seq_len: int = 1 << 16, given: tuple[str, ...] = (), **changes: Any
+) -> TrialSettings:
+    checkpoint = Checkpoint(plan="auto", **{key: changes.pop(key) for key in list(changes) if key in ("tail", "every")})
+    trial = TrialSettings(task="train", method="burst", model=shape, seq_len=seq_len, checkpoint=checkpoint, **changes)
+    return left_open(trial, given)
+
+
+def problem(trial: TrialSettings, gpu: float, speeds: Speeds | None = None, grid: Grid | None = None) -> Problem:
+    budget = Budget(gpu=gpu)
+    return Problem(
+        memory=MemoryModel(trial),
+        cost=CostModel(trial, speeds or Speeds()),
+        share=lambda memory: budget.share(memory, 1.0),
+        start=choice_of(trial),
+        open_names=open_names(trial),
+        layers=trial.model.layers,
+        grid=grid or Grid(),
+    )
+
+
+def every_choice(given: Problem) -> list[Choice]:
+    """All of them, also those that say the same in two ways."""
+    names = ("tail", "mlp", "mlp_tiles", "projection_tiles", "optimizer_offload", "offload", "replay", "every")
+    by_hand = given.start.checkpoint.every == 0 and "checkpoint.every" not in given.open_names
+    whole = [0] if by_hand else range(given.layers + 1)
+    if "checkpoint.whole_layers" not in given.open_names:
+        whole = [given.start.checkpoint.whole_layers]
+    return [
+        Choice(
+            checkpoint=Checkpoint(every=every, tail=tail, mlp=mlp, offload=offload, replay=replay, whole_layers=layers),
+            mlp_tiles=mlp_tiles,
+            projection_tiles=projection_tiles,
+            optimizer_offload=moments,
+        )
+        for tail, mlp, mlp_tiles, projection_tiles, moments, offload, replay, every in itertools.product(
+            *map(given.values, names)
+        )
+        for layers in whole
+    ]
+
+
+SHAPES = [
+    ModelShape(name="narrow", layers=3, hidden=256, ffn=1024, heads=4, kv_heads=2, head_dim=64, vocab=1000),
+    ModelShape(
+        name="normed", layers=4, hidden=512, ffn=1024, heads=4, kv_heads=4, head_dim=128, vocab=8000, qk_norm=True
+    ),
+    ModelShape(name="plain", layers=2, hidden=512, ffn=2048, heads=8, kv_heads=1, head_dim=64, vocab=500, gated=False),
+]
+GIVEN: list[tuple[str, ...]] = [
+    (), (), ("checkpoint.tail",), ("checkpoint.every",), ("mlp_tiles", "optimizer_offload"),
+    ("checkpoint.whole_layers",), ("checkpoint.offload", "checkpoint.replay", "checkpoint.mlp"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(21))
+def test_no_choice_that_fits_is_cheaper_than_the_planners(seed: int) -> None:
+    chance = random.Random(seed)
+    trial = settings(
+        SHAPES[seed % 3],
+        chance.choice([1 << 11, 1 << 14, 1 << 17]),
+        GIVEN[seed % len(GIVEN)],
+        mask=chance.choice(["causal", "full", "sliding_window:500"]),
+        gradient_accumulation=chance.choice([1, 2]),
+    )
+    speeds = Speeds(
+        gemm=chance.choice([1e12, 500e12]),
+        attention=chance.choice([5e11, 400e12]),
+        host_link=chance.choice([1e9, 40e9]),
+    )
+    open_ended = problem(trial, float("inf"), speeds, SMALL_GRID)
+    choices = every_choice(open_ended)
+    reserved = [open_ended.memory.of(choice).reserved for choice in choices]
+    for part in (0.02, 0.2, 0.5, 0.8, 1.02):
+        given = problem(trial, min(reserved) + part * (max(reserved) - min(reserved)), speeds, SMALL_GRID)
+        fitting = [choice for choice in choices if given.share(given.memory.of(choice)) <= 1]
+        found = cheapest(given)
+        if not fitting:
+            assert found is None
+            continue
+        assert found is not None
+        assert given.share(given.memory.of(found)) <= 1
+        assert given.cost.seconds(found) == pytest.approx(min(map(given.cost.seconds, fitting)), rel=1e-12, abs=1e-15)
+
+
+def test_a_budget_nothing_fits_in_gives_the_smallest_choice_and_says_so() -> None:
+    chosen, forecast = planned(settings(), Budget(gpu=5 * GIB, source="memory"))
+    assert not forecast.fits
+    assert forecast.words.startswith("nothing fits: ")
+    assert "of 5 GiB (memory)" in forecast.words
+    bare = dataclasses.replace(
+        settings(),
+        checkpoint=Checkpoint(tail=0, offload="all"),
+        mlp_tiles=8,
+        projection_tiles=8,
+        optimizer_offload=True,
+    )
+    assert memory_of(chosen).reserved <= memory_of(bare).reserved
+
+
+def test_everything_is_kept_where_it_fits_and_less_and_less_where_it_does_not() -> None:
+    trial, added = settings(), []
+    for gib in (139, 60, 40, 24):
+        chosen, forecast = planned(trial, Budget(gpu=gib * GIB))
+        assert forecast.fits
+        assert max(forecast.reserved_bytes, 1.04 * forecast.allocated_bytes) <= gib * GIB
+        assert memory_of(chosen).reserved == pytest.approx(forecast.reserved_bytes, abs=1)
+        added.append(forecast.added_seconds)
+    assert planned(trial, Budget(gpu=139 * GIB))[0].checkpoint.every == 0
+    assert added[0] == 0
+    assert added == sorted(added)
+    assert len(set(added)) == 4
+
+
+def test_more_memory_never_costs_time() -> None:
+    added = [planned(settings(seq_len=1 << 17), Budget(gpu=gib * GIB))[1].added_seconds for gib in range(24, 140, 12)]
+    assert added == sorted(added, reverse=True)
+
+
+def test_values_set_by_hand_stay() -> None:
+    trial = settings(given=("checkpoint.tail", "mlp_tiles"), tail=0.3, mlp_tiles=3)
+    chosen, _ = planned(trial, Budget(gpu=24 * GIB))
+    assert (chosen.checkpoint.tail, chosen.mlp_tiles) == (0.3, 3)
+    assert chosen.checkpoint.plan == "auto"
+    assert chosen.planned.split() == [name for name in PLANNABLE if name not in ("checkpoint.tail", "mlp_tiles")]
+    grouped, _ = planned(settings(given=("checkpoint.every",), every=4), Budget(gpu=139 * GIB))
+    assert (grouped.checkpoint.every, grouped.checkpoint.whole_layers) == (4, 16)
+
+
+def test_a_correction_leaves_room_and_is_named() -> None:
+    trial, budget = settings(), Budget(gpu=60 * GIB)
+    free, corrected = planned(trial, budget), planned(trial, budget, correction=1.2, correction_source="trial x")
+    assert 1.2 * corrected[1].reserved_bytes <= 60 * GIB < 1.2 * free[1].reserved_bytes
+    assert corrected[1].words.endswith("the prediction is taken 1.2 times (trial x)")
+
+
+def test_the_host_is_a_budget_too() -> None:
+    plenty = planned(settings(seq_len=1 << 18), Budget(gpu=24 * GIB, host=500 * GIB))[0]
+    assert plenty.checkpoint.offload == "all"
+    assert planned(settings(seq_len=1 << 18), Budget(gpu=24 * GIB, host=4 * GIB))[0].checkpoint.offload == "none"
+
+
+def test_on_a_cpu_nothing_is_offloaded_and_half_the_host_is_the_budget() -> None:
+    for host in (400, 100, 60):
+        chosen, forecast = planned(settings(dtype="fp32"), Budget(gpu=None, host=host * GIB))
+        assert chosen.checkpoint.offload == "none"
+        assert not chosen.optimizer_offload
+        assert forecast.reserved_bytes <= host * GIB / 2 or not forecast.fits
+
+
+def test_a_name_that_the_planner_does_not_choose_is_refused() -> None:
+    with pytest.raises(ValueError, match="planned names seq_len, which the planner does not choose"):
+        open_names(dataclasses.replace(settings(), planned="checkpoint.tail seq_len"))
+
+
+@pytest.mark.parametrize("gib", [24, 40, 80, 139])
+@pytest.mark.parametrize("seq_len", [1 << 14, 1 << 16, 1 << 18])
+def test_a_plan_compares_few_of_all_choices(seq_len: int, gib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a plan, counted: a call of the memory model takes microseconds."""
+    calls = 0
+    counted = MemoryModel.of
+
+    def of(self: MemoryModel, *given: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return counted(self, *given, **named)
+
+    monkeypatch.setattr(MemoryModel, "of", of)
+    planned(settings(seq_len=seq_len), Budget(gpu=gib * GIB))
+    assert 0 < calls < 20_000

@@ -1,0 +1,53 @@
+"""The memory model beside what the allocator said in the committed records of today's engine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.checkpoint.planning.memory import memory_of
+from engine.checkpoint.planning.plan import ALLOCATED_WITHIN, RESERVED_WITHIN
+from engine.old_names import current_settings
+from engine.settings import TrialSettings, from_json
+
+PUBLISHED = Path(__file__).parents[3] / "results" / "published"
+OLDER = PUBLISHED / "h200x4"  # its engine saved more; docs/memory.md names the folders
+
+
+@cache
+def trained() -> list[tuple[str, TrialSettings, dict[str, Any]]]:
+    """Training records on GPUs by the engine of today: name, settings and measurement."""
+    found = []
+    for path in sorted(PUBLISHED.glob("h*/*/trials/*/record.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        settings = from_json(TrialSettings, current_settings(record["settings"]))
+        if "parameters" not in record["settings"]:  # from before there was the choice: FSDP2 of one rank
+            settings = replace(settings, parameters="gathered")
+        if OLDER in path.parents or settings.task != "train" or settings.method.endswith("_upstream"):
+            continue
+        if record["status"] == "ok" and record["measurement"]["peak_allocated_bytes"]:
+            found.append((path.parent.name, settings, record["measurement"]))
+    return found
+
+
+def test_allocated_and_reserved_memory_are_those_of_every_record_of_todays_engine() -> None:
+    assert len(trained()) >= 14
+    assert {settings.checkpoint.every for _, settings, _ in trained()} >= {0, 1}
+    for name, settings, measured in trained():
+        memory = memory_of(settings)
+        assert memory.allocated == pytest.approx(max(measured["peak_allocated_bytes"]), rel=ALLOCATED_WITHIN), name
+        assert memory.reserved == pytest.approx(max(measured["peak_reserved_bytes"]), rel=RESERVED_WITHIN), name
+        assert memory.host == pytest.approx(max(measured["peak_rss_bytes"]), rel=0.3), name
+
+
+def test_the_memory_page_names_the_older_records() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "memory.md").read_text(encoding="utf-8")
+    for folder in sorted(OLDER.iterdir()):
+        records = folder.glob("trials/*/record.json")
+        if any(json.loads(path.read_text(encoding="utf-8"))["settings"]["task"] == "train" for path in records):
+            assert f"`{folder.name}`" in page, folder.name
