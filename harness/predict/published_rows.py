@@ -20,6 +20,7 @@ from engine.plain_json import to_json
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from harness.predict.attention import Exchange, Side
 from harness.spec.models import MODELS_DIR, load_model
+from harness.spec.trial import drop_later
 
 REFERENCE = Path(__file__).parents[2] / "results" / "paper" / "reference.csv"
 NODE_RANKS = 8  # GPUs of every published node
@@ -38,8 +39,9 @@ class Configuration:
 
     @property
     def name(self) -> str:
-        """Ten characters that stand for everything the prediction reads."""
-        settings = to_json(replace(self.settings, steps=Steps()))
+        """Ten characters that stand for everything the prediction reads. Settings that came later change none."""
+        settings = to_json(replace(self.settings, steps=Steps(), grad_comm_dtype="fp32"))
+        drop_later(settings)
         text = json.dumps([settings, to_json(self.exchange)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:10]
 
