@@ -67,7 +67,7 @@ def test_its_own_trial_is_accepted_and_other_settings_are_refused_in_one_sentenc
     assert method.refuse(own) is None
     for changes in (
         {"task": "lm_head"}, {"dtype": "fp64"}, {"mask": "full"}, {"layout": "striped"}, {"backward": "query"},
-        {"kernel": "fa4"}, {"deterministic": True}, {"loss_kernel": "liger"}, {"tp_size": 16},
+        {"kernel": "flex"}, {"deterministic": True}, {"loss_kernel": "liger"}, {"tp_size": 16},
     ):  # fmt: skip
         reason = method.refuse(replace(own, **changes, world_size=0))
         assert reason is not None, changes
@@ -102,7 +102,7 @@ MEGATRON = (
     "8192 --num-attention-heads 16 --kv-channels 128 --normalization RMSNorm --disable-bias-linear "
     "--position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
     "--seq-length 16384 --max-position-embeddings 16384 --tokenizer-type NullTokenizer --vocab-size 31999 "
-    "--make-vocab-size-divisible-by 128 --mock-data --no-create-attention-mask-in-dataloader --num-workers 1 "
+    "--make-vocab-size-divisible-by 128 {data} --no-create-attention-mask-in-dataloader --num-workers 1 "
     "--micro-batch-size 1 --global-batch-size 1 --train-iters 5 --eval-iters 0 --eval-interval 1000 --bf16 "
     "--use-distributed-optimizer --lr 1e-05 --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 "
     "--seed 1 --context-parallel-size {cp} --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
@@ -112,22 +112,26 @@ MEGATRON = (
 
 def test_the_command_of_megatron_lm() -> None:
     command, environment, files = rendered("megatron_lm_upstream", cp_size=2)
-    assert command == MEGATRON.format(cp=2) + (
-        "--norm-epsilon 1e-05 --rotary-base 500000 --lr-decay-style constant --attention-backend auto "
+    data = " ".join(f"/T/tokens/{step}" for step in range(5))
+    data = f"--train-data-path {data} --data-cache-path /T/tokens/cache"
+    assert command == MEGATRON.format(cp=2, data=data) + (
+        "--norm-epsilon 1e-05 --rotary-base 500000 --lr-decay-style constant --attention-backend fused "
         "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native --no-check-for-nan-in-loss-and-grad "
-        "--rerun-mode disabled --manual-gc --manual-gc-interval 100 --no-gradient-accumulation-fusion "
-        "--log-memory-interval 1 --timing-log-level 0 --distributed-timeout-minutes 5 --swiglu "
+        "--rerun-mode disabled --manual-gc --manual-gc-interval 100 --log-memory-interval 1 --timing-log-level 0 "
+        "--distributed-timeout-minutes 5 --swiglu "
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     )
-    assert environment == {
-        "NVTE_FRAMEWORK": "pytorch", "TORCH_EXTENSIONS_DIR": "UPSTREAM/extensions", "CUDA_DEVICE_MAX_CONNECTIONS": "1"
+    # Where it is installed, torch's own libraries are loaded before others, too.
+    assert {name: value for name, value in environment.items() if not name.startswith("LD_")} == {
+        "NVTE_FRAMEWORK": "pytorch", "NVTE_FLASH_ATTN": "0", "TORCH_EXTENSIONS_DIR": "UPSTREAM/extensions",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": "BASELINES/programs/standins",
     }  # fmt: skip
     assert files == {"bin/make": "#!/bin/sh\nexit 0\n"}
 
 
 def test_the_papers_megatron_lm_runs_with_the_options_of_the_artifact() -> None:
     command, _, files = rendered("megatron_lm_upstream", cp_size=8, flavour="paper")
-    assert command == MEGATRON.format(cp=8) + (
+    assert command == MEGATRON.format(cp=8, data="--mock-data") + (
         "--use-rotary-position-embeddings --lr-decay-style cosine --min-lr 1e-06 --init-method-std 0.006 "
         "--use-flash-attn --timing-log-level 2 --causal --causal-tflops --method megatron-cp --log-file "
         "/T/megatron.txt --swiglu --sequence-parallel --recompute-granularity full --recompute-method uniform "
@@ -140,7 +144,7 @@ def test_the_papers_megatron_lm_runs_with_the_options_of_the_artifact() -> None:
     ("checkpoint", "expected"),
     [
         (Checkpoint(every=0), ""),
-        (Checkpoint(), "--recompute-granularity selective --recompute-modules mlp layernorm"),
+        (Checkpoint(), "--recompute-granularity selective --recompute-modules mlp"),
         (
             Checkpoint(every=4, tail=0),
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4",
@@ -244,8 +248,9 @@ def test_the_requests_of_transformers_trainers() -> None:
     request = json.loads(files["attention.json"])
     assert (request["engine"], request["loss_tiles"], request["mlp_tiles"]) == ("deepspeed", 2, 4)
     assert request["deepspeed"]["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
-    _, _, files = rendered("trl_upstream")
-    assert json.loads(files["attention.json"])["engine"] == "trl"
+    _, _, files = rendered("trl_upstream", kernel="cudnn")
+    request = json.loads(files["attention.json"])
+    assert (request["engine"], request["kernel"], request["tokens"]) == ("trl", "cudnn", "/T/tokens/tokens.bin")
 
 
 HEAD = (
