@@ -277,6 +277,51 @@ def test_lines_of_megatron_lm() -> None:
     assert printed.own == {"throughput per GPU (TFLOP/s/GPU)": 378.7}
 
 
+def test_real_lines_of_megatron_lm() -> None:
+    """As release 0.19 printed them on one H200 at 64K tokens, other lines between them."""
+    head = " [2026-11-21 22:05:{}] iteration        {}/       6 | consumed samples:            {} | "
+    tail = (
+        "throughput per GPU (TFLOP/s/GPU): {} | learning rate: 1.000000E-05 | global batch size:     1 | lm loss: {} | "
+        "loss scale: 1.0 | grad norm: {} | number of skipped iterations:   0 | number of nan iterations:   0 |\n"
+    )
+    memory = (
+        "Theoretical memory footprints: weight and optimizer=19531.16 MB, activation=77717.32 MB, total=97248.49 MB\n"
+        "[Rank 0] (after 3 iterations) memory (MB) | allocated: 19904.17 | max allocated: 65063.49 | "
+        "reserved: 68204.00 | max reserved: 68204.00\n"
+    )
+    text = ""
+    for second, step, milliseconds, speed, loss, norm in (
+        ("17.291212", 2, "10901.1", "116.1", "9.960249E+00", "19.729"),
+        ("20.008215", 3, "2716.9", "466.0", "6.834952E+00", "18.175"),
+        ("22.712631", 4, "2704.3", "468.1", "5.545793E+00", "17.635"),
+    ):
+        text += head.format(second, step, step) + f"elapsed time per iteration (ms): {milliseconds} | "
+        text += tail.format(speed, loss, norm) + memory
+    printed = method_named("megatron_lm_upstream").parse(text)  # type: ignore[attr-defined]
+    assert printed.step_seconds == pytest.approx([10.9011, 2.7169, 2.7043])
+    assert printed.loss == [9.960249, 6.834952, 5.545793]
+    assert printed.grad_norm == [19.729, 18.175, 17.635]
+    assert printed.peak_allocated_bytes == [int(65063.49 * 2**20)]
+    assert printed.own == {"throughput per GPU (TFLOP/s/GPU)": 468.1}
+
+
+def test_real_lines_of_torchtitan() -> None:
+    """As release 0.2.2 printed them on one H200 at 16K tokens, with what our program adds."""
+    log = "[titan] 2026-11-21 21:56:{} - root - INFO - {}\n"
+    text = log.format("36,171", "Successfully created meshes with active dimensions: []")
+    for second, step, peak in (
+        ("36,276", "step:  1  loss: 10.86783  grad_norm:  0.7018  memory: 17.15GiB(12.27%)  tps: 5,024  tflops: 64.69  mfu: 6.54%", 1),  # noqa: E501
+        ("37,021", "step:  2  loss: 10.86279  grad_norm:  0.7016  memory: 24.04GiB(17.20%)  tps: 22,035  tflops: 283.71  mfu: 28.69%", 2),  # noqa: E501
+        ("37,358", "step:  3  loss: 10.85830  grad_norm:  0.7015  memory: 24.04GiB(17.20%)  tps: 48,694  tflops: 626.98  mfu: 63.40%", 3),  # noqa: E501
+    ):  # fmt: skip
+        text += 'UPSTREAM {"peak_allocated_bytes": [' + str(peak << 30) + "]}\n" + log.format(second, step)
+    printed = method_named("torchtitan_upstream").parse(text)  # type: ignore[attr-defined]
+    assert printed.tokens_per_gpu_per_second == [5024.0, 22035.0, 48694.0]
+    assert printed.loss == [10.86783, 10.86279, 10.8583]
+    assert (printed.peak_allocated_bytes, printed.peak_reserved_bytes) == ([3 << 30], [int(24.04 * 2**30)])
+    assert printed.own == {"tps": 48694.0, "tflops": 626.98, "mfu": 63.4}
+
+
 def test_lines_of_the_artifacts_megatron_lm_and_of_megatron_deepspeed() -> None:
     text = megatron_line(1, 250.0, f"Token per GPU (Tokens/s/GPU): {4096.25:.1f} | ")
     printed = method_named("megatron_lm_upstream").parse(text)  # type: ignore[attr-defined]
