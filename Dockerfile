@@ -125,7 +125,7 @@ RUN python -m baselines.checkout deepspeed --flavour "$FLAVOUR" --into /opt/base
 
 FROM baseline AS deepspeed
 COPY --from=deepspeed-source /opt/baseline /opt/baseline
-ENV DS_BUILD_OPS=0
+ENV DS_BUILD_OPS=0 HF_HUB_OFFLINE=1
 RUN python -c 'import torch' 2>/dev/null || pip install --requirement torch.txt
 RUN pip install --no-deps --require-hashes --requirement build.txt \
     && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
@@ -205,6 +205,7 @@ RUN python -m baselines.checkout torchtitan --flavour "$FLAVOUR" --into /opt/bas
 
 FROM baseline AS torchtitan
 COPY --from=torchtitan-source /opt/baseline /opt/baseline
+ENV HF_HUB_OFFLINE=1
 RUN python -c 'import torch' 2>/dev/null || pip install --requirement torch.txt
 RUN pip install --no-deps --require-hashes --requirement build.txt \
     && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
@@ -216,7 +217,7 @@ RUN python -m baselines.checkout transformer_engine --flavour "$FLAVOUR" --into 
 
 FROM baseline AS transformer-engine
 COPY --from=transformer-engine-source /opt/baseline /opt/baseline
-ENV NVTE_FRAMEWORK=pytorch
+ENV NVTE_FLASH_ATTN=0 NVTE_FRAMEWORK=pytorch
 RUN python -c 'import torch' 2>/dev/null || pip install --requirement torch.txt
 RUN pip install --no-deps --require-hashes --requirement build.txt \
     && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
@@ -228,6 +229,7 @@ RUN python -m baselines.checkout trl --flavour "$FLAVOUR" --into /opt/baseline
 
 FROM baseline AS trl
 COPY --from=trl-source /opt/baseline /opt/baseline
+ENV HF_HUB_OFFLINE=1
 RUN python -c 'import torch' 2>/dev/null || pip install --requirement torch.txt
 RUN pip install --no-deps --require-hashes --requirement build.txt \
     && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt

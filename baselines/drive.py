@@ -158,6 +158,7 @@ def _ran(place: Place, rendered: Rendered, trial_dir: Path, data: dict[str, Any]
         flavour=place.flavour,
         pin=pinned.digest,
         commit=pinned.checkout.commit if pinned.checkout else "",
+        release=pinned.release,
         command=[portable(word) for word in rendered.command],
         environment={name: portable(value) for name, value in rendered.environment.items()},
         device=_device(),

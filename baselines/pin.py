@@ -121,6 +121,13 @@ class Flavour:
             raise ValueError("the flavour has neither checkout nor packages; give one of them")
 
     @property
+    def release(self) -> str:
+        """What is pinned, in a few words: its first package, or the commit."""
+        if self.packages or self.checkout is None:
+            return next(iter(self.packages)).replace("==", " ")
+        return f"commit {self.checkout.commit[:7]}"
+
+    @property
     def borrowable(self) -> frozenset[str]:
         """Pinned packages that may also be taken from beside torch."""
         return frozenset(map(canonical, self.provided)) & frozenset(map(name_of, self.packages))

@@ -85,6 +85,7 @@ class Ran:
     command: list[str]
     environment: dict[str, str]
     device: str
+    release: str = ""  # of the system, as its authors name it
     packages: dict[str, str] = field(default_factory=dict)
     borrowed: dict[str, str] = field(
         default_factory=dict
@@ -226,6 +227,7 @@ class Upstream:
                     "flavour": ran.flavour,
                     "pin": ran.pin,
                     "commit": ran.commit,
+                    "release": ran.release,
                     "command": ran.command,
                     "environment": ran.environment,
                     "printed": dict(best.own),

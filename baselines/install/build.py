@@ -132,8 +132,8 @@ def _build(
     if other:
         say(f"  another build of {', '.join(other)}")
         write_files(other, place.folder / _BUILDS, place)
-        for path in (place.folder / _BUILDS).iterdir():
-            path.rename(place.packages / path.name)
+        for unpacked in (place.folder / _BUILDS).iterdir():
+            unpacked.rename(place.packages / unpacked.name)
     for path in pinned.folders:
         say(f"  {path}: built and installed")
         install_folder(place.source / path, place.folder, place.python, pinned.environment)

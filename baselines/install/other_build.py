@@ -78,7 +78,7 @@ def unpack(builds: Sequence[OtherBuild], pinned: Flavour, into: Path) -> dict[st
                 if (into / path.name).exists():
                     raise UsageError(f"{build.archive} and another archive both have {path.name}; give one of them")
                 path.rename(into / path.name)
-            found |= {name: f"{version}, {build.words}" for name, version in here.items()}
+            found |= {name: f"{version}, another build: {build.words}" for name, version in here.items()}
     return found
 
 

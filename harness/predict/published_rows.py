@@ -20,7 +20,6 @@ from engine.plain_json import to_json
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from harness.predict.attention import Exchange, Side
 from harness.spec.models import MODELS_DIR, load_model
-from harness.spec.trial import drop_later
 
 REFERENCE = Path(__file__).parents[2] / "results" / "paper" / "reference.csv"
 NODE_RANKS = 8  # GPUs of every published node
@@ -28,6 +27,15 @@ TRAINING, ATTENTION = "tokens_per_gpu_per_second", ("forward_ms", "forward_backw
 END_TO_END = ("e2e_main", "ablation", "checkpointing", "cp_scaling")
 # Head counts and masks of the attention benchmarks, from results/paper/experiments.yaml.
 _BENCH_HEADS = {"kernel_bench": 40, "burstattention_seq_scaling": 32, "burstattention_batch_scaling": 32}
+
+# Settings that a configuration's name is formed from: those there were when the split was decided.
+_NAMED_BY = (
+    "task", "method", "model", "seq_len", "cp_size", "tp_size", "world_size", "batch_size", "dtype", "mask", "layout",
+    "schedule", "backward", "kernel", "exchange", "grad_comm_dtype", "deterministic", "lm_head_fusion", "loss_kernel",
+    "z_loss", "checkpoint", "projection_tiles", "mlp_tiles", "optimizer_offload", "sharding", "gradient_accumulation",
+    "learning_rate", "data", "emulate_nodes", "steps", "seed",
+)  # fmt: skip
+_NAMED_BY_CHECKPOINT = ("every", "tail", "offload", "replay", "whole_layers", "mlp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +49,8 @@ class Configuration:
     def name(self) -> str:
         """Ten characters that stand for everything the prediction reads. Settings that came later change none."""
         settings = to_json(replace(self.settings, steps=Steps(), grad_comm_dtype="fp32"))
-        drop_later(settings)
+        settings = {key: settings[key] for key in _NAMED_BY}
+        settings["checkpoint"] = {key: settings["checkpoint"][key] for key in _NAMED_BY_CHECKPOINT}
         text = json.dumps([settings, to_json(self.exchange)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:10]
 

@@ -129,11 +129,18 @@ def _round_numbers(record: Record) -> list[int]:
 
 
 def ran_of(record: Record) -> str | None:
-    """The attention that a trial ran, in words: `ring, query side`, `ulysses, copy engine`, `one rank`.
+    """The attention that a trial ran, in words: `ring, query side`, `ulysses, copy engine`, `one rank`. Of a compared
+    system its release, and which of its packages are another build than their authors'.
 
     None without a measurement, and for a task that runs no attention.
     """
     chosen = record.measurement.chosen if record.measurement else {}
+    if record.measurement and (upstream := record.measurement.extra.get("upstream", {}).get("release")):
+        builds = record.measurement.extra["upstream"].get("builds", {})
+        named: dict[str, str] = {}  # what a build is -> the shortest name of a package that has it
+        for name, words in sorted(builds.items(), key=lambda item: len(item[0])):
+            named.setdefault(words, name)
+        return ", ".join([upstream, *(f"{name} {words.partition(' (archive')[0]}" for words, name in named.items())])
     if "schedule" not in chosen:
         return None
     if record.settings.cp_size == 1:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any
 
 from engine.forecast import Forecast
 from engine.old_names import first_settings
@@ -55,15 +54,10 @@ class Trial:
         for key in settings.planned.split():
             *owner, name = key.split(".")
             (values[owner[0]] if owner else values).pop(name, None)
-        drop_later(values)
+        for key, before in _LATER.items():
+            *owner, name = key.split(".")
+            holder = values[owner[0]] if owner else values
+            if holder.get(name) == before:
+                del holder[name]
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
         return f"{settings.task}-{settings.method}-s{settings.seq_len}-cp{settings.cp_size}-{digest}"
-
-
-def drop_later(values: dict[str, Any]) -> None:
-    """Take out of settings as JSON the later ones that stand at what there was before them: digests stay as they were."""
-    for key, before in _LATER.items():
-        *owner, name = key.split(".")
-        holder = values[owner[0]] if owner else values
-        if holder.get(name) == before:
-            del holder[name]

@@ -6,9 +6,11 @@ from __future__ import annotations
 import base64
 import fcntl
 import hashlib
+import importlib.metadata
 import json
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import yaml
 from baselines.install.build import check_space, install_system
 from baselines.install.bundle import make_bundle
 from baselines.install.interpreter import Interpreter, clean_environment, look_at
+from baselines.install.other_build import parse
 from baselines.install.places import Installed, Place
 from baselines.install.verify import verify
 from cluster.files.errors import UsageError
@@ -176,6 +179,123 @@ def test_a_bundle_installs_where_there_is_no_network(place: Place, given: Path, 
     assert place.condition()[0] == "installed"
     with pytest.raises(UsageError, match="exists; give --out a path that does not"):
         make_bundle(place, tmp_path / "some.tar")
+
+
+def with_numpy_pinned(place: Place, given: Path) -> None:
+    """The pin names numpy, too, in a version that nobody has; so it can only come from beside torch."""
+    pin_file = place.base / "some" / "pin.yaml"
+    pin = yaml.safe_load(pin_file.read_text())
+    pin["current"]["packages"]["numpy==0.0.1"] = "0" * 64
+    pin_file.write_text(yaml.safe_dump(pin))
+
+
+def test_common_packages_come_from_beside_torch_where_asked(place: Place, given: Path) -> None:
+    with_numpy_pinned(place, given)
+    with pytest.raises(UsageError, match=r"pip download failed .*numpy==0.0.1"):
+        install_system(place, given=given, say=quiet)
+    install_system(place, given=given, borrow=True, say=quiet)
+    state = place.state()
+    assert state is not None
+    assert list(state.borrowed) == ["numpy"]
+    assert state.borrowed["numpy"] == importlib.metadata.version("numpy")
+    assert "numpy" not in state.packages
+    assert verify(place).problems == []
+    done = subprocess.run(
+        [place.python, "-c", "import numpy; print(numpy.__version__)"], env=clean_environment(), cwd=place.folder,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == state.borrowed["numpy"]
+
+
+def packed(folder: Path, version: str = "1.2") -> Path:
+    """An archive of package somering as it would lie in an environment, with other content than its wheel."""
+    wheel(folder / "other", "somering", version, "RING = 'built elsewhere'\n")
+    [path] = (folder / "other").glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(folder / "unpacked")
+    out = folder / "somering.tar.xz"
+    with tarfile.open(out, "w:xz") as archive:
+        for part in (folder / "unpacked").iterdir():
+            archive.add(part, arcname=part.name)
+    return out
+
+
+def test_another_build_of_a_package_is_named_and_compared_with_its_archive(
+    place: Place, given: Path, tmp_path: Path
+) -> None:
+    archive = packed(tmp_path)
+    (given / "somering-1.2-py3-none-any.whl").unlink()
+    [build] = parse([f"somering={archive}"], "compiled at night")
+    install_system(place, given=given, builds=[build], say=quiet)
+    state = place.state()
+    assert state is not None
+    assert state.builds["somering"].startswith("1.2, another build: compiled at night (archive ")
+    module = place.packages / "somering.py"
+    assert module.read_text() == "RING = 'built elsewhere'\n"
+    assert verify(place).problems == []
+    module.write_text("RING = 'patched'\n")
+    assert verify(place).problems == ["somering.py: it is not as its archive had it"]
+
+
+@pytest.mark.parametrize(
+    ("words", "note", "expected"),
+    [
+        ("somering", "x", "is not PACKAGE=ARCHIVE"),
+        ("somering=missing.tar", "x", "there is no such archive"),
+        ("somering=ARCHIVE", " ", "--build needs --build-note"),
+        ("otherring=ARCHIVE", "x", "has otherring absent, the pin says no such package"),
+        ("somering=NEWER", "x", "has somering 1.3, the pin says 1.2; give a build of the pinned packages"),
+        ("somering=pin.yaml", "x", "cannot be unpacked"),
+    ],
+)
+def test_a_build_that_is_no_build_of_the_pin_is_refused(
+    place: Place, given: Path, tmp_path: Path, words: str, note: str, expected: str
+) -> None:
+    (tmp_path / "newer").mkdir()
+    words = words.replace("ARCHIVE", str(packed(tmp_path))).replace("NEWER", str(packed(tmp_path / "newer", "1.3")))
+    words = words.replace("pin.yaml", str(place.base / "some" / "pin.yaml"))
+    with pytest.raises(UsageError, match=expected):
+        install_system(place, given=given, builds=parse([words], note), say=quiet)
+
+
+def test_a_bundle_is_made_for_another_python_and_from_a_clone(place: Place, given: Path, tmp_path: Path) -> None:
+    with_numpy_pinned(place, given)
+    other = VERSION.replace("3.", "3.9")  # 3.911: no interpreter is that
+    pin_file = place.base / "some" / "pin.yaml"
+    pin_file.write_text(pin_file.read_text().replace(f"python: '{VERSION}'", f"python: '{VERSION}-{other}'"))
+    index = tmp_path / "index" / "somering"
+    index.mkdir(parents=True)
+    name = "somering-1.2-py3-none-any.whl"
+    (index / "index.html").write_text(f'<a href="file://{given}/{name}">{name}</a>')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIP_CONFIG_FILE", "/dev/null")
+        patch.setenv("PIP_INDEX_URL", f"file://{tmp_path}/index")
+        patch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+        make_bundle(place, tmp_path / "some.tar", version=other, given=given, borrow=True)
+        make_bundle(place, tmp_path / "less.tar", version=other, given=given, borrow=True, leave_out=["somering"])
+        with pytest.raises(UsageError, match=r"wheels are chosen for the Python that packs them, found 2\.7"):
+            make_bundle(place, tmp_path / "old.tar", version="2.7", given=given)
+        with pytest.raises(UsageError, match="pins no otherring; give --without one of its packages"):
+            make_bundle(place, tmp_path / "no.tar", given=given, leave_out=["otherring"])
+    commit = git(given / "some-clone", "rev-parse", "HEAD")
+    source = [f"sources/{commit}/source.json", f"sources/{commit}/source/train.py"]
+    for archive, expected in (("some.tar", [*source, f"wheels/{name}"]), ("less.tar", source)):
+        with tarfile.open(tmp_path / archive) as opened:
+            assert sorted(member.name for member in opened if member.isfile()) == expected
+
+
+def test_libraries_beside_torch_come_before_those_of_the_machine(place: Place) -> None:
+    pin_file = place.base / "some" / "pin.yaml"
+    pin = yaml.safe_load(pin_file.read_text())
+    pin["current"]["preload"] = ["nvidia/a/lib/liba.so.1", "nvidia/a/lib/libb.so.2", "nvidia/absent/libc.so"]
+    pin_file.write_text(yaml.safe_dump(pin))
+    assert "LD_PRELOAD" not in place.environment  # nothing is there yet
+    folder = place.folder / "borrowed" / "nvidia" / "a" / "lib"
+    folder.mkdir(parents=True)
+    for name in ("liba.so.1", "libb.so.2"):
+        (folder / name).touch()
+    assert place.environment["LD_PRELOAD"] == f"{folder}/liba.so.1:{folder}/libb.so.2"
+    assert place.environment["LD_LIBRARY_PATH"] == str(folder)
 
 
 def test_two_programs_do_not_install_into_one_place(place: Place, given: Path) -> None:

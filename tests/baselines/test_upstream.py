@@ -67,7 +67,7 @@ def test_its_own_trial_is_accepted_and_other_settings_are_refused_in_one_sentenc
     assert method.refuse(own) is None
     for changes in (
         {"task": "lm_head"}, {"dtype": "fp64"}, {"mask": "full"}, {"layout": "striped"}, {"backward": "query"},
-        {"kernel": "fa4"}, {"deterministic": True}, {"loss_kernel": "liger"}, {"tp_size": 16},
+        {"kernel": "flex"}, {"deterministic": True}, {"loss_kernel": "liger"}, {"tp_size": 16},
     ):  # fmt: skip
         reason = method.refuse(replace(own, **changes, world_size=0))
         assert reason is not None, changes
@@ -102,7 +102,7 @@ MEGATRON = (
     "8192 --num-attention-heads 16 --kv-channels 128 --normalization RMSNorm --disable-bias-linear "
     "--position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
     "--seq-length 16384 --max-position-embeddings 16384 --tokenizer-type NullTokenizer --vocab-size 31999 "
-    "--make-vocab-size-divisible-by 128 --mock-data --no-create-attention-mask-in-dataloader --num-workers 1 "
+    "--make-vocab-size-divisible-by 128 {data} --no-create-attention-mask-in-dataloader --num-workers 1 "
     "--micro-batch-size 1 --global-batch-size 1 --train-iters 5 --eval-iters 0 --eval-interval 1000 --bf16 "
     "--use-distributed-optimizer --lr 1e-05 --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 "
     "--seed 1 --context-parallel-size {cp} --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
@@ -112,22 +112,26 @@ MEGATRON = (
 
 def test_the_command_of_megatron_lm() -> None:
     command, environment, files = rendered("megatron_lm_upstream", cp_size=2)
-    assert command == MEGATRON.format(cp=2) + (
-        "--norm-epsilon 1e-05 --rotary-base 500000 --lr-decay-style constant --attention-backend auto "
+    data = " ".join(f"/T/tokens/{step}" for step in range(5))
+    data = f"--train-data-path {data} --data-cache-path /T/tokens/cache"
+    assert command == MEGATRON.format(cp=2, data=data) + (
+        "--norm-epsilon 1e-05 --rotary-base 500000 --lr-decay-style constant --attention-backend fused "
         "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native --no-check-for-nan-in-loss-and-grad "
-        "--rerun-mode disabled --manual-gc --manual-gc-interval 100 --no-gradient-accumulation-fusion "
-        "--log-memory-interval 1 --timing-log-level 0 --distributed-timeout-minutes 5 --swiglu "
+        "--rerun-mode disabled --manual-gc --manual-gc-interval 100 --log-memory-interval 1 --timing-log-level 0 "
+        "--distributed-timeout-minutes 5 --swiglu "
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     )
-    assert environment == {
-        "NVTE_FRAMEWORK": "pytorch", "TORCH_EXTENSIONS_DIR": "UPSTREAM/extensions", "CUDA_DEVICE_MAX_CONNECTIONS": "1"
+    # Where it is installed, torch's own libraries are loaded before others, too.
+    assert {name: value for name, value in environment.items() if not name.startswith("LD_")} == {
+        "NVTE_FRAMEWORK": "pytorch", "TORCH_EXTENSIONS_DIR": "UPSTREAM/extensions",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": "BASELINES/programs/standins",
     }  # fmt: skip
     assert files == {"bin/make": "#!/bin/sh\nexit 0\n"}
 
 
 def test_the_papers_megatron_lm_runs_with_the_options_of_the_artifact() -> None:
     command, _, files = rendered("megatron_lm_upstream", cp_size=8, flavour="paper")
-    assert command == MEGATRON.format(cp=8) + (
+    assert command == MEGATRON.format(cp=8, data="--mock-data") + (
         "--use-rotary-position-embeddings --lr-decay-style cosine --min-lr 1e-06 --init-method-std 0.006 "
         "--use-flash-attn --timing-log-level 0 --causal --causal-tflops --method megatron-cp --log-file "
         "/T/megatron.txt --swiglu --sequence-parallel --recompute-granularity full --recompute-method uniform "
@@ -140,7 +144,7 @@ def test_the_papers_megatron_lm_runs_with_the_options_of_the_artifact() -> None:
     ("checkpoint", "expected"),
     [
         (Checkpoint(every=0), ""),
-        (Checkpoint(), "--recompute-granularity selective --recompute-modules mlp layernorm"),
+        (Checkpoint(), "--recompute-granularity selective --recompute-modules mlp"),
         (
             Checkpoint(every=4, tail=0),
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4",
@@ -255,8 +259,9 @@ def test_the_requests_of_transformers_trainers() -> None:
     request = json.loads(files["attention.json"])
     assert (request["engine"], request["loss_tiles"], request["mlp_tiles"]) == ("deepspeed", 2, 4)
     assert request["deepspeed"]["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
-    _, _, files = rendered("trl_upstream")
-    assert json.loads(files["attention.json"])["engine"] == "trl"
+    _, _, files = rendered("trl_upstream", kernel="cudnn")
+    request = json.loads(files["attention.json"])
+    assert (request["engine"], request["kernel"], request["tokens"]) == ("trl", "cudnn", "/T/tokens/tokens.bin")
 
 
 HEAD = (
@@ -281,6 +286,51 @@ def test_lines_of_megatron_lm() -> None:
     assert printed.grad_norm == [18.805] * 3
     assert printed.peak_allocated_bytes == [int(69158.79 * 2**20)]
     assert printed.own == {"throughput per GPU (TFLOP/s/GPU)": 378.7}
+
+
+def test_real_lines_of_megatron_lm() -> None:
+    """As release 0.19 printed them on one H200 at 64K tokens, other lines between them."""
+    head = " [2026-11-21 22:05:{}] iteration        {}/       6 | consumed samples:            {} | "
+    tail = (
+        "throughput per GPU (TFLOP/s/GPU): {} | learning rate: 1.000000E-05 | global batch size:     1 | lm loss: {} | "
+        "loss scale: 1.0 | grad norm: {} | number of skipped iterations:   0 | number of nan iterations:   0 |\n"
+    )
+    memory = (
+        "Theoretical memory footprints: weight and optimizer=19531.16 MB, activation=77717.32 MB, total=97248.49 MB\n"
+        "[Rank 0] (after 3 iterations) memory (MB) | allocated: 19904.17 | max allocated: 65063.49 | "
+        "reserved: 68204.00 | max reserved: 68204.00\n"
+    )
+    text = ""
+    for second, step, milliseconds, speed, loss, norm in (
+        ("17.291212", 2, "10901.1", "116.1", "9.960249E+00", "19.729"),
+        ("20.008215", 3, "2716.9", "466.0", "6.834952E+00", "18.175"),
+        ("22.712631", 4, "2704.3", "468.1", "5.545793E+00", "17.635"),
+    ):
+        text += head.format(second, step, step) + f"elapsed time per iteration (ms): {milliseconds} | "
+        text += tail.format(speed, loss, norm) + memory
+    printed = method_named("megatron_lm_upstream").parse(text)  # type: ignore[attr-defined]
+    assert printed.step_seconds == pytest.approx([10.9011, 2.7169, 2.7043])
+    assert printed.loss == [9.960249, 6.834952, 5.545793]
+    assert printed.grad_norm == [19.729, 18.175, 17.635]
+    assert printed.peak_allocated_bytes == [int(65063.49 * 2**20)]
+    assert printed.own == {"throughput per GPU (TFLOP/s/GPU)": 468.1}
+
+
+def test_real_lines_of_torchtitan() -> None:
+    """As release 0.2.2 printed them on one H200 at 16K tokens, with what our program adds."""
+    log = "[titan] 2026-11-21 21:56:{} - root - INFO - {}\n"
+    text = log.format("36,171", "Successfully created meshes with active dimensions: []")
+    for second, step, peak in (
+        ("36,276", "step:  1  loss: 10.86783  grad_norm:  0.7018  memory: 17.15GiB(12.27%)  tps: 5,024  tflops: 64.69  mfu: 6.54%", 1),  # noqa: E501
+        ("37,021", "step:  2  loss: 10.86279  grad_norm:  0.7016  memory: 24.04GiB(17.20%)  tps: 22,035  tflops: 283.71  mfu: 28.69%", 2),  # noqa: E501
+        ("37,358", "step:  3  loss: 10.85830  grad_norm:  0.7015  memory: 24.04GiB(17.20%)  tps: 48,694  tflops: 626.98  mfu: 63.40%", 3),  # noqa: E501
+    ):  # fmt: skip
+        text += 'UPSTREAM {"peak_allocated_bytes": [' + str(peak << 30) + "]}\n" + log.format(second, step)
+    printed = method_named("torchtitan_upstream").parse(text)  # type: ignore[attr-defined]
+    assert printed.tokens_per_gpu_per_second == [5024.0, 22035.0, 48694.0]
+    assert printed.loss == [10.86783, 10.86279, 10.8583]
+    assert (printed.peak_allocated_bytes, printed.peak_reserved_bytes) == ([3 << 30], [int(24.04 * 2**30)])
+    assert printed.own == {"tps": 48694.0, "tflops": 626.98, "mfu": 63.4}
 
 
 def test_lines_of_the_artifacts_megatron_lm_and_of_megatron_deepspeed() -> None:

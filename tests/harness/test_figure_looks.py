@@ -116,6 +116,7 @@ def test_the_old_colours_of_loongtrain_would_not_have_passed() -> None:
 def test_a_method_keeps_its_colour_whatever_else_is_drawn() -> None:
     assert len({method_colour(method) for method in METHOD_ORDER}) == len(METHOD_ORDER)
     assert method_colour("ulysses_upstream") == method_colour("ulysses")
+    assert method_colour("megatron_lm_upstream") == method_colour("megatron_cp")  # whose native form it is
     assert method_colour("something_new") == method_colour("something_new")
 
 

@@ -56,6 +56,20 @@ def test_a_row_says_in_words_what_the_trial_ran(chosen, words) -> None:
     assert row_of(ran(chosen))["ran"] == words
 
 
+def test_a_compared_system_is_named_with_its_release_and_with_other_builds() -> None:
+    trial = ran({}, method="megatron_lm_upstream")
+    assert trial.measurement is not None
+    words = "2.12.0, another build: compiled -O1 (archive 0123456789ab)"
+    builds = {"transformer-engine-torch": words, "transformer-engine": words, "ninja": "1.0, another build: mine"}
+    trial.measurement.extra["upstream"] = {"release": "megatron-core 0.19.2", "builds": builds}
+    said = (
+        "megatron-core 0.19.2, ninja 1.0, another build: mine, transformer-engine 2.12.0, another build: compiled -O1"
+    )
+    assert row_of(trial)["ran"] == said
+    [(name, _)] = series_of(rows_of([trial]))
+    assert name == f"megatron_lm_upstream ({said})"
+
+
 def test_one_rank_shares_nothing_and_a_trial_without_a_measurement_ran_nothing(tmp_path: Path) -> None:
     rows = rows_of([ran(RING, cp_size=1), ran(RING, status="oom")])
     with open(write_results(tmp_path / "results.csv", rows), newline="") as file:

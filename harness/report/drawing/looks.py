@@ -33,6 +33,8 @@ COLOURS = {
     "flash_1gpu": "#292623",
 }
 SPARE = ("#713920", "#736bd0", "#85c8a9", "#9e0051")
+# Systems with the colour of a method of another name: of their native form; TRL, which splits no sequence, has none.
+NATIVE_FORM = {"megatron_lm": "megatron_cp", "deepspeed": "ulysses", "torchtitan": "torch_cp", "trl": "megatron_tp"}
 UPSTREAM = "_upstream"  # ends the name of a system that runs unmodified beside our native form of it
 
 MAX_SERIES = 24  # told apart in one figure
@@ -110,6 +112,7 @@ def mixed(colour: str, share: float) -> tuple[float, float, float]:
 def method_colour(method: str) -> str:
     """The colour of a method in every figure; an upstream system shares its native form's."""
     base = method.removesuffix(UPSTREAM)
+    base = NATIVE_FORM.get(base, base)
     return COLOURS.get(base) or SPARE[zlib.crc32(base.encode()) % len(SPARE)]
 
 
