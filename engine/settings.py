@@ -24,6 +24,7 @@ LossKernel = Literal["own", "liger", "cce"]
 Offload = Literal["none", "inputs", "all"]
 Replay = Literal["hold", "bisect"]
 Sharding = Literal["full", "hybrid"]
+SettingsFrom = Literal["equal", "as_published", "tuned"]
 
 BYTES_OF: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2}  # of one element
 
@@ -206,6 +207,7 @@ class TrialSettings:
     learning_rate: float = 3e-4
     data: str = "python_docs"  # or the path of a UTF-8 text file
     emulate_nodes: int = 1  # logical nodes one host is split into
+    settings: SettingsFrom = "equal"  # where values that an experiment leaves open came from: defaults, or a table
     steps: Steps = field(default_factory=Steps)
     seed: int = 0
 

@@ -12,6 +12,7 @@ from engine.settings import TrialSettings, to_json
 # Settings that came after runs had been published, and what every run was until then: so these can still be resumed.
 _LATER = {
     "checkpoint.replay": "hold", "checkpoint.whole_layers": 0, "checkpoint.mlp": 1.0, "projection_tiles": 1,
+    "settings": "equal",
 }  # fmt: skip
 
 

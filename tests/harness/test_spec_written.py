@@ -57,7 +57,7 @@ fixed: {method: burst, seq_len: 64, learning_rate: 1e-5, model.layers: 3, determ
 steps: {warmup: 0, rounds: 3, interval: 1e-2, budget_seconds: 7}
 seeds: [0, 1, 2]
 limits: {trial_seconds: 33.5, share_ranks: true}
-reference: {paper: "on"}
+reference: {paper: "ablation"}
 """
 
 
