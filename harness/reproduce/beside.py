@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from harness.base.lengths import format_length
 from harness.reproduce.computed import computed_entries, digits_of
-from harness.reproduce.entries import UNIT_OF, Entry, measured_entries, published_entries, same_hardware
+from harness.reproduce.entries import UNIT_OF, Entry, gpu_text, measured_entries, published_entries, same_hardware
 from harness.reproduce.figures import PaperFigure
 from harness.reproduce.measured import Run, rows_for
 from harness.report.tables.table import Column, Table, significant, without_empty_columns
@@ -85,7 +85,7 @@ def verdict(found: Beside) -> tuple[Verdict, str]:
 
 
 def _place(entry: Entry) -> str:
-    return f"{entry.model} on {entry.gpus} × {entry.hardware.removeprefix('NVIDIA ')}"
+    return f"{entry.model} on {entry.gpus} × {gpu_text(entry.hardware)}"
 
 
 def list_table(found: Sequence[tuple[Beside, str]]) -> Table:
@@ -102,19 +102,18 @@ def list_table(found: Sequence[tuple[Beside, str]]) -> Table:
                 sum(len(entry.values) for entry in one.published) + sum(entry.status != "ok" for entry in one.published),
                 len(one.computed) or None,
                 len(best) or None,
-                ", ".join(sorted({entry.hardware.removeprefix("NVIDIA ") for entry in best})) or None,
+                ", ".join(sorted({gpu_text(entry.hardware) for entry in best})) or None,
                 predicted or None,
                 said,
                 why,
             )
         )
-    number = significant(4)
     return Table(
         name="figures",
         title="Figures and tables of the paper",
         columns=(
-            Column(header="figure"), Column(header="title"), Column(header="published", form=number, numeric=True),
-            Column(header="computed", form=number, numeric=True), Column(header="measured", form=number, numeric=True),
+            Column(header="figure"), Column(header="title"), Column(header="published", numeric=True),
+            Column(header="computed", numeric=True), Column(header="measured", numeric=True),
             Column(header="on"), Column(header="predicted"), Column(header="verdict"), Column(header="why"),
         ),
         rows=tuple(rows),
@@ -139,7 +138,7 @@ def points_table(found: Beside) -> Table:
             rows += _lines(key, group, metric, along)
     number = Column(header="", form=significant(4), numeric=True)
     columns = (
-        Column(header="series"), Column(header="model"), _headed(number, "GPUs"), _headed(number, "CP"),
+        Column(header="series"), Column(header="model"), Column(header="GPUs", numeric=True), Column(header="CP", numeric=True),
         Column(header=along, numeric=True), Column(header="metric"), _headed(number, "published"), Column(header="by"),
         _headed(number, "computed"), _headed(number, "measured"), Column(header="settings"), Column(header="on"),
         _headed(number, "measured ÷ published"), _headed(number, "predicted"), Column(header="for"),

@@ -19,7 +19,7 @@ from harness.report.drawing.notes import whisker_note
 from harness.report.drawing.points import Measure, Panel, Point
 from harness.report.drawing.sheet import Form, Sheet, in_both_forms, panel_title, sheet, value_axis
 from harness.reproduce.beside import Beside
-from harness.reproduce.entries import PUBLISHED_ROWS, UNIT_OF, Entry, Origin
+from harness.reproduce.entries import PUBLISHED_ROWS, UNIT_OF, Entry, Origin, gpu_text
 from harness.reproduce.published import ARTIFACT
 
 MAX_PANELS = 16
@@ -59,7 +59,7 @@ def name_of(entry: Entry) -> str:
     who: str = entry.origin
     if entry.origin in ("measured", "predicted"):
         who = f"{entry.origin}, {entry.settings.replace('_', ' ')} settings"
-    place = "" if entry.hardware == PUBLISHED_ROWS else f" · {entry.hardware.removeprefix('NVIDIA ')}"
+    place = "" if entry.hardware == PUBLISHED_ROWS else f" · {gpu_text(entry.hardware)}"
     return f"{entry.series}{place}, {who}"
 
 
@@ -75,7 +75,7 @@ def panel_name(entry: Entry) -> str:
 
 
 def _draw(form: Form, found: Beside, metric: str, entries: Sequence[Entry], predictor: str) -> Sheet:
-    looks = _looks(entries)
+    looks = _looks(entries, list(found.figure.series))
     panels, left = _panels(entries, list(looks))
     places = [arrange(panel) for panel in panels]
     measure = Measure(column=metric, unit=UNIT_OF[metric], timed=metric in _TIMED)
@@ -111,14 +111,14 @@ def _draw(form: Form, found: Beside, metric: str, entries: Sequence[Entry], pred
     return figure
 
 
-def _looks(entries: Sequence[Entry]) -> dict[str, OriginLook]:
+def _looks(entries: Sequence[Entry], given: Sequence[str]) -> dict[str, OriginLook]:
     """A look for each series by its name, in the order of the figure: series by series, published ones first."""
     variants: dict[str, list[str]] = {}  # series by method
     for entry in entries:
         of_method = variants.setdefault(entry.method, [])
         if entry.series not in of_method:
             of_method.append(entry.series)
-    order = [series for members in variants.values() for series in members]
+    order = [*given, *(series for members in variants.values() for series in members if series not in given)]
     looks: dict[str, OriginLook] = {}
     for entry in sorted(entries, key=lambda one: order.index(one.series)):
         place = variants[entry.method].index(entry.series)
@@ -154,7 +154,7 @@ def _row(entry: Entry) -> dict[str, Any]:
 
 
 def _where(entry: Entry) -> str:
-    return "" if entry.hardware == PUBLISHED_ROWS else entry.hardware.removeprefix("NVIDIA ")
+    return "" if entry.hardware == PUBLISHED_ROWS else gpu_text(entry.hardware)
 
 
 def _notes(
@@ -164,7 +164,7 @@ def _notes(
     notes = [
         f"Hatched: published, read from the sheets and scripts of {ARTIFACT} (single samples; the paper's own figures were "
         "not read)."
-        if found.figure.reference.startswith("burstattention") is False
+        if not found.figure.reference.startswith("burstattention")
         else "Hatched: published, read from the README of MayDomine/Burst-Attention (single samples)."
     ]
     if "computed" in origins:

@@ -191,15 +191,11 @@ def _shape_text(row: Mapping[str, Any]) -> str:
 
 def same_hardware(one: str, other: str) -> bool:
     """Whether two names mean the same GPU: `A800-80GB` and `NVIDIA A800-SXM4-80GB`."""
-    words = [set(re.split(r"[\s-]+", name.casefold())) - {"nvidia", "sxm4", "hbm3", "sxm"} for name in (one, other)]
+    words = [set(gpu_text(name).casefold().split("-")) for name in (one, other)]
     return words[0] <= words[1] or words[1] <= words[0]
 
 
-def by_setup(entries: Sequence[Entry]) -> dict[tuple[Any, ...], list[Entry]]:
-    """Entries by what they answer: series and set-up."""
-    found: dict[tuple[Any, ...], list[Entry]] = {}
-    for entry in entries:
-        found.setdefault((entry.series, *entry.setup), []).append(entry)
-    return found
-
-
+def gpu_text(name: str) -> str:
+    """A GPU's name without maker and form: `A800-80GB` for `NVIDIA A800 80 GB` and `NVIDIA A800-SXM4-80GB`."""
+    words = re.split(r"[\s-]+", re.sub(r"(\d+) GB", r"\1GB", name))
+    return "-".join(word for word in words if word not in ("NVIDIA", "SXM", "SXM4", "HBM3", "PCIe", "")) or name

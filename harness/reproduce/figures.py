@@ -103,7 +103,7 @@ def read_figures(path: Path) -> dict[str, PaperFigure]:
     found = {}
     for name, node in root["figures"].mapping("figures").items():
         try:
-            figure: PaperFigure = from_json(PaperFigure, {"name": name} | _plain(node))
+            figure: PaperFigure = from_json(PaperFigure, {"name": name} | plain(node))
         except ValueError as error:
             raise UsageError(f"{node.place}: figure {name}: {error}") from error
         if figure.reference not in paper_experiments():
@@ -113,8 +113,8 @@ def read_figures(path: Path) -> dict[str, PaperFigure]:
     return found
 
 
-def _plain(node: Node) -> Any:
+def plain(node: Node) -> Any:
     """A node's value without the places."""
     if isinstance(node.value, dict):
-        return {key: _plain(item) for key, item in node.value.items()}
-    return [_plain(item) for item in node.value] if isinstance(node.value, list) else node.value
+        return {key: plain(item) for key, item in node.value.items()}
+    return [plain(item) for item in node.value] if isinstance(node.value, list) else node.value
