@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from cluster.files.document import Node, read_yaml
@@ -180,7 +179,9 @@ def recomputed_systems() -> list[tuple[System, float | None, float | None]]:
 
 def slips(found: Iterable[Recomputed]) -> list[float]:
     """Ratios of what was published from tokens per second, in the figures that were plotted or tabulated."""
-    return [one.ratio for one in found if one.from_.endswith("tokens/s/GPU") and one.metric in ("mfu", "tflops_per_gpu")]
+    return [
+        one.ratio for one in found if one.from_.endswith("tokens/s/GPU") and one.metric in ("mfu", "tflops_per_gpu")
+    ]
 
 
 def audit_table(found: Sequence[Recomputed]) -> Table:

@@ -1,4 +1,4 @@
-"""A figure's published numbers beside those that were measured, computed and predicted, and the verdict that follows."""
+"""A figure's published numbers beside measured, computed and predicted ones, and the verdict that follows."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from harness.base.lengths import format_length
+from harness.report.tables.table import Column, Table, significant, without_empty_columns
 from harness.reproduce.computed import computed_entries, digits_of
 from harness.reproduce.entries import UNIT_OF, Entry, gpu_text, measured_entries, published_entries, same_hardware
 from harness.reproduce.figures import PaperFigure
 from harness.reproduce.measured import Run, rows_for
-from harness.report.tables.table import Column, Table, significant, without_empty_columns
+from harness.reproduce.published import ARTIFACT
 
 Verdict = Literal["reproduced", "partly", "not", "not comparable"]
 VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not", "not comparable")
@@ -74,12 +75,12 @@ def verdict(found: Beside) -> tuple[Verdict, str]:
     if numbers:
         good = sum(apart <= WITHIN for apart, _ in numbers)
         worst = max(apart for apart, _ in numbers)
-        said = f"{good} of {len(numbers)} measured numbers within {WITHIN:.0%} of the published, the worst {worst:.0%} away"
+        said = f"{good} of {len(numbers)} measured within {WITHIN:.0%} of the published, the worst {worst:.0%} away"
         if good == len(numbers) >= points:
             return "reproduced", said
         return ("partly" if good else "not"), f"{said}; {points} are published"
     if ours := [entry for entry in found.measured if entry.values]:
-        places = "; ".join(sorted({_place(entry) for entry in ours})[:3])
+        places = "; ".join(sorted({_place(entry) for entry in ours})[:2])
         return "not comparable", f"measured on another set-up: {places}"
     return "not", "no record of ours yet"
 
@@ -88,9 +89,9 @@ def _place(entry: Entry) -> str:
     return f"{entry.model} on {entry.gpus} × {gpu_text(entry.hardware)}"
 
 
-def list_table(found: Sequence[tuple[Beside, str]]) -> Table:
+def list_table(found: Sequence[tuple[Beside, str]], predictor: str) -> Table:
     """All figures: published, measured and predicted points, and the verdict. Each comes with the words on what is
-    predicted."""
+    predicted; `predictor` says what that is and where."""
     rows = []
     for one, predicted in found:
         said, why = verdict(one)
@@ -98,8 +99,7 @@ def list_table(found: Sequence[tuple[Beside, str]]) -> Table:
         rows.append(
             (
                 one.figure.name,
-                one.figure.title,
-                sum(len(entry.values) for entry in one.published) + sum(entry.status != "ok" for entry in one.published),
+                sum(len(entry.values) or 1 for entry in one.published),
                 len(one.computed) or None,
                 len(best) or None,
                 ", ".join(sorted({gpu_text(entry.hardware) for entry in best})) or None,
@@ -112,16 +112,16 @@ def list_table(found: Sequence[tuple[Beside, str]]) -> Table:
         name="figures",
         title="Figures and tables of the paper",
         columns=(
-            Column(header="figure"), Column(header="title"), Column(header="published", numeric=True),
+            Column(header="figure"), Column(header="published", numeric=True),
             Column(header="computed", numeric=True), Column(header="measured", numeric=True),
             Column(header="on"), Column(header="predicted"), Column(header="verdict"), Column(header="why"),
         ),
         rows=tuple(rows),
         note=(
-            "published: numbers, and points out of memory, of the artifact's sheets (thunlp/BurstEngine at 426eb7a); the "
+            f"published: numbers, and points out of memory, of the artifact's sheets ({ARTIFACT}); the "
             "figures of the paper itself were not read. measured: trials of ours that answer the question. "
-            f"reproduced: the same set-up and GPU, every number within {WITHIN:.0%}; not comparable: measured on another "
-            "set-up; not: outside, or no record yet."
+            f"reproduced: the same set-up and GPU, every number within {WITHIN:.0%}; not comparable: measured on "
+            f"another set-up; not: outside, or no record yet. {predictor}"
         ),
     )  # fmt: skip
 
@@ -138,7 +138,8 @@ def points_table(found: Beside) -> Table:
             rows += _lines(key, group, metric, along)
     number = Column(header="", form=significant(4), numeric=True)
     columns = (
-        Column(header="series"), Column(header="model"), Column(header="GPUs", numeric=True), Column(header="CP", numeric=True),
+        Column(header="series"), Column(header="model"), Column(header="GPUs", numeric=True),
+        Column(header="CP", numeric=True),
         Column(header=along, numeric=True), Column(header="metric"), _headed(number, "published"), Column(header="by"),
         _headed(number, "computed"), _headed(number, "measured"), Column(header="settings"), Column(header="on"),
         _headed(number, "measured ÷ published"), _headed(number, "predicted"), Column(header="for"),
@@ -150,8 +151,7 @@ def points_table(found: Beside) -> Table:
             title=f"{found.figure.title}: published beside ours",
             columns=columns,
             rows=tuple(rows),
-            note="A ratio stands only where model, GPUs, length and the kind of GPU are the same. "
-            + found.figure.note,
+            note="A ratio stands only where model, GPUs, length and the kind of GPU are the same. " + found.figure.note,
         )
     )
 
@@ -174,9 +174,9 @@ def _lines(key: tuple[Any, ...], group: Sequence[Entry], metric: str, along: str
         guesses = [one for one in of["predicted"] if not settings or one.settings == settings] or of["predicted"]
         guess = guesses[0] if guesses else None
         ratio = None
-        if theirs and ours and metric in theirs.values and metric in ours.values:
-            if same_hardware(theirs.hardware, ours.hardware):
-                ratio = ours.values[metric] / theirs.values[metric]
+        both = theirs and ours and metric in theirs.values and metric in ours.values
+        if theirs and ours and both and same_hardware(theirs.hardware, ours.hardware):
+            ratio = ours.values[metric] / theirs.values[metric]
         notes = [one.note for one in (theirs, ours) if one and one.note]
         lines.append(
             (

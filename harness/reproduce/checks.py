@@ -117,7 +117,11 @@ def memory(claimed: Claimed, rows: Rows) -> Evidence:
         return Evidence(verdict="not comparable", numbers=numbers)
     found = max(
         points.values(),
-        key=lambda one: (_is_setup(one[OWN_METHOD], claimed), one[OWN_METHOD]["seq_len"], one[OWN_METHOD]["world_size"]),
+        key=lambda one: (
+            _is_setup(one[OWN_METHOD], claimed),
+            one[OWN_METHOD]["seq_len"],
+            one[OWN_METHOD]["world_size"],
+        ),
     )
     mine = found[OWN_METHOD]
     other = min((row for name, row in found.items() if name != OWN_METHOD), key=lambda row: row["peak_memory_gib"])
@@ -177,7 +181,12 @@ def scaling(claimed: Claimed, rows: Rows) -> Evidence:
     }  # fmt: skip
     lines: dict[tuple[Any, ...], dict[int, Row]] = {}
     for row, _ in rows:
-        if row["task"] == "train" and row["method"] == OWN_METHOD and row["mfu"] and row["cp_size"] == row["world_size"]:
+        if (
+            row["task"] == "train"
+            and row["method"] == OWN_METHOD
+            and row["mfu"]
+            and row["cp_size"] == row["world_size"]
+        ):
             per_gpu = row["seq_len"] // row["world_size"]
             key = (row["run"], row["model"], row["mask"], row["kernel"], row.get("settings"), per_gpu)
             lines.setdefault(key, {}).setdefault(row["world_size"], row)

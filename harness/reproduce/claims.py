@@ -33,7 +33,8 @@ from harness.reproduce.published import ARTIFACT, Published, only, published_row
 from harness.spec.references import PAPER_DIR
 
 CLAIMS_FILE = "claims.yaml"
-SPEED = "tokens_per_gpu_per_second"
+SPEED, MEMORY = "tokens_per_gpu_per_second", "peak_memory_gib"
+CUMULATIVE = "Burst-Baseline w. bwd_opt & double & sl_loss"  # row of the ablation before its last step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,13 +144,19 @@ def claims_table(found: Sequence[Judged]) -> Table:
             Column(header="evidence"),
         ),
         rows=tuple(
-            (one.claim, one.said_in, one.verdict, one.why, ", ".join(path.parent.as_posix() for path in one.records) or None)
+            (one.claim, one.said_in, one.verdict, one.why, _places(one.records) or None)
             for one in found
         ),
-        note="Verdicts follow from records, formulas and the published sheets. reproduced: on the claimed set-up, or by "
-        "a formula that needs none; partly: on a smaller set-up, or less of it; not: contradicted, or not yet measured; "
+        note="Verdicts follow from records, formulas and the published sheets. reproduced: on the claimed set-up, or "
+        "by a formula that needs none; partly: on a smaller set-up, or less of it; not: contradicted, or not yet "
+        "measured; "
         "not comparable: no record of ours has such a set-up or baseline.",
     )  # fmt: skip
+
+
+def _places(records: Sequence[Path]) -> str:
+    """Directories of the trials behind a verdict."""
+    return ", ".join(path.parent.as_posix() for path in records)
 
 
 # Statements on the sheets, each from published numbers alone.
@@ -170,14 +177,20 @@ def sources() -> dict[str, Any]:
 
 def headline() -> dict[str, Any]:
     """The headline row of 14B beside the rows of the ablation that keep all and half of the attention outputs."""
-    ablation = [row for row in published_rows() if row.experiment == "ablation" and row.metric == SPEED]
-    switches = "Burst-Baseline w. bwd_opt & double & sl_loss"
-    whole = _value(only(ablation, model="14b", gpus=32, method=f"{switches} & whole_ckpt"))
-    half = _value(only(ablation, model="14b", gpus=32, method=f"{switches} & sl_ckpt"))
+    ablation = [row for row in published_rows() if row.experiment == "ablation" and row.model == "14b"]
+    whole, half = (
+        _value(only(ablation, metric=SPEED, gpus=32, method=f"{CUMULATIVE} & {last}"))
+        for last in ("whole_ckpt", "sl_ckpt")
+    )
+    whole_gib = _value(only(ablation, metric=MEMORY, gpus=32, method=f"{CUMULATIVE} & whole_ckpt"))
     shown = _value(sheet_row(SPEED, "14b"))
     best = sheet_best(SPEED, "14b", lambda rows: max(rows, key=lambda row: row.value or 0))
+    noise = [deviation / speed for speed, deviation in _spreads()]
+    apart = abs(shown / whole - 1)
     return {
-        "headline": shown, "whole": whole, "half": half, "apart": abs(shown / whole - 1), "noise": _noise(),
+        "headline": shown, "headline_gib": _value(sheet_row(MEMORY, "14b")), "whole": whole, "whole_gib": whole_gib,
+        "half": half, "apart": apart, "half_apart": 1 - half / shown, "noise": statistics.median(noise),
+        "most_noise": max(noise), "judgement": "within" if apart <= max(noise) else "not within",
         "best": best.method, "best_speed": best.value, "half_ratio": half / _value(best),
         "headline_ratio": shown / _value(best),
     }  # fmt: skip
@@ -200,7 +213,9 @@ def swapped() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for model in ("7b", "14b"):
         found[f"said_{model}"] = _value(only(said, metric="speedup_over_best_baseline", model=model))
-        found[f"memory_said_{model}"] = _value(only(said, metric="memory_reduction_vs_most_frugal_baseline", model=model))
+        found[f"memory_said_{model}"] = _value(
+            only(said, metric="memory_reduction_vs_most_frugal_baseline", model=model)
+        )
         found[f"sheet_{model}"] = sheet_speedup(model)
         found[f"memory_sheet_{model}"] = sheet_saving(model)
     return found
@@ -221,11 +236,6 @@ def _spreads() -> list[tuple[float, float]]:
         for one, row in zip(key, rows, strict=True)
         if row.metric == f"{SPEED}_std" and row.value is not None and (speed := speeds.get(one))
     ]
-
-
-def _noise() -> float:
-    """Median standard deviation over its speed, of the published speeds that have one."""
-    return statistics.median(deviation / speed for speed, deviation in _spreads())
 
 
 def _value(row: Published) -> float:

@@ -159,5 +159,3 @@ def as_plotted(model: ModelShape, seq_len: int, tokens_per_gpu_per_second: float
 def _tokens(row: Published) -> int:
     assert row.seq_len is not None, row
     return row.seq_len
-
-

@@ -1,4 +1,4 @@
-"""A figure of the paper drawn with ours: measured solid, published hatched, computed with crosses, predicted in outline.
+"""A figure of the paper drawn with ours: measured solid, published hatched, computed crossed, predicted in outline.
 
 Each series carries its hardware in its name. A panel is one model and number of GPUs; where GPUs of several kinds share
 a panel, a note says so.
@@ -161,12 +161,9 @@ def _notes(
     found: Beside, entries: Sequence[Entry], measure: Measure, panels: Sequence[Panel], left: int, predictor: str
 ) -> list[str]:
     origins = {entry.origin for entry in entries}
-    notes = [
-        f"Hatched: published, read from the sheets and scripts of {ARTIFACT} (single samples; the paper's own figures were "
-        "not read)."
-        if not found.figure.reference.startswith("burstattention")
-        else "Hatched: published, read from the README of MayDomine/Burst-Attention (single samples)."
-    ]
+    library = found.figure.reference.startswith("burstattention")
+    source = "the README of MayDomine/Burst-Attention" if library else f"the sheets and scripts of {ARTIFACT}"
+    notes = [f"Hatched: published, read from {source} (single samples; the paper's own figures were not read)."]
     if "computed" in origins:
         notes.append("Crosses: computed here; no measurement is needed.")
     if "measured" in origins:
@@ -184,5 +181,3 @@ def _notes(
     if found.figure.note:
         notes.append(found.figure.note)
     return notes
-
-

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from engine.settings import TrialSettings, to_json
+from harness.report.results import Row, flatten
 from harness.reproduce.figures import PaperFigure
 from harness.reproduce.published import Published
-from harness.report.results import Row, flatten
 
 Origin = Literal["published", "computed", "measured", "predicted"]
 ORIGINS: tuple[Origin, ...] = ("published", "computed", "measured", "predicted")

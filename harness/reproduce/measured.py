@@ -1,4 +1,4 @@
-"""Our records that answer a figure's question: those in results/published, and what `burst run` left in results/runs."""
+"""Our records that answer a figure's question: in results/published, and what `burst run` left in results/runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def all_rows(runs: Sequence[Run]) -> list[tuple[Row, Path]]:
 
 @cache
 def _read(path: Path, state: tuple[int, float]) -> Run:
-    records = RunRecords(path)
+    records = RunRecords(path, path.as_posix())  # two runs may have folders of one name
     bad = records.read()
     rows = tuple((row, path / "trials" / row["trial_id"] / RECORD_FILE) for row in records.rows())
     return Run(path=path, rows=rows, bad=tuple(bad))

@@ -5,6 +5,7 @@ Another predictor takes its place by setting PREDICTOR: a name and one function 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,11 +15,17 @@ from harness.metrics.flops import tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
 from harness.plan.matrix import plan
 from harness.plan.predict import Prediction, predict
-from harness.reproduce.entries import Entry, predicted_entry
+from harness.reproduce.entries import Entry, gpu_text, predicted_entry
 from harness.reproduce.figures import PaperFigure
 from harness.spec.experiment import load_experiment
 from harness.spec.trial import Trial
 
+SHORT = {
+    "tokens_per_gpu_per_second": "speeds",
+    "peak_memory_gib": "memory",
+    "tflops_per_gpu": "TFLOP/s",
+    "forward_backward_ms": "times",
+}
 GPUS_PER_NODE = 8  # of the paper's cluster, and of most
 
 
@@ -83,3 +90,18 @@ def _values(figure: PaperFigure, settings: TrialSettings, found: Prediction) -> 
     if found.gpu_gib:
         values["peak_memory_gib"] = found.gpu_gib
     return {name: value for name, value in values.items() if name in figure.shows}
+
+
+def predicted_words(figure: PaperFigure, found: Sequence[Entry]) -> str:
+    """How many values a predictor gives for a figure, by metric."""
+    counts = {name: sum(name in entry.values for entry in found) for name in figure.shows}
+    given = [f"{count} {SHORT[name]}" for name, count in counts.items() if count]
+    return ", ".join(given) or ("none needed" if figure.computed else "none")
+
+
+def predictor_words(hardware: Hardware) -> str:
+    """What the predicted values are, on which hardware, and why there is no speed where there is none."""
+    words = f"predicted: for the paper's set-ups on {gpu_text(hardware.title)} ({PREDICTOR.name})."
+    if not hardware.kernel_ceilings:
+        words += f" No speed, because experiments/hardware/{hardware.name}.yaml holds no measured ones."
+    return words
