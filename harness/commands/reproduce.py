@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from harness.commands.run import add_run_arguments
 if TYPE_CHECKING:
     from harness.report.tables.table import Table
     from harness.reproduce.beside import Beside
+    from harness.reproduce.claims import Judged
     from harness.reproduce.figures import PaperFigure
     from harness.reproduce.measured import Run
 
@@ -54,6 +56,7 @@ class Reproduce:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.reproduce.figures import figure_named
+        from harness.spec.experiment import load_experiment
 
         if arguments.figure in (None, CLAIMS, AUDIT):
             for option in ("scale", "hardware", "draw_only", "overrides"):
@@ -63,7 +66,10 @@ class Reproduce:
             return _tables(arguments)
         figure = figure_named(arguments.figure)
         code, out = 0, arguments.out or Path("results", "runs", figure.name)
+        if arguments.nodes and not arguments.scale:
+            raise UsageError("--nodes: the scale depends on how many GPUs they have; add --scale node or --scale paper")
         scale = arguments.scale or _scale_here()
+        load_experiment(figure.experiment, scale, arguments.overrides)
         if not (arguments.draw_only or arguments.json or (figure.computed and not arguments.scale)):
             code = _run(arguments, figure, scale)
         _draw(arguments, figure, scale, out)
@@ -103,7 +109,7 @@ def _draw(arguments: argparse.Namespace, figure: PaperFigure, scale: str, out: P
         _print_json([points_table(found)])
         return
     said, why = verdict(found)
-    _print_table(points_table(found))
+    _print_points(points_table(found))
     print(shown(f"Verdict: {said}: {why}"))
     print(shown(f"Reproduction: {write_figure(found, out / FOLDER)}"))
 
@@ -129,7 +135,8 @@ def _tables(arguments: argparse.Namespace) -> int:
         runs = runs_in()
         _say_bad(runs)
         if arguments.figure == CLAIMS:
-            tables, sentences = [claims_table(judged(all_rows(runs)))], list(statements().values())
+            claims = judged(all_rows(runs))
+            tables, sentences = [claims_table(claims)], [*map(_claim_text, claims), *statements().values()]
         else:
             tables = [list_table(_all_figures(runs), predictor_words(hardware_named(PAPER_HARDWARE)))]
             sentences = [
@@ -138,7 +145,7 @@ def _tables(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(tables)
     else:
-        for table in tables:
+        for table in tables if arguments.figure != CLAIMS else ():
             _print_table(table)
         for sentence in sentences:
             print(shown(sentence))
@@ -173,6 +180,27 @@ def _say_bad(runs: Sequence[Run]) -> None:
     for run in runs:
         for bad in run.bad:
             print(shown(f"burst: {bad.reason}; its row is left out"), file=sys.stderr)
+
+
+def _claim_text(claim: Judged) -> str:
+    """A claim as lines of a terminal, which a table with whole sentences does not fit."""
+    lines = [f"{claim.verdict}: {claim.claim} ({claim.said_in})", f"  {claim.why}"]
+    return "\n".join([*lines, *(f"  {path}" for path in claim.records)]) + "\n"
+
+
+def _print_points(table: Table) -> None:
+    """The points of a figure; notes stand below, each once, since a column of sentences leaves no room for numbers."""
+    headers = [column.header for column in table.columns]
+    if "note" not in headers:
+        _print_table(table)
+        return
+    place = headers.index("note")
+    notes = dict.fromkeys(str(row[place]) for row in table.rows if row[place])
+    rows = tuple(row[:place] + row[place + 1 :] for row in table.rows)
+    columns = table.columns[:place] + table.columns[place + 1 :]
+    _print_table(replace(table, columns=columns, rows=rows))
+    for note in notes:
+        print(shown(f"Note of a source: {note}"))
 
 
 def _print_json(tables: Sequence[Table]) -> None:

@@ -31,7 +31,6 @@ SPEED, TIME, FORWARD_TIME = "tokens_per_gpu_per_second", "forward_backward_ms", 
 UTILISATION = ("mfu", "mfu_as_plotted")  # over the peak of the A800
 RATES = ("tflops_per_gpu", "tflops_per_gpu_forward", "tflops_per_gpu_backward")
 NOT_CAUSAL = "burstattention"  # beginning of the experiments whose attention has no mask
-_HEADS_ONLY = {"layers": 1, "ffn": 2, "vocab": 2}  # of a shape that is attention alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +106,9 @@ def _attention_of(row: Published) -> TrialSettings:
     assert row.seq_len is not None, row
     heads, dim = (int(part) for part in model_text(row.model).replace(" heads", "").split(" × "))
     batch = int(row.model.split("_b")[1].split("_")[0]) if "_b" in row.model else 1
-    model = ModelShape(name=row.model, hidden=heads * dim, heads=heads, kv_heads=heads, head_dim=dim, **_HEADS_ONLY)
+    model = ModelShape(  # attention alone: the rest of the shape is never counted
+        name=row.model, hidden=heads * dim, heads=heads, kv_heads=heads, head_dim=dim, layers=1, ffn=2, vocab=2
+    )
     mask = "full" if row.experiment.startswith(NOT_CAUSAL) else "causal"
     return TrialSettings(
         task="attention", method="burst", model=model, seq_len=row.seq_len, batch_size=batch, mask=mask
@@ -164,7 +165,7 @@ def _system(node: Node) -> System:
 
 def recomputed_systems() -> list[tuple[System, float | None, float | None]]:
     """Each system with TFLOP/s per GPU and MFU by our formula; None where it published neither speed nor time."""
-    found = []
+    found: list[tuple[System, float | None, float | None]] = []
     for system in published_systems():
         speed = system.tokens_per_gpu_per_second
         if speed is None and system.step_seconds is not None:

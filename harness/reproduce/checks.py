@@ -85,7 +85,7 @@ def _number(row: Published) -> float:
 
 def speedup(claimed: Claimed, rows: Rows) -> Evidence:
     """Training with burst beside the fastest baseline at the longest sequence that both trained on, in one run."""
-    numbers = {"sheet_7b": sheet_speedup("7b"), "sheet_14b": sheet_speedup("14b")}
+    numbers: dict[str, Any] = {"sheet_7b": sheet_speedup("7b"), "sheet_14b": sheet_speedup("14b")}
     trained = [row for row, _ in rows if row["task"] == "train" and _on_gpu(row)]
     points = [point for point in contested_points(trained) if {OWN_METHOD} < set(point.measured())]
     if not points:
@@ -106,7 +106,7 @@ def speedup(claimed: Claimed, rows: Rows) -> Evidence:
 
 def memory(claimed: Claimed, rows: Rows) -> Evidence:
     """Peak memory of burst beside the most frugal baseline, both with settings as published, in one run."""
-    numbers = {"sheet_7b": sheet_saving("7b"), "sheet_14b": sheet_saving("14b")}
+    numbers: dict[str, Any] = {"sheet_7b": sheet_saving("7b"), "sheet_14b": sheet_saving("14b")}
     points: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row, _ in rows:
         if row["task"] == "train" and _on_gpu(row) and row.get("settings") == "as_published" and row["peak_memory_gib"]:
@@ -176,8 +176,7 @@ def longest(claimed: Claimed, rows: Rows) -> Evidence:
 def scaling(claimed: Claimed, rows: Rows) -> Evidence:
     """Utilisation from few GPUs to many at equal tokens per GPU: the widest span of one model in one run."""
     sheet = [row for row in published_rows() if row.experiment == "cp_scaling" and row.metric == "mfu_corrected"]
-    numbers = {
-        "sheet_first": _number(only(sheet, gpus=1)), "sheet_last": _number(only(sheet, gpus=64)),
+    numbers: dict[str, Any] = {"sheet_first": _number(only(sheet, gpus=1)), "sheet_last": _number(only(sheet, gpus=64)),
     }  # fmt: skip
     lines: dict[tuple[Any, ...], dict[int, Row]] = {}
     for row, _ in rows:

@@ -168,7 +168,7 @@ def _notes(
         notes.append("Crosses: computed here; no measurement is needed.")
     if "measured" in origins:
         notes.append("Solid: measured by this project, medians.")
-        if measure.timed and (note := whisker_note([p.rows for panel in panels for p in panel.points])):  # type: ignore[misc]
+        if measure.timed and (note := whisker_note([p.rows for panel in panels for p in panel.points])):
             notes.append(note)
     if "predicted" in origins:
         notes.append(f"Outlined: predicted ({predictor}).")
