@@ -131,13 +131,19 @@ def test_a_predictor_needs_a_name_and_one_function() -> None:
     assert "bound" in PREDICTOR.name, "what is no prediction of time is not called one"
 
 
+def test_a_paper_gets_a_narrow_form_with_the_notes_as_its_caption() -> None:
+    drawn = draw_reproduction(beside(E2E, []), SPEED)
+    assert drawn is not None
+    assert render(drawn, "pdf").startswith(b"%PDF-")
+    assert "the paper's own figures were not read" in drawn.caption
+
+
 @pytest.mark.parametrize("name", list(paper_figures()))
-def test_every_figure_is_drawn_in_each_format_from_published_numbers_alone(name: str) -> None:
+def test_every_figure_is_drawn_from_published_numbers_alone(name: str) -> None:
     figure = paper_figures()[name]
     found = beside(figure, [])
     drawn = [draw_reproduction(found, metric) for metric in figure.shows]
     assert all(drawn)
-    assert render(drawn[0], "pdf").startswith(b"%PDF-")
     assert len(published_entries(figure)) == len(found.published)
     assert points_table(found).rows
 

@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from harness.cli import main
+from harness.reproduce.beside import beside
+from harness.reproduce.figures import paper_figures
+from harness.reproduce.measured import runs_in
+from harness.reproduce.page import write_all
 
 PROJECT = Path(__file__).parents[3]
 BURST = [sys.executable, "-m", "harness"]
@@ -94,13 +98,15 @@ def test_records_that_cannot_be_used_are_named_and_passed_over(tmp_path, monkeyp
     assert "its row is left out" in capsys.readouterr().err
 
 
-def test_the_page_of_everything_links_records_and_escapes_what_it_shows(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(PROJECT)
-    assert main(["reproduce", "claims", "--out", str(tmp_path / "page")]) == 0
-    page = (tmp_path / "page" / "reproduction.html").read_text(encoding="utf-8")
-    for section in ("claims", "statements", "figures", "audit", "systems", "reproduction_e2e_main"):
+def test_the_page_of_everything_links_records_and_escapes_what_it_shows(tmp_path) -> None:
+    runs = runs_in([PROJECT / "results" / "published"])
+    figures = [paper_figures()[name] for name in ("ablation", "attention_share_analytic")]
+    path = write_all([(beside(figure, runs), "none") for figure in figures], runs, "predicted: <nothing>", tmp_path)
+    page = path.read_text(encoding="utf-8")
+    for section in ("claims", "statements", "figures", "audit", "systems", "reproduction_ablation"):
         assert f'id="{section}"' in page
-    assert "results/published/h200x4/million_tokens/trials/" in page
-    assert "+ backward communication" not in page or "&amp;" in page
-    assert (tmp_path / "page" / "tables" / "audit.csv").is_file()
-    assert "Page: " in capsys.readouterr().out
+    assert "h200x4/million_tokens/trials/" in page
+    assert "predicted: &lt;nothing&gt;" in page
+    assert "w. bwd_opt &amp; double" in page
+    assert (tmp_path / "tables" / "audit.csv").is_file()
+    assert (tmp_path / "figures" / "reproduction_ablation-peak_memory_gib.pdf").is_file()
