@@ -69,6 +69,8 @@ def test_the_same_speedup_on_the_claimed_set_up_is_reproduced_and_a_smaller_one_
     assert len(found.records) == 2
     slower = CHECKS["speedup"](claimed, rows_of(trained("burst", 10.0), trained("ulysses", 10.5)))
     assert slower.verdict == "partly"
+    behind = CHECKS["speedup"](claimed, rows_of(trained("burst", 12.0), trained("ulysses", 10.0)))
+    assert (behind.verdict, behind.numbers["said"]) == ("not", "burst is at 0.83x the speed of ulysses")
     small = rows_of(trained("burst", 10.0, cp_size=4), trained("ulysses", 12.5, cp_size=4))
     assert CHECKS["speedup"](claimed, small).verdict == "not comparable"
     assert CHECKS["speedup"](claimed, rows_of(trained("burst", 10.0))).verdict == "not"

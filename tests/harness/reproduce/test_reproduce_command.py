@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
@@ -45,6 +46,15 @@ def test_a_figure_is_run_drawn_and_resumed_through_burst_run(tmp_path: Path) -> 
     again = burst(tmp_path, "reproduce", "kernel_single_node", "--launcher", "local", "--resume")
     assert again.returncode == 0, again.stderr
     assert again.stderr.count("kept from before") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(paper_figures()))
+def test_the_smoke_scale_of_every_figure_runs_on_two_cores(tmp_path: Path, name: str) -> None:
+    done = burst(tmp_path, "reproduce", name, "--scale", "smoke", "--launcher", "local")
+    assert done.returncode == 0, done.stderr
+    with open(tmp_path / "results" / "runs" / name / "results.csv", newline="", encoding="utf-8") as file:
+        assert {row["status"] for row in csv.DictReader(file)} == {"ok"}
 
 
 @pytest.mark.parametrize(
