@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.attention.planning.cost_model import ULYSSES_SCHEDULES
 from engine.settings import TrialSettings, to_json
-from harness.report.results import Row, flatten
+from harness.report.results import ONE_RANK, Row, flatten
+from harness.report.variants import OWN_METHOD
 from harness.reproduce.figures import PaperFigure
 from harness.reproduce.published import Published
 
@@ -160,9 +162,20 @@ def series_name(figure: PaperFigure, row: Mapping[str, Any]) -> str:
         if all(_equal(row.get(key), value) for key, value in settings.items() if key not in ("model", "cp_size")) and (
             "cp_size" not in settings or (row["cp_size"] == 1) == (settings["cp_size"] == 1)
         ):
-            return name
+            return name if "schedule" in settings else _as_it_ran(name, row)
     keys = sorted({key for settings in figure.series.values() for key in settings} - {"method", "cp_size", "model"})
     return ", ".join([row["method"], *(f"{key.rsplit('.', 1)[-1]} {row.get(key)}" for key in keys)])
+
+
+def _as_it_ran(name: str, row: Mapping[str, Any]) -> str:
+    """The name, but for trials of ours that are no evidence for it: `auto` of burst that exchanged heads instead of
+    running a ring, and a ring whose way of moving chunks was set by hand in a comparison of such ways."""
+    if row["method"] != OWN_METHOD:
+        return name
+    if row.get("chosen_schedule") in ULYSSES_SCHEDULES and row.get("ran") != ONE_RANK:
+        return f"{OWN_METHOD} ({'auto: ' if row['schedule'] == 'auto' else ''}{row['ran']})"
+    by_hand = row.get("chosen_schedule") and row["exchange"] != "auto" and row.get("settings", "equal") == "equal"
+    return f"{name}, exchange {row['exchange']}" if by_hand else name
 
 
 def _equal(found: Any, wanted: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,17 @@ def test_a_ratio_stands_only_where_the_gpu_is_the_same() -> None:
     }
     assert by_gpu[A800] == pytest.approx(1.0, rel=1e-3)
     assert by_gpu[H200] is None
+
+
+def test_a_trial_that_auto_solved_by_exchanging_heads_is_no_point_of_the_ring() -> None:
+    one = trial(H200, seconds_for(500.0))
+    heads = replace(
+        one, measurement=replace(one.measurement, chosen={"schedule": "ulysses", "exchange": "copy_engine"})
+    )
+    [entry] = beside(E2E, [run_of(heads)]).measured
+    assert entry.series == "burst (auto: ulysses, copy engine)"
+    ring = replace(one, measurement=replace(one.measurement, chosen={"schedule": "ring", "exchange": "relay"}))
+    assert [entry.series for entry in beside(E2E, [run_of(ring)]).measured] == ["Burst-Ring"]
 
 
 def test_trials_of_another_experiment_are_no_part_of_a_figure() -> None:
