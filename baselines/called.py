@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from baselines.install.places import Place
 from baselines.programs import PROGRAMS
+from baselines.tokens import FOLDER, PLAIN
 from baselines.upstream import Printed, Rendered, Upstream
 from engine.attention.geometry.layout import split_unsupported_reason
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 REQUEST_FILE = "attention.json"
 MARK = "UPSTREAM "
+# Of transformers' attention: what torch chooses, cuDNN's first, or FlashAttention-4 where it lies beside torch.
+KERNELS = ("auto", "cudnn", "fa4")
 _LINE = re.compile(rf"^{MARK}(\{{.*\}})$", re.MULTILINE)
 
 
@@ -79,6 +82,13 @@ class UpstreamAttention(Upstream):
         return parse_program(output)
 
 
+def kernel_reason(upstream: Upstream, settings: TrialSettings) -> str | None:
+    """Why transformers cannot attend with the trial's kernel, or None."""
+    if settings.kernel in KERNELS:
+        return None
+    return f"{upstream.name} runs kernel {' or '.join(KERNELS)}, found {settings.kernel}; set kernel to one it runs"
+
+
 def one_sequence_reason(upstream: Upstream, settings: TrialSettings) -> str | None:
     """Why a zigzag ring over all ranks cannot run the trial, or None."""
     if settings.world_size != settings.cp_size:
@@ -89,8 +99,8 @@ def one_sequence_reason(upstream: Upstream, settings: TrialSettings) -> str | No
     return split_unsupported_reason("zigzag", settings.seq_len, settings.cp_size)
 
 
-def training_request(settings: TrialSettings, steps: int) -> dict[str, object]:
-    """A training trial for `programs/train_transformers.py`."""
+def training_request(settings: TrialSettings, steps: int, trial_dir: Path) -> dict[str, object]:
+    """A training trial for the programs of ours that train, which read the engine's tokens."""
     model = settings.model
     return {
         "vocab": model.vocab,
@@ -106,7 +116,9 @@ def training_request(settings: TrialSettings, steps: int) -> dict[str, object]:
         "batch_size": settings.batch_size,
         "cp_size": settings.cp_size,
         "recompute": bool(settings.checkpoint.every),
+        "kernel": settings.kernel,
         "learning_rate": settings.learning_rate,
         "steps": steps,
         "seed": settings.seed,
+        "tokens": str(trial_dir / FOLDER / PLAIN),
     }

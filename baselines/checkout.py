@@ -86,13 +86,6 @@ def _write(checkout: Checkout, address: str, files: Path, repository: Path) -> L
     return listing
 
 
-def pack_repository(checkout: Checkout, repository: Path) -> None:
-    """A bare repository at `repository` that `check_out` can take all pinned files from. Raises UsageError."""
-    repository.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".checkout-", dir=repository.parent) as files:
-        _write(checkout, checkout.repository, Path(files), repository)
-
-
 def _fetch(checkout: Checkout, repository: Path, address: str, advice: str) -> None:
     """A new bare repository with the pinned commit. Where the other side can select, without the content of files."""
     repository.mkdir(parents=True)

@@ -16,18 +16,21 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from baselines.install.places import Place
-from baselines.upstream import LOGS, RAN_FILE, Ran, Rendered, Upstream, foreign_environment, seconds_of
+from baselines.tokens import write_tokens
+from baselines.upstream import LOGS, RAN_FILE, Ran, Rendered, Upstream, foreign_environment, outputs, seconds_of
 from engine.atomic import write_atomic
 from engine.measurement import PROGRESS_FILE, write_json
 from engine.plain_json import read_json, to_json
 from engine.settings import TrialSettings, from_json
 
 _LOOK_SECONDS = 0.5  # between looks at what the program has printed
+_KILL_SECONDS = 5.0  # between asking a program to end and ending it
 _OUT_OF_MEMORY = re.compile(r"^.*(?:OutOfMemoryError|CUDA out of memory|CUDA error: out of memory).*$", re.MULTILINE)
 _REASON_CHARACTERS = 200
 
@@ -56,9 +59,15 @@ def main(words: Sequence[str]) -> int:
         written = write_atomic(trial_dir / path, content)
         if content.startswith("#!"):
             written.chmod(0o755)
+    data = {}
+    if settings.task == "train" and method.tokens:
+        data = write_tokens(settings, method.steps(settings), method.tokens, trial_dir)
     if rank == 0:
-        write_json(trial_dir / RAN_FILE, to_json(_ran(place, rendered, trial_dir)))
-    code = _run(method, settings, rendered, trial_dir, rank)
+        write_json(trial_dir / RAN_FILE, to_json(_ran(place, rendered, trial_dir, data)))
+    code, ended = _run(method, settings, rendered, trial_dir, rank)
+    if ended and rank == 0:
+        ran = read_json(trial_dir / RAN_FILE)
+        write_json(trial_dir / RAN_FILE, ran | {"ended": ended})
     if code < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler to take away
             signal.signal(-code, signal.SIG_DFL)
@@ -66,8 +75,11 @@ def main(words: Sequence[str]) -> int:
     return code
 
 
-def _run(method: Upstream, settings: TrialSettings, rendered: Rendered, trial_dir: Path, rank: int) -> int:
-    """The program to its end. Its output goes where this process's goes, which is the rank's log."""
+def _run(method: Upstream, settings: TrialSettings, rendered: Rendered, trial_dir: Path, rank: int) -> tuple[int, str]:
+    """The program to its end: its exit code, and one sentence where it had to be ended after its last step.
+
+    Its output goes where this process's goes, which is the rank's log.
+    """
     sys.stdout.flush()
     process = subprocess.Popen(
         rendered.command,
@@ -77,18 +89,39 @@ def _run(method: Upstream, settings: TrialSettings, rendered: Rendered, trial_di
     )
     log = trial_dir / LOGS / f"rank{rank}.log"
     with open(trial_dir / PROGRESS_FILE, "a", encoding="utf-8") as progress:
-        told = 0
+        told, finished_at, ended = 0, 0.0, ""
         while True:
             try:
                 code = process.wait(_LOOK_SECONDS)
             except subprocess.TimeoutExpired:
                 told = _tell(method, settings, log, progress, told)
+                if finished_at or _has_finished(method, settings, trial_dir):
+                    finished_at = finished_at or time.monotonic()
+                    if time.monotonic() - finished_at > method.end_seconds:
+                        _end(process)
+                        code, ended = 0, f"was ended {method.end_seconds:g} s after its last step"
+                        break
                 continue
             _tell(method, settings, log, progress, told)
             break
     if code and (found := _OUT_OF_MEMORY.search(_text(log))):
         _write_error(trial_dir, rank, "oom", " ".join(found[0].split())[:_REASON_CHARACTERS])
-    return code
+    return code, ended
+
+
+def _has_finished(method: Upstream, settings: TrialSettings, trial_dir: Path) -> bool:
+    """Whether some rank of this host has printed the last step."""
+    printed = (seconds_of(method.parse(text), settings) for text in outputs(trial_dir))
+    return any(len(seconds) >= method.steps(settings) for seconds in printed)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_KILL_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _tell(method: Upstream, settings: TrialSettings, log: Path, progress: IO[str], told: int) -> int:
@@ -111,7 +144,7 @@ def _text(log: Path) -> str:
         return ""
 
 
-def _ran(place: Place, rendered: Rendered, trial_dir: Path) -> Ran:
+def _ran(place: Place, rendered: Rendered, trial_dir: Path, data: dict[str, Any]) -> Ran:
     """What is started, without paths of this machine."""
     pinned, state = place.pinned, place.state()
     names = {str(trial_dir): "TRIAL_DIR", str(place.folder): "UPSTREAM", str(Path(__file__).parent): "BASELINES"}
@@ -131,6 +164,9 @@ def _ran(place: Place, rendered: Rendered, trial_dir: Path) -> Ran:
         packages={"python": state.python, "torch": state.torch, "cuda": state.cuda or "none", **state.packages}
         if state
         else {},
+        borrowed=state.borrowed if state else {},
+        builds=state.builds if state else {},
+        data=data,
     )
 
 

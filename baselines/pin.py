@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -80,7 +80,11 @@ class Flavour:
     packages: Mapping[str, str] = field(default_factory=dict)  # name==version -> SHA-256 of each file that may be taken
     build: Mapping[str, str] = field(default_factory=dict)  # the same, installed first: what others are built with
     folders: tuple[str, ...] = ()  # folders of the checkout that pip builds, from copies, and installs
-    provided: tuple[str, ...] = ()  # packages that come from the interpreter that has torch, if it has them
+    provided: tuple[str, ...] = ()  # packages that may come from the interpreter that has torch: those that `packages`
+    # pins too only where a user asks for it
+    preload: tuple[
+        str, ...
+    ] = ()  # libraries of packages beside torch that it has to use, whatever else the machine has
     imports: tuple[str, ...] = ()  # modules that can be imported where it is installed
     prepare: str = ""  # Python that it runs once when installed: compiles what a trial would otherwise wait for
     entry: str = ""  # the program: a file below the checked-out folder, or a module
@@ -109,10 +113,17 @@ class Flavour:
         for name in self.environment:
             if not _VARIABLE.fullmatch(name):
                 raise ValueError(f"environment has {name!r}; expected a variable such as DS_BUILD_OPS")
+        for path in self.preload:
+            _check_path("preload", path)
         if self.disk_mib < 1:
             raise ValueError(f"disk_mib is {self.disk_mib}; expected at least 1")
         if self.checkout is None and not self.packages:
             raise ValueError("the flavour has neither checkout nor packages; give one of them")
+
+    @property
+    def borrowable(self) -> frozenset[str]:
+        """Pinned packages that may also be taken from beside torch."""
+        return frozenset(map(canonical, self.provided)) & frozenset(map(name_of, self.packages))
 
     @property
     def digest(self) -> str:
@@ -166,6 +177,21 @@ def requirements(packages: Mapping[str, str]) -> str:
     """The packages as a requirements file of pip, which accepts only files with these hashes."""
     lines = (" ".join([name, *(f"--hash=sha256:{one}" for one in hashes.split())]) for name, hashes in packages.items())
     return "".join(f"{line}\n" for line in lines)
+
+
+def name_of(package: str) -> str:
+    """The canonical name in name==version."""
+    return canonical(package.partition("==")[0])
+
+
+def canonical(name: str) -> str:
+    """A package's name as pip compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def without(packages: Mapping[str, str], names: Container[str]) -> dict[str, str]:
+    """The packages whose canonical names are not among `names`."""
+    return {package: hashes for package, hashes in packages.items() if name_of(package) not in names}
 
 
 def allows(versions: str, found: str) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baselines.install.places import Place
+from baselines.tokens import TokenFormat
 from engine.measurement import Measurement
 from engine.plain_json import from_json, read_json
 
@@ -42,6 +43,7 @@ _ENGINE_ONLY: Mapping[str, Any] = {
     "mlp_tiles": 1,
     "optimizer_offload": False,
     "sharding": "full",
+    "parameters": "auto",
     "emulate_nodes": 1,
 }
 
@@ -82,6 +84,12 @@ class Ran:
     environment: dict[str, str]
     device: str
     packages: dict[str, str] = field(default_factory=dict)
+    borrowed: dict[str, str] = field(
+        default_factory=dict
+    )  # pinned packages that came from beside torch: name -> version
+    builds: dict[str, str] = field(default_factory=dict)  # pinned packages that are another build: name -> which
+    data: dict[str, Any] = field(default_factory=dict)  # origin of the tokens, where it trained on the engine's
+    ended: str = ""  # how, where it did not end by itself after its last step
 
 
 class Upstream:
@@ -96,8 +104,10 @@ class Upstream:
     masks: tuple[str, ...] = ("causal",)
     honours: tuple[str, ...] = ()  # of the settings that only the engine has otherwise
     warmup = 0  # steps whose printed times are not those of one step; run beside the trial's own warm-up
+    end_seconds = 20.0  # after its last step, in which the program ends by itself, or is ended
     most_tp = 1  # tensor-parallel ranks
     repeats_batches = False  # whether it takes several micro-batches per step
+    tokens: TokenFormat = ""  # in which form it reads the engine's tokens; without one it makes its own
 
     def refuse(self, settings: TrialSettings) -> str | None:
         """Pure: why no installation can run this trial, or None."""
@@ -202,7 +212,8 @@ class Upstream:
             peak_reserved_bytes=_all(each.peak_reserved_bytes for each in printed),
             device=ran.device,
             software=dict(ran.packages),
-            data={"origin": f"tokens that {self.system} makes or reads by itself"} if settings.task == "train" else {},
+            data=ran.data
+            or ({"origin": f"tokens that {self.system} makes or reads by itself"} if settings.task == "train" else {}),
             extra={
                 "upstream": {
                     "flavour": ran.flavour,
@@ -211,6 +222,9 @@ class Upstream:
                     "command": ran.command,
                     "environment": ran.environment,
                     "printed": dict(best.own),
+                    **({"borrowed": ran.borrowed} if ran.borrowed else {}),
+                    **({"builds": ran.builds} if ran.builds else {}),
+                    **({"ended": ran.ended} if ran.ended else {}),
                 }
             },
         )
@@ -238,7 +252,12 @@ def foreign_environment(given: Mapping[str, str], own: Mapping[str, str], progra
     """A rank's environment without what leads Python to packages of ours, with the system's own variables, and with
     folders of programs that come first."""
     dropped = {"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV"}
-    kept = {name: value for name, value in given.items() if name not in dropped}
+    # torch's recorder of collectives, which the launcher switches on: each system has its own settings of it.
+    kept = {
+        name: value
+        for name, value in given.items()
+        if name not in dropped and not name.startswith(("TORCH_NCCL_", "TORCH_FR_"))
+    }
     path = ":".join([*map(str, programs), given.get("PATH", os.defpath)])
     return kept | {"PYTHONNOUSERSITE": "1", "PATH": path} | dict(own)
 

@@ -23,6 +23,7 @@ from engine.attention.masks import Causal
 from engine.attention.reference import dense_attention
 from engine.lm_head.plain import LossSum, plain_loss_sum
 from engine.ops.autograd import accumulation_dtype
+from engine.ops.copies import computed, linear
 from engine.ops.norm import RMSNorm
 from engine.ops.ranges import LM_HEAD
 from engine.ops.rotary import rotate
@@ -36,9 +37,14 @@ AttendCall = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q_BLN
 Rotary = tuple[Tensor, Tensor]  # cos_LD, sin_LD over half of the head dim
 LayerFn = Callable[[Tensor, Rotary, AttendCall], Tensor]  # x_BLE -> x_BLE
 Activations = Callable[[LayerFn, Tensor, Rotary, "Attend"], Tensor]  # runs a layer, decides which tensors are saved
-# (norm, attention, x_BLE, rotary) -> q_BLND, k_BLKD, v_BLKD of norm(x)
-Project = Callable[[nn.RMSNorm, "Attention", Tensor, Rotary], tuple[Tensor, Tensor, Tensor]]
-AddMLP = Callable[[nn.RMSNorm, "MLP", Tensor], Tensor]  # (norm, mlp, x_BLE) -> x + mlp(norm(x))
+Projected = tuple[Tensor, Tensor, Tensor, Tensor]  # q_BLND, k_BLKD, v_BLKD, and x_BLE for the residual stream
+Project = Callable[[nn.RMSNorm, "Attention", Tensor, Rotary], Projected]  # of norm(x)
+
+
+class AddMLP(Protocol):
+    """The MLP's residual branch: y + mlp(norm(y)), where y is x, or x + branch."""
+
+    def __call__(self, norm: nn.RMSNorm, mlp: MLP, x_BLE: Tensor, branch_BLE: Tensor | None = None) -> Tensor: ...
 
 
 class Attend(Protocol):
@@ -62,25 +68,43 @@ def rotary_angles(positions_L: Tensor, head_dim: int, base: float, dtype: torch.
     return angles_LD.cos().to(dtype), angles_LD.sin().to(dtype)
 
 
+class Linear(nn.Linear):
+    """A matrix that may have a copy in the dtype of the computation (`engine.ops.copies`); no bias."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, [self.weight])
+
+
+class Embedding(nn.Embedding):
+    """Likewise."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, computed(self.weight))
+
+
 class Attention(nn.Module):
     """The projections around attention; attention itself is called by the block, between `project` and `output`."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        self.q = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=False)
-        self.k = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
-        self.v = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
-        self.output = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+        self.q = Linear(shape.hidden, shape.heads * shape.head_dim)
+        self.k = Linear(shape.hidden, shape.kv_heads * shape.head_dim)
+        self.v = Linear(shape.hidden, shape.kv_heads * shape.head_dim)
+        self.output = Linear(shape.heads * shape.head_dim, shape.hidden)
         # One weight for all query heads and one for all key heads, as in Qwen3 (arXiv:2505.09388).
         self.q_norm = RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
 
     def project(self, x_BLE: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """q_BLND, k_BLKD and v_BLKD of these tokens, q and k normalised where the shape says so, then rotated."""
-        q_BLND = self.q(x_BLE).unflatten(-1, (self.heads, self.head_dim))
-        k_BLKD = self.k(x_BLE).unflatten(-1, (self.kv_heads, self.head_dim))
-        v_BLKD = self.v(x_BLE).unflatten(-1, (self.kv_heads, self.head_dim))
+        matrices = [self.q.weight, self.k.weight, self.v.weight]
+        parts = linear(x_BLE, matrices).split([matrix.shape[0] for matrix in matrices], -1)
+        q_BLND, k_BLKD, v_BLKD = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        v_BLKD = v_BLKD.contiguous()  # a view would keep q and k as they were before their rotation
         if self.q_norm is not None and self.k_norm is not None:
             q_BLND, k_BLKD = self.q_norm(q_BLND), self.k_norm(k_BLKD)
         return rotate(q_BLND, rotary), rotate(k_BLKD, rotary), v_BLKD
@@ -91,9 +115,9 @@ class MLP(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False) if shape.gated else None
-        self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
-        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+        self.gate = Linear(shape.hidden, shape.ffn) if shape.gated else None
+        self.up = Linear(shape.hidden, shape.ffn)
+        self.down = Linear(shape.ffn, shape.hidden)
 
     def forward(self, x_BLE: Tensor) -> Tensor:
         return self.down(activate(self.up(x_BLE), None if self.gate is None else self.gate(x_BLE)))
@@ -117,15 +141,14 @@ class DenseCausal:
         return None
 
 
-def project_whole(
-    norm: nn.RMSNorm, attention: Attention, x_BLE: Tensor, rotary: Rotary
-) -> tuple[Tensor, Tensor, Tensor]:
+def project_whole(norm: nn.RMSNorm, attention: Attention, x_BLE: Tensor, rotary: Rotary) -> Projected:
     """The default beginning of a layer: queries, keys and values of all tokens at once."""
-    return attention.project(norm(x_BLE), rotary)
+    return *attention.project(norm(x_BLE), rotary), x_BLE
 
 
-def add_whole_mlp(norm: nn.RMSNorm, mlp: MLP, x_BLE: Tensor) -> Tensor:
+def add_whole_mlp(norm: nn.RMSNorm, mlp: MLP, x_BLE: Tensor, branch_BLE: Tensor | None = None) -> Tensor:
     """The default second half of a layer, the MLP's residual branch: all tokens at once."""
+    x_BLE = x_BLE if branch_BLE is None else x_BLE + branch_BLE
     return x_BLE + mlp(norm(x_BLE))
 
 
@@ -141,6 +164,7 @@ class Block(nn.Module):
     activations: Activations
     project: Project
     add_mlp: AddMLP
+    joins_sum: bool  # whether `add_mlp` forms the sum of the residual stream before it, in one pass with its norm
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -152,13 +176,18 @@ class Block(nn.Module):
         self.activations = keep_all
         self.project = project_whole
         self.add_mlp = add_whole_mlp
+        self.joins_sum = False
 
     def forward(self, x_BLE: Tensor, rotary: Rotary) -> Tensor:
         return self.activations(self.layer, x_BLE, rotary, self.attend)
 
     def layer(self, x_BLE: Tensor, rotary: Rotary, attend: AttendCall) -> Tensor:
         """The layer's mathematics. Pure but for `attend`, so it may be run again to recompute activations."""
-        out_BLND, _lse = attend(*self.project(self.attention_norm, self.attention, x_BLE, rotary))
+        *qkv, x_BLE = self.project(self.attention_norm, self.attention, x_BLE, rotary)
+        out_BLND, _lse = attend(*qkv)
+        del qkv
+        if self.joins_sum:
+            return self.add_mlp(self.mlp_norm, self.mlp, x_BLE, self.attention.output(out_BLND.flatten(-2)))
         x_BLE = x_BLE + self.attention.output(out_BLND.flatten(-2))
         return self.add_mlp(self.mlp_norm, self.mlp, x_BLE)
 
@@ -175,9 +204,9 @@ class Head(nn.Module):
 
     def forward(self, x_BLE: Tensor, labels_BL: Tensor | None) -> Tensor:
         if labels_BL is None:
-            return F.linear(x_BLE, self.weight)
+            return linear(x_BLE, [self.weight])
         with record_function(LM_HEAD):
-            return self.loss_sum(x_BLE.flatten(0, 1), self.weight, labels_BL.flatten())
+            return self.loss_sum(x_BLE.flatten(0, 1), computed(self.weight), labels_BL.flatten())
 
 
 class Decoder(nn.Module):
@@ -186,7 +215,7 @@ class Decoder(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
-        self.embedding = nn.Embedding(shape.vocab, shape.hidden)
+        self.embedding = Embedding(shape.vocab, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = RMSNorm(shape.hidden, eps=shape.norm_eps)
         self.head = Head(shape)

@@ -14,6 +14,7 @@ from engine.layers.tiled_mlp import add_mlp_in
 from engine.layers.tiled_projection import project_in
 from engine.lm_head.choose import loss_sum_of
 from engine.model import Attend, Decoder
+from engine.ops.copies import Copies
 from engine.settings import TrialSettings
 
 
@@ -38,12 +39,44 @@ def build_model(settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> tu
 
 
 def parallelize(model: Decoder, settings: TrialSettings, attend: Attend, mesh: DeviceMesh) -> Recompute | None:
-    """Context parallelism, activation checkpointing, tiles, loss fusion, then FSDP2 around all of them. Returns
-    the store of saved layer inputs, or None when nothing is recomputed."""
+    """Context parallelism, activation checkpointing, tiles, loss fusion, then FSDP2 around all of them, or none where
+    one rank keeps all parameters. Returns the store of saved layer inputs, or None when nothing is recomputed."""
     recompute = set_layers(model, settings, attend)
     model.head.loss_sum = loss_sum_of(settings, mesh.device_type)
-    shard_parameters(model, settings, mesh)
+    if keeps_whole(settings):
+        keep_parameters(model, settings)
+    else:
+        shard_parameters(model, settings, mesh)
     return recompute
+
+
+def keeps_whole(settings: TrialSettings) -> bool:
+    """Whether a rank keeps the whole parameters, and their copies in the dtype of the computation, from step to step.
+
+    Only where no other rank holds a part of them. `auto` says no where the optimizer's states are on the host, which
+    is asked for where memory is short: the copies take 2 bytes per parameter.
+    """
+    if settings.world_size > 1 or settings.parameters == "gathered":
+        return False
+    return settings.parameters == "kept" or not settings.optimizer_offload
+
+
+def keep_parameters(model: Decoder, settings: TrialSettings) -> None:
+    """Without FSDP2: whole parameters, and where compute runs in bf16 their copies, made once per step.
+
+    They are made by the first forward, when the model is on its device, and again by any that finds the parameters
+    changed.
+    """
+    if settings.dtype != "bf16":
+        return
+    kept: list[Copies] = []
+
+    def refresh(*_: object) -> None:
+        if not kept:
+            kept.append(Copies(model.parameters(), torch.bfloat16))
+        kept[0].refresh()
+
+    model.register_forward_pre_hook(refresh)
 
 
 def set_layers(model: Decoder, settings: TrialSettings, attend: Attend) -> Recompute | None:
@@ -54,14 +87,15 @@ def set_layers(model: Decoder, settings: TrialSettings, attend: Attend) -> Recom
         block.attend = attend
         block.project = project_in(settings.projection_tiles, recomputed=recomputed)
         block.add_mlp = add_mlp_in(settings.mlp_tiles, saved=None if recomputed else settings.checkpoint.mlp)
+        # A recomputed layer forms it first: its recomputation ends where the MLP begins.
+        block.joins_sum = not recomputed
     return set_activations(settings.checkpoint, list(model.blocks))
 
 
 def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) -> None:
     """FSDP2, one unit per block: parameters, gradients and optimizer states sharded over the last axis of `mesh`.
 
-    Compute runs in bf16 where asked, from fp32 master weights, and gradients are reduced in fp32. A world of one rank
-    takes the same path, so that single-GPU figures include the same casts.
+    Compute runs in bf16 where asked, from fp32 master weights, and gradients are reduced in fp32.
     """
     low_precision = settings.dtype == "bf16"
     precision = MixedPrecisionPolicy(
@@ -91,8 +125,8 @@ def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) 
 def sum_across_nodes(model: Decoder, now: bool) -> None:
     """Whether backward sums gradients over the first of two mesh axes from now on, or holds the sums over the second,
     sharded, for a later backward to add to. No effect where the mesh has one axis."""
-    assert isinstance(model, FSDPModule)
-    model.set_requires_all_reduce(now)
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(now)
 
 
 def _current_index(mesh: DeviceMesh) -> int | None:

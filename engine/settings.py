@@ -24,6 +24,7 @@ LossKernel = Literal["own", "liger", "cce"]
 Offload = Literal["none", "inputs", "all"]
 Replay = Literal["hold", "bisect"]
 Sharding = Literal["full", "hybrid"]
+Parameters = Literal["auto", "kept", "gathered"]
 SettingsFrom = Literal["equal", "as_published", "tuned"]
 
 BYTES_OF: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2}  # of one element
@@ -203,6 +204,7 @@ class TrialSettings:
     mlp_tiles: int = 1  # runs of tokens the MLP is computed in, one after another
     optimizer_offload: bool = False  # optimizer states live in host memory
     sharding: Sharding = "full"  # parameters over all ranks, or over the ranks of a node and repeated on every node
+    parameters: Parameters = "auto"  # one rank alone: kept whole with copies in `dtype`, or gathered by FSDP2
     gradient_accumulation: int = 1  # micro-batches of `batch_size` sequences per optimizer step
     learning_rate: float = 3e-4
     data: str = "python_docs"  # or the path of a UTF-8 text file
@@ -220,6 +222,10 @@ class TrialSettings:
         if self.seq_len * self.batch_size > MAX_TOKENS:
             raise ValueError(
                 f"seq_len {self.seq_len} x batch_size {self.batch_size} is more than {MAX_TOKENS} tokens; give fewer"
+            )
+        if self.parameters == "kept" and self.world_size > 1:
+            raise ValueError(
+                f"parameters is kept, but {self.world_size} ranks share them; give auto, or gathered, on several ranks"
             )
         if not 0 <= self.z_loss < 1:
             raise ValueError(f"z_loss is {self.z_loss}; give a weight of at least 0 and below 1, such as 1e-4")

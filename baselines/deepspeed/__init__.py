@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baselines.called import UpstreamAttention, render_program, training_request
+from baselines.called import UpstreamAttention, kernel_reason, render_program, training_request
 from baselines.install.places import Place
 from baselines.upstream import Rendered
 from engine.attention.geometry.layout import split_unsupported_reason
@@ -29,7 +29,8 @@ class DeepSpeed(UpstreamAttention):
     source = "arXiv:2309.14509, arXiv:2506.13996"
     tasks = ("train", "attention")
     dtypes = ("bf16", "fp32")
-    honours = ("mlp_tiles", "optimizer_offload")
+    honours = ("kernel", "mlp_tiles", "optimizer_offload")
+    tokens = "plain"
 
     def own_reason(self, settings: TrialSettings) -> str | None:
         model, cp_size, checkpoint = settings.model, settings.cp_size, settings.checkpoint
@@ -42,6 +43,8 @@ class DeepSpeed(UpstreamAttention):
                     f"and cp_size {cp_size}; choose a cp_size that divides {heads}"
                 )
         if settings.task == "train":
+            if (reason := kernel_reason(self, settings)) is not None:
+                return reason
             if checkpoint.every not in (0, 1) or (checkpoint.every and checkpoint.tail):
                 return (
                     f"{self.name} recomputes nothing or each layer whole, found checkpoint.every {checkpoint.every} "
@@ -49,6 +52,8 @@ class DeepSpeed(UpstreamAttention):
                 )
             if not model.gated or model.qk_norm:
                 return f"{self.name} trains transformers' Llama, and {model.name} is another model; choose a Llama"
+        elif settings.kernel != "auto":
+            return f"{self.name} attends with torch's own kernel, found kernel {settings.kernel}; set kernel to auto"
         elif settings.world_size != cp_size:
             return f"{self.name} runs one sequence, found world_size {settings.world_size}; set it to cp_size {cp_size}"
         return split_unsupported_reason("contiguous", settings.seq_len, cp_size)
@@ -57,7 +62,7 @@ class DeepSpeed(UpstreamAttention):
         if settings.task == "attention":
             return super().render(settings, trial_dir, place)
         local = settings.seq_len // settings.cp_size
-        request = training_request(settings, self.steps(settings)) | {
+        request = training_request(settings, self.steps(settings), trial_dir) | {
             "engine": "deepspeed",
             "loss_tiles": max(1, local // _LOSS_TILE_TOKENS),
             "mlp_tiles": settings.mlp_tiles,
@@ -75,7 +80,8 @@ def zero_config(settings: TrialSettings) -> dict[str, object]:
         "lr": settings.learning_rate,
         "betas": [0.9, 0.95],
         "weight_decay": 0.1,
-        "torch_adam": not settings.optimizer_offload,
+        # On the GPU torch's fused AdamW: DeepSpeed's own does the same, and would have to be compiled.
+        **({} if settings.optimizer_offload else {"torch_adam": True, "fused": True}),
     }
     return {
         "train_micro_batch_size_per_gpu": settings.batch_size,

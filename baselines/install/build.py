@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,25 +23,37 @@ from baselines.install.interpreter import (
     make_environment,
     this_interpreter,
 )
+from baselines.install.other_build import FILES, OtherBuild, unpack, write_files
 from baselines.install.packages import fetch, install, install_folder
-from baselines.install.places import STATE_FILE, Installed, Place, locked
+from baselines.install.places import BORROWED, STATE_FILE, Installed, Place, locked
 from baselines.install.verify import Verdict, verify
+from baselines.pin import canonical, without
 from cluster.files.errors import UsageError
 from engine.measurement import write_json
 from engine.plain_json import to_json
 
 _PREPARE_SECONDS = 3600.0
+_BUILDS = "builds"  # below the place, until they are moved into its environment
 
 Say = Callable[[str], None]
 
 
 def install_system(
-    place: Place, *, python: Path | None = None, given: Path | None = None, anew: bool = False, say: Say = print
+    place: Place,
+    *,
+    python: Path | None = None,
+    given: Path | None = None,
+    anew: bool = False,
+    borrow: bool = False,
+    builds: Sequence[OtherBuild] = (),
+    say: Say = print,
 ) -> Verdict:
     """Make the installation, or finish it. One that is whole and of this pin is only compared with it.
 
     `python` provides Python and torch (default: the one that runs this); `given` is a folder or archive that `bundle`
-    made, or a folder with wheels and clones: no network is used then. `anew` removes what is there first.
+    made, or a folder with wheels and clones: no network is used then. `anew` removes what is there first. With `borrow`
+    packages that the pin also allows from beside torch come from there, in the version they have there. `builds` take
+    the place of pinned packages.
 
     Raises UsageError for what a user can mend; the installation then counts as half-finished.
     """
@@ -56,7 +68,10 @@ def install_system(
             say(f"{place.system} ({place.flavour}) is broken ({verdict.problems[0]}) and is made anew")
         elif condition == "half-finished":
             say(f"{place.system} ({place.flavour}): an earlier installation was cut off; going on with it")
-        interpreter = look_at(python or this_interpreter(), pinned.provided)
+        left_out = frozenset() if borrow else pinned.borrowable
+        interpreter = look_at(
+            python or this_interpreter(), [name for name in pinned.provided if canonical(name) not in left_out]
+        )
         if (reason := interpreter.unsupported_reason(pinned)) is not None:
             raise UsageError(f"{place.system} ({place.flavour}) cannot be installed: {reason}")
         if anew and place.folder.exists():
@@ -65,8 +80,8 @@ def install_system(
         place.folder.mkdir(parents=True, exist_ok=True)
         (place.folder / STATE_FILE).unlink(missing_ok=True)
         with opened(given, place.folder) as files:
-            _build(place, interpreter, files, say)
-        verdict = verify(place)
+            borrowed, other = _build(place, interpreter, files, builds, borrow, say)
+        verdict = verify(place, borrowed)
         if verdict.problems:
             raise UsageError(
                 f"{place.system} ({place.flavour}) was installed and is not as its pin says: {verdict.problems[0]}; "
@@ -78,6 +93,8 @@ def install_system(
             torch=verdict.torch,
             cuda=verdict.cuda,
             packages=verdict.packages,
+            borrowed=borrowed,
+            builds=other,
             finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         write_json(place.folder / STATE_FILE, to_json(state))
@@ -85,12 +102,21 @@ def install_system(
         return verdict
 
 
-def _build(place: Place, interpreter: Interpreter, given: Given, say: Say) -> None:
+def _build(
+    place: Place, interpreter: Interpreter, given: Given, builds: Sequence[OtherBuild], borrow: bool, say: Say
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the packages that were taken from beside torch, and those that are another build."""
     pinned, wheels = place.pinned, place.folder / "wheels"
+    borrowed = {
+        name: interpreter.versions[name] for name in pinned.borrowable if borrow and name in interpreter.versions
+    }
     if pinned.checkout is not None:
         say(f"  source: {pinned.checkout.repository} at {pinned.checkout.commit[:12]}")
+        given.copy_source(pinned.checkout, place.folder)
         write_source(pinned.checkout, place.folder, given.repositories)
-    packages = {**pinned.build, **pinned.packages}
+    other = _unpacked(builds, place)
+    own = without(pinned.packages, {*borrowed, *other})
+    packages = {**pinned.build, **own}
     if packages:
         say(f"  packages: {len(packages)} files")
         fetch(packages, wheels, interpreter.path, given.wheels)
@@ -98,15 +124,36 @@ def _build(place: Place, interpreter: Interpreter, given: Given, say: Say) -> No
         shutil.rmtree(place.folder / part, ignore_errors=True)
     say(f"  environment: Python {interpreter.python}, with torch {interpreter.torch} of {interpreter.path}")
     make_environment(interpreter, place.folder)
+    for name in dict.fromkeys(path.partition("/")[0] for path in pinned.preload):
+        if (place.folder / BORROWED / name).exists():  # some look for libraries among their own packages only
+            (place.packages / name).symlink_to(place.folder / BORROWED / name)
     install(pinned.build, wheels, place.python, pinned.environment)
-    install(pinned.packages, wheels, place.python, pinned.environment)
+    install(own, wheels, place.python, pinned.environment)
+    if other:
+        say(f"  another build of {', '.join(other)}")
+        write_files(other, place.folder / _BUILDS, place)
+        for path in (place.folder / _BUILDS).iterdir():
+            path.rename(place.packages / path.name)
     for path in pinned.folders:
         say(f"  {path}: built and installed")
         install_folder(place.source / path, place.folder, place.python, pinned.environment)
     if pinned.prepare:
         say("  compiling what it compiles when first used")
         _prepare(place)
-    shutil.rmtree(wheels, ignore_errors=True)
+    for folder in (wheels, place.folder / _BUILDS):
+        shutil.rmtree(folder, ignore_errors=True)
+    return borrowed, other
+
+
+def _unpacked(builds: Sequence[OtherBuild], place: Place) -> dict[str, str]:
+    """Unpacked before anything is fetched, so that a wrong archive is refused at once."""
+    folder = place.folder / _BUILDS
+    shutil.rmtree(folder, ignore_errors=True)
+    (place.folder / FILES).unlink(missing_ok=True)
+    if not builds:
+        return {}
+    folder.mkdir()
+    return unpack(builds, place.pinned, folder)
 
 
 def _prepare(place: Place) -> None:

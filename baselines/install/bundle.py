@@ -1,27 +1,29 @@
 """Packed sources and wheels, for machines without a network; and reading them, or what a user put together by hand.
 
-A bundle is a folder, or a tar archive of one, with `wheels/` and `repositories/<commit>.git`. `--from` takes it, and
-also any folder with wheels and clones at its top: a clone is recognised by the commits it holds, a wheel by its hash.
+A bundle is a folder, or a tar archive of one, with `wheels/` and `sources/<commit>/`, and installing it needs no git.
+`--from` takes it, and also any folder with wheels and clones at its top: a clone is recognised by the commits it holds,
+a wheel by its hash.
 """
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baselines.checkout import pack_repository
+from baselines.checkout import LISTINGS, SOURCE, write_source
 from baselines.install.interpreter import look_at, this_interpreter
 from baselines.install.packages import fetch
 from baselines.install.places import Place
-from baselines.pin import Checkout, Flavour, allows
+from baselines.pin import Checkout, allows, canonical, name_of, without
 from cluster.files.errors import UsageError
 
-WHEELS, REPOSITORIES = "wheels", "repositories"
+WHEELS, SOURCES = "wheels", "sources"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +32,14 @@ class Given:
 
     wheels: Path | None = None
     repositories: dict[str, Path] = field(default_factory=dict)  # commit -> repository on this machine
+    sources: Path | None = None  # folder of checked-out sources, by commit
+
+    def copy_source(self, checkout: Checkout, folder: Path) -> None:
+        """Put a source that a bundle has into `folder`, where none is; whoever needs it compares it with the pin."""
+        packed = None if self.sources is None else self.sources / checkout.commit
+        if packed is not None and packed.is_dir() and not (folder / SOURCE).exists():
+            shutil.copytree(packed / SOURCE, folder / SOURCE, symlinks=True)
+            shutil.copyfile(packed / LISTINGS, folder / LISTINGS)
 
 
 class _Repositories(dict[str, Path]):
@@ -40,7 +50,7 @@ class _Repositories(dict[str, Path]):
         self._folder = folder
 
     def get(self, commit: str, default: object = None) -> Path:
-        candidates = [self._folder / REPOSITORIES / f"{commit}.git", self._folder, *sorted(self._folder.iterdir())]
+        candidates = [self._folder, *sorted(self._folder.iterdir())]
         for path in candidates:
             if path.is_dir() and _holds(path, commit):
                 return path
@@ -72,45 +82,55 @@ def opened(given: Path | None, scratch: Path) -> Iterator[Given]:
 
 def _of_folder(folder: Path) -> Given:
     wheels = folder / WHEELS
-    return Given(wheels=wheels if wheels.is_dir() else folder, repositories=_Repositories(folder))
+    return Given(
+        wheels=wheels if wheels.is_dir() else folder, repositories=_Repositories(folder), sources=folder / SOURCES
+    )
 
 
-def make_bundle(place: Place, out: Path, *, python: Path | None = None) -> None:
+def make_bundle(
+    place: Place,
+    out: Path,
+    *,
+    python: Path | None = None,
+    version: str = "",
+    given: Path | None = None,
+    borrow: bool = False,
+    leave_out: Collection[str] = (),
+) -> None:
     """Pack what `place` needs into the archive `out`, which must not be there yet. Raises UsageError.
 
-    The wheels are those for `python`'s version, which has to be one that the pin allows; its torch does not matter.
+    The wheels are those for `python`'s version, or for `version` on Linux, which has to be one that the pin allows;
+    torch does not matter. `given` is a folder with clones, in the place of the repositories' addresses. With `borrow`
+    packages are left out that the pin also allows from beside torch; so are those that `leave_out` names.
     """
     if out.exists():
         raise UsageError(f"{out} exists; give --out a path that does not")
     pinned = place.pinned
     path = python or this_interpreter()
-    found = look_at(path)
-    if not allows(pinned.python, found.python):
+    found = version or look_at(path).python
+    left_out = {canonical(name) for name in leave_out}
+    if unknown := left_out - set(map(name_of, pinned.packages)):
+        raise UsageError(f"{place.system} pins no {sorted(unknown)[0]}; give --without one of its packages")
+    if not allows(pinned.python, found):
         raise UsageError(
             f"{place.system} ({place.flavour}) needs Python {pinned.python}, and wheels are chosen for the Python that "
-            f"packs them, found {found.python}; give another with --python"
+            f"packs them, found {found}; give another with --python or --python-version"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".bundle-", dir=out.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=".bundle-", dir=out.parent.absolute()) as scratch:
         folder = Path(scratch) / "bundle"
         (folder / WHEELS).mkdir(parents=True)
-        for checkout in _checkouts(pinned):
-            pack_repository(checkout, folder / REPOSITORIES / f"{checkout.commit}.git")
-        fetch({**pinned.build, **pinned.packages}, folder / WHEELS, path)
+        if pinned.checkout is not None:
+            clones = _Repositories(given.absolute()) if given else None
+            write_source(pinned.checkout, folder / SOURCES / pinned.checkout.commit, clones)
+        packages = without(pinned.packages, {*left_out, *(pinned.borrowable if borrow else ())})
+        fetch({**pinned.build, **packages}, folder / WHEELS, path, version=version)
         part = Path(scratch) / "bundle.tar"
         with tarfile.open(part, "w") as archive:
-            for name in (WHEELS, REPOSITORIES):
+            for name in (WHEELS, SOURCES):
                 if (folder / name).exists():
                     archive.add(folder / name, arcname=name)
         part.rename(out)
-
-
-def _checkouts(pinned: Flavour) -> list[Checkout]:
-    """The repositories that are needed, submodules as repositories of their own."""
-    if pinned.checkout is None:
-        return []
-    own = [Checkout(repository=one.repository, commit=one.commit, tree="0" * 40) for one in pinned.checkout.submodules]
-    return [pinned.checkout, *own]
 
 
 def _holds(folder: Path, commit: str) -> bool:

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from baselines.pin import Flavour, allows
@@ -58,6 +58,7 @@ class Interpreter:
     torch: str  # "" when it has none
     cuda: str  # of torch; "" for a build without
     borrowed: dict[str, list[str]]  # packages that an environment may borrow: their files and folders
+    versions: dict[str, str] = field(default_factory=dict)  # of these packages
 
     def unsupported_reason(self, flavour: Flavour) -> str | None:
         """Why an environment of the flavour cannot be made with it, or None."""
@@ -98,6 +99,7 @@ def look_at(path: Path, provided: Sequence[str] = ()) -> Interpreter:
         torch=packages.get("torch", {}).get("version", ""),
         cuda=answer["cuda"],
         borrowed={name: one["paths"] for name, one in packages.items()},
+        versions={name: one["version"] for name, one in packages.items()},
     )
 
 
@@ -126,7 +128,8 @@ def make_environment(interpreter: Interpreter, folder: Path) -> None:
         if os.path.exists(path):
             (borrowed / os.path.basename(path)).symlink_to(path)
     [packages] = (env / "lib").glob("python*/site-packages")
-    (packages / "borrowed.pth").write_text(f"{borrowed}\n", encoding="utf-8")
+    # As a folder of packages, not only a path: a borrowed package may have a .pth file that it needs.
+    (packages / "borrowed.pth").write_text(f"import site; site.addsitedir({str(borrowed)!r})\n", encoding="utf-8")
 
 
 def clean_environment() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from baselines.pin import requirements
 from cluster.files.errors import UsageError
 
 _SECONDS = 3600.0  # packages with kernels are compiled
+# What wheels are built for: pip takes those that it is given, exactly.
+_LINUX = ["manylinux1", "manylinux2010", "manylinux2014", *(f"manylinux_2_{minor}" for minor in range(5, 36)), "linux"]
 QUIET = ["--quiet", "--quiet", "--disable-pip-version-check", "--no-input"]
 _OWN = [
     "--ignore-installed",
@@ -21,14 +24,21 @@ _OWN = [
 ]  # what is borrowed is no reason not to install the pinned one
 
 
-def fetch(packages: Mapping[str, str], wheels: Path, python: Path, given: Path | None = None) -> None:
+def fetch(
+    packages: Mapping[str, str], wheels: Path, python: Path, given: Path | None = None, version: str = ""
+) -> None:
     """Put the pinned file of each package into `wheels`, for `python`, from `given` or from pip's index.
+
+    With `version`, such as 3.12, the files are those for that Python on Linux.
 
     Files that are there are not fetched again. With `given` no package index is contacted. Raises UsageError.
     """
     wheels.mkdir(parents=True, exist_ok=True)
     options = ["--no-deps", "--no-build-isolation", "--dest", str(wheels), "--find-links", str(wheels)]
     options += ["--no-index", "--find-links", str(given)] if given else []
+    if version:
+        options += ["--implementation", "cp", "--python-version", version]
+        options += [f"--platform={system}_{platform.machine()}" for system in _LINUX]
     where = f"{given} and {wheels}" if given else "pip's index"
     _with_list(
         packages, wheels.parent, ["download", *options], python,

@@ -20,7 +20,7 @@ from cluster.files.errors import UsageError
 from cluster.files.filesystem import try_lock
 from engine.plain_json import from_json, read_json
 
-UPSTREAM, STATE_FILE = "upstream", "installed.json"
+UPSTREAM, STATE_FILE, BORROWED = "upstream", "installed.json", "borrowed"
 Condition = Literal["installed", "not installed", "half-finished", "outdated", "broken"]
 
 
@@ -33,6 +33,10 @@ class Installed:
     torch: str
     cuda: str  # of torch; "" for a build without
     packages: dict[str, str] = field(default_factory=dict)  # name -> version, of all that pip installed
+    borrowed: dict[str, str] = field(
+        default_factory=dict
+    )  # name -> version, of pinned packages taken from beside torch
+    builds: dict[str, str] = field(default_factory=dict)  # name -> what another build of a pinned package is, in words
     finished_at: str = ""
 
 
@@ -58,14 +62,29 @@ class Place:
         return self.folder / "env" / "bin" / "python"
 
     @property
+    def packages(self) -> Path:
+        """Where its own packages lie."""
+        return next((self.folder / "env" / "lib").glob("python*/site-packages"))
+
+    @property
     def extensions(self) -> Path:
         """Where torch compiles extensions for it: no other system shares its locks."""
         return self.folder / "extensions"
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that it runs with: those of the pin, and its folder of extensions."""
-        return {**self.pinned.environment, "TORCH_EXTENSIONS_DIR": str(self.extensions)}
+        """Variables that it runs with: those of the pin, its folder of extensions, and libraries beside torch that come
+        before the machine's."""
+        found = [path for name in self.pinned.preload if (path := self.folder / BORROWED / name).exists()]
+        preload = {
+            "LD_LIBRARY_PATH": ":".join(dict.fromkeys(str(path.parent) for path in found)),
+            "LD_PRELOAD": ":".join(map(str, found)),
+        }
+        return {
+            **self.pinned.environment,
+            "TORCH_EXTENSIONS_DIR": str(self.extensions),
+            **(preload if found else {}),
+        }
 
     @property
     def pin(self) -> Pin:

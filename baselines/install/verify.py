@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
 import subprocess
+from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from baselines.checkout import compared
 from baselines.install.interpreter import clean_environment
+from baselines.install.other_build import changed_files, read_files
 from baselines.install.places import Place
-from baselines.pin import Flavour, allows
+from baselines.pin import Flavour, allows, canonical, without
 from baselines.programs import PROGRAMS
 
 _SECONDS = 600.0
@@ -30,16 +31,22 @@ class Verdict:
     problems: list[str]
 
 
-def verify(place: Place) -> Verdict:
+def verify(place: Place, borrowed: Collection[str] | None = None) -> Verdict:
     """Compare an installation with its pin: git's hashes of the source, versions and hashes of the packages,
-    imports."""
+    imports. `borrowed` packages are not its own; by default those that `installed.json` names. Other builds are
+    compared with the archive they came from."""
     pinned = place.pinned
-    found, problem = _look(place.python, pinned)
+    if borrowed is None:
+        state = place.state()
+        borrowed = state.borrowed if state else ()
+    found, problem = _look(place)
     problems = [problem] if problem else []
     if pinned.checkout is not None:
         problems += [f"source: {one}" for one in compared(pinned.checkout, place.folder)]
     if not problem:
-        problems += _package_problems(pinned, found)
+        builds = read_files(place)
+        problems += _package_problems(pinned, found, {*borrowed}, {canonical(name) for name in builds})
+        problems += changed_files(builds, place)
         problems += [f"{module} cannot be imported ({error})" for module, error in found["errors"].items()]
         for name, versions in (("python", pinned.python), ("torch", pinned.torch)):
             if not allows(versions, found[name]):
@@ -53,25 +60,23 @@ def verify(place: Place) -> Verdict:
     )
 
 
-def _package_problems(pinned: Flavour, found: dict[str, Any]) -> list[str]:
-    installed = {_canonical(name): version for name, version in found["packages"].items()}
-    problems = [f"{line}: it is not as its wheel was" for line in found["changed"]]
-    for package in {**pinned.build, **pinned.packages}:
+def _package_problems(pinned: Flavour, found: dict[str, Any], borrowed: set[str], builds: set[str]) -> list[str]:
+    installed = {canonical(name): version for name, version in found["packages"].items()}
+    changed = {name: lines for name, lines in found["changed"].items() if canonical(name) not in builds}
+    problems = [f"{line}: it is not as its wheel was" for line in sorted(itertools.chain(*changed.values()))]
+    for package in without({**pinned.build, **pinned.packages}, borrowed):
         name, _, version = package.partition("==")
-        has = installed.get(_canonical(name))
+        has = installed.get(canonical(name))
         if has != version:
             problems.append(f"{name} is {has or 'absent'}, the pin says {version}")
     return problems
 
 
-def _canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _look(python: Path, pinned: Flavour) -> tuple[dict[str, Any], str]:
+def _look(place: Place) -> tuple[dict[str, Any], str]:
     """What the environment's interpreter tells, and a problem when it tells nothing."""
-    command = [str(python), str(PROGRAMS / "look.py"), "torch", *pinned.imports]
-    environment = clean_environment() | dict(pinned.environment)
+    python = place.python
+    command = [str(python), str(PROGRAMS / "look.py"), "torch", *place.pinned.imports]
+    environment = clean_environment() | place.environment
     try:
         done = subprocess.run(
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS,

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from baselines.install.places import Place
 from baselines.megatron_log import parse_iterations
+from baselines.programs import PROGRAMS
+from baselines.tokens import FOLDER, prefixes
 from baselines.upstream import Printed, Rendered, Upstream, arguments
 from engine.attention.geometry.layout import split_unsupported_reason
 
@@ -22,7 +24,7 @@ _COMMON = """
 --num-attention-heads {model.heads} --kv-channels {model.head_dim}
 --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
 --attention-dropout 0 --hidden-dropout 0 --seq-length {seq_len} --max-position-embeddings {seq_len}
---tokenizer-type NullTokenizer --vocab-size {vocab} --make-vocab-size-divisible-by {multiple} --mock-data
+--tokenizer-type NullTokenizer --vocab-size {vocab} --make-vocab-size-divisible-by {multiple} {data}
 --no-create-attention-mask-in-dataloader --num-workers 1
 --micro-batch-size {batch_size} --global-batch-size {global_batch} --train-iters {steps} --eval-iters 0
 --eval-interval 1000 --bf16 --use-distributed-optimizer --lr {lr:g} --clip-grad 1.0 --weight-decay 0.1
@@ -32,10 +34,9 @@ _COMMON = """
 """
 # The release draws its loss from a fused kernel, checks nothing that the others do not, and reports memory every step.
 _RELEASE = """
---norm-epsilon {model.norm_eps:g} --rotary-base {rope_base} --lr-decay-style constant --attention-backend auto
+--norm-epsilon {model.norm_eps:g} --rotary-base {rope_base} --lr-decay-style constant --attention-backend fused
 --cross-entropy-loss-fusion --cross-entropy-fusion-impl native --no-check-for-nan-in-loss-and-grad --rerun-mode disabled
---manual-gc --manual-gc-interval 100 --no-gradient-accumulation-fusion --log-memory-interval 1 --timing-log-level 0
---distributed-timeout-minutes 5
+--manual-gc --manual-gc-interval 100 --log-memory-interval 1 --timing-log-level 0 --distributed-timeout-minutes 5
 """
 # As in the artifact's multi.sh, the barriers of its timers included.
 _ARTIFACT = """
@@ -43,13 +44,13 @@ _ARTIFACT = """
 --use-flash-attn --timing-log-level 2 --causal --causal-tflops --method megatron-cp --log-file {log_file}
 """
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers {every}"
-_SELECTIVE = "--recompute-granularity selective --recompute-modules mlp layernorm"
+_SELECTIVE = "--recompute-granularity selective --recompute-modules mlp"
+_MOCK = "--mock-data"
 _NO_MAKE = "bin/make"
 
 
 class MegatronLM(Upstream):
-    """GPT training. Recomputation: none (`checkpoint.every: 0`), of whole layers (`tail: 0`), or of all but
-    attention."""
+    """GPT training. Recomputation: none (`checkpoint.every: 0`), of whole layers (`tail: 0`), or of the MLP alone."""
 
     name = "megatron_lm_upstream"
     package = "megatron_lm"
@@ -59,6 +60,7 @@ class MegatronLM(Upstream):
     warmup = 2  # its timer counts the first iteration again in what it prints for the second
     most_tp = 8
     repeats_batches = True
+    tokens = "megatron"
 
     def own_reason(self, settings: TrialSettings) -> str | None:
         model, tp_size = settings.model, settings.tp_size
@@ -70,7 +72,7 @@ class MegatronLM(Upstream):
                 )
         if recompute(settings.checkpoint) is None:
             return (
-                f"{self.name} recomputes nothing, whole layers, or all but attention, found checkpoint.every "
+                f"{self.name} recomputes nothing, whole layers, or the MLP alone, found checkpoint.every "
                 f"{settings.checkpoint.every} and tail {settings.checkpoint.tail:g}; set every to 0, or tail to 0, or "
                 "every and tail to 1"
             )
@@ -105,11 +107,21 @@ class MegatronLM(Upstream):
             rope_base=int(model.rope_base),
             every=settings.checkpoint.every,
             log_file=trial_dir / "megatron.txt",
+            data=_MOCK,
         )
+        if release:  # whose data the paper's copy would read in the same way, as nobody has tried
+            data = ("--train-data-path", *prefixes(settings, self.steps(settings), trial_dir))
+            data += ("--data-cache-path", str(trial_dir / FOLDER / "cache"))
+            place_of_data = words.index(_MOCK)
+            words = (*words[:place_of_data], *data, *words[place_of_data + 1 :])
         # Its start-up calls `make` for helpers that the wheel has compiled already, in a folder without a Makefile.
         return Rendered(
             command=(str(place.python), "-u", str(place.source / place.pinned.entry), *words),
-            environment={**place.environment, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+            environment={
+                **place.environment,
+                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                **({"PYTHONPATH": str(PROGRAMS / "standins")} if release else {}),
+            },
             files={_NO_MAKE: "#!/bin/sh\nexit 0\n"} if release else {},
         )
 

@@ -1,4 +1,4 @@
-"""Run by torchtitan's interpreter: registers the trial's Llama and random tokens, then runs torchtitan's own trainer.
+"""Run by torchtitan's interpreter: registers the trial's Llama and tokens, then runs torchtitan's own trainer.
 
 `python train_torchtitan.py REQUEST.json TORCHTITAN-OPTIONS...`, one process per rank, with torchrun's variables.
 """
@@ -11,6 +11,8 @@ sys.path[:1] = []  # the folder of this program
 
 import torch  # noqa: E402
 
+MARK = "UPSTREAM "
+
 
 def ffn_multiplier(hidden, ffn):
     """What torchtitan multiplies its own size of the MLP, 8/3 of hidden, with, and rounds up to a multiple of."""
@@ -18,22 +20,32 @@ def ffn_multiplier(hidden, ffn):
     return ffn / own if int(ffn / own * own) == ffn else (ffn + 0.5) / own
 
 
+def batch(request, step, replica, replicas):
+    """Whole sequences of one step and replica from the trial's file of tokens: inputs, and the next tokens."""
+    size, length = request["batch_size"], request["seq_len"]
+    first = (step * replicas + replica) * size
+    with open(request["tokens"], "rb") as file:
+        file.seek(4 * first * length)
+        run = torch.frombuffer(bytearray(file.read(4 * (size * length + 1))), dtype=torch.int32).long()
+    return run[:-1].view(size, length), run[1:].view(size, length)
+
+
 def register(request):
+    from torchtitan.components import metrics
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.models.llama3 import TransformerModelArgs, get_train_spec
     from torchtitan.protocols.train_spec import register_train_spec
 
-    class RandomTokens(BaseDataLoader):
-        """Whole sequences; every rank of a data-parallel group draws its own."""
+    class TrialTokens(BaseDataLoader):
+        """Whole sequences; every rank of a data-parallel group has its own."""
 
-        def __init__(self, dp_rank=0, **_):
-            self.generator = torch.Generator().manual_seed(request["seed"] * 4096 + dp_rank)
+        def __init__(self, dp_world_size=1, dp_rank=0, **_):
+            self.replicas, self.replica = dp_world_size, dp_rank
 
         def __iter__(self):
-            shape = (request["batch_size"], request["seq_len"] + 1)
-            while True:
-                drawn = torch.randint(0, request["vocab"], shape, generator=self.generator)
-                yield {"input": drawn[:, :-1].contiguous()}, drawn[:, 1:].contiguous()
+            for step in range(request["steps"]):
+                inputs, labels = batch(request, step, self.replica, self.replicas)
+                yield {"input": inputs}, labels
 
         def state_dict(self):
             return {}
@@ -41,6 +53,14 @@ def register(request):
         def load_state_dict(self, state_dict):
             pass
 
+    class Peaks(metrics.DeviceMemoryMonitor):
+        """Prints what is allocated, too: its own log has what is reserved."""
+
+        def get_peak_stats(self):
+            print(MARK + json.dumps({"peak_allocated_bytes": [torch.cuda.max_memory_allocated()]}), flush=True)
+            return super().get_peak_stats()
+
+    metrics.DeviceMemoryMonitor = Peaks
     shape = TransformerModelArgs(
         dim=request["hidden"],
         n_layers=request["layers"],
@@ -56,7 +76,7 @@ def register(request):
     register_train_spec(
         "burst_harness",
         dataclasses.replace(
-            spec, model_args={"trial": shape}, build_dataloader_fn=RandomTokens, build_tokenizer_fn=None
+            spec, model_args={"trial": shape}, build_dataloader_fn=TrialTokens, build_tokenizer_fn=None
         ),
     )
 
@@ -72,4 +92,5 @@ def main():
     train(Trainer)
 
 
-main()
+if __name__ == "__main__":
+    main()

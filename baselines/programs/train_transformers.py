@@ -1,13 +1,14 @@
 """Run by the interpreter of a compared system: trains a Llama of transformers, under DeepSpeed or TRL.
 
 `python train_transformers.py REQUEST.json`, one process per rank, with torchrun's variables. The model starts from
-random weights, and learns random tokens. Rank 0 prints one line of JSON per step: seconds of the slowest rank, loss,
-norm.
+random weights, and learns the tokens of the trial's file. Rank 0 prints one line of JSON per step: seconds of the
+slowest rank, loss, norm.
 
 `engine: deepspeed` is ZeRO-3 with ALST: UlyssesSPAttentionHF, the MLP and the loss in tiles. `engine: trl` is TRL's SFT
 trainer with Liger-Kernel; it cannot split a sequence.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -44,11 +45,29 @@ def model_config(request):
     )
 
 
-def tokens(request, step, replica):
-    """The whole sequences of one step: inputs and the next tokens."""
-    generator = torch.Generator().manual_seed((request["seed"] * 1_000_003 + step) * 4096 + replica)
-    drawn = torch.randint(0, request["vocab"], (request["batch_size"], request["seq_len"] + 1), generator=generator)
-    return drawn[:, :-1], drawn[:, 1:]
+def batch(request, step, replica, replicas):
+    """Whole sequences of one step and replica from the trial's file of tokens: inputs, and the next tokens."""
+    size, length = request["batch_size"], request["seq_len"]
+    first = (step * replicas + replica) * size
+    with open(request["tokens"], "rb") as file:
+        file.seek(4 * first * length)
+        run = torch.frombuffer(bytearray(file.read(4 * (size * length + 1))), dtype=torch.int32).long()
+    return run[:-1].view(size, length), run[1:].view(size, length)
+
+
+def attention_name(request):
+    """Of transformers' attention functions."""
+    return "flash_attention_4" if request["kernel"] == "fa4" else "sdpa"
+
+
+def with_kernel(request):
+    """A block in which torch's attention prefers the trial's kernel."""
+    if request["kernel"] != "cudnn":
+        return contextlib.nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    first = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(first, set_priority=True)
 
 
 def tile_mlp(tiles):
@@ -80,10 +99,10 @@ def train_with_deepspeed(request):
     if request["mlp_tiles"] > 1:
         tile_mlp(request["mlp_tiles"])
     config = model_config(request)
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = attention_name(request)
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=type("Model", (), {"config": config}),
-        core_attn_implementation="sdpa",
+        core_attn_implementation=attention_name(request),
         sequence_parallel_size=cp_size,
         micro_batch_size=request["batch_size"],
         seq_length=request["seq_len"],
@@ -105,7 +124,7 @@ def train_with_deepspeed(request):
         return torch.nn.functional.cross_entropy(head(hidden).float(), targets)
 
     for step in range(request["steps"]):
-        inputs, targets = (each[:, own].to(device) for each in tokens(request, step, replica))
+        inputs, targets = (each[:, own].to(device) for each in batch(request, step, replica, world // cp_size))
         comm.barrier()
         if cuda:
             torch.cuda.synchronize()
@@ -132,34 +151,39 @@ def train_with_deepspeed(request):
 
 def train_with_trl(request):
     from datasets import Dataset
+    from datasets.table import InMemoryTable
     from tokenizers import Tokenizer, models
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world, cuda = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.cuda.is_available()
     torch.manual_seed(request["seed"])
-    model = LlamaForCausalLM(model_config(request))
+    model = LlamaForCausalLM._from_config(model_config(request), attn_implementation=attention_name(request))
     unused = "t0"
     names = {f"t{number}": number for number in range(request["vocab"])}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(names, unused)), pad_token=unused, eos_token=unused
     )
     rows = request["batch_size"] * world * request["steps"]
-    data = Dataset.from_dict(
-        {"input_ids": [tokens(request | {"batch_size": 1}, row, 0)[0][0].tolist() for row in range(rows)]}
-    )
+    sequences = [batch(request | {"batch_size": 1}, row, 0, 1)[0][0].tolist() for row in range(rows)]
+    # With a name, because the library would otherwise hash all of it to make one.
+    data = Dataset(InMemoryTable.from_pydict({"input_ids": sequences}), fingerprint="trial")
 
     class Clock(TrainerCallback):
         """Prints each step; the trainer logs after it, so that loss and norm are there."""
 
         start = 0.0
 
+        def wait(self):
+            if cuda:
+                torch.cuda.synchronize()
+
         def on_step_begin(self, *arguments, **more):
-            torch.cuda.synchronize()
+            self.wait()
             self.start = time.perf_counter()
 
         def on_step_end(self, *arguments, **more):
-            torch.cuda.synchronize()
+            self.wait()
             self.seconds = time.perf_counter() - self.start
 
         def on_log(self, arguments, state, control, logs=None, **more):
@@ -177,7 +201,10 @@ def train_with_trl(request):
             lr_scheduler_type="constant",
             bf16=True,
             optim="adamw_torch_fused",
-            use_liger_kernel=True,
+            adam_beta2=0.95,
+            weight_decay=0.1,
+            use_liger_kernel=cuda,  # its kernels are of GPUs
+            use_cpu=not cuda,
             gradient_checkpointing=request["recompute"],
             gradient_checkpointing_kwargs={"use_reentrant": False},
             logging_steps=1,
@@ -185,6 +212,7 @@ def train_with_trl(request):
             disable_tqdm=True,
             report_to=[],
             save_strategy="no",
+            train_sampling_strategy="sequential",
             dataset_kwargs={"skip_prepare_dataset": True},
             seed=request["seed"],
         ),
@@ -218,4 +246,5 @@ def peaks(rank, world):
 if __name__ == "__main__":
     with open(sys.argv[1], encoding="utf-8") as file:
         REQUEST = json.load(file)
-    {"deepspeed": train_with_deepspeed, "trl": train_with_trl}[REQUEST["engine"]](REQUEST)
+    with with_kernel(REQUEST):
+        {"deepspeed": train_with_deepspeed, "trl": train_with_trl}[REQUEST["engine"]](REQUEST)

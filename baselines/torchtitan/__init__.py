@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baselines.called import REQUEST_FILE, training_request
+from baselines.called import REQUEST_FILE, parse_program, training_request
 from baselines.install.places import Place
 from baselines.programs import PROGRAMS
 from baselines.upstream import Printed, Rendered, Upstream, arguments
@@ -31,7 +31,7 @@ _STEP = re.compile(
 
 
 class TorchTitan(Upstream):
-    """Llama 3 training on random tokens; blocks and loss are compiled."""
+    """Llama 3 training; blocks and loss are compiled, attention is torch's with cuDNN's kernel first."""
 
     name = "torchtitan_upstream"
     package = "torchtitan"
@@ -39,6 +39,7 @@ class TorchTitan(Upstream):
     source = "github.com/pytorch/torchtitan"
     warmup = 2  # compilation
     most_tp = 8
+    tokens = "plain"
 
     def own_reason(self, settings: TrialSettings) -> str | None:
         model = settings.model
@@ -76,7 +77,9 @@ class TorchTitan(Upstream):
         return Rendered(
             command=(*program, *words),
             environment=place.environment,
-            files={REQUEST_FILE: json.dumps(training_request(settings, self.steps(settings)), indent=1) + "\n"},
+            files={
+                REQUEST_FILE: json.dumps(training_request(settings, self.steps(settings), trial_dir), indent=1) + "\n"
+            },
         )
 
     def parse(self, output: str) -> Printed:
@@ -86,6 +89,7 @@ class TorchTitan(Upstream):
             tokens_per_gpu_per_second=[float(one[3].replace(",", "")) for one in steps],
             loss=[float(one[0]) for one in steps],
             grad_norm=[float(one[1]) for one in steps],
+            peak_allocated_bytes=parse_program(output).peak_allocated_bytes,
             # What it prints as memory is the peak reserved.
             peak_reserved_bytes=[int(max(float(one[2]) for one in steps) * 2**30)] if steps else [],
             own={

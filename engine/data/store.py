@@ -16,6 +16,7 @@ import numpy as np
 from engine.data.sequences import Sequences
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
 TOKENS_FILE = "tokens.bin"
@@ -60,13 +61,16 @@ class TokenStore(Sequences):
                 f"{_NEXT_STEP}"
             )
 
+    def numbers(self, start: int, count: int) -> NDArray[Any]:
+        """`count` consecutive tokens from position `start` of the endless sequence, as they are stored."""
+        first = start % self.header.count
+        return np.take(self._tokens, np.arange(first, first + count), mode="wrap")
+
     def window(self, start: int, count: int) -> Tensor:
         """`count` consecutive tokens from position `start` of the endless sequence, int64."""
         import torch
 
-        first = start % self.header.count
-        tokens = np.take(self._tokens, np.arange(first, first + count), mode="wrap")
-        return torch.from_numpy(tokens.astype(np.int64))
+        return torch.from_numpy(self.numbers(start, count).astype(np.int64))
 
     def sequence(self, number: int, seq_len: int) -> Tensor:
         return self.window(number * seq_len, seq_len + 1)

@@ -21,9 +21,11 @@ from torch.profiler import record_function
 
 from engine.model import MLP, AddMLP, activate, add_whole_mlp
 from engine.ops.autograd import refuse_second_derivative
+from engine.ops.copies import values_of
 from engine.ops.ranges import RECOMPUTE
+from engine.ops.residual_norm import add_norm
 from engine.ops.runs import RecomputedNorm, WeightGradient, run_length, runs, zeros_for_sum
-from engine.ops.swiglu import swiglu, swiglu_again, swiglu_gradients
+from engine.ops.swiglu import swiglu_again, swiglu_saved
 
 
 def add_mlp_in(tiles: int, saved: float | None = None) -> AddMLP:
@@ -39,18 +41,22 @@ def add_mlp_in(tiles: int, saved: float | None = None) -> AddMLP:
     if tiles == 1 and saved is None:
         return add_whole_mlp
 
-    def add_tiled_mlp(norm: nn.RMSNorm, mlp: MLP, x_BLE: Tensor) -> Tensor:
+    def add_tiled_mlp(norm: nn.RMSNorm, mlp: MLP, x_BLE: Tensor, branch_BLE: Tensor | None = None) -> Tensor:
         x_TE = x_BLE.flatten(0, -2)
+        branch_TE = None if branch_BLE is None else branch_BLE.flatten(0, -2)
         tokens = x_TE.shape[0]
         run = run_length(tokens, x_TE.shape[1], tiles)
         cut = tokens - round((saved or 0.0) * tokens)
         matrices = [mlp.down.weight, mlp.up.weight, *([] if mlp.gate is None else [mlp.gate.weight])]
         weights = (norm.weight, *matrices)
-        if torch.is_grad_enabled():
+        values = [values_of(weight) for weight in weights]
+        saver = None
+        if branch_TE is None and torch.is_grad_enabled():
             # Saved before anything is computed: torch's non-reentrant checkpoint ends a layer's recomputation with the
             # last tensor that backward needs, so the recomputation never runs the MLP.
-            x_TE = _SaveInputs.apply(x_TE, *weights)
-        return _TiledMLP.apply(x_TE, x_TE.grad_fn, x_BLE.shape, norm.eps, run, cut, *weights)
+            x_TE = _SaveInputs.apply(x_TE, *values)
+            saver = x_TE.grad_fn
+        return _TiledMLP.apply(x_TE, branch_TE, saver, x_BLE.shape, norm.eps, run, cut, *weights, *values)
 
     return add_tiled_mlp
 
@@ -59,8 +65,8 @@ class _SaveInputs(torch.autograd.Function):
     """The identity, which saves its arguments for `_TiledMLP`'s backward."""
 
     @staticmethod
-    def forward(ctx: Any, x_TE: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x_TE, *weights)
+    def forward(ctx: Any, x_TE: Tensor, *values: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TE, *values)
         return x_TE.view_as(x_TE)
 
     @staticmethod
@@ -69,45 +75,70 @@ class _SaveInputs(torch.autograd.Function):
 
 
 class _TiledMLP(torch.autograd.Function):
-    """(x_TE, the node that saves the inputs, shape of x_BLE, eps, tokens of a run, first token whose gate and up are
-    saved, weights of norm, down, up, gate or none) -> x + mlp(x), [B, L, E]."""
+    """(x_TE, a branch to add to it or none, the node that saves the inputs, shape of x_BLE, eps, tokens of a run, first
+    token whose gate and up are saved, weights of norm, down, up, gate or none, and what is computed with for each)
+    -> y + mlp(y), y = x + branch; [B, L, E]."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_TE: Tensor, saver: Any, shape: torch.Size, eps: float | None, run: int, cut: int, *weights: Tensor
+        ctx: Any,
+        x_TE: Tensor,
+        branch_TE: Tensor | None,
+        saver: Any,
+        shape: torch.Size,
+        eps: float | None,
+        run: int,
+        cut: int,
+        *weights_and_values: Tensor,
     ) -> Tensor:
         ctx.saver, ctx.eps, ctx.run, ctx.cut = saver, eps, run, cut
-        norm_E, down_EF, *projections_FE = weights
+        weights, values = _halves(weights_and_values)
+        ctx.dtypes, ctx.branched = [weight.dtype for weight in weights], branch_TE is not None
+        norm_E, down_EF, *projections_FE = values
         out_BLE = x_TE.new_empty(shape)  # not a view of another tensor, which FSDP2 warns of
         out_TE = out_BLE.flatten(0, -2)
+        total_TE = x_TE if branch_TE is None else torch.empty_like(x_TE)
         saved: list[Tensor] = []
         for tokens in _runs(x_TE.shape[0], run, cut):
-            normed_TE = F.rms_norm(x_TE[tokens], norm_E.shape, norm_E, eps)
+            if branch_TE is None:
+                normed_TE = F.rms_norm(x_TE[tokens], norm_E.shape, norm_E, eps)
+            else:
+                _, normed_TE = add_norm(x_TE[tokens], branch_TE[tokens], norm_E, eps, total_TE[tokens])
             projected_TF = [F.linear(normed_TE, weight_FE) for weight_FE in projections_FE]
-            torch.add(x_TE[tokens], F.linear(activate(*projected_TF), down_EF), out=out_TE[tokens])
+            torch.add(total_TE[tokens], F.linear(activate(*projected_TF), down_EF), out=out_TE[tokens])
             if tokens.start >= cut:
                 saved += projected_TF
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*([total_TE, *values] if saver is None else []), *saved)
         return out_BLE
 
     @staticmethod
     def backward(ctx: Any, dout_BLE: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("an MLP in tiles")
         dout_TE = dout_BLE.flatten(0, -2)
-        x_TE, norm_E, *matrices = ctx.saver.saved_tensors
-        saved, width = list(ctx.saved_tensors), len(matrices) - 1
+        saved = list(ctx.saved_tensors)
+        if ctx.saver is None:
+            count = 1 + len(ctx.dtypes)
+            (x_TE, norm_E, *matrices), saved = saved[:count], saved[count:]
+        else:
+            x_TE, norm_E, *matrices = ctx.saver.saved_tensors
+        width = len(matrices) - 1
         dx_TE, dnorm_E = torch.empty_like(x_TE), zeros_for_sum(norm_E)
         of_tokens = list(_runs(x_TE.shape[0], ctx.run, ctx.cut))
-        dmatrices = [WeightGradient(single=len(of_tokens) == 1) for _ in matrices]
+        dmatrices = [WeightGradient(dtype, single=len(of_tokens) == 1) for dtype in ctx.dtypes[1:]]
         for tokens in of_tokens:
             norm = RecomputedNorm(x_TE[tokens], norm_E, ctx.eps)
             projected_TF: list[Tensor] | None = None
             if tokens.start >= ctx.cut:
                 projected_TF, saved = saved[:width], saved[width:]
             dnormed_TE = _mlp_backward(dout_TE[tokens], norm.normed_TE, projected_TF, matrices, dmatrices)
-            torch.add(dout_TE[tokens], norm.gradient(dnormed_TE, dnorm_E), out=dx_TE[tokens])
-        gradients = (dnorm_E.to(norm_E.dtype), *(total.rounded(norm_E.dtype) for total in dmatrices))
-        return dx_TE, None, None, None, None, None, *gradients
+            norm.gradient(dnormed_TE, dnorm_E, residual_TE=dout_TE[tokens], dx_TE=dx_TE[tokens])
+        gradients = (dnorm_E.to(ctx.dtypes[0]), *(total.rounded() for total in dmatrices))
+        dbranch_TE = dx_TE if ctx.branched else None
+        return dx_TE, dbranch_TE, None, None, None, None, None, *gradients, *(None for _ in ctx.dtypes)
+
+
+def _halves(tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    return tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
 
 
 def _runs(tokens: int, run: int, cut: int) -> Iterator[slice]:
@@ -159,5 +190,5 @@ def _activate_saved(dhidden_TF: Tensor, up_TF: Tensor, gate_TF: Tensor | None = 
     """The same where `up_TF` and `gate_TF` are saved tensors, which a second backward may want: they stay."""
     if gate_TF is None:
         return F.gelu(up_TF), torch.ops.aten.gelu_backward(dhidden_TF, up_TF)
-    dgate_TF, dup_TF = swiglu_gradients(dhidden_TF, gate_TF, up_TF)
-    return swiglu(gate_TF, up_TF), dup_TF, dgate_TF
+    hidden_TF, dgate_TF, dup_TF = swiglu_saved(dhidden_TF, gate_TF, up_TF)
+    return hidden_TF, dup_TF, dgate_TF

@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model import Attention, Project, Rotary, project_whole
+from engine.model import Attention, Project, Projected, Rotary, project_whole
 from engine.ops.autograd import refuse_second_derivative
+from engine.ops.copies import joined, values_of
 from engine.ops.rotary import rotate_into
 from engine.ops.runs import RecomputedNorm, WeightGradient, run_length, runs, zeros_for_sum
 
@@ -40,9 +41,7 @@ def project_in(tiles: int, *, recomputed: bool = True) -> Project:
     if tiles == 1 and recomputed:
         return project_whole
 
-    def project_tiled(
-        norm: nn.RMSNorm, attention: Attention, x_BLE: Tensor, rotary: Rotary
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def project_tiled(norm: nn.RMSNorm, attention: Attention, x_BLE: Tensor, rotary: Rotary) -> Projected:
         head_norms = [each for each in (attention.q_norm, attention.k_norm) if each is not None]
         if tiles == 1 and head_norms:
             return project_whole(norm, attention, x_BLE, rotary)
@@ -51,15 +50,20 @@ def project_in(tiles: int, *, recomputed: bool = True) -> Project:
         # All heads of a token are normed together, and they may be wider than the token's embedding.
         widest = max(x_BLE.shape[2], matrices[0].shape[0]) if head_norms else x_BLE.shape[2]
         run = run_length(x_BLE.shape[0] * x_BLE.shape[1], widest, tiles)
-        norms = (norm.weight, *(each.weight for each in head_norms))
-        return _TiledProjection.apply(x_BLE, *rotary, attention.head_dim, run, eps, *matrices, *norms)
+        weights = (*matrices, norm.weight, *(each.weight for each in head_norms))
+        values = [values_of(weight) for weight in weights]
+        return _TiledProjection.apply(x_BLE, *rotary, attention.head_dim, run, eps, *weights, *values)
 
     return project_tiled
 
 
 class _TiledProjection(torch.autograd.Function):
     """(x_BLE, cos_LD, sin_LD, D, tokens of a run, epsilon of every norm, weights of q, k, v, of the norm before them,
-    and of the heads' two norms or none) -> q_BLND, k_BLKD, v_BLKD."""
+    and of the heads' two norms or none, and what is computed with for each) -> q_BLND, k_BLKD, v_BLKD, x_BLE.
+
+    x passes through so that its other gradient, that of the residual stream, arrives here and is added in the pass that
+    forms the norm's.
+    """
 
     @staticmethod
     def forward(
@@ -70,57 +74,66 @@ class _TiledProjection(torch.autograd.Function):
         head_dim: int,
         run: int,
         eps: tuple[float | None, ...],
-        *weights: Tensor,
+        *weights_and_values: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x_BLE, cos_LD, sin_LD, *weights)
-        ctx.head_dim, ctx.run, ctx.eps = head_dim, run, eps
-        matrices_OE, (norm_E, *head_norms_D) = weights[:3], weights[3:]
-        outs = tuple(x_BLE.new_empty(*x_BLE.shape[:2], weight.shape[0] // head_dim, head_dim) for weight in matrices_OE)
+        half = len(weights_and_values) // 2
+        weights, values = weights_and_values[:half], weights_and_values[half:]
+        ctx.save_for_backward(x_BLE, cos_LD, sin_LD, *values)
+        ctx.set_materialize_grads(False)
+        ctx.head_dim, ctx.run, ctx.eps, ctx.dtypes = head_dim, run, eps, [weight.dtype for weight in weights]
+        rows, (norm_E, *head_norms_D) = [value.shape[0] for value in values[:3]], values[3:]
+        matrix_OE = joined(list(values[:3]))
+        outs = tuple(x_BLE.new_empty(*x_BLE.shape[:2], count // head_dim, head_dim) for count in rows)
         for at in _runs(x_BLE, run):
             normed_TE = F.rms_norm(x_BLE[at], norm_E.shape, norm_E, eps[0])
-            for place, (out_BLND, matrix_OE) in enumerate(zip(outs, matrices_OE, strict=True)):
+            projected = F.linear(normed_TE, matrix_OE).split(rows, -1)
+            for place, (out_BLND, projected_TO) in enumerate(zip(outs, projected, strict=True)):
+                projected_TND = projected_TO.unflatten(-1, (-1, head_dim))
                 if place == 2:  # values are neither normed nor rotated
-                    torch.mm(normed_TE, matrix_OE.T, out=out_BLND[at].flatten(1))
+                    out_BLND[at].copy_(projected_TND)
                     continue
-                projected_TND = F.linear(normed_TE, matrix_OE).unflatten(-1, (-1, head_dim))
                 if head_norms_D:
                     projected_TND = F.rms_norm(projected_TND, (head_dim,), head_norms_D[place], eps[1 + place])
                 rotate_into(out_BLND[at], projected_TND, (cos_LD[at[1]], sin_LD[at[1]]))
-        return outs
+        return *outs, x_BLE.view_as(x_BLE)
 
     @staticmethod
-    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("a projection in tiles")
-        x_BLE, cos_LD, sin_LD, *weights = ctx.saved_tensors
-        matrices_OE, (norm_E, *head_norms_D) = weights[:3], weights[3:]
+        *douts, dresidual_BLE = gradients
+        x_BLE, cos_LD, sin_LD, *values = ctx.saved_tensors
+        rows, (norm_E, *head_norms_D) = [value.shape[0] for value in values[:3]], values[3:]
+        matrix_OE = joined(values[:3])
         dx_BLE = torch.empty_like(x_BLE)
         of_tokens = list(_runs(x_BLE, ctx.run))
-        dmatrices_OE = [WeightGradient(single=len(of_tokens) == 1) for _ in matrices_OE]
-        dnorms = [zeros_for_sum(weight) for weight in weights[3:]]
+        dmatrix_OE = WeightGradient(ctx.dtypes[0], single=len(of_tokens) == 1)
+        dnorms = [zeros_for_sum(weight) for weight in values[3:]]
         dnorm_E, *dhead_norms_D = dnorms
         for at in of_tokens:
             norm = RecomputedNorm(x_BLE[at], norm_E, ctx.eps[0])
-            dnormed_TE: Tensor | None = None
-            for place, (dout_BLND, matrix_OE) in enumerate(zip(douts, matrices_OE, strict=True)):
-                dprojected_TND = dout_BLND[at]
-                if place < 2:
-                    turned_TND = torch.empty_like(dprojected_TND, memory_format=torch.contiguous_format)
-                    rotate_into(turned_TND, dprojected_TND, (cos_LD[at[1]], sin_LD[at[1]]), inverse=True)
-                    dprojected_TND = turned_TND
-                    if head_norms_D:
-                        projected_TND = F.linear(norm.normed_TE, matrix_OE).unflatten(-1, (-1, ctx.head_dim))
-                        again = RecomputedNorm(projected_TND, head_norms_D[place], ctx.eps[1 + place])
-                        dprojected_TND = again.gradient(dprojected_TND, dhead_norms_D[place])
-                dprojected_TO = dprojected_TND.flatten(1)
-                dmatrices_OE[place].add(dprojected_TO, norm.normed_TE)
-                if dnormed_TE is None:
-                    dnormed_TE = dprojected_TO @ matrix_OE
+            dprojected_TO = x_BLE.new_empty(x_BLE[at].shape[0], sum(rows))
+            projected = F.linear(norm.normed_TE, matrix_OE[: sum(rows[:2])]).split(rows[:2], -1) if head_norms_D else []
+            for place, (dout_BLND, part_TO) in enumerate(zip(douts, dprojected_TO.split(rows, -1), strict=True)):
+                part_TND = part_TO.unflatten(-1, (-1, ctx.head_dim))
+                if dout_BLND is None:
+                    part_TND.zero_()
+                elif place == 2:
+                    part_TND.copy_(dout_BLND[at])
                 else:
-                    dnormed_TE.addmm_(dprojected_TO, matrix_OE)
-            assert dnormed_TE is not None
-            dx_BLE[at] = norm.gradient(dnormed_TE, dnorm_E)
-        rounded = [total.rounded(norm_E.dtype) for total in dmatrices_OE] + [total.to(norm_E.dtype) for total in dnorms]
-        return dx_BLE, None, None, None, None, None, *rounded
+                    rotate_into(part_TND, dout_BLND[at], (cos_LD[at[1]], sin_LD[at[1]]), inverse=True)
+                    if head_norms_D:
+                        again_TND = projected[place].unflatten(-1, (-1, ctx.head_dim)).contiguous()
+                        again = RecomputedNorm(again_TND, head_norms_D[place], ctx.eps[1 + place])
+                        part_TND.copy_(again.gradient(part_TND.contiguous(), dhead_norms_D[place]))
+            del projected
+            dmatrix_OE.add(dprojected_TO, norm.normed_TE)
+            dnormed_TE = dprojected_TO @ matrix_OE
+            del dprojected_TO
+            residual_TE = None if dresidual_BLE is None else dresidual_BLE[at]
+            norm.gradient(dnormed_TE, dnorm_E, residual_TE=residual_TE, dx_TE=dx_BLE[at])
+        of_matrices = dmatrix_OE.rounded().split(rows)
+        of_norms = (total.to(dtype) for total, dtype in zip(dnorms, ctx.dtypes[3:], strict=True))
+        return dx_BLE, None, None, None, None, None, *of_matrices, *of_norms, *(None for _ in ctx.dtypes)
 
 
 def _runs(x_BLE: Tensor, run: int) -> Iterator[tuple[int, slice]]:

@@ -22,7 +22,8 @@ def fused_loss_sum(
     """`plain_loss_sum` with the logits of one tile in memory; without `tile` it is sized for the problem and device.
 
     A sum, not a mean: only all ranks together know the number of tokens, and a rank whose labels are all -100 returns
-    0. Matmuls run in the inputs' dtype; softmax, loss and all sums over tiles in fp32 or wider.
+    0. Matmuls run in the inputs' dtype; softmax, loss and all sums over tiles in fp32 or wider. Labels may be in host
+    memory; those on a GPU are read back once, which waits for all work before.
 
     Raises ValueError for a label that is neither a word nor -100.
     """
@@ -30,7 +31,9 @@ def fused_loss_sum(
     if torch.is_grad_enabled() and (hidden_TE.requires_grad or weight_VE.requires_grad):
         return _FusedLossSum.apply(hidden_TE, weight_VE, labels_T, z_loss, tile)
     loss = hidden_TE.new_zeros((), dtype=accumulation_dtype(hidden_TE.dtype))
-    for tokens, counts in runs_with_labels(labels_T, tile.tokens, weight_VE.shape[0]):
+    of_tokens = runs_with_labels(labels_T, tile.tokens, weight_VE.shape[0])
+    labels_T = labels_T.to(hidden_TE.device, non_blocking=True)
+    for tokens, counts in of_tokens:
         if counts and tile.words >= weight_VE.shape[0]:
             loss += _loss_and_dlogits(hidden_TE[tokens], weight_VE, labels_T[tokens], z_loss)[0]
         elif counts:
@@ -51,7 +54,9 @@ class _FusedLossSum(torch.autograd.Function):
         dweight_VE = (
             torch.zeros_like(weight_VE, dtype=accumulation_dtype(weight_VE.dtype)) if ctx.needs_input_grad[1] else None
         )
-        for tokens, counts in runs_with_labels(labels_T, tile.tokens, weight_VE.shape[0]):
+        of_tokens = runs_with_labels(labels_T, tile.tokens, weight_VE.shape[0])
+        labels_T = labels_T.to(hidden_TE.device, non_blocking=True)
+        for tokens, counts in of_tokens:
             if counts:
                 loss += _loss_and_gradients(
                     hidden_TE[tokens], weight_VE, labels_T[tokens], z_loss, tile.words, dhidden_TE[tokens], dweight_VE

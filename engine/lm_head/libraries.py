@@ -24,6 +24,7 @@ def cce_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor) -> Tens
 
     if not bool((labels_T != IGNORE).any()):  # the library drops ignored tokens, and knows no kernel over none
         return fused_loss_sum(hidden_TE, weight_VE, labels_T)
+    labels_T = labels_T.to(hidden_TE.device, non_blocking=True)
     loss: Tensor = linear_cross_entropy(hidden_TE, weight_VE, labels_T, ignore_index=IGNORE, reduction="sum")
     return loss
 
@@ -35,5 +36,5 @@ def liger_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_los
     loss_of = LigerFusedLinearCrossEntropyLoss(
         ignore_index=IGNORE, lse_square_scale=z_loss, reduction="sum", accum_dtype=accumulation_dtype(weight_VE.dtype)
     )
-    loss: Tensor = loss_of(weight_VE, hidden_TE, labels_T)
+    loss: Tensor = loss_of(weight_VE, hidden_TE, labels_T.to(hidden_TE.device, non_blocking=True))
     return loss

@@ -19,8 +19,9 @@ def plain_loss_sum(hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_los
     """Sum over tokens of -log softmax(logits)[label] + z_loss x (log sum exp(logits))^2, in fp32 or wider.
 
     The logits are hidden @ weight^T. Tokens labelled -100 do not count. The second term keeps the softmax's
-    normaliser near 1 (PaLM, arXiv:2204.02311).
+    normaliser near 1 (PaLM, arXiv:2204.02311). Labels may be in host memory.
     """
+    labels_T = labels_T.to(hidden_TE.device, non_blocking=True)
     logits_TV = F.linear(hidden_TE, weight_VE)
     logits_TV = logits_TV.to(accumulation_dtype(logits_TV.dtype))
     loss = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE, reduction="sum")

@@ -62,7 +62,7 @@ def choose_tile(vocabulary: int, hidden_TE: Tensor) -> Tile:
 def runs_with_labels(labels_T: Tensor, size: int, vocabulary: int) -> list[tuple[slice, bool]]:
     """Runs of `size` tokens, each with whether any of its labels counts: the others need no logits.
 
-    Reads the labels on the host, once. Raises ValueError for a label that is no word, which a GPU kernel would take as
+    Reads the labels on the host, once: of labels on a GPU that waits for all work before. Raises ValueError for a label that is no word, which a GPU kernel would take as
     an address.
     """
     counted_T = labels_T != IGNORE

@@ -52,7 +52,7 @@ def _swiglu_backward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rotate_kernel(  # type: ignore[no-untyped-def]
-    x, x_b, x_l, x_n, cos, sin, out, rows,
+    x, x_b, x_l, x_n, cos, sin, out, out_b, out_l, out_n, rows,
     HEADS: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     # A row is one head of one token, heads fastest: the heads of a token follow each other and read its angles from the
@@ -71,7 +71,7 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     source = x + batch * x_b + (token * x_l + head * x_n)[:, None] + column[None, :]
     first = tl.load(source, mask=box, other=0.0).to(c.dtype)
     second = tl.load(source + HALF, mask=box, other=0.0).to(c.dtype)
-    target = out + ((batch * rows + row) * (2 * HALF))[:, None] + column[None, :]
+    target = out + batch * out_b + (token * out_l + head * out_n)[:, None] + column[None, :]
     # By way of fp32: not every pair of dtypes has a conversion of its own.
     tl.store(target, (first * c - second * s).to(tl.float32).to(out.dtype.element_ty), mask=box)
     tl.store(target + HALF, (second * c + first * s).to(tl.float32).to(out.dtype.element_ty), mask=box)
@@ -92,6 +92,14 @@ def swiglu_gradients(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
     _swiglu_backward(dhidden, gate, up, dhidden, dgate, dup, again=False)
     return dgate, dup
+
+
+def swiglu_saved(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`engine.ops.swiglu.swiglu_saved`: (hidden, dgate, dup), hidden in place of dhidden."""
+    dhidden, gate, up = dhidden.contiguous(), gate.contiguous(), up.contiguous()
+    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    _swiglu_backward(dhidden, gate, up, dhidden, dgate, dup, again=True)
+    return dhidden, dgate, dup
 
 
 def swiglu_again(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,9 +123,9 @@ def _blocks(tensor: Tensor) -> tuple[int]:
 
 
 def rotate(x_BLND: Tensor, cos_LD: Tensor, sin_LD: Tensor, inverse: bool, out_BLND: Tensor | None = None) -> Tensor:
-    """`engine.ops.rotary.rotate` without autograd, or the inverse rotation; contiguous, in `out` if given.
+    """`engine.ops.rotary.rotate` without autograd, or the inverse rotation; in `out` if given, else contiguous.
 
-    x has any strides; it is copied where D has no unit stride.
+    x and `out` have any strides, those of `out` 1 over D; x is copied where D has no unit stride.
     """
     batch, tokens, heads, head_dim = x_BLND.shape
     half = head_dim // 2
@@ -125,12 +133,12 @@ def rotate(x_BLND: Tensor, cos_LD: Tensor, sin_LD: Tensor, inverse: bool, out_BL
     cos_LD, sin_LD = (table.expand(tokens, half).contiguous() for table in (cos_LD, sin_LD))
     if out_BLND is None:
         out_BLND = torch.empty(x_BLND.shape, dtype=x_BLND.dtype, device=x_BLND.device)
-    assert out_BLND.is_contiguous()
+    assert out_BLND.stride(-1) == 1
     assert out_BLND.shape == x_BLND.shape
     width = triton.next_power_of_2(half)
     rows = max(1, PAIRS // width)
     _rotate_kernel[(triton.cdiv(tokens * heads, rows), batch)](
-        x_BLND, *x_BLND.stride()[:3], cos_LD, sin_LD, out_BLND, tokens * heads,
+        x_BLND, *x_BLND.stride()[:3], cos_LD, sin_LD, out_BLND, *out_BLND.stride()[:3], tokens * heads,
         HEADS=heads, HALF=half, INVERSE=inverse, ROWS=rows, WIDTH=width, num_warps=WARPS,
     )  # fmt: skip
     return out_BLND

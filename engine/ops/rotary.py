@@ -25,7 +25,8 @@ def rotate(x_BLND: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def rotate_into(out_TND: Tensor, x_TND: Tensor, rotary: tuple[Tensor, Tensor], *, inverse: bool = False) -> None:
-    """Write the rotation of `rotate`, or its inverse, into `out_TND`, which is contiguous and not x. No autograd.
+    """Write the rotation of `rotate`, or its inverse, into `out_TND`, which is not x and has unit stride over D.
+    No autograd.
 
     T tokens of one sequence; `rotary` holds their angles.
     """

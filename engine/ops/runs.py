@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine.ops.autograd import accumulation_dtype
+from engine.ops.copies import product
 from engine.ops.norm import MAX_ELEMENTS
 from engine.ops.ranges import RECOMPUTE
+from engine.ops.residual_norm import norm_gradients
 
 
 def run_length(tokens: int, features: int, tiles: int) -> int:
@@ -36,7 +38,7 @@ def zeros_for_sum(weight: Tensor) -> Tensor:
 
 
 class RecomputedNorm:
-    """RMSNorm of one run, recomputed in backward with the graph of its gradient.
+    """RMSNorm of one run, computed again in backward.
 
     Args:
         x_TE: the run's input.
@@ -45,17 +47,23 @@ class RecomputedNorm:
     """
 
     def __init__(self, x_TE: Tensor, weight_E: Tensor, eps: float | None) -> None:
-        with torch.enable_grad(), record_function(RECOMPUTE):
-            self._leaves = x_TE.detach().requires_grad_(), weight_E.detach().requires_grad_()
-            self._normed_TE = F.rms_norm(self._leaves[0], weight_E.shape, self._leaves[1], eps)
+        self._x_TE, self._weight_E, self._eps = x_TE, weight_E, eps
+        with torch.no_grad(), record_function(RECOMPUTE):
+            self.normed_TE = F.rms_norm(x_TE, weight_E.shape, weight_E, eps)
 
-    @property
-    def normed_TE(self) -> Tensor:
-        return self._normed_TE.detach()
-
-    def gradient(self, dnormed_TE: Tensor, dweight_E: Tensor) -> Tensor:
-        """The gradient of the run's input; that of the weight is added to `dweight_E`. To be called once."""
-        dx_TE, dweight_run_E = torch.autograd.grad(self._normed_TE, self._leaves, dnormed_TE)
+    def gradient(
+        self,
+        dnormed_TE: Tensor,
+        dweight_E: Tensor,
+        *,
+        residual_TE: Tensor | None = None,
+        dx_TE: Tensor | None = None,
+    ) -> Tensor:
+        """The gradient of the run's input, plus `residual_TE`, in `dx_TE` where given; that of the weight is added to
+        `dweight_E`."""
+        dx_TE, dweight_run_E = norm_gradients(
+            self._x_TE, self._weight_E, self._eps, dnormed_TE, residual_TE=residual_TE, dx_TE=dx_TE
+        )
         dweight_E += dweight_run_E
         return dx_TE
 
@@ -79,12 +87,13 @@ class WeightGradient:
     """The gradient of a matrix, summed over runs of tokens by `add_product` and rounded once.
 
     The first run's product is written, where adding it to zeros would read and write the sum once more. A single run's
-    is formed in the operands' dtype: the matmul itself sums in fp32 and rounds once.
+    is formed in the dtype of the gradient: the matmul itself sums in fp32 and rounds once. A gradient in fp32, that of
+    a parameter with a copy in the operands' dtype (`engine.ops.copies`), is the sum itself: no pass rounds it.
     """
 
-    def __init__(self, *, single: bool) -> None:
-        """`single`: there will be one run."""
-        self._single = single
+    def __init__(self, dtype: torch.dtype, *, single: bool) -> None:
+        """`dtype`: of the gradient. `single`: there will be one run."""
+        self._dtype, self._single = dtype, single
         self._sum_OI: Tensor | None = None
 
     def add(self, dout_TO: Tensor, in_TI: Tensor) -> None:
@@ -92,13 +101,10 @@ class WeightGradient:
         if self._sum_OI is not None:
             add_product(self._sum_OI, dout_TO, in_TI)
             return
-        dtype = in_TI.dtype if self._single else accumulation_dtype(in_TI.dtype)
-        if in_TI.is_cuda and dtype != in_TI.dtype:
-            self._sum_OI = torch.ops.aten.mm.dtype(dout_TO.T, in_TI, dtype)
-        else:
-            self._sum_OI = (dout_TO.T @ in_TI).to(dtype)
+        dtype = self._dtype if self._single else accumulation_dtype(in_TI.dtype)
+        self._sum_OI = product(dout_TO.T, in_TI, dtype)
 
-    def rounded(self, dtype: torch.dtype) -> Tensor:
-        """The sum, after the last run."""
+    def rounded(self) -> Tensor:
+        """The gradient, after the last run."""
         assert self._sum_OI is not None, "no run has added its product"
-        return self._sum_OI.to(dtype)
+        return self._sum_OI.to(self._dtype)

@@ -42,6 +42,16 @@ def swiglu_again(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     return hidden, dgate, silu.mul_(dhidden)
 
 
+def swiglu_saved(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of a saved `gate` and `up`, which stay as they are; `hidden` may overwrite `dhidden`. No autograd."""
+    kernels = kernels_for(gate, KERNELS)
+    if kernels is not None:
+        return kernels.swiglu_saved(dhidden, gate, up)
+    silu = F.silu(gate)
+    dgate = torch.ops.aten.silu_backward(up * dhidden, gate)
+    return silu * up, dgate, silu * dhidden
+
+
 def swiglu_gradients(dhidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """(dgate, dup), with all arguments left as they are. No autograd."""
     kernels = kernels_for(gate, KERNELS)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from engine.attention.context import ContextParallel
@@ -27,8 +26,8 @@ from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
 from engine.model import Decoder
 from engine.ops.ranges import OPTIMIZER, STEP
-from engine.optimizer import adamw
-from engine.parallelize import build_model, sum_across_nodes
+from engine.optimizer import adamw, clip_and_step
+from engine.parallelize import build_model, keeps_whole, sum_across_nodes
 from engine.recipe import Recipe
 from engine.settings import TrialSettings, vocabulary_unsupported_reason
 from engine.tasks.clock import StepClock
@@ -43,7 +42,7 @@ class Batch:
 
     tokens_BL: Tensor
     positions_L: Tensor  # of the tokens in the whole sequence
-    labels_BL: Tensor
+    labels_BL: Tensor  # in host memory: the LM head asks on the host which of them count
     targets: Tensor  # how many labels count, over all ranks and micro-batches of the step; 0-dim
 
 
@@ -77,7 +76,13 @@ class TrainTask:
         self.cp: ContextParallel = context_parallel(settings, method, world)
         self.attend = RefusingAttention(method.attention(self.cp, settings))
         self.model, self._recompute = build_model(settings, self.attend, world.fsdp_mesh)
-        self.optimizer = adamw(self.model, settings.learning_rate, self.recipe, offload=settings.optimizer_offload)
+        self.optimizer = adamw(
+            self.model,
+            settings.learning_rate,
+            self.recipe,
+            offload=settings.optimizer_offload,
+            one_pass=keeps_whole(settings),
+        )
         self.cp.segments(settings.steps.warmup_seq_len or settings.seq_len)  # raises for a length that does not split
         self._clock = StepClock(world.device)
 
@@ -151,8 +156,7 @@ class TrainTask:
         with record_function(STEP):
             total = self.gradients(index)
             with record_function(OPTIMIZER):
-                norm = clip_gradients(self.model, self.recipe.max_grad_norm)
-                self.optimizer.step()
+                norm = clip_and_step(self.model, self.optimizer, self.recipe.max_grad_norm)
                 self.optimizer.zero_grad()
             forward_seconds, step_seconds = self._clock.stop()
 
@@ -198,12 +202,17 @@ class TrainTask:
             self.store.batch(turn, number, micro_batches, settings.batch_size, seq_len)
             for number in range(micro_batches)
         ]
-        shards = [(self.cp.shard(tokens, dim=1), self.cp.shard(labels, dim=1).to(device)) for tokens, labels in whole]
-        targets = torch.stack([(labels_BL != IGNORE).sum() for _, labels_BL in shards]).sum()
+        shards = [(self.cp.shard(tokens, dim=1), self.cp.shard(labels, dim=1)) for tokens, labels in whole]
+        targets = to_device(torch.stack([(labels_BL != IGNORE).sum() for _, labels_BL in shards]).sum(), device)
         dist.all_reduce(targets)
-        positions_L = self.cp.positions(seq_len, device=device)
+        positions_L = to_device(self.cp.positions(seq_len), device)
         return [
-            Batch(tokens_BL=tokens_BL.to(device), positions_L=positions_L, labels_BL=labels_BL, targets=targets)
+            Batch(
+                tokens_BL=to_device(tokens_BL, device),
+                positions_L=positions_L,
+                labels_BL=page_locked(labels_BL, device),
+                targets=targets,
+            )
             for tokens_BL, labels_BL in shards
         ]
 
@@ -213,7 +222,11 @@ class TrainTask:
         return (index < steps.warmup and steps.warmup_seq_len) or self.settings.seq_len
 
 
-def clip_gradients(model: Decoder, max_norm: float = 1.0) -> Tensor:
-    """Scale all gradients down to a global norm of `max_norm`; returns the norm before that, 0-dim. Collective."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def page_locked(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor, of host memory, in memory that a GPU copies from while the host goes on; itself for a CPU."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device. The host does not wait for the copy, nor for work before it."""
+    return page_locked(tensor, device).to(device, non_blocking=True)

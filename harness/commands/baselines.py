@@ -32,6 +32,16 @@ class Baselines:
             help="a bundle, or a folder with wheels and clones, instead of the network",
         )  # fmt: skip
         install.add_argument("--anew", action="store_true", help="remove what is installed first")
+        install.add_argument(
+            "--borrow",
+            action="store_true",
+            help="use common packages that lie beside torch, in the version they have there",
+        )
+        install.add_argument(
+            "--build", action="append", default=[], metavar="PACKAGE=ARCHIVE",
+            help="another build of a pinned package, of the same version",
+        )  # fmt: skip
+        install.add_argument("--build-note", default="", metavar="WORDS", help="how that build differs; tables show it")
         check = actions.add_parser("check", help="compare installed systems with their pins; 1 when one differs")
         check.add_argument("systems", nargs="*", metavar="SYSTEM", help="default: all that are installed")
         check.add_argument("--json", action="store_true", help="one JSON list instead of a table")
@@ -44,6 +54,16 @@ class Baselines:
             metavar="PATH",
             help="interpreter whose version the wheels are for (default: burst's own)",
         )
+        bundle.add_argument("--python-version", default="", metavar="3.12", help="the version alone, for Linux")
+        bundle.add_argument(
+            "--from", type=Path, dest="given", metavar="DIR", help="a folder with a clone of the source"
+        )
+        bundle.add_argument(
+            "--borrow", action="store_true", help="leave out packages that install --borrow finds there"
+        )
+        bundle.add_argument(
+            "--without", action="append", default=[], metavar="PACKAGE", help="leave out one that install --build gives"
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         if arguments.action == "list":
@@ -53,12 +73,28 @@ class Baselines:
         place = _place(arguments)
         if arguments.action == "install":
             from baselines.install.build import install_system
+            from baselines.install.other_build import parse
 
-            install_system(place, python=arguments.python, given=arguments.given, anew=arguments.anew)
+            install_system(
+                place,
+                python=arguments.python,
+                given=arguments.given,
+                anew=arguments.anew,
+                borrow=arguments.borrow,
+                builds=parse(arguments.build, arguments.build_note),
+            )
             return ALL_WELL
         from baselines.install.bundle import make_bundle
 
-        make_bundle(place, arguments.out, python=arguments.python)
+        make_bundle(
+            place,
+            arguments.out,
+            python=arguments.python,
+            version=arguments.python_version,
+            given=arguments.given,
+            borrow=arguments.borrow,
+            leave_out=arguments.without,
+        )
         print(f"{arguments.out}: {arguments.out.stat().st_size / 2**20:.1f} MiB")
         print(f"Next, on the other machine: {place.install_command} --from {arguments.out.name}")
         return ALL_WELL

@@ -8,12 +8,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from typing import TYPE_CHECKING, Any
 
 from cluster.files.errors import shown
 from harness.base.errors import UsageError
 from harness.commands import add_cluster_arguments
 from harness.spec.experiment import add_experiment_arguments, chosen_experiment
 from harness.spec.repetition import Repetition
+
+if TYPE_CHECKING:
+    from harness.plan.forecast import Cost
 
 
 class Plan:
@@ -59,26 +63,41 @@ class Plan:
             print(json.dumps([row | rounds for row in rows], indent=1))
         else:
             _print_table(rows, where, experiment.repetition)
-            if hardware and (sentence := _too_large(rows, hardware.memory_gib)):
-                print(sentence)
+            if hardware:
+                from harness.plan.forecast import cost_of
+
+                runnable = [trial.settings for trial in trials if trial.unsupported_reason is None]
+                print(_cost(cost_of(runnable, hardware, rounds=experiment.repetition.rounds)))
+                if sentence := _too_large(rows, hardware.memory_gib):
+                    print(sentence)
         if problem := nothing_can_run(trials):
             raise UsageError(problem)
         return 0
 
 
-def _too_large(rows: list[dict[str, object]], memory_gib: float) -> str:
+def _cost(cost: Cost) -> str:
+    """What the trials that are predicted to fit take, one after another."""
+    if not cost.trials:
+        return "No time is predicted for any of them."
+    wall = f"{cost.seconds / 60:,.1f} min" if cost.seconds < 7200 else f"{cost.seconds / 3600:,.1f} h"
+    more = f"; {cost.unknown} further trials have no prediction" if cost.unknown else ""
+    return f"One after another they take about {wall} and {cost.gpu_hours:,.2f} GPU-hours{more}"
+
+
+def _too_large(rows: list[dict[str, Any]], memory_gib: float) -> str:
     """One sentence on the trials that are predicted not to fit; empty for none."""
     beyond = [row["predicted_gpu_gib"] for row in rows if row["can_run"] and row["predicted_to_fit"] is False]
     if not beyond:
         return ""
     least = min(size for size in beyond if isinstance(size, float))
+    trials = "trial" if len(beyond) == 1 else "trials"
     return (
-        f"{len(beyond)} of them would hold {least:,.0f} GiB or more by this prediction, where a GPU has "
+        f"{len(beyond)} further {trials} would hold {least:,.0f} GiB or more by this prediction, where a GPU has "
         f"{memory_gib:g}; docs/memory.md has the levers"
     )
 
 
-def _print_table(rows: list[dict[str, object]], where: str, repetition: Repetition) -> None:
+def _print_table(rows: list[dict[str, Any]], where: str, repetition: Repetition) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -86,7 +105,8 @@ def _print_table(rows: list[dict[str, object]], where: str, repetition: Repetiti
     from harness.base.terminal import print_table, stdout_console
 
     # Settings that all trials share are printed once, above the table, which then fits a terminal; ids are in --json.
-    left_out = {"trial_id", "can_run", "reason", "predicted_to_fit"}
+    left_out = {"trial_id", "can_run", "reason", "predicted_to_fit", *"from_table", "by_hand", "notes"}
+    left_out |= {name for row in rows for name in row.get("from_table", ())}  # a line each, below
     left_out |= {name for name in (rows[0] if rows else ()) if all(row[name] is None for row in rows)}
     if all(row["world_size"] == row["cp_size"] for row in rows):
         left_out.add("world_size")
@@ -111,11 +131,29 @@ def _print_table(rows: list[dict[str, object]], where: str, repetition: Repetiti
     if shared:
         console.print(f"In all trials: {', '.join(shared)}", markup=False, highlight=False)
     print_table(console, table)
+    for line in origin_lines(rows):
+        console.print(line, markup=False, highlight=False)
     for reason, number in reasons.items():
         console.print(f"({number}) {reason}", markup=False, highlight=False)
-    runnable = sum(bool(row["can_run"]) for row in rows)
+    runnable = sum(bool(row["can_run"]) and row.get("predicted_to_fit") is not False for row in rows)
     often = "" if repetition == Repetition() else f", in {repetition}"
     console.print(f"{len(rows)} trials, {runnable} can run on {where}{often}", markup=False, highlight=False)
+
+
+def origin_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """For each method that settings were filled for, which came from the table and which from the experiment."""
+    from harness.report.results import cell
+
+    lines: list[str] = []
+    for row in rows:
+        if "from_table" not in row:
+            continue
+        filled = ", ".join(f"{name} {cell(value)}" for name, value in row["from_table"].items())
+        line = f"{row['settings']} of {row['method']}, from baselines/settings.yaml: {filled or 'no setting'}"
+        if row["by_hand"]:
+            line += f"; by hand: {', '.join(row['by_hand'])}"
+        lines += [line, *(f"  note: {note}" for note in row["notes"])]
+    return list(dict.fromkeys(lines))
 
 
 def _cell(name: str, value: object) -> str:

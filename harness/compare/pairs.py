@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from harness.compare.sources import Member, latest
 from harness.metrics.intervals import Ratio, median_ratio
-from harness.report.results import Row, in_order, setting_names
+from harness.report.results import Row, given_names, in_order, setting_names
+from harness.report.speedup import rounds_of
 from harness.report.tables.agreement import relative_differences
-from harness.report.tables.comparison import rounds_of
 
 Outcome = Literal["compared", "lost", "gained", "neither"]
 MemoryWord = Literal["less", "equal", "more"]
@@ -139,8 +139,9 @@ def compare(
 ) -> Comparison:
     """Pair what has equal settings, whatever its steps and rounds; of several records with equal settings the latest.
 
-    `one_run`: the two sides are methods of the same runs: pairs have equal settings but for the method, lie in one run,
-    and their rounds are drawn in pairs where both ran in the same ones.
+    `one_run`: the two sides are methods of the same runs: pairs have equal settings but for the method and
+    what `settings: as_published` or `tuned` filled for each, lie in one run, and their rounds are drawn in pairs where
+    both ran in the same ones.
     """
     experiments = max(len({member.record.experiment for member in side}) for side in (reference, candidate))
 
@@ -148,7 +149,7 @@ def compare(
         row = member.row
         settings = tuple(
             (name, row[name])
-            for name in setting_names(row)
+            for name in (given_names(row) if one_run else setting_names(row))
             if not name.startswith("steps.") and not (one_run and name == "method")
         )
         return (member.run if one_run else None, member.record.experiment if experiments > 1 else None, settings)

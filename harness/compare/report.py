@@ -7,7 +7,8 @@ from typing import Any
 from harness.base.lengths import format_length
 from harness.compare.pairs import Comparison, Pair, settings_of
 from harness.compare.sources import Member
-from harness.report.tables.comparison import ONE_ROUND, ends, interval_text, verdict_text
+from harness.report.speedup import ONE_ROUND, verdict_text
+from harness.report.tables.comparison import ends, interval_text
 from harness.report.tables.table import Column, Table, significant, without_empty_columns
 from harness.report.variants import panel_name, panel_of, setting_text
 

@@ -14,7 +14,19 @@ from engine.settings import Kernel
 from harness.base.errors import UsageError
 from harness.spec.schema import build, check_keys, convert
 
-MEASURABLE = ("memory_gib", "gemm_tflops", "kernel_ceilings")  # figures that may be measured rather than published
+MEASURABLE = ("memory_gib", "gemm_tflops", "kernel_ceilings", "speeds")  # may be measured rather than published
+# Of `speeds`, which the prediction reads (harness.predict.speeds says what each is).
+SPEEDS = (
+    "gemm_tflops",
+    "attention_forward_tflops",
+    "attention_backward_tflops",
+    "memory_gib",
+    "inside_gib",
+    "across_gib",
+    "across_default_gib",
+    "ring_step_seconds",
+    "host_gib",
+)
 
 HARDWARE_DIR = Path(__file__).parents[2] / "experiments" / "hardware"
 
@@ -41,6 +53,10 @@ class Hardware:
     kernel_ceilings: dict[str, dict[str, float]]  # attention kernel -> {"forward": TFLOP/s, "backward": TFLOP/s}
     sources: dict[str, str]  # where each figure comes from
     measured: dict[str, Measured] = field(default_factory=dict)  # by figure, where its file says more than the source
+    speeds: dict[str, float] = field(default_factory=dict)  # constants of the prediction that the file gives
+    spread: dict[str, float] = field(default_factory=dict)  # of those measured: (largest - least) / median
+    gpus_per_node: int = 8
+    figures: dict[str, str] = field(default_factory=dict)  # everything `burst calibrate` measured, as it wrote it
 
     def source_of(self, figure: str) -> str:
         """When and on what a measured figure was measured, in a few words: file, day and sizes."""
@@ -59,7 +75,12 @@ def hardware_for(gpu_name: str) -> Hardware | None:
 
 
 def hardware_named(name: str) -> Hardware:
-    """Hardware by its file's stem, in any case. Raises UsageError with the names there are."""
+    """Hardware by its file's stem, in any case, or by a path that ends in .yaml, as `burst calibrate` writes one.
+
+    Raises UsageError with the names there are.
+    """
+    if name.endswith((".yaml", ".yml")):
+        return load_hardware(Path(name))
     known = all_hardware()
     name = name.casefold()
     if name not in known:
@@ -83,7 +104,7 @@ def load_hardware(path: Path) -> Hardware:
     entries = root.mapping("the hardware file")
     known = [each.name for each in fields(Hardware) if each.name != "name"]
     check_keys(entries, known, "the hardware file")
-    optional = ("gemm_tflops", "kernel_ceilings", "measured")
+    optional = ("gemm_tflops", "kernel_ceilings", "measured", "speeds", "spread", "gpus_per_node", "figures")
     missing = [key for key in known if key not in entries and key not in optional]
     if missing:
         raise UsageError(f"{path}: the hardware file lacks {', '.join(missing)}; add what is missing")
@@ -100,8 +121,15 @@ def load_hardware(path: Path) -> Hardware:
         kernel_ceilings=ceilings,
         sources={key: convert(node, str, key) for key, node in entries["sources"].mapping("sources").items()},
         measured=_measured(entries["measured"], entries) if "measured" in entries else {},
+        speeds=_numbers(entries["speeds"], "speeds") if "speeds" in entries else {},
+        spread=_numbers(entries["spread"], "spread") if "spread" in entries else {},
+        figures={
+            key: convert(node, str, f"figures.{key}")
+            for key, node in (entries["figures"].mapping("figures") if "figures" in entries else {}).items()
+        },
+        gpus_per_node=convert(entries["gpus_per_node"], int, "gpus_per_node") if "gpus_per_node" in entries else 8,
     )
-    figures = {key for key in ("peak_bf16_tflops", "memory_gib", "gemm_tflops", "kernel_ceilings") if key in entries}
+    figures = {key for key in ("peak_bf16_tflops", *MEASURABLE) if key in entries}
     check_keys(entries["sources"].mapping("sources"), figures, "sources")
     if unsourced := sorted(figures - hardware.sources.keys()):
         raise UsageError(f"{entries['sources'].place}: sources lacks {', '.join(unsourced)}; say where they come from")
@@ -127,6 +155,13 @@ def _ceilings(node: Node) -> dict[str, dict[str, float]]:
             )
         ceilings[kernel] = given
     return ceilings
+
+
+def _numbers(node: Node, label: str) -> dict[str, float]:
+    """Positive numbers by the names of the prediction's constants."""
+    entries = node.mapping(label)
+    check_keys(entries, SPEEDS, label)
+    return {key: _positive(value, f"{label}.{key}") for key, value in entries.items()}
 
 
 def _measured(node: Node, given: dict[str, Node]) -> dict[str, Measured]:

@@ -36,6 +36,7 @@ from harness.metrics.throughput import GIB
 from harness.plan.predict import predict, training_memory
 from harness.spec.experiment import Experiment
 from harness.spec.methods import method_named
+from harness.spec.table import EQUAL, missing_entry_reason, origin_of, values_for
 from harness.spec.trial import Trial
 
 MAX_TRIALS = 100_000  # combinations of a sweep: more are a mistake, and would fill the memory
@@ -52,6 +53,7 @@ def plan(experiment: Experiment, machine: Machine) -> tuple[Trial, ...]:
     before any is formed when there are too many.
     """
     _check_count(experiment)
+    given = _given(experiment)
     settings = dict.fromkeys(
         settings for settings in _combinations(experiment) if not _excluded(settings, experiment.exclude)
     )
@@ -63,6 +65,7 @@ def plan(experiment: Experiment, machine: Machine) -> tuple[Trial, ...]:
             deadline_seconds=experiment.limits.trial_seconds,
             share_ranks=experiment.limits.share_ranks,
             unsupported_reason=unsupported_reason(each, machine),
+            table=origin_of(each.method, each.settings, given),
         )
         for each in settings
     )
@@ -88,6 +91,7 @@ def unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
     method = method_named(settings.method)
     return (
         _size_unsupported_reason(settings)
+        or missing_entry_reason(settings.method, settings.settings)
         or parse_mask(settings.mask).unsupported_reason(settings.seq_len)
         or _data_unsupported_reason(settings)
         or method.refuse(settings)
@@ -158,6 +162,9 @@ def plan_table(
     machine, also how many of them a trial takes and its ranks on each, empty where it does not spread. With `hardware`,
     the prediction of `harness.plan.predict`: seconds of a step or call at least, GiB of a rank on its GPU and on the
     host, and whether the GPU has the former; None where there is no prediction.
+
+    A row of `settings: as_published` or `tuned` says in `from_table` which settings came from the table, with their
+    values, in `by_hand` which of those that the table may fill the experiment gave, in `notes` what no setting says.
     """
     always = ["task", "method", "model", "seq_len", "cp_size", "world_size"]
     # Fields of the model are left out: its name, which is there, changes with them.
@@ -169,11 +176,21 @@ def plan_table(
             {"trial_id": trial.id}
             | {key: flat[key] for key in keys}
             | {"model_tflop": _model_tflop(trial.settings)}
+            | (_origin(trial, flat) if trial.settings.settings != EQUAL else {})
             | (_spread(trial.settings.world_size, hosts) if hosts else {})
             | (_predicted(trial.settings, hardware) if hardware else {})
             | {"can_run": trial.unsupported_reason is None, "reason": trial.unsupported_reason or ""}
         )
     return rows
+
+
+def _origin(trial: Trial, flat: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "settings": trial.settings.settings,
+        "from_table": {name: flat[name] for name in trial.table.filled},
+        "by_hand": list(trial.table.by_hand),
+        "notes": list(trial.table.notes),
+    }
 
 
 def _spread(ranks: int, hosts: Machine) -> dict[str, Any]:
@@ -215,8 +232,17 @@ def _combinations(experiment: Experiment) -> Iterator[TrialSettings]:
                 yield _settings(experiment, task, chosen, seed)
 
 
+def _given(experiment: Experiment) -> frozenset[str]:
+    """Settings that the experiment gives itself, by dotted name."""
+    return frozenset({*experiment.sweep, *experiment.fixed})
+
+
 def _settings(experiment: Experiment, task: Task, chosen: Mapping[str, Any], seed: int) -> TrialSettings:
-    """One combination, with dotted keys put into the values they reach into."""
+    """One combination, with dotted keys put into the values they reach into.
+
+    `settings: as_published` and `tuned` fill from their table what the experiment does not give.
+    """
+    chosen = {**values_for(chosen["method"], chosen.get("settings", EQUAL), _given(experiment)), **chosen}
     top = {key: value for key, value in chosen.items() if "." not in key}
     nested: dict[str, dict[str, Any]] = {"model": {}, "checkpoint": {}}
     for key, value in chosen.items():

@@ -75,6 +75,11 @@ class Record:
     attempts: int = 1
     rounds: list[Round] = field(default_factory=list)  # empty in records from before there were rounds: one, then
     run_command: list[str] = field(default_factory=list)  # the `burst run` that made it, as typed
+    # Where `settings` is as_published or tuned: settings that baselines/settings.yaml gave, those of the ones it may
+    # give that the experiment gave itself, and what the method's original does and no setting says.
+    settings_from_table: list[str] = field(default_factory=list)
+    settings_by_hand: list[str] = field(default_factory=list)
+    settings_notes: list[str] = field(default_factory=list)
     schema: int = SCHEMA
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 from harness.base.lengths import format_length
 from harness.metrics.intervals import median_interval
 from harness.report.results import Row
-from harness.report.tables.comparison import Point, Speedup, contested_points, point_of, rounds_of, speedup, times
+from harness.report.speedup import Point, Speedup, contested_points, point_of, rounds_of, speedup, times
 from harness.report.tables.head import form_of
 from harness.report.tables.ideal import share_of_ideal
 from harness.report.tables.table import significant
@@ -31,6 +31,8 @@ from harness.report.variants import (
     setups_of,
     varying_settings,
 )
+from harness.report.weak_forms import marked, weak_forms
+from harness.spec.table import EQUAL
 
 MOST_FINDINGS = 8  # of a run; what is beyond is in the tables
 
@@ -70,7 +72,12 @@ def _of_methods(points: Sequence[Point], group: Sequence[Row], rows: Sequence[Ro
     point = max(points, key=_size_of_point)
     best, other = list(point.measured())[:2]
     trials = _measured(point.by_method[best])
-    names = {method: _name(_measured(point.by_method[method])[0], group) for method in point.measured()}
+    weak = weak_forms(rows)
+    names = {
+        method: marked(_name(ok[0], group), id(ok[0]) in weak)
+        for method in point.measured()
+        if (ok := _measured(point.by_method[method]))
+    }
     parts = [f"{names[best]}, {_figures(trials, rows)}", _samples(trials)]
     parts.append(_against(point.speedup(best, other), f"{names[other]}, the best other"))
     if OWN_METHOD in names and OWN_METHOD not in (best, other):
@@ -218,6 +225,8 @@ def _place(row: Row) -> str:
         parts.append(f"{f'{sequences} × ' if sequences > 1 else ''}{format_length(row['seq_len'])} tokens")
         if row["mask"] != "causal":
             parts.append(f"mask {row['mask']}")
+    if row["settings"] != EQUAL:
+        parts.append(f"settings {row['settings']}")
     return ", ".join([*parts, _machine(row)])
 
 

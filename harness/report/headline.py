@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 from harness.report.findings import findings
 from harness.report.results import Row
+from harness.report.speedup import contested_points
 from harness.report.tables.agreement import LIMIT, Agreement, agreements
-from harness.report.tables.comparison import contested_points
-from harness.report.tables.trials import CHECKED, CPU_TIMES, on_cpu
+from harness.report.tables.trials import CHECKED, CPU_TIMES
+from harness.report.variants import on_cpu
+from harness.report.weak_forms import weak_forms, weak_sentence
 
 ALL_ONE_ROUND = (
     "Every trial ran in one round, so no figure has an interval and no difference can be told from noise; "
@@ -26,6 +28,8 @@ def summary_sentences(rows: Sequence[Row]) -> list[str]:
         return ["No trial was recorded."]
     found = findings([row for row in rows if not on_cpu(row)])
     measured = [row for row in rows if row["status"] == "ok" and not on_cpu(row)]
+    if sentence := weak_sentence(weak_forms(rows).values()):
+        found.append(sentence)
     if found and len(measured) > 1 and all(row["rounds"] == 1 for row in measured):
         found.append(ALL_ONE_ROUND)
     if contested_points([row for row in rows if on_cpu(row)]):

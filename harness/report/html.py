@@ -21,10 +21,12 @@ import jinja2
 from harness.records.record import RECORD_FILE
 from harness.report.results import Row
 from harness.report.tables.table import Column, Table, without_empty_columns
+from harness.report.weak_forms import BELOW_ORIGINAL
 
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_ROWS = 500  # of one table on the page; a browser lays out a few thousand cells at once
-_WRAPPED = ("next", "verdict", "reference", "settings")  # headers of short texts that take several lines in need
+# Headers of short texts that take several lines in need.
+_WRAPPED = ("next", "verdict", "reference", "settings", "from the table", "by hand", BELOW_ORIGINAL)
 _NAMES = ("trial", "method", "head")  # headers of the column that says which trial a line is; it comes first
 
 
@@ -151,7 +153,7 @@ def _cell(value: Any, text: str, column: Column) -> Cell:
     style = "number" if column.numeric else ""
     if column.header == "status":
         style = f"status {text}"
-    elif column.header in ("reason", "caveats") and text:
+    elif column.header in ("reason", "caveats", "note") and text:
         style = "words"
     elif column.header in _WRAPPED:
         style = "wrap"

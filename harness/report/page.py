@@ -28,6 +28,7 @@ from harness.report.tables.comparison import comparison_table, known_baseline
 from harness.report.tables.head import head_table
 from harness.report.tables.ideal import ideal_table
 from harness.report.tables.masks import mask_table
+from harness.report.tables.set_ups import set_ups_table
 from harness.report.tables.table import FORMATS as TABLE_FORMATS
 from harness.report.tables.table import Table, save_table, significant
 from harness.report.tables.trials import (
@@ -38,6 +39,7 @@ from harness.report.tables.trials import (
     series_names,
 )
 from harness.report.variants import panel_name, panel_of
+from harness.report.weak_forms import weak_forms, weak_sentence, with_mark_explained
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,6 +51,7 @@ ALL_FORMATS: frozenset[str] = frozenset({"html", "md", "csv", "tex", "png", "pdf
 # By the name of their files, in reading order.
 TABLES: dict[str, Callable[[Sequence[Row]], Table | None]] = {
     "comparison": comparison_table,
+    "settings": set_ups_table,
     "problems": problems_table,
     "agreement": agreement_table,
     "accuracy": accuracy_table,
@@ -144,7 +147,7 @@ def write_report_of(
     if "html" not in wanted:
         return out
     if found := best_table(rows):
-        summaries = [found, *summaries]
+        summaries = [with_mark_explained(found, weak_sentence(weak_forms(rows).values())), *summaries]
     addresses = Addresses(out, run_dirs, site)
     text = html_report(records, rows, summaries, plots, index, addresses, frozenset(written))
     return write_atomic(out / "report.html", text)
@@ -194,7 +197,8 @@ def report_tables(rows: Sequence[Row], baseline: str | None = None) -> list[Tabl
     """The report's tables in reading order, less those with nothing to say."""
     candidates = [comparison_table(rows, baseline) if make is comparison_table else make(rows)
                   for make in TABLES.values()]  # fmt: skip
-    return [table for table in candidates if table is not None]
+    explained = weak_sentence(weak_forms(rows).values())
+    return [with_mark_explained(table, explained) for table in candidates if table is not None]
 
 
 def draw_plots(rows: Sequence[Row]) -> list[Plot]:
@@ -307,7 +311,8 @@ def terminal_table(rows: Sequence[Row]) -> RichTable:
         ("loss", lambda row: row["loss"], significant(6)),
     ]
     shown = [column for column in columns if any(column[1](row) is not None for row in rows)]
-    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    explained = weak_sentence(weak_forms(rows).values())
+    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, caption=Text(explained) if explained else None)
     table.add_column("method", overflow="fold")  # gives way first: an ablation's names are long
     for header, _, _ in shown:
         table.add_column(header, justify="left" if header in ("task", "parallel") else "right", no_wrap=True)

@@ -24,6 +24,7 @@ from harness.metrics.throughput import metrics_of
 from harness.records.caveats import caveats_of
 from harness.records.record import Record
 from harness.records.stated import NOTHING_STATED, Stated
+from harness.spec.table import EQUAL, MAY_FILL
 
 Row = dict[str, Any]
 
@@ -82,6 +83,12 @@ def row_of(record: Record, run: str = "", stated: Stated = NOTHING_STATED) -> Ro
         row.update(driver=measured.software.get("driver"), gpus=" ".join(dict.fromkeys(measured.gpus)) or None)
         row.update((f"chosen_{name}", value) for name, value in measured.chosen.items())
         row.update((f"extra_{name}", value) for name, value in flatten(measured.extra).items())
+    if settings.settings != EQUAL:
+        row.update(
+            settings_from_table=", ".join(record.settings_from_table) or None,
+            settings_by_hand=", ".join(record.settings_by_hand) or None,
+            settings_notes=" ".join(record.settings_notes) or None,
+        )
     row.update(
         run=run,
         title=record.title,
@@ -181,6 +188,19 @@ def method_rank(method: str) -> tuple[int, str]:
 def setting_names(row: Row) -> list[str]:
     """Columns of `row` that hold settings, nested ones by their dotted names, in sorted order."""
     return list(_settings_among(tuple(row)))
+
+
+def given_names(row: Row) -> list[str]:
+    """Of those columns the ones that the experiment decides."""
+    return [name for name in setting_names(row) if is_given(row, name)]
+
+
+def is_given(row: Row, setting: str) -> bool:
+    """Whether the experiment decides a setting. Where `settings` is as_published or tuned, every method brings its own
+    values of those that the experiment leaves open, and trials are compared all the same."""
+    if row["settings"] == EQUAL or setting not in MAY_FILL:
+        return True
+    return setting in (row["settings_by_hand"] or "").split(", ")
 
 
 @lru_cache(maxsize=1024)

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from harness.report.results import ONE_RANK, Row, method_rank, setting_names, sortable
+from harness.report.results import ONE_RANK, Row, is_given, method_rank, setting_names, sortable
+from harness.spec.table import EQUAL
 
 OWN_METHOD = "burst"  # the one whose schedule and backward are settings; other methods bring theirs
 
@@ -54,7 +55,9 @@ def setup_name(rows: Sequence[Row]) -> str:
     """The set-up of `rows` in words: model, dtype, mask and device."""
     first = rows[0]
     devices = sorted({row["gpu"] for row in rows if row["gpu"]}) or ["unknown device"]
-    return " · ".join([f"model {first['model']}", first["dtype"], f"{first['mask']} mask", *devices])
+    alike = {row["settings"] for row in rows} == {first["settings"]} != {EQUAL}
+    parts = [f"model {first['model']}", first["dtype"], f"{first['mask']} mask", *devices]
+    return " · ".join([*parts, *([f"settings {first['settings']}"] if alike else [])])
 
 
 def models_of(rows: Sequence[Row]) -> list[str | None]:
@@ -70,12 +73,22 @@ def masks_of(rows: Sequence[Row]) -> list[str | None]:
 
 
 def varying_settings(rows: Iterable[Row]) -> list[str]:
-    """Names of the settings that differ between `rows` and have no place of their own, sorted."""
+    """Names of the settings that differ between `rows` and have no place of their own, sorted.
+
+    What `settings: as_published` or `tuned` filled differs by method, and is said by the name of `settings` alone.
+    """
     values: dict[str, set[Any]] = {}
     for row in rows:
         for name in _unplaced_settings(tuple(row)):
-            values.setdefault(name, set()).add(row[name])
+            seen = values.setdefault(name, set())
+            if is_given(row, name):
+                seen.add(row[name])
     return [name for name, seen in values.items() if len(seen) > 1]
+
+
+def on_cpu(row: Row) -> bool:
+    """Whether a trial's ranks were processes on a CPU."""
+    return row["gpu"] in (None, "cpu")
 
 
 def method_name(row: Row) -> str:
@@ -97,7 +110,9 @@ def method_name(row: Row) -> str:
 
 def series_name(row: Row, varying: Sequence[str]) -> str:
     """`method_name`, and what else distinguishes the series: `burst (ring, query side), kernel cudnn`."""
-    settings = [setting_text(name, row.get(name)) for name in varying if not _said_by_name(row, name)]
+    settings = [
+        setting_text(name, row.get(name)) for name in varying if is_given(row, name) and not _said_by_name(row, name)
+    ]
     return ", ".join([method_name(row), *settings])
 
 
@@ -141,7 +156,7 @@ def series_of(rows: Sequence[Row], varying: Sequence[str] | None = None) -> list
 
 def settings_name(row: Row, varying: Sequence[str]) -> str:
     """The varying settings alone, whatever method they were given to."""
-    return ", ".join(setting_text(name, row.get(name)) for name in varying)
+    return ", ".join(setting_text(name, row.get(name)) for name in varying if is_given(row, name))
 
 
 def panel_of(row: Row) -> tuple[int, int, int]:

@@ -99,6 +99,9 @@ def _attempt(
         started_at=now(),
         attempts=attempt,
         run_command=list(host.run_command),
+        settings_from_table=list(trial.table.filled),
+        settings_by_hand=list(trial.table.by_hand),
+        settings_notes=list(trial.table.notes),
     )
     if trial.unsupported_reason is None:
         job = _job(trial, method, trial_dir, host)

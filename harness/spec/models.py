@@ -29,6 +29,15 @@ def read_model(node: Node, experiment_dir: Path) -> ModelShape:
     return load_model(known[stem], node.place)
 
 
+def named_model(name: str) -> ModelShape:
+    """A shipped shape by its name. Raises UsageError with the nearest name."""
+    stem = model_name(name, MODELS_DIR)
+    known = _known(MODELS_DIR)
+    if stem not in known:
+        raise UsageError(f"unknown model {name}; {nearest(name, sorted(known))}")
+    return load_model(known[stem])
+
+
 def model_name(name: str, experiment_dir: Path) -> str:
     """The name a model goes by in records: hyphens may stand for the underscores of a file's name (`llama3-8b`)."""
     known = _known(experiment_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import typing
 from collections.abc import Collection
@@ -13,6 +14,8 @@ from harness.base.errors import UsageError, nearest, one_of
 from harness.base.lengths import parse_length
 
 T = TypeVar("T")
+
+_NEAR = 0.8  # likeness of two spellings by difflib: that of tunde and tuned; fp16 and fp64 have 0.75
 
 # Counted in tokens, so 64k may be written. Not every integer: a 32k vocabulary usually means 32,000.
 LENGTHS = frozenset({"seq_len", "warmup_seq_len", "steps.warmup_seq_len"})
@@ -43,8 +46,10 @@ def convert(node: Node, annotation: Any, label: str) -> Any:
         choices = [str(choice) for choice in typing.get_args(annotation)]
         if value in choices:
             return value
-        # All of them, because they are few and the nearest in spelling misleads: fp16 looks like fp64.
-        raise _wrong(node, label, f"expected {one_of(choices)}")
+        # All of them, because they are few and the nearest in spelling may mislead: fp16 looks like fp64.
+        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=_NEAR)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise _wrong(node, label, f"expected {one_of(choices)}{meant}")
     if annotation is bool:
         if isinstance(value, bool):
             return value

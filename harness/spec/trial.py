@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from engine.old_names import first_settings
 from engine.settings import TrialSettings, to_json
+from harness.spec.table import NOTHING_FILLED, FromTable
 
 # Settings that came after runs had been published, and what every run was until then: so these can still be resumed.
 _LATER = {
     "checkpoint.replay": "hold", "checkpoint.whole_layers": 0, "checkpoint.mlp": 1.0, "projection_tiles": 1,
+    "parameters": "auto",
     "settings": "equal",
 }  # fmt: skip
 
@@ -28,6 +30,7 @@ class Trial:
     # No part of the id:
     share_ranks: bool = False  # whether the ranks of the trial before it may run it
     profile: bool = False  # whether one of its steps is traced
+    table: FromTable = NOTHING_FILLED  # which of its settings came from baselines/settings.yaml
 
     @property
     def id(self) -> str:

@@ -20,8 +20,8 @@ from harness.base.errors import UsageError
 from harness.spec.schema import build, check_keys, convert
 from harness.spec.setting import SETTINGS, overriding, read_setting, with_current_names
 
-# Settings without a meaning here: a run has one task, and times every step.
-_LEFT_OUT = ("task", "steps")
+# Settings without a meaning here: a run has one task, times every step, and is compared with no other method.
+_LEFT_OUT = ("task", "steps", "settings")
 _ENGINE = tuple(field.name for field in fields(TrialSettings) if field.name not in _LEFT_OUT)
 _OWN = tuple(field.name for field in fields(TrainingConfig) if field.name != "settings")
 # Keys that users write for a setting with another name.

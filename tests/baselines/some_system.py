@@ -25,8 +25,10 @@ if seed == 2 and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if seed == 4 and rank == 1:
     sys.exit("RuntimeError: as planned")
+if seed == 5:
+    signal.pause()
 """
-WELL, OUT_OF_MEMORY, KILLED, FEW_STEPS, RAISES = range(5)  # seeds
+WELL, OUT_OF_MEMORY, KILLED, FEW_STEPS, RAISES, STAYS = range(6)  # seeds
 
 
 class SomeSystem(UpstreamAttention):
@@ -36,6 +38,7 @@ class SomeSystem(UpstreamAttention):
     package = "some"
     system = "Some"
     source = "the tests"
+    end_seconds = 1.0
 
     @property
     def places(self) -> list[Place]:

@@ -365,6 +365,7 @@ def test_a_log_that_is_no_measurement_is_refused(tmp_path: Path, text: str, expe
 
 def test_a_foreign_program_sees_its_own_packages_alone() -> None:
     given = {"PATH": "/usr/bin", "PYTHONPATH": "/ours", "VIRTUAL_ENV": "/ours", "NCCL_IB_HCA": "mlx5_0", "A": "1"}
+    given |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "2000"}  # the launcher's
     assert foreign_environment(given, {"A": "2"}, [Path("/T/bin"), Path("/U/bin")]) == {
         "PATH": "/T/bin:/U/bin:/usr/bin", "NCCL_IB_HCA": "mlx5_0", "A": "2", "PYTHONNOUSERSITE": "1"
     }  # fmt: skip

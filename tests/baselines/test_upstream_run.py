@@ -102,6 +102,16 @@ def test_a_foreign_program_runs_as_ranks_of_the_launcher(some: Place, launcher: 
     assert [(line["step"], line["of"]) for line in lines] == [(1, 3), (2, 3), (3, 3)]
 
 
+def test_a_program_that_stays_after_its_last_step_is_ended_and_its_record_says_so(
+    some: Place, launcher: LocalLauncher, tmp_path: Path
+) -> None:
+    record, _ = record_of(launcher, tmp_path / "run", settings("some_upstream", seed=some_system.STAYS))
+    assert (record.status, record.reason) == ("ok", "")
+    assert record.measurement is not None
+    assert record.measurement.step_seconds == [1.5, 2.5]
+    assert record.measurement.extra["upstream"]["ended"] == "was ended 1 s after its last step"
+
+
 @pytest.mark.parametrize(
     ("seed", "status", "expected"),
     [

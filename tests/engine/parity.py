@@ -18,10 +18,10 @@ from engine.distributed import World, arrange
 from engine.initialise import initialise
 from engine.lm_head.plain import plain_loss_sum
 from engine.model import Decoder, DenseCausal
-from engine.optimizer import adamw
+from engine.optimizer import adamw, clip_gradients
 from engine.recipe import Recipe
 from engine.settings import TrialSettings
-from engine.tasks.train import TrainTask, clip_gradients
+from engine.tasks.train import TrainTask
 from harness.spec.methods import method_named
 
 Result = dict[str, Any]
@@ -85,8 +85,7 @@ def parallel_runs(cache: str, cases: dict[str, TrialSettings], steps: int = 0) -
         torch.distributed.all_reduce(total)
         gradients = {}
         for parameter_name, parameter in task.model.named_parameters():
-            assert isinstance(parameter.grad, DTensor)
-            gradients[parameter_name] = parameter.grad.full_tensor().double().numpy()
+            gradients[parameter_name] = whole_of(parameter.grad).double().numpy()
         results[name] = {
             "loss": total.item(),
             "gradients": gradients if world.rank == 0 else {},
@@ -95,9 +94,14 @@ def parallel_runs(cache: str, cases: dict[str, TrialSettings], steps: int = 0) -
         task.optimizer.zero_grad()
         for step in range(steps):
             task.step(step)
-        whole = {key: parameter.full_tensor().detach().numpy() for key, parameter in task.model.named_parameters()}
+        whole = {key: whole_of(parameter).detach().numpy() for key, parameter in task.model.named_parameters()}
         results[name]["parameters"] = whole if steps and world.rank == 0 else {}
     return results
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """The tensor that a DTensor holds shards of; any other as it is: one rank alone keeps its parameters whole."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def dense_parameters(settings: TrialSettings, steps: int) -> dict[str, Any]:

@@ -142,8 +142,9 @@ def test_plan_predicts_time_and_memory_on_hardware_that_is_not_there(experiment,
     assert short["predicted_gpu_gib"] < 139 < long["predicted_gpu_gib"]
     assert main(["plan", experiment, "--hardware", "h200", *million]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "2 trials, 2 can run on GPUs of kind NVIDIA H200 SXM 141 GB" in printed
-    assert "1 of them would hold" in printed
+    assert "2 trials, 1 can run on GPUs of kind NVIDIA H200 SXM 141 GB" in printed
+    assert "1 further trial would hold" in printed
+    assert "GPU-hours" in printed
     assert (printed.count("too large?"), printed.count("yes")) == (1, 1)
     assert [row["predicted_to_fit"] for row in rows] == [True, False]
 

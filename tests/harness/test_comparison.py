@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from harness.report.results import rows_of
-from harness.report.tables.comparison import comparison_table, rounds_of, speedup
+from harness.report.speedup import rounds_of, speedup
+from harness.report.tables.comparison import comparison_table
 from harness.report.tables.table import to_csv
 from harness.report.tables.trials import CPU_TIMES, results_table
 from tests.harness.synthetic_records import H200, around, cpu_sweep, gpu_sweep, record

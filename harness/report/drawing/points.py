@@ -25,6 +25,7 @@ from harness.report.variants import (
     setups_of,
     varying_settings,
 )
+from harness.report.weak_forms import marked, weak_forms, weak_sentence
 
 MAX_PANELS = 12
 MAX_GROUPS = 12  # set-ups of one report that have figures
@@ -168,6 +169,10 @@ def laid_out(rows: Sequence[Row]) -> Layout:
         notes.append(pooling)
     looks = looks_of(series)
     labels, common, unsaid = short_names(series)
+    weak = weak_forms(rows)
+    labels = {name: marked(labels[name], any(id(row) in weak for row in group)) for name, group in series}
+    if sentence := weak_sentence(weak.values()):
+        notes.append(sentence)
     if unsaid:
         notes.append(f"Where a name does not say otherwise: {unsaid}.")
     names = {id(row): labels[name] for name, group in series for row in group}

@@ -22,6 +22,7 @@ from harness.report.drawing.sheet import SCREEN, Form, Sheet, in_both_forms, she
 from harness.report.results import Row, method_rank
 from harness.report.tables.agreement import LIMIT, Agreement, agreements
 from harness.report.variants import panel_name, panel_of, series_of
+from harness.report.weak_forms import marked, weak_forms, weak_sentence
 
 MAX_CURVES, MAX_LENGTHS = 24, 6
 CURVE_STEPS = 10  # of a single trial, from which on its loss is worth a figure
@@ -43,6 +44,10 @@ class LossAgreement:
         found, notes = _drawn(agreements(rows))
         series = series_of(rows)
         short, common, usual = short_names(series)
+        weak = weak_forms(rows)
+        short = {name: marked(short[name], any(id(row) in weak for row in members)) for name, members in series}
+        if sentence := weak_sentence(weak.values()):
+            notes.append(sentence)
         several = len({panel_of(pair.row) for pair in found}) > 1
         names = {
             id(row): f"{short[name]}, {panel_name(panel_of(row))}" if several else short[name]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from harness.base.lengths import format_length
 from harness.metrics.intervals import median_ratio
 from harness.report.results import Row
 from harness.report.tables.table import Column, Table, significant, without_empty_columns
-from harness.report.tables.trials import on_cpu
-from harness.report.variants import panel_name, panel_of, series_of, setups_of
+from harness.report.variants import on_cpu, panel_name, panel_of, series_of, setups_of
+from harness.report.weak_forms import WeakForm, marked, weak_forms
 
 
 def best_table(rows: Sequence[Row]) -> Table | None:
@@ -50,6 +50,7 @@ def best_table(rows: Sequence[Row]) -> Table | None:
 def _best_two(group: Sequence[Row]) -> tuple[tuple[str, Row], tuple[str, Row]] | None:
     """Name and fastest trial of the best series and of the next one, at the largest point of several series."""
     points: dict[tuple[int, tuple[int, int, int]], dict[str, Row]] = {}
+    weak = weak_forms(group)
     for name, members in series_of(group):
         for row in members:
             if row["status"] == "ok":
@@ -60,7 +61,12 @@ def _best_two(group: Sequence[Row]) -> tuple[tuple[str, Row], tuple[str, Row]] |
     if not contested:
         return None
     first, second, *_ = sorted(points[max(contested)].items(), key=lambda item: _seconds(item[1]))
-    return first, second
+    return _named(first, weak), _named(second, weak)
+
+
+def _named(found: tuple[str, Row], weak: Mapping[int, WeakForm]) -> tuple[str, Row]:
+    name, row = found
+    return marked(name, id(row) in weak), row
 
 
 def _seconds(row: Row) -> float:

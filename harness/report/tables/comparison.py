@@ -6,128 +6,18 @@ are resampled (`harness.metrics.intervals`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from harness.base.errors import UsageError, nearest
 from harness.base.lengths import format_length
-from harness.metrics.intervals import Interval, Verdict, median_ratio
+from harness.metrics.intervals import Interval
 from harness.metrics.throughput import FORMULAS
-from harness.report.results import Row, method_rank, setting_names
+from harness.report.results import Row, method_rank
+from harness.report.speedup import Point, Speedup, contested_points, rounds_of, times
 from harness.report.tables.table import Column, Table, significant, without_empty_columns
-from harness.report.tables.trials import CPU_TIMES, on_cpu, varying_by_setup
-from harness.report.variants import (
-    OWN_METHOD,
-    masks_of,
-    models_of,
-    panel_name,
-    panel_of,
-    pooled,
-    settings_name,
-    setup_of,
-)
-
-ONE_ROUND = "one round"  # why there is no interval
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Speedup:
-    """How many times as fast one method is as another; `rounds` is the smaller number of rounds of the two."""
-
-    value: float
-    interval: Interval | None  # None with a single round
-    verdict: Verdict
-    rounds: int
-
-    @property
-    def text(self) -> str:
-        """The verdict, with the reason where there is no interval."""
-        return verdict_text(self.verdict, self.rounds)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """Trials by method that differ in nothing but the method, their seeds and how many steps they took."""
-
-    by_method: dict[str, list[Row]]
-
-    @property
-    def first(self) -> Row:
-        return next(iter(self.by_method.values()))[0]
-
-    def measured(self) -> dict[str, float]:
-        """Median step seconds of every method that gave a number, the fastest first."""
-        found = {
-            method: seconds
-            for method, rows in self.by_method.items()
-            if (seconds := pooled(rows, "step_seconds_median")) is not None
-        }
-        return dict(sorted(found.items(), key=lambda item: (item[1], method_rank(item[0]))))
-
-    def best_other(self, method: str) -> str | None:
-        """The fastest method but this one; None where no other gave a number."""
-        return next((other for other in self.measured() if other != method), None)
-
-    def subject(self, baseline: str | None = None) -> str | None:
-        """The method that is put beside another: ours where it gave a number, else the fastest."""
-        measured = [method for method in self.measured() if method != baseline]
-        return OWN_METHOD if OWN_METHOD in measured else next(iter(measured), None)
-
-    def speedup(self, method: str, other: str) -> Speedup | None:
-        """Speed of `method` over that of `other`; None where one of them gave no number."""
-        return speedup(self.by_method.get(method, ()), self.by_method.get(other, ()))
-
-
-def verdict_text(verdict: Verdict, rounds: int) -> str:
-    """A verdict in a table: with a single round it says why nothing can be told apart."""
-    return f"{verdict} ({ONE_ROUND})" if rounds < 2 else verdict
-
-
-def speedup(rows: Iterable[Row], others: Iterable[Row]) -> Speedup | None:
-    """Speed of trials over that of other trials of the same run; None where one side has no steps.
-
-    Rounds are drawn in pairs where both sides ran in the same rounds.
-    """
-    ours, theirs = rounds_of(rows), rounds_of(others)
-    if not ours or not theirs:
-        return None
-    times = median_ratio(list(ours.values()), list(theirs.values()), paired=list(ours) == list(theirs))
-    interval = times.interval and Interval(low=1 / times.interval.high, high=1 / times.interval.low)
-    return Speedup(
-        value=1 / times.value, interval=interval, verdict=times.verdict(), rounds=min(len(ours), len(theirs))
-    )
-
-
-def rounds_of(rows: Iterable[Row]) -> dict[int, list[float]]:
-    """Measured steps by the number of their round, in order; several seeds of one round stand together."""
-    rounds: dict[int, list[float]] = {}
-    for row in rows:
-        for number, steps in zip(row["round_numbers"], row["step_seconds_by_round"], strict=True):
-            rounds.setdefault(number, []).extend(steps)
-    return dict(sorted(rounds.items()))
-
-
-def contested_points(rows: Iterable[Row]) -> list[Point]:
-    """Points at which several methods were planned and at least one gave a number, in order of appearance."""
-    points: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
-    for row in rows:
-        points.setdefault(point_of(row), {}).setdefault(row["method"], []).append(row)
-    return [
-        Point(by_method=by_method)
-        for by_method in points.values()
-        if len(by_method) > 1 and any(row["status"] == "ok" for group in by_method.values() for row in group)
-    ]
-
-
-def point_of(row: Row) -> tuple[Any, ...]:
-    """Key of trials whose speeds may be compared: same run, and equal settings but for method, seed and steps."""
-    settings = tuple(
-        (name, row[name])
-        for name in setting_names(row)
-        if name not in ("method", "seed") and not name.startswith("steps.")
-    )
-    return (row["run"], row["experiment"], settings)
+from harness.report.tables.trials import CPU_TIMES, varying_by_setup
+from harness.report.variants import masks_of, models_of, on_cpu, panel_name, panel_of, pooled, settings_name, setup_of
+from harness.report.weak_forms import BELOW_ORIGINAL, WeakForm, marked, weak_forms
 
 
 def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table | None:
@@ -163,7 +53,8 @@ def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table 
         )
         for first, model, mask in zip(firsts, models_of(firsts), masks_of(firsts), strict=True)
     ]
-    beside, sets = _beside_best_other(points) if baseline is None else _beside_baseline(points, baseline, methods)
+    weak = weak_forms(rows)
+    beside, sets = _beside_best_other(points, weak) if baseline is None else _beside_baseline(points, baseline, methods)
     columns = (
         Column(header="run"),
         Column(header="task"),
@@ -175,6 +66,7 @@ def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table 
         *(Column(header=f"{method} ran") for method in several),
         *(Column(header=f"{method} tok/s/GPU", form=significant(4), numeric=True) for method in methods),
         *beside,
+        Column(header=BELOW_ORIGINAL),
     )
     lines = tuple(
         (
@@ -182,6 +74,7 @@ def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table 
             *("; ".join(dict.fromkeys(row["ran"] or "" for row in point.by_method.get(name, ()))) for name in several),
             *(_number_or_status(point.by_method.get(method, ())) for method in methods),
             *cells,
+            _weak_here(point, weak),
         )
         for place, point, cells in zip(places, points, sets, strict=True)
     )
@@ -206,11 +99,6 @@ def known_baseline(baseline: str | None, rows: Sequence[Row]) -> str | None:
     return baseline
 
 
-def times(value: float) -> str:
-    """A ratio of speeds: `1.32×`, near 1 with a digit more."""
-    return f"{value:.2f}×" if abs(value - 1) >= 0.05 else f"{value:.3f}×"
-
-
 def interval_text(interval: tuple[float, float]) -> str:
     """An interval of a ratio as a table shows it: `1.02 to 1.05`."""
     return " to ".join(f"{end:.3f}" for end in interval)
@@ -221,7 +109,9 @@ def ends(interval: Interval | None) -> tuple[float, float] | None:
     return None if interval is None else (interval.low, interval.high)
 
 
-def _beside_best_other(points: Sequence[Point]) -> tuple[list[Column], list[tuple[object, ...]]]:
+def _beside_best_other(
+    points: Sequence[Point], weak: Mapping[int, WeakForm]
+) -> tuple[list[Column], list[tuple[object, ...]]]:
     """Columns and cells of the comparison with the best other method, which they name."""
     subjects = {subject for point in points if (subject := point.subject())}
     one = next(iter(subjects)) if len(subjects) == 1 else ""
@@ -237,7 +127,8 @@ def _beside_best_other(points: Sequence[Point]) -> tuple[list[Column], list[tupl
         subject = point.subject()
         other = point.best_other(subject) if subject else None
         found = point.speedup(subject, other) if subject and other else None
-        sets.append((None if one else subject, other, *_cells(found)))
+        shown = [method and _marked(point, method, weak) for method in (subject, other)]
+        sets.append((None if one else shown[0], shown[1], *_cells(found)))
     return columns, sets
 
 
@@ -259,6 +150,16 @@ def _beside_baseline(
         tuple(cell for method in challengers for cell in _cells(point.speedup(method, baseline))) for point in points
     ]
     return columns, sets
+
+
+def _marked(point: Point, method: str, weak: Mapping[int, WeakForm]) -> str:
+    return marked(method, any(id(row) in weak for row in point.by_method[method]))
+
+
+def _weak_here(point: Point, weak: Mapping[int, WeakForm]) -> str | None:
+    """The point's native forms below LEAST of their originals, with the ratios."""
+    rows = [row for group in point.by_method.values() for row in group if id(row) in weak]
+    return "; ".join(dict.fromkeys(marked(weak[id(row)].text, True) for row in rows)) or None
 
 
 def _cells(found: Speedup | None) -> tuple[object, ...]:

@@ -9,6 +9,7 @@ from harness.base.lengths import format_length
 from harness.report.results import Row
 from harness.report.tables.table import Column, Table, significant, without_empty_columns
 from harness.report.variants import method_name, panel_name, panel_of
+from harness.report.weak_forms import marked, weak_forms
 
 
 def mask_table(rows: Sequence[Row]) -> Table | None:
@@ -30,13 +31,13 @@ def mask_table(rows: Sequence[Row]) -> Table | None:
         Column(header="peak GiB", form=significant(3), numeric=True),
         Column(header="host GiB", form=significant(3), numeric=True),
     )
-    ordered = sorted(ok, key=_problem)
+    ordered, weak = sorted(ok, key=_problem), weak_forms(rows)
     return without_empty_columns(
         Table(
             name="masks",
             title="Cost of attention against the mask's area",
             columns=columns,
-            rows=tuple(_line(row) for row in ordered),
+            rows=tuple(_line(row, id(row) in weak) for row in ordered),
             trials=tuple(ordered),
             note="pairs = visible (query, key) pairs of one sequence; ms = forward + backward; ns per pair = seconds "
             "of forward + backward × ranks ÷ (pairs × sequences × query heads), the same at every length where time "
@@ -53,11 +54,11 @@ def _kernel(row: Row) -> object:
     return row.get("chosen_kernel") or row["kernel"]
 
 
-def _line(row: Row) -> tuple[object, ...]:
+def _line(row: Row, weak: bool) -> tuple[object, ...]:
     pairs, step = parse_mask(row["mask"]).area(row["seq_len"]), row["step_seconds_median"]
     sequences = row["batch_size"] * row["dp_size"]
     return (
-        method_name(row),
+        marked(method_name(row), weak),
         _kernel(row),
         row["mask"],
         panel_name(panel_of(row)),

@@ -161,7 +161,8 @@ def save_table(table: Table, folder: Path, kinds: Sequence[str]) -> list[Path]:
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
-    "×": r"$\times$", "÷": r"$\div$", "·": r"$\cdot$", "ᵀ": r"\textsuperscript{T}", "−": "$-$", "‖": r"$\|$", "\n": " ",
+    "×": r"$\times$", "÷": r"$\div$", "·": r"$\cdot$", "ᵀ": r"\textsuperscript{T}", "−": "$-$", "‖": r"$\|$",
+    "†": r"\textdagger{}", "\n": " ",
 }  # fmt: skip
 
 

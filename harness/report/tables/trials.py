@@ -23,6 +23,7 @@ from harness.report.variants import (
     setups_of,
     varying_settings,
 )
+from harness.report.weak_forms import marked, weak_forms
 
 CPU_TIMES = (
     "Times on a CPU do not tell which method is faster on GPUs: ranks share cores and memory there; what such trials "
@@ -231,19 +232,15 @@ def problems_table(rows: Sequence[Row]) -> Table | None:
 
 
 def series_names(rows: Sequence[Row]) -> list[str]:
-    """The series name of every row, in order; what varies is judged within the row's own set-up."""
-    varying = varying_by_setup(rows)
-    return [series_name(row, varying[setup_of(row)]) for row in rows]
+    """The series name of every row, in order; what varies is judged within the row's own set-up. Native forms that are
+    slower than their originals are marked."""
+    varying, weak = varying_by_setup(rows), weak_forms(rows)
+    return [marked(series_name(row, varying[setup_of(row)]), id(row) in weak) for row in rows]
 
 
 def varying_by_setup(rows: Sequence[Row]) -> dict[Setup, list[str]]:
     """The settings that vary within each set-up."""
     return {setup_of(group[0]): varying_settings(group) for group in setups_of(rows)}
-
-
-def on_cpu(row: Row) -> bool:
-    """Whether a trial's ranks were processes on a CPU."""
-    return row["gpu"] in (None, "cpu")
 
 
 def _verdict(pair: Agreement) -> str:

@@ -32,7 +32,7 @@ def randomised(module: torch.nn.Module) -> None:
 def projected(
     shape: ModelShape, project: Project, dtype: torch.dtype = torch.float64, device: str = "cpu"
 ) -> list[Tensor]:
-    """Queries, keys and values, then the gradients of input, norm, matrices and the heads' norms."""
+    """Queries, keys, values and the residual stream, then the gradients of input, norm, matrices and the heads' norms."""
     torch.manual_seed(0)
     norm, attention = RMSNorm(shape.hidden, eps=1e-5), Attention(shape)
     randomised(norm), randomised(attention)
@@ -50,7 +50,7 @@ def projected(
 @pytest.mark.parametrize("tiles", [1, 2, 3, 5, 22, 1000])
 def test_any_number_of_tiles_gives_the_outputs_and_gradients_of_the_whole(shape: ModelShape, tiles: int) -> None:
     found, expected = projected(shape, project_in(tiles)), projected(shape, project_whole)
-    assert len(found) == (10 if shape.qk_norm else 8)
+    assert len(found) == (11 if shape.qk_norm else 9)
     assert all(tensor.abs().max() > 0.1 for tensor in expected)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
@@ -106,7 +106,7 @@ def test_rotation_into_given_memory_is_the_rotation(inverse: bool) -> None:
 
 
 class Products(TorchDispatchMode):
-    """Tokens of the widest product with the query matrix whose result is new memory."""
+    """Tokens of the widest product with the three matrices, whose result is new memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        made = func is torch.ops.aten.mm.default and out.shape[1] == SHAPE.heads * SHAPE.head_dim
+        made = func is torch.ops.aten.mm.default and out.shape[1] == (SHAPE.heads + 2 * SHAPE.kv_heads) * SHAPE.head_dim
         if made and args[0].shape[1] == SHAPE.hidden:
             self.widest = max(self.widest, out.shape[0])
         return out

@@ -20,6 +20,7 @@ from engine.lm_head.plain import IGNORE, plain_loss_sum
 from engine.model import Decoder
 from engine.settings import ModelShape, TrialSettings
 from engine.tasks.train import TrainTask
+from tests.engine.parity import whole_of
 from tests.ranks import run_on_ranks
 
 SHAPE = ModelShape(name="small", layers=1, hidden=16, ffn=24, heads=2, kv_heads=2, head_dim=8, vocab=300)
@@ -52,7 +53,7 @@ def gradients_of(settings: TrialSettings) -> tuple[float, dict[str, Any]]:
     total = task.gradients(0)
     assert (total.item() == 0) == (dist.get_rank() == 0)
     dist.all_reduce(total)
-    return total.item(), {name: p.grad.full_tensor().numpy() for name, p in task.model.named_parameters()}
+    return total.item(), {name: whole_of(p.grad).numpy() for name, p in task.model.named_parameters()}
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -7,6 +7,7 @@ There the choice of the kernels is forced on CPU tensors, so that what calls the
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 from collections.abc import Iterator
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from engine.layers.tiled_mlp import add_mlp_in
 from engine.model import MLP, add_whole_mlp, rotary_angles
+from engine.ops.residual_norm import add_norm, norm_gradients
 from engine.ops.rotary import rotate, rotate_into
-from engine.ops.swiglu import swiglu, swiglu_again
+from engine.ops.swiglu import swiglu, swiglu_again, swiglu_saved
+from engine.optimizer import OnePassAdamW
 from engine.settings import ModelShape
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -66,6 +69,10 @@ def swiglu_faults(device: str) -> Iterator[str]:
         yield from complaints(f"swiglu {shape}", with_gradients(swiglu, (gate, up), dhidden), truth, dtype)
         apart = [tensor.repeat_interleave(2, -1)[..., ::2] for tensor in (gate, up)]  # without unit stride
         yield from complaints(f"swiglu {shape} apart", with_gradients(swiglu, tuple(apart), dhidden), truth, dtype)
+        given = dhidden.clone(), gate.clone(), up.clone()
+        yield from complaints(f"swiglu saved {shape}", list(swiglu_saved(*given)), truth, dtype)
+        if not (torch.equal(given[1], gate) and torch.equal(given[2], up)):
+            yield f"swiglu saved {shape}, {dtype}: gate or up has changed"
         places = {tensor.data_ptr() for tensor in (dhidden, gate, up)}
         again = swiglu_again(dhidden, gate, up)
         yield from complaints(f"swiglu again {shape}", list(again), truth, dtype)
@@ -106,8 +113,11 @@ def rotary_faults(device: str) -> Iterator[str]:
             into = torch.empty_like(x[0])
             rotate_into(into, layouts["heads first"][0], angles, inverse=inverse)
             turned = (angles[0], -angles[1]) if inverse else angles
-            if not torch.equal(into, rotate(x[:1], turned)[0]):
-                yield f"rotate {shape} into given memory, inverse {inverse}, {wide}: not the rotation"
+            part = torch.empty(tokens, shape[2] + 3, head_dim + 1, dtype=dtype, device=device)[:, 1:-2, :-1]
+            rotate_into(part, layouts["heads first"][0], angles, inverse=inverse)
+            for name, found in (("given memory", into), ("part of a wider tensor", part)):
+                if not torch.equal(found, rotate(x[:1], turned)[0]):
+                    yield f"rotate {shape} into {name}, inverse {inverse}, {wide}: not the rotation"
         spread = gradient[:, :, :1].expand(shape)  # a gradient of stride 0
         expected = truth_of(lambda x, angles=exact_angles: rotate(x, angles), (x,), spread)
         found = with_gradients(lambda x, angles=angles: rotate(x, angles), (x,), spread)
@@ -136,6 +146,56 @@ def second_derivative_faults(device: str) -> Iterator[str]:
         )
 
 
+def norm_faults(device: str) -> Iterator[str]:
+    """The norm joined with the sums of the residual stream; one row, odd counts, several rows per program."""
+    for dtype, (tokens, features) in itertools.product(DTYPES, ((1, 1), (5, 7), (3, 700), (1100, 24), (0, 8))):
+        name = f"norm {tokens} x {features}"
+        x, branch, dnormed, residual = (
+            normal(tokens, features, seed=seed, dtype=dtype, device=device) for seed in range(4)
+        )
+        weight = normal(features, seed=4, dtype=dtype, device=device)
+        total, normed = add_norm(x, branch, weight, 1e-5)
+        # What is normed is the sum as it is stored.
+        exact = F.rms_norm(total.double(), (features,), weight.double(), 1e-5)
+        yield from complaints(f"{name}, sum and norm", [total, normed], [x.double() + branch.double(), exact], dtype)
+        leaves = x.double().requires_grad_(), weight.double().requires_grad_()
+        truth = torch.autograd.grad(F.rms_norm(leaves[0], (features,), leaves[1], 1e-5), leaves, dnormed.double())
+        dx, dweight = norm_gradients(x, weight, 1e-5, dnormed)
+        yield from complaints(f"{name}, gradients", [dx], [truth[0]], dtype)
+        yield from complaints(f"{name}, gradient of the weight", [dweight], [truth[1]], torch.float32)
+        into = torch.empty_like(x)
+        norm_gradients(x, weight, 1e-5, dnormed, residual_TE=residual, dx_TE=into)
+        yield from complaints(f"{name}, added gradients", [into], [truth[0] + residual.double()], dtype)
+
+
+def adamw_faults(device: str) -> Iterator[str]:
+    """Three updates of one parameter, clipped and copied, against the formulas in float64."""
+    rate, (beta1, beta2), epsilon, decay = 1e-2, (0.9, 0.999), 1e-8, 0.1
+    for elements, scale in itertools.product((1, 1024, 5000), (None, 0.37)):
+        parameter = normal(elements, seed=0, dtype=torch.float32, device=device)
+        parameter.copy_in_compute_dtype = torch.empty(elements, dtype=torch.bfloat16, device=device)
+        exact, first, second = parameter.double(), 0.0, 0.0
+        optimizer = OnePassAdamW(
+            [parameter.requires_grad_()], lr=rate, betas=(beta1, beta2), eps=epsilon, weight_decay=decay
+        )
+        for step in range(1, 4):
+            gradient = normal(elements, seed=step, dtype=torch.float32, device=device)
+            parameter.grad = gradient.clone()
+            optimizer.gradient_scale = None if scale is None else torch.tensor(scale, device=device)
+            optimizer.step()
+            clipped = gradient.double() * (scale or 1.0)
+            first = beta1 * first + (1 - beta1) * clipped
+            second = beta2 * second + (1 - beta2) * clipped**2
+            exact = exact * (1 - rate * decay)
+            exact = exact - rate * (first / (1 - beta1**step)) / ((second / (1 - beta2**step)).sqrt() + epsilon)
+        name, state = f"AdamW of {elements} elements, scale {scale}", optimizer.state[parameter]
+        found = [parameter.detach(), state["exp_avg"], state["exp_avg_sq"]]
+        yield from complaints(name, found, [exact, first, second], torch.float32)
+        yield from complaints(f"{name}, copy", [parameter.copy_in_compute_dtype], [exact], torch.bfloat16)
+        if not torch.equal(parameter.grad, gradient):
+            yield f"{name}: the gradient has changed"
+
+
 def tiled_mlp_faults(device: str) -> Iterator[str]:
     """The tiled MLP, whose backward forms gradients in the intermediates' memory, against the whole in float64."""
     shape = ModelShape(name="small", layers=1, hidden=16, ffn=48, heads=2, kv_heads=1, head_dim=8, vocab=61)
@@ -157,20 +217,21 @@ def tiled_mlp_faults(device: str) -> Iterator[str]:
 
 def faults(device: str) -> list[str]:
     """One line for each case in which a result is further from float64 than its dtype explains."""
-    parts = (swiglu_faults, extreme_faults, rotary_faults, second_derivative_faults, tiled_mlp_faults)
+    parts = (swiglu_faults, extreme_faults, rotary_faults, second_derivative_faults, norm_faults)
+    parts += (adamw_faults, tiled_mlp_faults)
     return [line for part in parts for line in part(device)]
 
 
 def force_kernels() -> None:
     """Give CPU tensors to the kernels, which the interpreter runs."""
-    from engine.ops import elementwise_triton, rotary, swiglu
+    from engine import optimizer
+    from engine.ops import residual_norm, rotary, swiglu
     from engine.ops.triton_kernels import KERNEL_DTYPES
 
     def kernels_for(tensor: Tensor, module: str):
-        assert module == elementwise_triton.__name__
-        return elementwise_triton if tensor.dtype in KERNEL_DTYPES else None
+        return importlib.import_module(module) if tensor.dtype in KERNEL_DTYPES else None
 
-    for module in (rotary, swiglu):
+    for module in (optimizer, residual_norm, rotary, swiglu):
         module.kernels_for = kernels_for
 
 

@@ -1,0 +1,1 @@
+"""Stands for flash_attn.losses."""

@@ -1,0 +1,196 @@
+"""`burst predict`: time by phase and memory of trials on GPUs that need not be here."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from typing import TYPE_CHECKING, Any
+
+from harness.base.errors import UsageError
+
+if TYPE_CHECKING:
+    from engine.settings import TrialSettings
+    from harness.plan.forecast import Forecast
+
+_MOST = 1000  # combinations that are printed
+
+
+class Predict:
+    help = "predict step time by phase, memory and the bottleneck of trials on a kind of GPU; starts nothing"
+    forwards = False
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--hardware", required=True, metavar="NAME",
+            help="a file of experiments/hardware/, such as a800, or a path of one that `burst calibrate` wrote",
+        )  # fmt: skip
+        parser.add_argument("--model", default="7b", metavar="LIST", help="models (default: 7b)")
+        parser.add_argument("--method", default="burst", metavar="LIST", help="methods (default: burst)")
+        parser.add_argument("--seq-len", default="1M", metavar="LIST", help="tokens of a sequence (default: 1M)")
+        parser.add_argument("--cp-size", default="8", metavar="LIST", help="context-parallel sizes (default: 8)")
+        parser.add_argument(
+            "--gpus-per-node", type=int, metavar="N", help="ranks of a node (default: the hardware file's)"
+        )
+        parser.add_argument("--task", choices=("train", "attention"), default="train", help="(default: train)")
+        parser.add_argument(
+            "--set", action="append", default=[], metavar="NAME=VALUE",
+            help="another setting of all trials, such as checkpoint.tail=0.5; may be repeated",
+        )  # fmt: skip
+        parser.add_argument(
+            "--longest", action="store_true",
+            help="for each combination the longest sequence that fits, instead of --seq-len",
+        )  # fmt: skip
+        parser.add_argument("--phases", action="store_true", help="print the time of every phase")
+        parser.add_argument("--json", action="store_true", help="one JSON list instead of tables")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from harness.metrics.hardware import hardware_named
+        from harness.plan.forecast import assumed_speeds, forecast, longest
+
+        hardware = hardware_named(arguments.hardware)
+        if arguments.gpus_per_node is not None and arguments.gpus_per_node < 1:
+            raise UsageError(f"--gpus-per-node is {arguments.gpus_per_node}; give a number of at least 1")
+        found: list[Forecast] = []
+        for settings in _combinations(arguments):
+            if arguments.longest:
+                held = longest(settings, hardware)
+                if held is None:
+                    raise UsageError(
+                        f"no sequence of {settings.model.name} fits {hardware.title} with cp_size {settings.cp_size}; "
+                        "give a larger --cp-size, or keep less with --set checkpoint.tail=0"
+                    )
+                settings = held
+            found.append(forecast(settings, hardware, gpus_per_node=arguments.gpus_per_node))
+        if arguments.json:
+            print(json.dumps([_row(each) for each in found], indent=1))
+            return 0
+        _print(found, phases=arguments.phases or len(found) == 1)
+        if missing := assumed_speeds(hardware):
+            print(
+                f"{hardware.title} has no measured {', '.join(missing)}: common values stand for them; "
+                "`burst calibrate` measures them"
+            )
+        return 0
+
+
+def _combinations(arguments: argparse.Namespace) -> list[TrialSettings]:
+    """The product of the lists. Raises UsageError for what no trial may have."""
+    from engine.settings import TrialSettings, from_json, to_json
+    from harness.base.lengths import parse_length
+    from harness.spec.methods import method_named
+    from harness.spec.models import named_model
+
+    lists = [
+        [part.strip() for part in text.split(",") if part.strip()]
+        for text in (arguments.model, arguments.method, arguments.seq_len, arguments.cp_size)
+    ]
+    for option, values in zip(("--model", "--method", "--seq-len", "--cp-size"), lists, strict=True):
+        if not values:
+            raise UsageError(f"{option} names nothing; give at least one")
+    changes = dict(_change(text) for text in arguments.set)
+    made: list[TrialSettings] = []
+    for model, method, length, cp_size in itertools.islice(itertools.product(*lists), _MOST + 1):
+        if len(made) == _MOST:
+            raise UsageError(f"these lists have more than {_MOST} combinations; name fewer")
+        method_named(method)
+        try:
+            base = TrialSettings(
+                task=arguments.task, method=method, model=named_model(model), seq_len=parse_length(length),
+                cp_size=_count("--cp-size", cp_size),
+            )  # fmt: skip
+            data = to_json(base) | {"world_size": 0}
+            for name, value in changes.items():
+                _put(data, name, value)
+            made.append(from_json(TrialSettings, data))
+        except (ValueError, TypeError) as error:
+            raise UsageError(str(error)) from error
+    return made
+
+
+def _count(option: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"{option} is {text}; give whole numbers of at least 1")
+    return int(text)
+
+
+def _change(text: str) -> tuple[str, Any]:
+    import yaml
+
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise UsageError(f"--set {text}: expected NAME=VALUE, such as checkpoint.tail=0.5")
+    try:
+        return name, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UsageError(f"--set {text}: {value} is not a value; write it as in an experiment file") from error
+
+
+def _put(data: dict[str, Any], name: str, value: Any) -> None:
+    from harness.base.errors import nearest
+
+    *owners, field = name.split(".")
+    place = data
+    for owner in owners:
+        if not isinstance(place.get(owner), dict):
+            raise UsageError(f"--set {name}: unknown setting; {nearest(owner, data)}")
+        place = place[owner]
+    if field not in place:
+        raise UsageError(f"--set {name}: unknown setting; {nearest(field, place)}")
+    place[field] = value
+
+
+def _row(found: Forecast) -> dict[str, Any]:
+    settings, time = found.settings, found.time
+    return {
+        "method": settings.method, "model": settings.model.name, "seq_len": settings.seq_len,
+        "cp_size": settings.cp_size, "world_size": settings.world_size, "nodes": found.nodes,
+        "hardware": found.hardware.name, "seconds": time.seconds if time else None,
+        "interval": list(found.interval) if found.interval else None,
+        "tokens_per_gpu_per_second": found.tokens_per_gpu_per_second, "mfu": found.mfu, "gpu_gib": found.gpu_gib,
+        "fits": found.fits, "schedule": time.exchange.schedule if time else None,
+        "backward": time.exchange.backward if time else None, "bottleneck": time.bottleneck if time else None,
+        "phases": dict(time.phases) if time else None, "reason": found.reason,
+    }  # fmt: skip
+
+
+def _print(found: list[Forecast], *, phases: bool) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from harness.base.lengths import format_length
+    from harness.base.terminal import print_table, stdout_console
+    from harness.report.tables.table import significant
+
+    three = significant(3)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("method", "model"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tokens", "CP", "nodes", "step s", "from", "to", "tok/s/GPU", "MFU %", "GiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("fits", "schedule", "most time"):
+        table.add_column(name, no_wrap=True)
+    for each in found:
+        settings, time = each.settings, each.time
+        cells = [settings.method, settings.model.name, format_length(settings.seq_len), settings.cp_size, each.nodes]
+        if time is None or each.interval is None or each.mfu is None or each.tokens_per_gpu_per_second is None:
+            cells += ["", "", "", "", ""]
+        else:
+            cells += [three(value) for value in (time.seconds, *each.interval, each.tokens_per_gpu_per_second)]
+            cells.append(three(100 * each.mfu))
+        cells.append("" if each.gpu_gib is None else three(each.gpu_gib))
+        cells.append({None: "", True: "yes", False: "no"}[each.fits])
+        cells += [time.exchange.schedule, time.bottleneck] if time else ["", each.reason]
+        table.add_row(*map(str, cells))
+    console = stdout_console()
+    print_table(console, table)
+    if phases:
+        for each in found:
+            if each.time is not None:
+                print(f"{each.settings.method}, {format_length(each.settings.seq_len)} tokens:")
+                for name, seconds in each.time.phases.items():
+                    print(f"  {name:24} {seconds:10.4g} s  {100 * seconds / each.time.seconds:5.1f}%")
+    print("From and to: nine of ten published configurations that were held out lay within (docs/prediction.md).")
+
+
+COMMAND = Predict()

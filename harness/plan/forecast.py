@@ -1,0 +1,153 @@
+"""What a trial would take on given GPUs: time by phase, memory, and how far off such predictions were."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+
+from engine.settings import TrialSettings
+from harness.metrics.flops import tokens_per_step, work_of
+from harness.metrics.hardware import Hardware
+from harness.metrics.throughput import GIB
+from harness.plan.predict import training_memory
+from harness.predict.speeds import TERA, assumed, speeds_of
+from harness.predict.step import StepTime, step_time
+from harness.predict.validation import HELD_OUT, compare
+from harness.spec.methods import method_named
+
+USABLE = 0.96  # of a GPU's memory: the rest is the driver's, NCCL's and lost between blocks
+_INTERVAL = 0.9  # of the held-out configurations were predicted within the interval
+START_SECONDS = 25.0  # of a trial: processes, imports, kernels compiled
+_STEP_TOKENS = 1024  # the longest sequence is a multiple of it on every rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """Of one trial on one GPU type."""
+
+    settings: TrialSettings
+    hardware: Hardware
+    nodes: int
+    time: StepTime | None  # None where the trial is refused or not modelled
+    reason: str  # why, else empty
+    gpu_gib: float | None  # of the fullest rank; None for other tasks than train
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a GPU of this kind holds it."""
+        return None if self.gpu_gib is None else self.gpu_gib <= USABLE * self.hardware.memory_gib
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Seconds between which nine of ten held-out configurations of this task were found."""
+        if self.time is None:
+            return None
+        width = held_out_width(self.settings.task == "train")
+        return self.time.seconds / width, self.time.seconds * width
+
+    @property
+    def tokens_per_gpu_per_second(self) -> float | None:
+        if self.time is None:
+            return None
+        return tokens_per_step(self.settings) / self.settings.world_size / self.time.seconds
+
+    @property
+    def mfu(self) -> float | None:
+        if self.time is None:
+            return None
+        flops = work_of(self.settings).model / self.settings.world_size / self.time.seconds
+        return flops / (self.hardware.peak_bf16_tflops * TERA)
+
+
+def forecast(settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int | None = None) -> Forecast:
+    """Time and memory of a trial, or one sentence why there is none."""
+    node_ranks = min(gpus_per_node or hardware.gpus_per_node, settings.world_size)
+    memory = training_memory(settings).gpu / GIB if settings.task == "train" else None
+    time: StepTime | None = None
+    reason = method_named(settings.method).refuse(settings) or ""
+    if not reason:
+        kernel = None if settings.kernel == "auto" else settings.kernel
+        try:
+            time = step_time(settings, speeds_of(hardware, kernel), node_ranks=node_ranks)
+        except ValueError as error:
+            reason = str(error)
+    return Forecast(
+        settings=settings, hardware=hardware, nodes=-(-settings.world_size // node_ranks), time=time, reason=reason,
+        gpu_gib=memory,
+    )  # fmt: skip
+
+
+@cache
+def held_out_width(training: bool) -> float:
+    """The factor within which nine of ten held-out published configurations were predicted: of training, or of
+    attention alone."""
+    errors = sorted(
+        abs(math.log1p(row.error))
+        for row in compare()
+        if row.side == HELD_OUT and (row.metric == "tokens_per_gpu_per_second") == training
+    )
+    return math.exp(statistics.quantiles(errors, n=100, method="inclusive")[round(100 * _INTERVAL) - 1])
+
+
+def longest(settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int | None = None) -> TrialSettings | None:
+    """The trial with the longest sequence that a GPU of this kind holds, by this prediction; None where none is."""
+    unit = _STEP_TOKENS * settings.cp_size
+
+    def fits(units: int) -> bool:
+        try:
+            tried = replace(settings, seq_len=units * unit)
+        except ValueError:  # more tokens than a trial may have
+            return False
+        return forecast_memory_fits(tried, hardware)
+
+    if not fits(1):
+        return None
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return replace(settings, seq_len=low * unit)
+
+
+def forecast_memory_fits(settings: TrialSettings, hardware: Hardware) -> bool:
+    return training_memory(settings).gpu / GIB <= USABLE * hardware.memory_gib
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """Of all trials of a plan that can run and are predicted to fit, one after another."""
+
+    trials: int
+    seconds: float  # start-up included
+    gpu_hours: float
+    unknown: int  # trials that can run, of which no time is predicted
+
+
+def cost_of(
+    trials: Iterable[TrialSettings], hardware: Hardware, *, rounds: int = 1, gpus_per_node: int | None = None
+) -> Cost:
+    """Wall time and GPU-hours: start-up, warm-up and measured steps of each trial, in every round."""
+    seconds = gpu_seconds = 0.0
+    count = unknown = 0
+    for settings in trials:
+        found = forecast(settings, hardware, gpus_per_node=gpus_per_node)
+        if found.fits is False:
+            continue
+        if found.time is None:
+            unknown += 1
+            continue
+        count += 1
+        taken = rounds * (START_SECONDS + (settings.steps.warmup + settings.steps.measured) * found.time.seconds)
+        seconds += taken
+        gpu_seconds += taken * settings.world_size
+    return Cost(trials=count, seconds=seconds, gpu_hours=gpu_seconds / 3600, unknown=unknown)
+
+
+def assumed_speeds(hardware: Hardware) -> tuple[str, ...]:
+    """Speeds that the hardware file does not give."""
+    return assumed(hardware)

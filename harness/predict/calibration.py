@@ -1,0 +1,203 @@
+"""`burst calibrate`: this machine's speeds measured by its own ranks, and the hardware file that they make."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engine.atomic import write_atomic
+from engine.plain_json import to_json
+from engine.settings import ModelShape
+from harness.base.errors import UsageError
+from harness.metrics.hardware import hardware_for
+
+_MODULE = "engine.tasks.calibrate"
+_GPU_REQUEST = {
+    "tokens": 16384, "heads": 32, "head_dim": 128, "tiles": [2048, 4096, 8192, 16384, 32768, 65536],
+    "memory_bytes": 4 << 30, "message_bytes": [1 << 12, 1 << 20, 1 << 24, 1 << 28],
+}  # fmt: skip
+_CPU_REQUEST = {
+    "tokens": 256, "heads": 2, "head_dim": 16, "tiles": [128, 256], "memory_bytes": 1 << 24,
+    "message_bytes": [1 << 10, 1 << 20],
+}  # fmt: skip
+_LOG_LINES = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """One measured speed, over ranks and repeats."""
+
+    median: float
+    least: float
+    largest: float
+    samples: int
+    unit: str
+    what: str
+
+    @property
+    def spread(self) -> float:
+        return (self.largest - self.least) / self.median
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibrated:
+    """What the ranks of one host measured."""
+
+    device: str  # as nvidia-smi prints it; "cpu"
+    ranks: int
+    torch: str
+    figures: Mapping[str, Figure]
+
+
+def measure(ranks: int, device: str, models: Sequence[ModelShape], *, timeout_seconds: float) -> Calibrated:
+    """Start `ranks` processes on this host and measure. Raises UsageError when one fails or the time is over."""
+    request = dict(_GPU_REQUEST if device == "cuda" else _CPU_REQUEST) | {"models": [to_json(each) for each in models]}
+    with tempfile.TemporaryDirectory(prefix="burst-calibrate-") as folder:
+        place = Path(folder)
+        asked = write_atomic(place / "request.json", json.dumps(request))
+        processes = [_start(place, rank, ranks, [str(asked), str(place / "figures.json")]) for rank in range(ranks)]
+        _wait(processes, place, timeout_seconds)
+        found = json.loads((place / "figures.json").read_text(encoding="utf-8"))
+    about = found.pop("device")
+    return Calibrated(
+        device=about["name"], ranks=about["ranks"], torch=about["torch"],
+        figures={name: Figure(**values) for name, values in found.items()},
+    )  # fmt: skip
+
+
+def _start(place: Path, rank: int, ranks: int, words: Sequence[str]) -> subprocess.Popen[bytes]:
+    environment = os.environ | {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "BURST_STORE": str(place / "store"),
+    }  # fmt: skip
+    with (place / f"rank{rank}.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", _MODULE, *words], env=environment, stdout=log, stderr=subprocess.STDOUT,
+            cwd=Path(__file__).parents[2], start_new_session=True,
+        )  # fmt: skip
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], place: Path, timeout_seconds: float) -> None:
+    """Until all have ended well. Ends the others when one fails."""
+    end = time.monotonic() + timeout_seconds
+    try:
+        while any(each.poll() is None for each in processes):
+            if failed := [rank for rank, each in enumerate(processes) if each.poll()]:
+                raise UsageError(f"rank {failed[0]} of the calibration failed: {_last_words(place, failed[0])}")
+            if time.monotonic() > end:
+                raise UsageError(
+                    f"the calibration was not finished after {timeout_seconds:g} s; give --timeout a larger number"
+                )
+            time.sleep(0.1)
+        if failed := [rank for rank, each in enumerate(processes) if each.returncode]:
+            raise UsageError(f"rank {failed[0]} of the calibration failed: {_last_words(place, failed[0])}")
+    finally:
+        for each in processes:
+            if each.poll() is None:
+                each.kill()
+            each.wait()
+
+
+def _last_words(place: Path, rank: int) -> str:
+    lines = (place / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+    return "; ".join(line.strip() for line in [each for each in lines if each.strip()][-_LOG_LINES:]) or "no output"
+
+
+def constants(found: Calibrated) -> tuple[dict[str, float], dict[str, float]]:
+    """(speeds, spread) of the prediction's constants that these figures give."""
+    taken = {
+        "gemm_tflops": _slowest(found, r"gemm .*"),
+        "memory_gib": found.figures.get("memory"),
+        "host_gib": found.figures.get("host"),
+        "inside_gib": _last(found, r"link inside (\d+)"),
+    }
+    kernel = fastest_kernel(found)
+    if kernel:
+        for way in ("forward", "backward"):
+            taken[f"attention_{way}_tflops"] = _last(found, rf"attention {kernel} {way} (\d+)")
+    speeds = {name: figure.median for name, figure in taken.items() if figure is not None}
+    return speeds, {name: figure.spread for name, figure in taken.items() if figure is not None and figure.spread > 0}
+
+
+def fastest_kernel(found: Calibrated) -> str | None:
+    """The kernel whose forward is fastest on its longest tile."""
+    names = {match[1] for name in found.figures if (match := re.fullmatch(r"attention (\S+) forward \d+", name))}
+    speeds = {name: figure.median for name in names if (figure := _last(found, rf"attention {name} forward (\d+)"))}
+    return max(speeds, key=lambda name: speeds[name], default=None)
+
+
+def _slowest(found: Calibrated, pattern: str) -> Figure | None:
+    fitting = [figure for name, figure in found.figures.items() if re.fullmatch(pattern, name)]
+    return min(fitting, key=lambda figure: figure.median, default=None)
+
+
+def _last(found: Calibrated, pattern: str) -> Figure | None:
+    """The figure of the largest size."""
+    sizes = {int(match[1]): figure for name, figure in found.figures.items() if (match := re.fullmatch(pattern, name))}
+    return sizes[max(sizes)] if sizes else None
+
+
+def hardware_document(found: Calibrated, *, memory_gib: float, gpus_per_node: int) -> dict[str, Any]:
+    """The hardware file, as `load_hardware` reads it. What was not measured comes from this GPU's shipped file."""
+    shipped = hardware_for(found.device)
+    speeds, spread = constants(found)
+    day = datetime.datetime.now(datetime.UTC).date().isoformat()
+    where = f"{found.ranks} x {found.device}, torch {found.torch}"
+    ceilings: dict[str, dict[str, float]] = {}
+    for name, figure in found.figures.items():
+        if match := re.fullmatch(r"attention (\S+) (forward|backward) \d+", name):
+            ceilings.setdefault(match[1], {})[match[2]] = _rounded(figure.median)  # the longest tile comes last
+    sizes = "; ".join(sorted({figure.what for figure in found.figures.values()}))
+    document: dict[str, Any] = {
+        "title": f"{shipped.title if shipped else found.device}, measured",
+        "gpu_names": [found.device],
+        "peak_bf16_tflops": shipped.peak_bf16_tflops if shipped else _rounded(speeds["gemm_tflops"] / 0.75),
+        "memory_gib": _rounded(memory_gib),
+        "gpus_per_node": gpus_per_node,
+        "gemm_tflops": _rounded(speeds["gemm_tflops"]),
+        "kernel_ceilings": ceilings,
+        "speeds": {name: _rounded(value) for name, value in speeds.items()},
+        "spread": {name: _rounded(value) for name, value in spread.items()},
+        "measured": {
+            key: {"when": day, "where": where, "what": sizes} for key in ("gemm_tflops", "kernel_ceilings", "speeds")
+        },
+        "sources": {
+            "peak_bf16_tflops": shipped.sources["peak_bf16_tflops"] if shipped
+            else "not a datasheet's: the measured GEMM over 0.75; put the datasheet's figure here",
+            "memory_gib": "what this machine has",
+            **dict.fromkeys(("gemm_tflops", "kernel_ceilings", "speeds"), f"measured {day} by burst calibrate"),
+        },
+    }  # fmt: skip
+    if not ceilings:
+        for part in (document, document["measured"], document["sources"]):
+            part.pop("kernel_ceilings")
+    document["figures"] = {
+        name: f"{_rounded(each.median):g} {each.unit} ({_rounded(each.least):g} to {_rounded(each.largest):g}, "
+        f"{each.samples} samples): {each.what}"
+        for name, each in found.figures.items()
+    }
+    return document
+
+
+def write_hardware_file(path: Path, document: Mapping[str, Any]) -> Path:
+    """Write it whole. Raises UsageError where a file is there already: nothing is overwritten."""
+    if path.exists():
+        raise UsageError(f"{path} exists; give --out another name, or move that file away")
+    head = "# Measured by burst calibrate; docs/prediction.md says what each speed is.\n"
+    return write_atomic(path, head + yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True, width=120))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")

@@ -1,0 +1,220 @@
+"""The published rows of results/paper as trials: what a prediction is held against.
+
+A row becomes a configuration where its source says enough: GPUs, model, length, context-parallel size and how the
+method moves tensors. Several rows may be one configuration, because the sheets repeat measurements under other titles.
+Rows that say too little are listed with the reason.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from engine.plain_json import to_json
+from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
+from harness.predict.attention import Exchange, Side
+from harness.spec.models import MODELS_DIR, load_model
+
+REFERENCE = Path(__file__).parents[2] / "results" / "paper" / "reference.csv"
+NODE_RANKS = 8  # GPUs of every published node
+TRAINING, ATTENTION = "tokens_per_gpu_per_second", ("forward_ms", "forward_backward_ms")
+END_TO_END = ("e2e_main", "ablation", "checkpointing", "cp_scaling")
+# Head counts and masks of the attention benchmarks, from results/paper/experiments.yaml.
+_BENCH_HEADS = {"kernel_bench": 40, "burstattention_seq_scaling": 32, "burstattention_batch_scaling": 32}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Configuration:
+    """One published set-up as a trial on A800 or A100 GPUs."""
+
+    settings: TrialSettings
+    exchange: Exchange
+
+    @property
+    def name(self) -> str:
+        """Ten characters that stand for everything the prediction reads."""
+        settings = to_json(replace(self.settings, steps=Steps()))
+        text = json.dumps([settings, to_json(self.exchange)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedTime:
+    """One row whose value is a speed or a time."""
+
+    experiment: str
+    figure: str
+    gpu: str
+    method: str  # as the source names it
+    metric: str
+    value: float
+    source: str
+    configuration: Configuration | None
+    reason: str  # why it is not a configuration; empty where it is
+
+    @property
+    def seconds(self) -> float:
+        """Of the step or call."""
+        if self.metric == TRAINING:
+            assert self.configuration is not None, "a row without a configuration has no seconds"
+            settings = self.configuration.settings
+            return settings.seq_len * settings.dp_size * settings.batch_size / settings.world_size / self.value
+        return self.value / 1000
+
+
+@cache
+def published_times() -> tuple[PublishedTime, ...]:
+    """All rows of results/paper/reference.csv that hold a speed or a time, in its order."""
+    found = []
+    with REFERENCE.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if row["metric"] not in (TRAINING, *ATTENTION) or not row["value"]:
+                continue
+            configuration: Configuration | None = None
+            reason = ""
+            try:
+                configuration = _configuration(row)
+            except _NotSaid as why:
+                reason = str(why)
+            found.append(
+                PublishedTime(
+                    experiment=row["experiment"], figure=row["figure"], gpu=row["gpu_model"], method=row["method"],
+                    metric=row["metric"], value=float(row["value"]), source=row["source"],
+                    configuration=configuration, reason=reason,
+                )
+            )  # fmt: skip
+    return tuple(found)
+
+
+class _NotSaid(Exception):
+    """The source does not say what a prediction needs."""
+
+
+def _configuration(row: dict[str, str]) -> Configuration:
+    if row["experiment"] in _BENCH_HEADS:
+        return _benchmark(row)
+    if row["experiment"] == "sparse":
+        raise _NotSaid("window and GPU count are not stated")
+    if "unlabelled" in row["experiment"] or "unlabelled" in row["method"]:
+        raise _NotSaid("the method is not named")
+    if "no header; meaning unknown" in row["source"]:
+        raise _NotSaid("the column has no header")
+    if not row["gpus"]:
+        raise _NotSaid("the GPU count is not stated")
+    gpus, seq_len = int(float(row["gpus"])), int(float(row["seq_len"]))
+    words = row["method"]
+    cp_size = _context_size(words, gpus)
+    method, schedule, side, tail, fused = _way(words, row["experiment"])
+    return Configuration(
+        settings=TrialSettings(
+            task="train",
+            method="burst",
+            model=_model(row["model"]),
+            seq_len=seq_len,
+            cp_size=cp_size,
+            world_size=gpus,
+            layout="zigzag",
+            lm_head_fusion=fused,
+            checkpoint=Checkpoint(every=1, tail=tail),
+            optimizer_offload="[offload]" in words,
+        ),
+        exchange=_exchange(schedule, side, cp_size, tuned=method == "burst"),
+    )
+
+
+def _exchange(schedule: str, side: Side, cp_size: int, *, tuned: bool) -> Exchange:
+    """Inside one node a double ring is a ring, and both mixed forms are an all-to-all."""
+    if cp_size <= NODE_RANKS:
+        schedule = {"double_ring": "ring", "usp": "ulysses", "usp_transposed": "ring"}.get(schedule, schedule)
+    return Exchange(schedule=schedule, backward=side, gradient_bytes=2, tuned_links=tuned)
+
+
+def _context_size(words: str, gpus: int) -> int:
+    said = re.search(r"\[sp=(\d+)\]", words)
+    if said:
+        return int(said.group(1))
+    if "sp unstated" in words:
+        raise _NotSaid("the context-parallel size is not stated")
+    return gpus
+
+
+def _way(words: str, experiment: str) -> tuple[str, str, Side, float, bool]:
+    """(whose links, schedule, backward side, tail, fused head) by the source's name of the method."""
+    name = words.casefold()
+    if "megatron-tp" in name:
+        raise _NotSaid("tensor parallelism is not predicted")
+    kept = 0.0 if experiment not in ("e2e_main", "cp_scaling") else 1.0
+    if "half-ckpt" in name or "sl-ckpt" in name or "sl_ckpt" in name:
+        kept = 0.5
+    elif "whole" in name or "full-ckpt" in name or name.startswith("loong-train-cp-ckpt"):
+        kept = 1.0
+    elif "w/o sele-ckpt" in name:
+        kept = 0.0
+    if "baseline" in name:  # the ablation adds one switch after another
+        schedule = "double_ring" if "double" in name else "ring"
+        side: Side = "query" if "bwd_opt" in name else "key_value"
+        return "burst", schedule, side, kept, "sl_loss" in name
+    if "loong" in name:
+        return "other", "usp" if "usp" in name else "double_ring", "key_value", kept, False
+    if name.startswith(("deepspeed", "ds-ulysses")) or name == "ulysses":
+        return "other", "ulysses", "key_value", 0.0, False
+    if name.startswith("megatron"):
+        return "other", "ring", "key_value", 0.0, False
+    if "ulysses" in name or "usp" in name:
+        return "burst", "usp", "query", kept, True
+    if name.startswith("burst"):
+        return "burst", "double_ring", "query", kept, True
+    raise _NotSaid("the method is not one of those compared")
+
+
+def _benchmark(row: dict[str, str]) -> Configuration:
+    """A row of an attention benchmark."""
+    heads, gpus, name = _BENCH_HEADS[row["experiment"]], int(float(row["gpus"])), row["method"].casefold()
+    causal = row["experiment"] == "kernel_bench"
+    batch = re.search(r"batch[ =](\d+)", f"{row['figure']} {row['source']} {row['method']}")
+    if row["experiment"] == "burstattention_batch_scaling" and batch is None:
+        raise _NotSaid("the batch is not stated in the row")
+    tuned, schedule = True, "double_ring"
+    side: Side = "query"
+    if "head-first" in name or "ring-first" in name:
+        tuned, side, schedule = False, "key_value", "usp" if "head-first" in name else "usp_transposed"
+    elif "megatron" in name or "doublering" in name:
+        tuned, side, schedule = False, "key_value", "ring" if "megatron" in name else "double_ring"
+    elif "double_ring=false" in name:
+        schedule = "ring"
+    settings = TrialSettings(
+        task="attention",
+        method="burst",
+        model=replace(_model("14b"), name=f"attention_{heads}", heads=heads, kv_heads=heads, hidden=heads * 128),
+        seq_len=int(float(row["seq_len"])),
+        cp_size=gpus,
+        batch_size=int(batch.group(1)) if batch else 1,
+        mask="causal" if causal else "full",
+        layout="striped" if "striped" in name else "zigzag" if causal else "contiguous",
+    )
+    return Configuration(settings=settings, exchange=_exchange(schedule, side, gpus, tuned=tuned))
+
+
+@cache
+def _model(name: str) -> ModelShape:
+    path = MODELS_DIR / f"{name}.yaml"
+    if not path.exists():
+        raise _NotSaid(f"the shape of {name} is not among experiments/models")
+    return load_model(path)
+
+
+def configurations() -> Iterator[tuple[Configuration, list[PublishedTime]]]:
+    """Each configuration once, with its rows."""
+    rows: dict[str, list[PublishedTime]] = {}
+    first: dict[str, Configuration] = {}
+    for row in published_times():
+        if row.configuration is not None:
+            rows.setdefault(row.configuration.name, []).append(row)
+            first.setdefault(row.configuration.name, row.configuration)
+    return ((first[name], rows[name]) for name in rows)

@@ -1,0 +1,175 @@
+"""Seconds of one training step, or of one call of attention, by phase.
+
+A step is the sum of what the GPU does one after another (matrix products, attention along the method's schedule,
+elementwise passes, the LM head, the optimizer) and of the transfers that nothing hides. Parameters that are gathered,
+and activations that go to the host and back, cost time where they take longer than the layer they overlap with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.attention.geometry.layout import layout_named
+from engine.attention.masks import parse_mask
+from engine.settings import BYTES_OF, TrialSettings
+from harness.metrics.flops import Work, work_of
+from harness.predict.attention import AttentionProblem, Exchange, Pass, attention_passes
+from harness.predict.exchanges import exchange_of
+from harness.predict.speeds import GIB, TERA, Speeds
+from harness.spec.methods import method_named
+
+# Passes over one token's hidden states in a layer, read and written, in elements of the hidden size or of the MLP's.
+_FORWARD_HIDDEN = 4 + 6  # two norms, two sums with the residual
+_BACKWARD_HIDDEN = 10 + 6  # the norms' gradients and their weights', the sums of gradients
+_FORWARD_MLP, _BACKWARD_MLP = 3, 8  # the product of gate and up; its gradient, and the product once more
+_ROTARY = 2  # read and written, of queries and keys
+# Bytes per parameter of a rank's shard and step: AdamW in fp32, the gradient's norm and clipping, casts both ways.
+_OPTIMIZER_BYTES = 28 + 12 + 12
+_MOMENTS_BYTES = 8  # of AdamW's moments each way, where they live on the host; both directions at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds by phase, in the order of a report; what a trial does not have is missing."""
+
+    phases: Mapping[str, float]
+    exchange: Exchange
+    attention_forward: float  # seconds of one forward of one layer's attention, waiting included
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def bottleneck(self) -> str:
+        """The phase that takes longest."""
+        return max(self.phases, key=lambda name: self.phases[name])
+
+
+def step_time(
+    settings: TrialSettings, speeds: Speeds, *, node_ranks: int, exchange: Exchange | None = None
+) -> StepTime:
+    """Predicted seconds of one step or call. `node_ranks`: GPUs of a node that the trial uses; `exchange`: how tensors
+    move, by default as the method does. Raises ValueError for a method or settings that are not modelled."""
+    node_size = context_ranks_of_node(settings, node_ranks)
+    problem = attention_problem(settings, node_size)
+    exchange = exchange or exchange_of(settings, problem, speeds)
+    work, ranks = work_of(settings), settings.world_size
+    phases: dict[str, float] = {}
+    if settings.task == "lm_head":
+        phases["LM head"] = 3 * work.head / ranks / (speeds.gemm_tflops * TERA)
+        return StepTime(phases=phases, exchange=exchange, attention_forward=0.0)
+    forward, backward = attention_passes(problem, exchange, speeds)
+    calls = settings.gradient_accumulation if settings.task == "train" else 1
+    if settings.task == "attention":
+        _add(phases, "attention forward", forward, 1.0)
+        _add(phases, "attention backward", backward, 1.0)
+        return StepTime(phases=_ordered(phases), exchange=exchange, attention_forward=forward.seconds)
+    layers = settings.model.layers * calls
+    again = work.recomputed_attention / work.attention if work.attention else 0.0
+    _add(phases, "attention forward", forward, layers)
+    _add(phases, "attention again", forward, layers * again)
+    _add(phases, "attention backward", backward, layers)
+    gemm = speeds.gemm_tflops * TERA * ranks
+    phases["matrix products"] = 3 * work.layers / gemm
+    phases["matrix products again"] = work.recomputed_layers / gemm
+    phases["elementwise"] = _elementwise_bytes(settings, work) / (speeds.memory_gib * GIB)
+    phases["LM head"] = 3 * work.head / gemm + _logits_bytes(settings) / (speeds.memory_gib * GIB)
+    shard = settings.model.parameters / ranks
+    phases["optimizer"] = shard * _OPTIMIZER_BYTES / (speeds.memory_gib * GIB)
+    if settings.optimizer_offload:
+        phases["optimizer"] += shard * _MOMENTS_BYTES / (speeds.host_gib * GIB)
+    computing = sum(phases.values()) / layers / 3  # of one layer in one direction, about
+    phases["parameters"] = layers * 3 * max(0.0, _gather_seconds(settings, speeds, node_ranks, exchange) - computing)
+    phases["host copies"] = layers * 2 * max(0.0, _offload_bytes(settings) / (speeds.host_gib * GIB) - computing)
+    return StepTime(phases=_ordered(phases), exchange=exchange, attention_forward=forward.seconds)
+
+
+def context_ranks_of_node(settings: TrialSettings, node_ranks: int) -> int:
+    """Context-parallel ranks that share a node."""
+    if settings.emulate_nodes > 1:
+        node_ranks = settings.world_size // settings.emulate_nodes
+    size = min(settings.cp_size, max(1, node_ranks // settings.tp_size))
+    while settings.cp_size % size:
+        size -= 1
+    return size
+
+
+def attention_problem(settings: TrialSettings, node_size: int) -> AttentionProblem:
+    """Attention of one layer of a trial. Raises ValueError for a mask or layout that does not exist."""
+    mask, model = parse_mask(settings.mask), settings.model
+    layout_of = getattr(method_named(settings.method), "layout", None)
+    layout = "zigzag" if layout_of is None else layout_of(settings)
+    return AttentionProblem(
+        mask=mask,
+        layout=layout_named(layout) if isinstance(layout, str) else layout,
+        seq_len=settings.seq_len,
+        batch=settings.batch_size,
+        heads=max(1, model.heads // settings.tp_size),
+        kv_heads=max(1, model.kv_heads // settings.tp_size),
+        head_dim=model.head_dim,
+        input_bytes=BYTES_OF[settings.dtype],
+        cp_size=settings.cp_size,
+        node_size=node_size,
+    )
+
+
+_WAITING = {"inside": "waiting inside nodes", "across": "waiting between nodes", "steps": "ring steps"}
+_ORDER = (
+    "matrix products", "matrix products again", "attention forward", "attention again", "attention backward",
+    "elementwise", "LM head", "optimizer", "ring steps", "waiting inside nodes", "waiting between nodes", "parameters",
+    "host copies",
+)  # fmt: skip
+
+
+def _add(phases: dict[str, float], name: str, one: Pass, count: float) -> None:
+    """A pass of attention, `count` times: its kernels under `name`, what it waited for under that."""
+    phases[name] = one.kernels * count
+    for part, phase in _WAITING.items():
+        phases[phase] = phases.get(phase, 0.0) + getattr(one, part) * count
+
+
+def _ordered(phases: Mapping[str, float]) -> dict[str, float]:
+    return {name: phases[name] for name in _ORDER if phases.get(name)}
+
+
+def _elementwise_bytes(settings: TrialSettings, work: Work) -> float:
+    """Bytes that a rank's elementwise passes read and write in a step."""
+    model, item = settings.model, BYTES_OF[settings.dtype]
+    tokens = settings.seq_len * settings.batch_size * settings.gradient_accumulation / settings.cp_size
+    rotary = _ROTARY * (model.heads + model.kv_heads) * model.head_dim
+    forward = _FORWARD_HIDDEN * model.hidden + _FORWARD_MLP * model.ffn + rotary
+    backward = _BACKWARD_HIDDEN * model.hidden + _BACKWARD_MLP * model.ffn + rotary
+    again = work.recomputed_layers / work.layers if work.layers else 0.0
+    return item * tokens * model.layers * ((1 + again) * forward + backward)
+
+
+def _logits_bytes(settings: TrialSettings) -> float:
+    """Bytes of logits that are read and written beside the products: several times where the head is not fused."""
+    tokens = settings.seq_len * settings.batch_size * settings.gradient_accumulation / settings.cp_size
+    passes = 2 * BYTES_OF[settings.dtype] if settings.lm_head_fusion else 4 * (4 + BYTES_OF[settings.dtype])
+    return float(passes) * tokens * settings.model.vocab
+
+
+def _gather_seconds(settings: TrialSettings, speeds: Speeds, node_ranks: int, exchange: Exchange) -> float:
+    """Of gathering one layer's parameters, or of reducing its gradients: each node receives what others hold, over
+    the links of all its GPUs."""
+    ranks = settings.world_size
+    nbytes = settings.model.layer_parameters * BYTES_OF[settings.dtype]
+    nodes = max(1, -(-ranks // node_ranks))
+    inside = nbytes * (min(ranks, node_ranks) - 1) / min(ranks, node_ranks) / (speeds.inside_gib * GIB)
+    across = speeds.across_gib if exchange.tuned_links else speeds.across_default_gib
+    return inside + (nbytes * (nodes - 1) / nodes / (across * GIB * node_ranks) if nodes > 1 else 0.0)
+
+
+def _offload_bytes(settings: TrialSettings) -> float:
+    """Bytes of one layer that go to the host in forward, and come back in backward."""
+    checkpoint, model = settings.checkpoint, settings.model
+    if checkpoint.offload == "none" or not checkpoint.every:
+        return 0.0
+    tokens = settings.seq_len * settings.batch_size / settings.cp_size
+    elements = model.hidden / checkpoint.every
+    if checkpoint.offload == "all":
+        elements += checkpoint.tail * model.heads * model.head_dim
+    return BYTES_OF[settings.dtype] * tokens * elements

@@ -1,0 +1,114 @@
+"""Native forms that are slower than the system they are written after, which every table and figure marks.
+
+A comparison with a native form says something about the system only where the form is as fast as the system itself. The
+ratio is formed where both ran in one run with equal settings, by their steps and rounds (`harness.report.speedup`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from baselines.originals import ORIGINALS
+from harness.base.lengths import format_length
+from harness.report.results import Row
+from harness.report.speedup import Speedup, point_of, speedup, times
+from harness.report.tables.table import Table
+from harness.report.variants import on_cpu, panel_name, panel_of
+
+LEAST = 0.97  # of its original's speed: below it a native form is marked
+MARK = "†"
+BELOW_ORIGINAL = f"below {LEAST:g} of its original"  # header of the column with ratios
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeakForm:
+    """One native form at one point."""
+
+    native: str
+    original: str
+    found: Speedup  # of the native form over the original: below LEAST
+    first: Row
+
+    @property
+    def text(self) -> str:
+        """`megatron_cp 0.91× (0.902 to 0.915) of megatron_lm_upstream at 64K tokens, CP 4`."""
+        interval = self.found.interval
+        between = f"{interval.low:.3f} to {interval.high:.3f}" if interval else "one round, no interval"
+        place = f"{format_length(self.first['seq_len'])} tokens, {panel_name(panel_of(self.first))}"
+        return f"{self.native} {times(self.found.value)} ({between}) of {self.original} at {place}"
+
+
+def weak_forms(rows: Iterable[Row]) -> dict[int, WeakForm]:
+    """Of the rows on GPUs, those of native forms below LEAST of an original, by `id`; with the lowest ratio."""
+    measured = [row for row in rows if row["status"] == "ok" and not on_cpu(row)]
+    found: dict[int, WeakForm] = {}
+    points: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    for row in measured:
+        points.setdefault(point_of(row), {}).setdefault(row["method"], []).append(row)
+    for native, originals in ORIGINALS.items():
+        ours = {point: methods[native] for point, methods in points.items() if native in methods}
+        for original in originals if ours else ():
+            theirs = _by_point(points, original.method, original.schedules)
+            for point, group in ours.items():
+                key = _without_schedule(point) if original.schedules else point
+                ratio = speedup(group, theirs.get(key, ()))
+                if ratio is None or ratio.value >= LEAST:
+                    continue
+                form = WeakForm(native=native, original=original.method, found=ratio, first=group[0])
+                for row in group:
+                    before = found.get(id(row))
+                    if before is None or ratio.value < before.found.value:
+                        found[id(row)] = form
+    return found
+
+
+def _by_point(
+    points: Mapping[tuple[Any, ...], Mapping[str, list[Row]]], method: str, schedules: Sequence[str]
+) -> dict[tuple[Any, ...], list[Row]]:
+    """Trials of `method` by point; where it stands for a native form with some schedules alone, those, by the rest."""
+    if not schedules:
+        return {point: methods[method] for point, methods in points.items() if method in methods}
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for point, methods in points.items():
+        group = [row for row in methods.get(method, ()) if row["schedule"] in schedules]
+        if group:
+            found.setdefault(_without_schedule(point), []).extend(group)
+    return found
+
+
+def _without_schedule(point: tuple[Any, ...]) -> tuple[Any, ...]:
+    run, experiment, settings = point
+    return (run, experiment, tuple(item for item in settings if item[0] != "schedule"))
+
+
+def marked(name: str, weak: bool) -> str:
+    """A name in a table, legend or sentence, marked where its form is weak."""
+    return f"{name} {MARK}" if weak else name
+
+
+def weak_sentence(weak: Iterable[WeakForm]) -> str:
+    """What the mark means, with the lowest ratio of each form and original; empty where nothing is marked."""
+    worst: dict[tuple[str, str], WeakForm] = {}
+    points: dict[tuple[str, str], set[int]] = {}
+    for form in weak:
+        key = (form.native, form.original)
+        points.setdefault(key, set()).add(id(form.first))
+        if key not in worst or form.found.value < worst[key].found.value:
+            worst[key] = form
+    if not worst:
+        return ""
+    texts = [
+        form.text + (f", the lowest of {len(points[key])} points" if len(points[key]) > 1 else "")
+        for key, form in worst.items()
+    ]
+    return f"{MARK} Native form below {LEAST:g} of its original's speed: {'; '.join(texts)}."
+
+
+def with_mark_explained(table: Table, sentence: str) -> Table:
+    """The table with the sentence below it, where one of its cells or headers is marked."""
+    cells = [column.header for column in table.columns] + [cell for row in table.rows for cell in row]
+    if not sentence or not any(isinstance(cell, str) and MARK in cell for cell in cells):
+        return table
+    return replace(table, note=f"{table.note} {sentence}".strip())

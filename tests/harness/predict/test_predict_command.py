@@ -1,0 +1,131 @@
+"""`burst predict` and `burst calibrate` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from engine.settings import TrialSettings
+from harness.cli import main
+from harness.metrics.hardware import hardware_named, load_hardware
+from harness.plan.forecast import cost_of, forecast, forecast_memory_fits, held_out_width, longest
+from harness.spec.models import named_model
+
+
+def predicted(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, object]]:
+    assert main(["predict", "--hardware", "a800", "--json", *words]) == 0
+    rows: list[dict[str, object]] = json.loads(capsys.readouterr().out)
+    return rows
+
+
+def test_methods_differ_where_their_schedules_do(capsys: pytest.CaptureFixture[str]) -> None:
+    methods = "burst,megatron_cp,ulysses,loongtrain_double_ring,loongtrain_usp"
+    rows = predicted(capsys, "--method", methods, "--seq-len", "256k", "--cp-size", "32", "--model", "7b")
+    seconds = {row["method"]: row["seconds"] for row in rows}
+    assert len(set(seconds.values())) == 5, seconds
+    assert seconds["megatron_cp"] > 2 * seconds["loongtrain_double_ring"]  # every hop waits for the link between nodes
+    for row in rows:
+        low, high = row["interval"]
+        assert low < row["seconds"] < high
+        assert sum(row["phases"].values()) == pytest.approx(row["seconds"])
+        assert row["bottleneck"] in row["phases"]
+
+
+def test_lists_settings_and_refusals_are_taken_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = predicted(capsys, "--seq-len", "64k,128k", "--cp-size", "2,4", "--set", "checkpoint.tail=0.5")
+    assert [(row["seq_len"], row["cp_size"]) for row in rows] == [
+        (65536, 2), (65536, 4), (131072, 2), (131072, 4),
+    ]  # fmt: skip
+    kept = predicted(capsys, "--seq-len", "64k", "--cp-size", "2", "--set", "checkpoint.tail=1")
+    assert kept[0]["seconds"] < rows[0]["seconds"]
+    [refused] = predicted(capsys, "--model", "14b", "--method", "ulysses", "--cp-size", "16")
+    assert refused["seconds"] is None
+    assert "40 heads" in str(refused["reason"])
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--set", "checkpoint.tali=1"], "did you mean tail?"),
+        (["--set", "tail"], "expected NAME=VALUE"),
+        (["--set", "checkpoint.tail=2"], "expected a fraction from 0"),
+        (["--model", "8bb"], "unknown model 8bb"),
+        (["--method", "busrt"], "did you mean burst?"),
+        (["--cp-size", "0"], "--cp-size is 0"),
+        (["--seq-len", ","], "--seq-len names nothing"),
+        (["--seq-len", "many"], "'many' is not a length"),
+        (["--gpus-per-node", "0"], "--gpus-per-node is 0"),
+        (["--cp-size", ",".join(["1"] * 1001)], "more than 1000 combinations"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_sentence(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", "--hardware", "a800", *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_table_prints_phases_and_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--hardware", "h200", "--seq-len", "256k", "--cp-size", "16"]) == 0
+    printed = capsys.readouterr().out
+    assert "attention backward" in printed
+    assert "nine of ten" in printed
+
+
+def test_the_longest_sequence_fits_and_the_next_longer_one_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = TrialSettings(task="train", method="burst", model=named_model("7b"), seq_len=1024, cp_size=8)
+    hardware = hardware_named("a800")
+    found = longest(settings, hardware)
+    assert found is not None
+    assert forecast_memory_fits(found, hardware)
+    longer = TrialSettings(
+        task="train", method="burst", model=settings.model, seq_len=found.seq_len + 1024 * 8, cp_size=8
+    )
+    assert not forecast_memory_fits(longer, hardware)
+    [row] = predicted(capsys, "--model", "7b", "--cp-size", "8", "--longest")
+    assert row["seq_len"] == found.seq_len
+    assert row["fits"] is True
+    assert main(["predict", "--hardware", "a800", "--model", "70b", "--cp-size", "1", "--longest"]) == 2
+    assert "no sequence of 70b fits" in capsys.readouterr().err
+
+
+def test_the_interval_is_that_of_the_held_out_rows_and_a_plan_costs_what_its_trials_take() -> None:
+    assert 1.01 < held_out_width(True) < 1.5
+    settings = TrialSettings(task="train", method="burst", model=named_model("7b"), seq_len=1 << 18, cp_size=8)
+    hardware = hardware_named("a800")
+    one = forecast(settings, hardware)
+    assert one.time is not None
+    cost = cost_of([settings, settings], hardware, rounds=3)
+    steps = settings.steps.warmup + settings.steps.measured
+    assert cost.seconds == pytest.approx(6 * (25 + steps * one.time.seconds))
+    assert cost.gpu_hours == pytest.approx(8 * cost.seconds / 3600)
+
+
+def test_this_machine_is_measured_and_the_file_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "here.yaml"
+    assert main(["calibrate", "--out", str(path), "--ranks", "2", "--model", "tiny"]) == 0
+    assert "link inside" in capsys.readouterr().out
+    hardware = load_hardware(path)
+    assert {"gemm_tflops", "memory_gib", "inside_gib", "attention_forward_tflops"} <= hardware.speeds.keys()
+    assert hardware.spread
+    assert any(name.startswith("attention cpu backward") for name in hardware.figures)
+    before = path.read_bytes()
+    assert main(["calibrate", "--out", str(path)]) == 2
+    assert "exists; give --out another name" in capsys.readouterr().err
+    assert path.read_bytes() == before
+    assert main(["predict", "--hardware", str(path), "--model", "tiny", "--seq-len", "4k", "--cp-size", "2"]) == 0
+    assert yaml.safe_load(before)["sources"]["speeds"].startswith("measured")
+
+
+def test_a_calibration_that_fails_says_which_rank_and_leaves_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "here.yaml"
+    assert main(["calibrate", "--out", str(path), "--ranks", "1", "--timeout", "0.01"]) == 2
+    assert "was not finished after 0.01 s" in capsys.readouterr().err
+    assert not path.exists()
+    assert main(["calibrate", "--out", str(path), "--ranks", "1000"]) == 2
+    assert "--ranks is 1000" in capsys.readouterr().err
