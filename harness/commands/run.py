@@ -31,33 +31,7 @@ class Run:
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         add_experiment_arguments(parser)
-        parser.add_argument("--launcher", choices=LAUNCHERS, help="default: ray where it is installed, else local")
-        add_cluster_arguments(
-            parser,
-            nodes_help="inventory or list of hosts: run on those of them that burst cluster up has started, "
-            "or, where no cluster is up, on one started for this run",
-        )
-        parser.add_argument(
-            "--out", type=Path, metavar="DIR", help="directory of the run (default: results/runs/<experiment>)"
-        )
-        parser.add_argument(
-            "--only", metavar="ID", action="append", default=[],
-            help="run only the trials whose id is or begins with this, or matches a pattern such as 'train-*-cp4-*'; "
-            "may be repeated",
-        )  # fmt: skip
-        parser.add_argument("--resume", action="store_true", help="keep finished trials and rounds of the run in DIR")
-        parser.add_argument(
-            "--retry-failed", action="store_true",
-            help="resume, and run again trials and rounds that failed, timed out, hung or lost their node",
-        )  # fmt: skip
-        parser.add_argument(
-            "--set-aside-bad", action="store_true",
-            help="resume; records that cannot be used are renamed and their trials run again",
-        )  # fmt: skip
-        parser.add_argument(
-            "--profile", action="store_true",
-            help="trace a step of each trial: trials/<id>/trace.json.gz, and a table of its time",
-        )  # fmt: skip
+        add_run_arguments(parser)
 
     @interrupted_once()
     def run(self, arguments: argparse.Namespace) -> int:
@@ -111,6 +85,37 @@ class Run:
         if getattr(launcher, "stuck", False):
             _leave_at_once(code)
         return code
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """How trials are run, whatever names the experiment."""
+    parser.add_argument("--launcher", choices=LAUNCHERS, help="default: ray where it is installed, else local")
+    add_cluster_arguments(
+        parser,
+        nodes_help="inventory or list of hosts: run on those of them that burst cluster up has started, "
+        "or, where no cluster is up, on one started for this run",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="directory of the run (default: results/runs/<experiment>)"
+    )
+    parser.add_argument(
+        "--only", metavar="ID", action="append", default=[],
+        help="run only the trials whose id is or begins with this, or matches a pattern such as 'train-*-cp4-*'; "
+        "may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="keep finished trials and rounds of the run in DIR")
+    parser.add_argument(
+        "--retry-failed", action="store_true",
+        help="resume, and run again trials and rounds that failed, timed out, hung or lost their node",
+    )  # fmt: skip
+    parser.add_argument(
+        "--set-aside-bad", action="store_true",
+        help="resume; records that cannot be used are renamed and their trials run again",
+    )  # fmt: skip
+    parser.add_argument(
+        "--profile", action="store_true",
+        help="trace a step of each trial: trials/<id>/trace.json.gz, and a table of its time",
+    )  # fmt: skip
 
 
 def _report(records: RunRecords) -> None:

@@ -18,6 +18,7 @@ from cluster.files.document import Node, merge, read_yaml
 from engine.settings import Steps, Task
 from harness.base.errors import UsageError, nearest, one_of
 from harness.spec.models import model_name
+from harness.spec.references import read_paper_reference
 from harness.spec.repetition import Repetition
 from harness.spec.schema import build, check_keys, convert
 from harness.spec.setting import SETTINGS, overriding, read_setting, with_current_names
@@ -296,4 +297,4 @@ def _reference(node: Node | None) -> dict[str, str]:
         return {}
     entries = node.mapping("reference")
     check_keys(entries, REFERENCES, "reference")
-    return {key: convert(value, str, key) for key, value in entries.items()}
+    return {key: read_paper_reference(value) for key, value in entries.items()}

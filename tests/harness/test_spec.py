@@ -218,6 +218,7 @@ WRONG = [
     ("seeds: [0]", "exclude: {method: burst}", r":9: exclude is a mapping; expected a list of mappings"),
     ("seeds: [0]", "exclude: [{}]", r":9: an empty entry of exclude matches every trial"),
     ("seeds: [0]", "exclude: [{methd: burst}]", r":9: unknown key methd in exclude; did you mean method\?"),
+    ("seeds: [0]", "reference: {paper: e2e_mian}", r":9: unknown reference e2e_mian; did you mean e2e_main\?"),
     ("seeds: [0]", "reference: {papr: e2e_main}", r":9: unknown key papr in reference; did you mean paper\?"),
     ("exclude: []", "exclud: []", r":11: unknown key exclud in scale smoke; did you mean exclude\?"),
     ("[256]", "[256q]", r":11: seq_len: '256q' is not a length"),  # in a scale nobody asked for

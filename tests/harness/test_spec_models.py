@@ -119,7 +119,7 @@ def test_a_model_beside_the_experiment_is_found_by_name_and_by_path(tmp_path: Pa
 
 
 def test_every_shipped_experiment_loads_at_all_its_scales() -> None:
-    files = sorted(EXPERIMENTS.glob("*.yaml"))
+    files = sorted([*EXPERIMENTS.glob("*.yaml"), *EXPERIMENTS.glob("paper/*.yaml")])
     assert files
     for path in files:
         assert load_experiment(path, "smoke").scale == "smoke"  # loading checks the other scales as well

@@ -18,8 +18,8 @@ NODE = Machine(
     hostname="node", device="cuda", cores=64, memory_gib=2048, gpu_name="NVIDIA H200", gpu_count=4, gpu_memory_gib=139
 )
 SHIPPED = [
-    (path.name, scale)
-    for path in sorted((ROOT / "experiments").glob("*.yaml"))
+    (str(path.relative_to(ROOT / "experiments")), scale)
+    for path in sorted([*(ROOT / "experiments").glob("*.yaml"), *(ROOT / "experiments" / "paper").glob("*.yaml")])
     for scale in (None, *(line for line in ("smoke", "gpu", "four", "grouped", "wire", "long", "alone", "curve")
                           if f"\n  {line}:" in path.read_text(encoding="utf-8")))
 ]  # fmt: skip
@@ -57,7 +57,7 @@ fixed: {method: burst, seq_len: 64, learning_rate: 1e-5, model.layers: 3, determ
 steps: {warmup: 0, rounds: 3, interval: 1e-2, budget_seconds: 7}
 seeds: [0, 1, 2]
 limits: {trial_seconds: 33.5, share_ranks: true}
-reference: {paper: "on"}
+reference: {paper: "ablation"}
 """
 
 

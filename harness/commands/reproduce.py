@@ -1,0 +1,237 @@
+"""`burst reproduce`: the figures and claims of the paper beside our records, and the run of one of its figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cluster.files.errors import shown
+from harness.base.errors import UsageError
+from harness.commands.run import COMMAND as RUN
+from harness.commands.run import add_run_arguments
+
+if TYPE_CHECKING:
+    from harness.report.tables.table import Table
+    from harness.reproduce.beside import Beside
+    from harness.reproduce.claims import Judged
+    from harness.reproduce.figures import PaperFigure
+    from harness.reproduce.measured import Run
+
+CLAIMS, AUDIT = "claims", "audit"
+PAPER_HARDWARE, PAPER_SCALE = "a800", "paper"
+
+
+class Reproduce:
+    help = "the paper's figures and claims beside our records; run a figure again and draw it beside the published one"
+    forwards = False
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "figure", nargs="?", metavar="FIGURE|claims|audit",
+            help="a figure to run and draw; the claims with verdicts; published TFLOP/s and MFU recomputed. "
+            "Without it: every figure with what is published, measured and predicted",
+        )  # fmt: skip
+        parser.add_argument(
+            "--scale", metavar="NAME",
+            help="paper, node, one_gpu or smoke (default: the largest that this machine holds); a figure that is "
+            "computed is run only where this is given",
+        )  # fmt: skip
+        parser.add_argument(
+            "--set", dest="overrides", action="append", default=[], metavar="PATH=VALUE",
+            help="replace one value of the figure's experiment; may be repeated",
+        )  # fmt: skip
+        parser.add_argument(
+            "--draw-only", action="store_true", help="run nothing; draw what is published, measured and predicted"
+        )
+        parser.add_argument(
+            "--hardware", metavar="NAME",
+            help="also predict the scale on nodes of eight such GPUs (a file of experiments/hardware/, such as h100)",
+        )  # fmt: skip
+        parser.add_argument("--json", action="store_true", help="print tables as one JSON value; runs nothing")
+        add_run_arguments(parser)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from harness.reproduce.figures import figure_named
+        from harness.spec.experiment import load_experiment
+
+        if arguments.figure in (None, CLAIMS, AUDIT):
+            for option in ("scale", "hardware", "draw_only", "overrides"):
+                if getattr(arguments, option):
+                    name = "--set" if option == "overrides" else f"--{option.replace('_', '-')}"
+                    raise UsageError(f"{name} belongs to a figure; name one (`burst reproduce` lists them)")
+            return _tables(arguments)
+        figure = figure_named(arguments.figure)
+        code, out = 0, arguments.out or Path("results", "runs", figure.name)
+        if arguments.nodes and not arguments.scale:
+            raise UsageError("--nodes: the scale depends on how many GPUs they have; add --scale node or --scale paper")
+        scale = arguments.scale or _scale_here()
+        load_experiment(figure.experiment, scale, arguments.overrides)
+        if not (arguments.draw_only or arguments.json or (figure.computed and not arguments.scale)):
+            code = _run(arguments, figure, scale)
+        _draw(arguments, figure, scale, out)
+        return code
+
+
+def _run(arguments: argparse.Namespace, figure: PaperFigure, scale: str) -> int:
+    """The figure's experiment by `burst run` itself."""
+    chosen = vars(arguments) | {"experiment": figure.experiment, "scale": scale}
+    return RUN.run(argparse.Namespace(**chosen))
+
+
+def _scale_here() -> str:
+    """The largest scale that this machine has the GPUs for."""
+    from harness.machine.this_machine import discover
+
+    machine = discover()
+    if machine.device != "cuda":
+        return "smoke"
+    return "one_gpu" if machine.gpu_count < 4 else "node"
+
+
+def _draw(arguments: argparse.Namespace, figure: PaperFigure, scale: str, out: Path) -> None:
+    from harness.metrics.hardware import hardware_named
+    from harness.reproduce.beside import beside, points_table, verdict
+    from harness.reproduce.measured import PLACES, runs_in
+    from harness.reproduce.page import FOLDER, write_figure
+    from harness.reproduce.predicted import predicted_entries
+
+    predicted = predicted_entries(figure, PAPER_SCALE, hardware_named(PAPER_HARDWARE))
+    if arguments.hardware is not None:
+        predicted += predicted_entries(figure, scale, hardware_named(arguments.hardware))
+    runs = runs_in((*PLACES, *([] if _below_places(out, PLACES) else [out])))
+    _say_bad(runs)
+    found = beside(figure, runs, predicted)
+    if arguments.json:
+        _print_json([points_table(found)])
+        return
+    said, why = verdict(found)
+    _print_points(points_table(found))
+    print(shown(f"Verdict: {said}: {why}"))
+    print(shown(f"Reproduction: {write_figure(found, out / FOLDER)}"))
+
+
+def _below_places(out: Path, places: Sequence[Path]) -> bool:
+    return any(out.resolve().is_relative_to(place.resolve()) for place in places)
+
+
+def _tables(arguments: argparse.Namespace) -> int:
+    """The list of figures, the claims or the audit; with --out files and a page of everything."""
+    from harness.metrics.hardware import hardware_named
+    from harness.reproduce.audit import audit_table, recomputed_rows, systems_table
+    from harness.reproduce.beside import list_table
+    from harness.reproduce.claims import claims_table, judged, statements
+    from harness.reproduce.measured import all_rows, runs_in
+    from harness.reproduce.predicted import predictor_words
+
+    runs: list[Run] = []
+    sentences: list[str] = []
+    if arguments.figure == AUDIT:
+        tables = [audit_table(recomputed_rows()), systems_table()]
+    else:
+        runs = runs_in()
+        _say_bad(runs)
+        if arguments.figure == CLAIMS:
+            claims = judged(all_rows(runs))
+            tables, sentences = [claims_table(claims)], [*map(_claim_text, claims), *statements().values()]
+        else:
+            tables = [list_table(_all_figures(runs), predictor_words(hardware_named(PAPER_HARDWARE)))]
+            sentences = [
+                "`burst reproduce FIGURE` runs and draws one; `burst reproduce claims` and `audit` are tables."
+            ]
+    if arguments.json:
+        _print_json(tables)
+    else:
+        for table in tables if arguments.figure != CLAIMS else ():
+            _print_table(table)
+        for sentence in sentences:
+            print(shown(sentence))
+    if arguments.out is not None:
+        from harness.reproduce.page import write_all
+
+        runs = runs or runs_in()
+        path = write_all(_all_figures(runs), runs, predictor_words(hardware_named(PAPER_HARDWARE)), arguments.out)
+        if not arguments.json:
+            print(shown(f"Page: {path}"))
+    return 0
+
+
+def _all_figures(runs: Sequence[Run]) -> list[tuple[Beside, str]]:
+    """Every figure with its numbers, and the words on what is predicted."""
+    from harness.metrics.hardware import hardware_named
+    from harness.reproduce.beside import beside
+    from harness.reproduce.figures import paper_figures
+    from harness.reproduce.predicted import predicted_entries, predicted_words
+
+    hardware = hardware_named(PAPER_HARDWARE)
+    found = []
+    for figure in paper_figures().values():
+        predicted = predicted_entries(figure, PAPER_SCALE, hardware)
+        found.append((beside(figure, runs, predicted), predicted_words(figure, predicted)))
+    return found
+
+
+def _say_bad(runs: Sequence[Run]) -> None:
+    import sys
+
+    for run in runs:
+        for bad in run.bad:
+            print(shown(f"burst: {bad.reason}; its row is left out"), file=sys.stderr)
+
+
+def _claim_text(claim: Judged) -> str:
+    """A claim as lines of a terminal, which a table with whole sentences does not fit."""
+    lines = [f"{claim.verdict}: {claim.claim} ({claim.said_in})", f"  {claim.why}"]
+    return "\n".join([*lines, *(f"  {path}" for path in claim.records)]) + "\n"
+
+
+def _print_points(table: Table) -> None:
+    """The points of a figure; notes stand below, each once, since a column of sentences leaves no room for numbers."""
+    headers = [column.header for column in table.columns]
+    if "note" not in headers:
+        _print_table(table)
+        return
+    place = headers.index("note")
+    notes = dict.fromkeys(str(row[place]) for row in table.rows if row[place])
+    rows = tuple(row[:place] + row[place + 1 :] for row in table.rows)
+    columns = table.columns[:place] + table.columns[place + 1 :]
+    _print_table(replace(table, columns=columns, rows=rows))
+    for note in notes:
+        print(shown(f"Note of a source: {note}"))
+
+
+def _print_json(tables: Sequence[Table]) -> None:
+    values: dict[str, list[dict[str, Any]]] = {
+        table.name: [
+            {column.header: value for column, value in zip(table.columns, row, strict=True)} for row in table.rows
+        ]
+        for table in tables
+    }
+    print(json.dumps(values, indent=1, ensure_ascii=False))
+
+
+def _print_table(table: Table) -> None:
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    from harness.base.terminal import print_table, stdout_console
+    from harness.report.tables.table import without_empty_columns
+
+    table = without_empty_columns(table)
+    drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns:
+        drawn.add_column(column.header, justify="right" if column.numeric else "left", overflow="fold")
+    for texts in table.texts():
+        drawn.add_row(*map(Text, texts))
+    console = stdout_console()
+    console.print(table.title, markup=False, highlight=False, soft_wrap=True)
+    print_table(console, drawn)
+    if table.note:
+        console.print(table.note, markup=False, highlight=False, soft_wrap=True)
+
+
+COMMAND = Reproduce()

@@ -1,0 +1,246 @@
+"""`burst reproduce audit`: every published TFLOP/s and MFU recomputed from the published speed or time, by one formula.
+
+The formula is this project's (`harness.metrics.flops`): exact causal pairs, recomputation not counted; attention alone
+in the kernel convention, 3.5 times its forward. Only causal attention is in these sheets, but for the tables of the
+BurstAttention library.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from cluster.files.document import Node, read_yaml
+from engine.settings import ModelShape, TrialSettings
+from harness.base.errors import UsageError
+from harness.base.lengths import format_length
+from harness.metrics.flops import ATTENTION_KERNEL_BACKWARD, work_of
+from harness.metrics.hardware import hardware_named
+from harness.report.tables.table import Column, Table, significant
+from harness.reproduce.computed import settings_of, shape
+from harness.reproduce.entries import model_text
+from harness.reproduce.published import Published, published_rows
+from harness.spec.references import PAPER_DIR
+from harness.spec.schema import convert
+
+SYSTEMS_FILE = "systems.yaml"
+SPEED, TIME, FORWARD_TIME = "tokens_per_gpu_per_second", "forward_backward_ms", "forward_ms"
+UTILISATION = ("mfu", "mfu_as_plotted")  # over the peak of the A800
+RATES = ("tflops_per_gpu", "tflops_per_gpu_forward", "tflops_per_gpu_backward")
+NOT_CAUSAL = "burstattention"  # beginning of the experiments whose attention has no mask
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recomputed:
+    """A published figure beside the one that follows from the same source's speed or time."""
+
+    source: str  # the experiment of the sheets, or the system
+    method: str
+    model: str
+    seq_len: int
+    gpus: int | None
+    metric: str
+    published: float
+    recomputed: float
+    from_: str  # what it was recomputed from
+    note: str = ""
+
+    @property
+    def ratio(self) -> float:
+        return self.published / self.recomputed
+
+
+def recomputed_rows(rows: Sequence[Published] | None = None) -> list[Recomputed]:
+    """Every published TFLOP/s and MFU with a speed or a time of the same trial in the same figure."""
+    groups: dict[tuple[Any, ...], list[Published]] = {}
+    for row in published_rows() if rows is None else rows:
+        groups.setdefault((row.experiment, row.figure, row.gpus, row.model, row.seq_len, row.method), []).append(row)
+    found = []
+    for group in groups.values():
+        found += _of_trial(group)
+    return found
+
+
+def _of_trial(group: Sequence[Published]) -> list[Recomputed]:
+    """The figures of one published trial. Where a trial was published several times, its rows follow one another."""
+    given: dict[str, list[Published]] = {}
+    for row in group:
+        if row.value is not None:
+            given.setdefault(row.metric, []).append(row)
+    found = []
+    for metric in (*UTILISATION, *RATES):
+        for place, row in enumerate(given.get(metric, ())):
+            base = SPEED if SPEED in given else FORWARD_TIME if metric == "tflops_per_gpu_forward" else TIME
+            candidates = given.get(base, [])
+            if not candidates or metric == "tflops_per_gpu_backward":
+                continue
+            if len(candidates) != len(given[metric]) and len({one.text for one in candidates}) > 1:
+                continue  # which of several speeds a figure belongs to cannot be told
+            found.append(_recomputed(row, candidates[place if len(candidates) > place else 0]))
+    return found
+
+
+def _recomputed(row: Published, base: Published) -> Recomputed:
+    assert row.seq_len is not None, row
+    assert base.value is not None, base
+    assert row.value is not None, row
+    if base.metric == SPEED:
+        value = work_of(settings_of(shape(row.model), row.seq_len)).model / row.seq_len * base.value / 1e12
+        if row.metric in UTILISATION:
+            value /= hardware_named("a800").peak_bf16_tflops
+    else:
+        forward = work_of(_attention_of(row)).attention
+        work = forward if base.metric == FORWARD_TIME else (1 + ATTENTION_KERNEL_BACKWARD) * forward
+        value = work / (base.value / 1e3) / (row.gpus or 1) / 1e12
+    return Recomputed(
+        source=row.experiment, method=row.method, model=row.model, seq_len=row.seq_len, gpus=row.gpus,
+        metric=row.metric, published=row.value, recomputed=value, from_=f"{base.text} {base.unit}", note=row.note,
+    )  # fmt: skip
+
+
+def _attention_of(row: Published) -> TrialSettings:
+    """One call of attention with the published heads."""
+    assert row.seq_len is not None, row
+    heads, dim = (int(part) for part in model_text(row.model).replace(" heads", "").split(" × "))
+    batch = int(row.model.split("_b")[1].split("_")[0]) if "_b" in row.model else 1
+    model = ModelShape(  # attention alone: the rest of the shape is never counted
+        name=row.model, hidden=heads * dim, heads=heads, kv_heads=heads, head_dim=dim, layers=1, ffn=2, vocab=2
+    )
+    mask = "full" if row.experiment.startswith(NOT_CAUSAL) else "causal"
+    return TrialSettings(
+        task="attention", method="burst", model=model, seq_len=row.seq_len, batch_size=batch, mask=mask
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class System:
+    """What the authors or users of a system published of it. Without a speed or a time nothing can be recomputed."""
+
+    name: str
+    where: str
+    model: str
+    seq_len: int
+    gpus: int
+    hardware: str
+    tokens_per_gpu_per_second: float | None
+    step_seconds: float | None
+    mfu: float | None
+    tflops_per_gpu: float | None
+    note: str
+
+
+@cache
+def published_systems() -> tuple[System, ...]:
+    """Every entry of systems.yaml. Raises UsageError with file and line."""
+    root = read_yaml(PAPER_DIR / SYSTEMS_FILE, "published figures of systems").mapping("the file")
+    return tuple(_system(node) for node in root["systems"].items())
+
+
+def _system(node: Node) -> System:
+    entries = node.mapping("a system")
+
+    def number(key: str) -> float | None:
+        return float(convert(entries[key], float, key)) if key in entries else None
+
+    try:
+        return System(
+            name=convert(entries["system"], str, "system"),
+            where=convert(entries["where"], str, "where"),
+            model=convert(entries["model"], str, "model"),
+            seq_len=convert(entries["seq_len"], int, "seq_len"),
+            gpus=convert(entries["gpus"], int, "gpus"),
+            hardware=convert(entries["hardware"], str, "hardware"),
+            tokens_per_gpu_per_second=number("tokens_per_gpu_per_second"),
+            step_seconds=number("step_seconds"),
+            mfu=number("mfu"),
+            tflops_per_gpu=number("tflops_per_gpu"),
+            note=convert(entries["note"], str, "note") if "note" in entries else "",
+        )
+    except KeyError as error:
+        raise UsageError(f"{node.place}: a system lacks {error}; add what is missing") from error
+
+
+def recomputed_systems() -> list[tuple[System, float | None, float | None]]:
+    """Each system with TFLOP/s per GPU and MFU by our formula; None where it published neither speed nor time."""
+    found: list[tuple[System, float | None, float | None]] = []
+    for system in published_systems():
+        speed = system.tokens_per_gpu_per_second
+        if speed is None and system.step_seconds is not None:
+            speed = system.seq_len / system.step_seconds / system.gpus
+        if speed is None:
+            found.append((system, None, None))
+            continue
+        rate = work_of(settings_of(shape(system.model), system.seq_len)).model / system.seq_len * speed / 1e12
+        found.append((system, rate, rate / hardware_named(system.hardware).peak_bf16_tflops))
+    return found
+
+
+def slips(found: Iterable[Recomputed]) -> list[float]:
+    """Ratios of what was published from tokens per second, in the figures that were plotted or tabulated."""
+    return [
+        one.ratio for one in found if one.from_.endswith("tokens/s/GPU") and one.metric in ("mfu", "tflops_per_gpu")
+    ]
+
+
+def audit_table(found: Sequence[Recomputed]) -> Table:
+    """A line for each published figure; those that differ by more than a twentieth are marked."""
+    number, ratio = significant(4), significant(4)
+    rows = tuple(
+        (
+            one.source, one.method, one.model, format_length(one.seq_len), one.gpus, one.metric, one.published,
+            one.recomputed, one.ratio, one.from_, one.note or None,
+        )
+        for one in found
+    )  # fmt: skip
+    middle = statistics.median(one.ratio for one in found) if found else 0.0
+    return Table(
+        name="audit",
+        title="Published TFLOP/s and MFU, recomputed with one formula",
+        columns=(
+            Column(header="source"), Column(header="method"), Column(header="model"), Column(header="tokens"),
+            Column(header="GPUs", numeric=True), Column(header="metric"),
+            Column(header="published", form=number, numeric=True),
+            Column(header="recomputed", form=number, numeric=True),
+            Column(header="published ÷ recomputed", form=ratio, numeric=True), Column(header="from"),
+            Column(header="note"),
+        ),
+        rows=rows,
+        note=f"Recomputed from the speed or the time that the same source gives for the same trial: exact causal pairs "
+        f"(all pairs for the tables of the BurstAttention library), recomputation not counted; MFU over 312 TFLOP/s. "
+        f"The median ratio of {len(found)} figures is {middle:.4f}. Marked: more than 5% apart.",
+        marked=frozenset(place for place, one in enumerate(found) if abs(one.ratio - 1) > 0.05),
+    )  # fmt: skip
+
+
+def systems_table() -> Table:
+    """What systems publish of themselves, beside our formula."""
+    number, percent = significant(4), significant(3, 100)
+    rows = tuple(
+        (
+            one.name, one.model, format_length(one.seq_len), f"{one.gpus} × {one.hardware}",
+            one.tokens_per_gpu_per_second, one.step_seconds, one.tflops_per_gpu, rate, one.mfu, utilisation,
+            one.mfu / utilisation if one.mfu and utilisation
+            else one.tflops_per_gpu / rate if one.tflops_per_gpu and rate else None,
+            one.where, one.note or None,
+        )
+        for one, rate, utilisation in recomputed_systems()
+    )  # fmt: skip
+    return Table(
+        name="systems",
+        title="What systems publish of themselves, beside one formula",
+        columns=(
+            Column(header="system"), Column(header="model"), Column(header="tokens"), Column(header="on"),
+            Column(header="tok/s/GPU", form=number, numeric=True), Column(header="step s", form=number, numeric=True),
+            Column(header="TFLOP/s, published", form=number, numeric=True),
+            Column(header="TFLOP/s, recomputed", form=number, numeric=True),
+            Column(header="MFU %, published", form=percent, numeric=True),
+            Column(header="MFU %, recomputed", form=percent, numeric=True),
+            Column(header="published ÷ recomputed", form=number, numeric=True), Column(header="where"),
+            Column(header="note"),
+        ),
+        rows=rows,
+        note="Nothing is recomputed where neither a speed nor a time is published.",
+    )  # fmt: skip

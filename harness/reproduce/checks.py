@@ -1,0 +1,316 @@
+"""What our records and the sheets say of a claim: a verdict, the numbers behind it, and the records as evidence.
+
+Each check is found by its name in results/paper/claims.yaml, whose words it fills. A set-up is the claim's own where
+model, GPUs and length are at least the claimed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.base.lengths import format_length
+from harness.report.results import Row
+from harness.report.tables.ideal import share_of_ideal
+from harness.report.variants import OWN_METHOD
+from harness.reproduce.beside import Verdict
+from harness.reproduce.computed import FP32, backward_bytes, shape
+from harness.reproduce.entries import gpu_text
+from harness.reproduce.published import Published, only, published_rows
+
+ENOUGH = 0.95  # of a claimed gain or speed, as single samples are published without a spread
+ABOUT = 0.02  # between a claimed "about 25%" and a share of bytes
+HIDDEN = 0.90  # share of the ideal from which communication counts as hidden on one node
+SHEETS = {"7b": (32, 2097152), "14b": (32, 1048576)}  # GPUs and tokens of the headline rows
+BASELINES = ("Megatron", "Deepspeed-Ulysses", "LoongTrain-Ring", "LoongTrain-USP")
+OURS_IN_SHEETS = "Burst-Ring"
+HEADLINE = "main_exp"
+
+Rows = Sequence[tuple[Row, Path]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """The outcome of a check. `numbers` fill the words; `records` are files of trials, most telling first."""
+
+    verdict: Verdict
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    records: Sequence[Path] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claimed:
+    """What is claimed: the number, and the set-up where it is stated."""
+
+    value: float | None
+    model: str = ""
+    gpus: int | None = None
+    seq_len: int | None = None
+
+
+def sheet_row(metric: str, model: str, method: str = OURS_IN_SHEETS) -> Published:
+    """A row of the end-to-end figure at 32 GPUs."""
+    gpus, seq_len = SHEETS[model]
+    rows = [row for row in published_rows() if row.experiment == "e2e_main" and row.figure.startswith(HEADLINE)]
+    return only(rows, metric=metric, model=model, gpus=gpus, seq_len=seq_len, method=method)
+
+
+def sheet_best(metric: str, model: str, best: Callable[[Iterable[Published]], Published]) -> Published:
+    """The best baseline of the same figure by `best`, of those with a number."""
+    rows = [sheet_row(metric, model, method) for method in BASELINES]
+    return best([row for row in rows if row.value is not None])
+
+
+def sheet_speedup(model: str) -> float:
+    """Speed of the bar labelled BurstEngine over that of the fastest baseline."""
+    metric = "tokens_per_gpu_per_second"
+    other = sheet_best(metric, model, lambda rows: max(rows, key=lambda row: row.value or 0))
+    return _number(sheet_row(metric, model)) / _number(other)
+
+
+def sheet_saving(model: str) -> float:
+    """Memory that the bar labelled BurstEngine saves beside the most frugal baseline."""
+    metric = "peak_memory_gib"
+    other = sheet_best(metric, model, lambda rows: min(rows, key=lambda row: row.value or float("inf")))
+    return 1 - _number(sheet_row(metric, model)) / _number(other)
+
+
+def _number(row: Published) -> float:
+    assert row.value is not None, row
+    return row.value
+
+
+def speedup(claimed: Claimed, rows: Rows) -> Evidence:
+    """Training with burst beside the fastest baseline at the longest sequence that both trained on, in one run."""
+    numbers: dict[str, Any] = {"sheet_7b": sheet_speedup("7b"), "sheet_14b": sheet_speedup("14b")}
+    points = _side_by_side(rows, "tokens_per_gpu_per_second")
+    if not points:
+        numbers["said"] = "No record of ours trains burst beside a baseline"
+        return Evidence(verdict="not", numbers=numbers)
+    mine, other = _telling(points, claimed, lambda row: row["tokens_per_gpu_per_second"], max)
+    ours = mine["tokens_per_gpu_per_second"] / other["tokens_per_gpu_per_second"]
+    numbers |= {"ours": ours, "other": other["method"], **_about(mine)}
+    records = _records_of(rows, [mine, other])
+    if not _is_setup(mine, claimed):
+        return Evidence(verdict="not comparable", numbers=numbers, records=records)
+    verdict: Verdict = "reproduced" if ours >= ENOUGH * (claimed.value or 1.0) else "partly"
+    if verdict == "partly" and ours <= 1:
+        verdict, numbers["said"] = "not", "burst is at {ours:.2f}x the speed of {other}".format(**numbers)
+    return Evidence(verdict=verdict, numbers=numbers, records=records)
+
+
+def memory(claimed: Claimed, rows: Rows) -> Evidence:
+    """Peak memory of burst beside the most frugal baseline, both with settings as published, in one run."""
+    numbers: dict[str, Any] = {"sheet_7b": sheet_saving("7b"), "sheet_14b": sheet_saving("14b")}
+    points = [
+        point for point in _side_by_side(rows, "peak_memory_gib")
+        if point[OWN_METHOD][0].get("settings") == "as_published"
+    ]  # fmt: skip
+    if not points:
+        return Evidence(verdict="not comparable", numbers=numbers)
+    mine, other = _telling(points, claimed, lambda row: row["peak_memory_gib"], min)
+    ours = 1 - mine["peak_memory_gib"] / other["peak_memory_gib"]
+    numbers |= {"ours": ours, "other": other["method"], **_about(mine)}
+    records = _records_of(rows, [mine, other])
+    if ours <= 0:
+        return Evidence(verdict="not", numbers=numbers, records=records)
+    enough = ours >= ENOUGH * (claimed.value or 0.0) and _is_setup(mine, claimed)
+    return Evidence(verdict="reproduced" if enough else "partly", numbers=numbers, records=records)
+
+
+def backward_bytes_of(claimed: Claimed, rows: Rows) -> Evidence:
+    """The formula for bytes of both sides, and bytes that trials counted with either ring at one size."""
+    model = shape("7b")
+    bf16, fp32 = backward_bytes(model).saved, backward_bytes(model, FP32).saved
+    counted, records = "", []
+    sent = [row for row, _ in rows if row["task"] == "attention" and row["sent_gib_per_gpu"] and _ring(row)]
+    for mine in sorted(sent, key=lambda row: -row["seq_len"]):
+        theirs = [row for row in sent if _side(row) == "key_value" and _relayed(row) and _same_call(row, mine)]
+        if _side(mine) == "query" and _relayed(mine) and theirs:
+            share = 1 - mine["sent_gib_per_gpu"] / theirs[0]["sent_gib_per_gpu"]
+            counted = (
+                f" Trials on {mine['world_size']} GPUs at {format_length(mine['seq_len'])} tokens counted {share:.1%} "
+                "fewer bytes, forward included."
+            )
+            records = _records_of(rows, [mine, theirs[0]])
+            break
+    close = abs(bf16 - (claimed.value or 0.0)) <= ABOUT
+    numbers = {"bf16": bf16, "fp32": fp32, "counted": counted}
+    return Evidence(verdict="reproduced" if close else "not", numbers=numbers, records=records)
+
+
+def longest(claimed: Claimed, rows: Rows) -> Evidence:
+    """The longest sequence that a model of at least that size took a step on."""
+    wanted = claimed.value or 0.0
+    least = 0.9 * shape(claimed.model).parameters if claimed.model else 0.9 * shape("7b").parameters
+    trained = [
+        row for row, _ in rows
+        if row["task"] == "train" and row["status"] == "ok" and _on_gpu(row) and _parameters(row) >= least
+    ]  # fmt: skip
+    if not trained:
+        return Evidence(verdict="not comparable")
+    row = max(trained, key=lambda one: (one["mask"] == "causal" and one["seq_len"] >= wanted, one["seq_len"]))
+    numbers = {**_about(row), "tokens": row["seq_len"], "mask": row["mask"]}
+    verdict: Verdict = "not"
+    if row["seq_len"] >= wanted:
+        verdict = "reproduced" if row["mask"] == "causal" else "partly"
+    return Evidence(verdict=verdict, numbers=numbers, records=_records_of(rows, [row]))
+
+
+def scaling(claimed: Claimed, rows: Rows) -> Evidence:
+    """Utilisation from few GPUs to many at equal tokens per GPU: the widest span of one model in one run."""
+    sheet = [row for row in published_rows() if row.experiment == "cp_scaling" and row.metric == "mfu_corrected"]
+    numbers: dict[str, Any] = {"sheet_first": _number(only(sheet, gpus=1)), "sheet_last": _number(only(sheet, gpus=64)),
+    }  # fmt: skip
+    lines: dict[tuple[Any, ...], dict[int, Row]] = {}
+    for row, _ in rows:
+        if (
+            row["task"] == "train"
+            and row["method"] == OWN_METHOD
+            and row["mfu"]
+            and row["cp_size"] == row["world_size"]
+        ):
+            per_gpu = row["seq_len"] // row["world_size"]
+            key = (row["run"], row["model"], row["mask"], row["kernel"], row.get("settings"), per_gpu)
+            lines.setdefault(key, {}).setdefault(row["world_size"], row)
+    lines = {key: line for key, line in lines.items() if len(line) > 1}
+    if not lines:
+        return Evidence(verdict="not comparable", numbers=numbers)
+    key = max(lines, key=lambda one: (max(lines[one]), len(lines[one]), one[-1]))
+    few, many = lines[key][min(lines[key])], lines[key][max(lines[key])]
+    numbers |= {
+        "first": few["mfu"], "last": many["mfu"], "few": few["world_size"], "many": many["world_size"],
+        **_about(many), "per_gpu": format_length(key[-1]),
+    }  # fmt: skip
+    verdict: Verdict = "not"
+    if many["mfu"] >= ENOUGH * few["mfu"]:
+        verdict = "reproduced" if many["world_size"] >= (claimed.value or 0) else "partly"
+    return Evidence(verdict=verdict, numbers=numbers, records=_records_of(rows, [few, many]))
+
+
+def overlap(claimed: Claimed, rows: Rows) -> Evidence:
+    """The ring beside the same work without transfers (one GPU's time over the number of GPUs) at its longest length.
+
+    The whole problem on one GPU may have been timed in another run on the same kind of GPU.
+    """
+    attention = [row for row, _ in rows if row["task"] == "attention" and row["status"] == "ok" and _on_gpu(row)]
+    found: list[tuple[float, Row]] = []
+    for row in attention:
+        if row["method"] == OWN_METHOD and _ring(row) and row["mask"] == "causal":
+            share = share_of_ideal(row, attention) or _share_of_other_run(row, attention)
+            if share is not None:
+                found.append((share, row))
+    if not found:
+        return Evidence(verdict="not comparable")
+    share, row = max(found, key=lambda one: (_real_nodes(one[1]), one[1]["seq_len"], one[0]))
+    numbers = {"share": share, "lost": 1 / share - 1, "nodes": _real_nodes(row), **_about(row)}
+    verdict: Verdict = "not"
+    if share >= HIDDEN:
+        verdict = "reproduced" if _real_nodes(row) > 1 else "partly"
+    return Evidence(verdict=verdict, numbers=numbers, records=_records_of(rows, [row]))
+
+
+def unmeasured(claimed: Claimed, rows: Rows) -> Evidence:
+    """A claim about a baseline that is not among our methods: tensor parallelism with FlashAttention."""
+    return Evidence(verdict="not comparable")
+
+
+CHECKS: Mapping[str, Callable[[Claimed, Rows], Evidence]] = {
+    "speedup": speedup, "memory": memory, "backward_bytes": backward_bytes_of, "longest": longest, "scaling": scaling,
+    "overlap": overlap, "unmeasured": unmeasured,
+}  # fmt: skip
+
+
+# What has to be equal for trials of one run to differ in the method alone; its own switches may differ.
+_EQUAL = ("run", "experiment", "model", "seq_len", "world_size", "cp_size", "mask", "dtype", "batch_size", "settings")
+
+Point = Mapping[str, Sequence[Row]]  # trials by method
+
+
+def _side_by_side(rows: Rows, column: str) -> list[Point]:
+    """Training trials with a value of `column` at one set-up of one run, where burst and another method have one."""
+    points: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    for row, _ in rows:
+        if row["task"] == "train" and _on_gpu(row) and row[column]:
+            key = (*(row.get(name) for name in _EQUAL), row.get("chosen_kernel"))
+            points.setdefault(key, {}).setdefault(row["method"], []).append(row)
+    return [point for point in points.values() if OWN_METHOD in point and len(point) > 1]
+
+
+def _telling(
+    points: Sequence[Point], claimed: Claimed, value: Callable[[Row], float], best: Callable[..., Row]
+) -> tuple[Row, Row]:
+    """Of the point nearest to the claim, then the longest: the best trial of burst, and the best of the others."""
+    point = max(points, key=lambda one: _nearness(one[OWN_METHOD][0], claimed))
+    others = [row for method, found in point.items() if method != OWN_METHOD for row in found]
+    return best(point[OWN_METHOD], key=value), best(others, key=value)
+
+
+def _nearness(row: Row, claimed: Claimed) -> tuple[bool, int, int]:
+    return (_is_setup(row, claimed), row["seq_len"], row["world_size"])
+
+
+def _is_setup(row: Row, claimed: Claimed) -> bool:
+    """Whether a trial has the claim's set-up: more than a million tokens on 32 GPUs where nothing else is stated."""
+    return (
+        row["seq_len"] >= (claimed.seq_len or 1 << 20)
+        and row["world_size"] >= (claimed.gpus or 32)
+        and (not claimed.model or row["model"] == claimed.model)
+    )
+
+
+def _about(row: Row) -> dict[str, Any]:
+    return {
+        "tokens": format_length(row["seq_len"]),
+        "model": row["model"],
+        "machine": f"{row['world_size']} × {gpu_text(str(row['gpu']))}",
+    }
+
+
+def _on_gpu(row: Row) -> bool:
+    return row["gpu"] not in (None, "", "cpu")
+
+
+def _parameters(row: Row) -> float:
+    """Of the model of a row, by its matrices alone, which is within a thousandth of all."""
+    attention = 2 * row["model.hidden"] * row["model.head_dim"] * (row["model.heads"] + row["model.kv_heads"])
+    mlp = (3 if row["model.gated"] else 2) * row["model.hidden"] * row["model.ffn"]
+    return float(row["model.layers"] * (attention + mlp) + 2 * row["model.vocab"] * row["model.hidden"])
+
+
+def _ring(row: Row) -> bool:
+    return row.get("chosen_schedule") in ("ring", "double_ring") and row["cp_size"] > 1
+
+
+def _side(row: Row) -> str | None:
+    return row.get("chosen_backward")
+
+
+def _relayed(row: Row) -> bool:
+    return row.get("chosen_exchange") == "relay"
+
+
+def _same_call(one: Row, other: Row) -> bool:
+    keys = ("seq_len", "cp_size", "mask", "dtype", "batch_size", "emulate_nodes", "grad_comm_dtype", "model.heads",
+            "model.kv_heads", "model.head_dim")  # fmt: skip
+    return all(one[key] == other[key] for key in keys)
+
+
+def _share_of_other_run(row: Row, rows: Sequence[Row]) -> float | None:
+    keys = ("seq_len", "mask", "dtype", "gpu", "model.heads", "model.kv_heads", "model.head_dim", "batch_size")
+    alone = [one for one in rows if one["world_size"] == 1 and all(one[key] == row[key] for key in keys)
+             and one.get("chosen_kernel") == row.get("chosen_kernel")]  # fmt: skip
+    if not alone:
+        return None
+    fastest = min(one["step_seconds_median"] for one in alone)
+    return float(fastest / row["world_size"] / row["step_seconds_median"])
+
+
+def _real_nodes(row: Row) -> int:
+    return (row["nodes"] or 1) // max(1, row["emulate_nodes"])
+
+
+def _records_of(rows: Rows, wanted: Sequence[Row]) -> list[Path]:
+    return [path for one in wanted for row, path in rows if row is one]

@@ -1,0 +1,243 @@
+"""The claims of the papers with a verdict each, and statements on what the published sheets show.
+
+Words come from results/paper/claims.yaml, numbers and verdicts from code: `checks` for claims, this module for the
+statements, which need the published numbers alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from cluster.files.document import Node, read_yaml
+from engine.plain_json import from_json
+from harness.base.errors import UsageError, nearest
+from harness.report.tables.table import Column, Table
+from harness.reproduce.audit import recomputed_rows, slips
+from harness.reproduce.beside import VERDICTS, Verdict
+from harness.reproduce.checks import (
+    CHECKS,
+    Claimed,
+    Rows,
+    sheet_best,
+    sheet_row,
+    sheet_saving,
+    sheet_speedup,
+)
+from harness.reproduce.figures import plain
+from harness.reproduce.published import ARTIFACT, Published, only, published_rows
+from harness.spec.references import PAPER_DIR
+
+CLAIMS_FILE = "claims.yaml"
+SPEED, MEMORY = "tokens_per_gpu_per_second", "peak_memory_gib"
+CUMULATIVE = "Burst-Baseline w. bwd_opt & double & sl_loss"  # row of the ablation before its last step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """One claim as claims.yaml has it."""
+
+    claim: str
+    said_in: str
+    check: str
+    row: dict[str, Any] = field(default_factory=dict)  # columns of the published number; empty text: an empty cell
+    value: float | None = None  # where no row holds it
+
+    def claimed(self) -> Claimed:
+        """The published number with its set-up. Raises LookupError where no row, or several numbers, match."""
+        if not self.row:
+            return Claimed(value=self.value)
+        rows = [row for row in published_rows() if row.experiment == "headline_claims"]
+        row = only(rows, **self.row)
+        return Claimed(value=row.value, model=row.model, gpus=row.gpus, seq_len=row.seq_len)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """A claim with what we say of it."""
+
+    name: str
+    claim: str
+    said_in: str
+    verdict: Verdict
+    why: str
+    records: tuple[Path, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claims:
+    """What the file holds."""
+
+    claims: Mapping[str, Claim]
+    words: Mapping[str, Mapping[str, str]]  # by check, then by verdict
+    statements: Mapping[str, Mapping[str, str]]  # check and says
+
+
+@cache
+def claims() -> Claims:
+    """The claims of the repository."""
+    return read_claims(PAPER_DIR / CLAIMS_FILE)
+
+
+def read_claims(path: Path) -> Claims:
+    """Raises UsageError with file and line for an unknown check or verdict and for what is no claim."""
+    root = read_yaml(path, "file of claims").mapping("the file")
+    found = {}
+    for name, node in root["claims"].mapping("claims").items():
+        try:
+            found[name] = from_json(Claim, plain(node))
+        except ValueError as error:
+            raise UsageError(f"{node.place}: claim {name}: {error}") from error
+        _known(found[name].check, CHECKS, node, "check")
+    words = root["words"].mapping("words")
+    for check, node in words.items():
+        _known(check, CHECKS, node, "check")
+        for verdict, said in node.mapping("words").items():
+            _known(verdict, VERDICTS, said, "verdict")
+    statements = root["statements"].mapping("statements")
+    for name, node in statements.items():
+        _known(str(node.mapping(name)["check"].value), STATEMENTS, node, "check")
+    return Claims(
+        claims=found,
+        words={check: plain(node) for check, node in words.items()},
+        statements={name: plain(node) for name, node in statements.items()},
+    )
+
+
+def _known(name: str, known: Sequence[str] | Mapping[str, Any], node: Node, what: str) -> None:
+    if name not in known:
+        raise UsageError(f"{node.place}: unknown {what} {name}; {nearest(name, known)}")
+
+
+def judged(rows: Rows) -> list[Judged]:
+    """Every claim with its verdict, from records of ours with their files."""
+    held = claims()
+    found = []
+    for name, claim in held.claims.items():
+        claimed = claim.claimed()
+        evidence = CHECKS[claim.check](claimed, rows)
+        numbers = {"value": claimed.value} | dict(evidence.numbers)
+        found.append(
+            Judged(
+                name=name,
+                claim=claim.claim.format(**numbers),
+                said_in=claim.said_in,
+                verdict=evidence.verdict,
+                why=held.words[claim.check][evidence.verdict].format(**numbers),
+                records=tuple(evidence.records),
+            )
+        )
+    return found
+
+
+def claims_table(found: Sequence[Judged]) -> Table:
+    """A line for each claim."""
+    return Table(
+        name="claims",
+        title="Claims of the papers",
+        columns=(
+            Column(header="claim"), Column(header="said in"), Column(header="verdict"), Column(header="why"),
+            Column(header="evidence"),
+        ),
+        rows=tuple(
+            (one.claim, one.said_in, one.verdict, one.why, _places(one.records) or None)
+            for one in found
+        ),
+        note="Verdicts follow from records, formulas and the published sheets. reproduced: on the claimed set-up, or "
+        "by a formula that needs none; partly: on a smaller set-up, or less of it; not: contradicted, or not yet "
+        "measured; "
+        "not comparable: no record of ours has such a set-up or baseline.",
+    )  # fmt: skip
+
+
+def _places(records: Sequence[Path]) -> str:
+    """Directories of the trials behind a verdict."""
+    return ", ".join(path.parent.as_posix() for path in records)
+
+
+# Statements on the sheets, each from published numbers alone.
+
+
+def statements() -> dict[str, str]:
+    """What the sheets show, as sentences by name."""
+    return {
+        name: str(one["says"]).format(**STATEMENTS[one["check"]]()) for name, one in claims().statements.items()
+    }  # fmt: skip
+
+
+def sources() -> dict[str, Any]:
+    rows = published_rows()
+    derived = sum(row.derived for row in rows)
+    return {"rows": len(rows) - derived, "derived": derived, "artifact": ARTIFACT}
+
+
+def headline() -> dict[str, Any]:
+    """The headline row of 14B beside the rows of the ablation that keep all and half of the attention outputs."""
+    ablation = [row for row in published_rows() if row.experiment == "ablation" and row.model == "14b"]
+    whole, half = (
+        _value(only(ablation, metric=SPEED, gpus=32, method=f"{CUMULATIVE} & {last}"))
+        for last in ("whole_ckpt", "sl_ckpt")
+    )
+    whole_gib = _value(only(ablation, metric=MEMORY, gpus=32, method=f"{CUMULATIVE} & whole_ckpt"))
+    shown = _value(sheet_row(SPEED, "14b"))
+    best = sheet_best(SPEED, "14b", lambda rows: max(rows, key=lambda row: row.value or 0))
+    noise = [deviation / speed for speed, deviation in _spreads()]
+    apart = abs(shown / whole - 1)
+    return {
+        "headline": shown, "headline_gib": _value(sheet_row(MEMORY, "14b")), "whole": whole, "whole_gib": whole_gib,
+        "half": half, "apart": apart, "half_apart": 1 - half / shown, "noise": statistics.median(noise),
+        "most_noise": max(noise), "judgement": "within" if apart <= max(noise) else "not within",
+        "best": best.method, "best_speed": best.value, "half_ratio": half / _value(best),
+        "headline_ratio": shown / _value(best),
+    }  # fmt: skip
+
+
+def slip() -> dict[str, Any]:
+    """Published over recomputed, of the sheets' own figures: those of Megatron's fork have their own formula."""
+    ratios = slips(one for one in recomputed_rows() if one.source != "megatron_fork_unlabelled")
+    return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios), "count": len(ratios)}
+
+
+def samples() -> dict[str, Any]:
+    speeds = [row for row in published_rows() if row.metric == SPEED and row.value is not None]
+    spread = len(_spreads())
+    return {"single": len(speeds) - spread, "total": len(speeds), "spread": spread}
+
+
+def swapped() -> dict[str, Any]:
+    said = [row for row in published_rows() if row.experiment == "headline_claims"]
+    found: dict[str, Any] = {}
+    for model in ("7b", "14b"):
+        found[f"said_{model}"] = _value(only(said, metric="speedup_over_best_baseline", model=model))
+        found[f"memory_said_{model}"] = _value(
+            only(said, metric="memory_reduction_vs_most_frugal_baseline", model=model)
+        )
+        found[f"sheet_{model}"] = sheet_speedup(model)
+        found[f"memory_sheet_{model}"] = sheet_saving(model)
+    return found
+
+
+STATEMENTS: Mapping[str, Callable[[], dict[str, Any]]] = {
+    "sources": sources, "headline": headline, "slip": slip, "samples": samples, "swapped": swapped,
+}  # fmt: skip
+
+
+def _spreads() -> list[tuple[float, float]]:
+    """Published speeds that have a standard deviation beside them: both, in pairs."""
+    rows = published_rows()
+    key = [(row.experiment, row.figure, row.gpus, row.model, row.seq_len, row.method) for row in rows]
+    speeds = {one: row.value for one, row in zip(key, rows, strict=True) if row.metric == SPEED and row.value}
+    return [
+        (speed, row.value)
+        for one, row in zip(key, rows, strict=True)
+        if row.metric == f"{SPEED}_std" and row.value is not None and (speed := speeds.get(one))
+    ]
+
+
+def _value(row: Published) -> float:
+    assert row.value is not None, row
+    return row.value

@@ -1,0 +1,120 @@
+"""The figures and tables of the paper: which published rows each has, and which settings of ours they stand for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from cluster.files.document import Node, read_yaml
+from engine.plain_json import from_json
+from harness.base.errors import UsageError, nearest
+from harness.reproduce.published import Published, published_rows
+from harness.spec.references import PAPER_DIR, paper_experiments
+
+FIGURES_FILE = "figures.yaml"
+EXPERIMENTS_DIR = Path(__file__).parents[2] / "experiments" / "paper"
+_CP_SIZE = re.compile(r" \[sp=(\d+)\]$")
+_CP_UNSTATED = " [sp unstated]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """What a published method stands for: settings of ours by column, and the CP size where its name has one."""
+
+    name: str
+    settings: Mapping[str, Any]
+    cp_size: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaperFigure:
+    """One figure or table of the paper. `experiment` is the file that asks its question again."""
+
+    name: str
+    title: str
+    reference: str
+    shows: list[str]  # metrics, one drawing each
+    series: dict[str, dict[str, Any]]
+    drawn_from: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    also: list[str] = field(default_factory=list)
+    computed: str = ""
+    along: Literal["seq_len", "batch_size"] = "seq_len"
+    note: str = ""
+
+    @property
+    def experiment(self) -> Path:
+        return EXPERIMENTS_DIR / f"{self.name}.yaml"
+
+    def rows(self) -> list[Published]:
+        """Its published numbers, those that were derived when the file was made left out."""
+        return [
+            row for row in published_rows()
+            if row.experiment == self.reference and not row.derived
+            and (not self.drawn_from or row.figure.startswith(tuple(self.drawn_from)))
+        ]  # fmt: skip
+
+    def series_of(self, method: str) -> Series | None:
+        """What a published method stands for; None for one that is left out, or whose CP size is not stated."""
+        base, cp_size = method, None
+        if found := _CP_SIZE.search(method):
+            base, cp_size = method[: found.start()], int(found[1])
+        settings = self.series.get(base)
+        return None if settings is None else Series(name=base, settings=settings, cp_size=cp_size)
+
+    def why_left_out(self, method: str) -> str:
+        """Why a published method has no series."""
+        if method.endswith(_CP_UNSTATED):
+            return "the CP size is not stated"
+        return self.left_out.get(method) or self.left_out.get(_CP_SIZE.sub("", method), "")
+
+
+@cache
+def paper_figures() -> Mapping[str, PaperFigure]:
+    """Every figure by its name, in the paper's order."""
+    return read_figures(PAPER_DIR / FIGURES_FILE)
+
+
+@cache
+def without_figure() -> Mapping[str, str]:
+    """Published experiments without a figure here, and why."""
+    root = read_yaml(PAPER_DIR / FIGURES_FILE, "description of figures").mapping("the description")
+    return {key: str(node.value) for key, node in root["without_figure"].mapping("without_figure").items()}
+
+
+def figure_named(name: str) -> PaperFigure:
+    """The figure of that name. Raises UsageError with its nearest neighbour."""
+    figures = paper_figures()
+    if name not in figures:
+        raise UsageError(
+            f"unknown figure {name}; {nearest(name, figures)} (`burst reproduce` lists the figures, `burst reproduce "
+            "audit` and `claims` are tables)"
+        )
+    return figures[name]
+
+
+def read_figures(path: Path) -> dict[str, PaperFigure]:
+    """The figures that a file describes. Raises UsageError with file and line."""
+    root = read_yaml(path, "description of figures").mapping("the description")
+    found = {}
+    for name, node in root["figures"].mapping("figures").items():
+        try:
+            figure: PaperFigure = from_json(PaperFigure, {"name": name} | plain(node))
+        except ValueError as error:
+            raise UsageError(f"{node.place}: figure {name}: {error}") from error
+        if figure.reference not in paper_experiments():
+            hint = nearest(figure.reference, paper_experiments())
+            raise UsageError(f"{node.place}: figure {name}: unknown reference {figure.reference}; {hint}")
+        found[name] = figure
+    return found
+
+
+def plain(node: Node) -> Any:
+    """A node's value without the places."""
+    if isinstance(node.value, dict):
+        return {key: plain(item) for key, item in node.value.items()}
+    return [plain(item) for item in node.value] if isinstance(node.value, list) else node.value

@@ -1,0 +1,57 @@
+"""Our records that answer a figure's question: in results/published, and what `burst run` left in results/runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from harness.records.record import RECORD_FILE, BadRecord
+from harness.report.results import Row
+from harness.report.run_records import RunRecords
+from harness.report.site import runs_below
+from harness.reproduce.figures import PaperFigure
+
+PLACES = (Path("results") / "published", Path("results") / "runs")  # below the working directory
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run's directory, its rows with the file of each record, and the records that cannot be used."""
+
+    path: Path
+    rows: tuple[tuple[Row, Path], ...]
+    bad: tuple[BadRecord, ...]
+
+
+def runs_in(places: Sequence[Path] = PLACES) -> list[Run]:
+    """Every run below the places that exist, in their order."""
+    return [_run(path) for place in places if place.is_dir() for path in runs_below(place) or [place]]
+
+
+def rows_for(figure: PaperFigure, runs: Sequence[Run]) -> Iterator[tuple[Row, Path]]:
+    """Rows of the experiment that asks the figure's question, and of others that answer it too."""
+    names = {figure.name, *figure.also}
+    for run in runs:
+        for row, record in run.rows:
+            if row["experiment"] in names:
+                yield row, record
+
+
+def all_rows(runs: Sequence[Run]) -> list[tuple[Row, Path]]:
+    """Every row of every run."""
+    return [one for run in runs for one in run.rows]
+
+
+@cache
+def _read(path: Path, state: tuple[int, float]) -> Run:
+    records = RunRecords(path, path.as_posix())  # two runs may have folders of one name
+    bad = records.read()
+    rows = tuple((row, path / "trials" / row["trial_id"] / RECORD_FILE) for row in records.rows())
+    return Run(path=path, rows=rows, bad=tuple(bad))
+
+
+def _run(path: Path) -> Run:
+    times = [file.stat().st_mtime for file in path.glob(f"trials/*/{RECORD_FILE}")]
+    return _read(path, (len(times), max(times, default=0.0)))

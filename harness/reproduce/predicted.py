@@ -1,0 +1,107 @@
+"""What a predictor gives for the trials of a figure. Today's predicts a lower bound of time, and memory of the engine.
+
+Another predictor takes its place by setting PREDICTOR: a name and one function from settings and hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from engine.settings import TrialSettings
+from harness.machine.this_machine import Machine, imagined
+from harness.metrics.flops import tokens_per_step, work_of
+from harness.metrics.hardware import Hardware
+from harness.plan.matrix import plan
+from harness.plan.predict import Prediction, predict
+from harness.reproduce.entries import Entry, gpu_text, predicted_entry
+from harness.reproduce.figures import PaperFigure
+from harness.spec.experiment import load_experiment
+from harness.spec.trial import Trial
+
+SHORT = {
+    "tokens_per_gpu_per_second": "speeds",
+    "peak_memory_gib": "memory",
+    "tflops_per_gpu": "TFLOP/s",
+    "forward_backward_ms": "times",
+}
+GPUS_PER_NODE = 8  # of the paper's cluster, and of most
+
+
+class Predictor(Protocol):
+    """Time and memory of a trial on given GPUs; None where it predicts nothing."""
+
+    name: str  # what a figure calls its values, such as "lower bound of time"
+
+    def predict(self, settings: TrialSettings, hardware: Hardware) -> Prediction: ...
+
+
+class LowerBound:
+    """harness.plan.predict: no transfers, no waiting, no elementwise work; so speeds are the most that can be had."""
+
+    name = "bound: kernels alone, and the engine's tensors"
+
+    def predict(self, settings: TrialSettings, hardware: Hardware) -> Prediction:
+        return predict(settings, hardware)
+
+
+PREDICTOR: Predictor = LowerBound()
+
+
+def cluster_of(hardware: Hardware, ranks: int) -> Machine:
+    """Nodes of eight such GPUs, as many as the ranks need; one node for up to eight."""
+    node = imagined(hardware.gpu_names[0], hardware.memory_gib)
+    return replace(node, nodes=-(-ranks // GPUS_PER_NODE), ranks_per_node=GPUS_PER_NODE)
+
+
+def trials_of(figure: PaperFigure, scale: str, hardware: Hardware) -> list[Trial]:
+    """The trials of a scale on nodes of eight such GPUs. Raises UsageError for a scale that the file has not."""
+    experiment = load_experiment(figure.experiment, scale)
+    sizes = [experiment.fixed.get("world_size", 0), *experiment.sweep.get("world_size", ()),
+             experiment.fixed.get("cp_size", 1), *experiment.sweep.get("cp_size", ())]  # fmt: skip
+    return list(plan(experiment, cluster_of(hardware, max(sizes))))
+
+
+def predicted_entries(
+    figure: PaperFigure, scale: str, hardware: Hardware, predictor: Predictor | None = None
+) -> list[Entry]:
+    """A point for each trial of the scale that can run and of which something is predicted that the figure shows."""
+    predictor = predictor or PREDICTOR
+    entries = []
+    for trial in trials_of(figure, scale, hardware):
+        if trial.unsupported_reason is None and (
+            values := _values(figure, trial.settings, predictor.predict(trial.settings, hardware))
+        ):
+            entries.append(predicted_entry(figure, trial.settings, hardware.title, values))
+    return entries
+
+
+def _values(figure: PaperFigure, settings: TrialSettings, found: Prediction) -> dict[str, float]:
+    values = {}
+    if found.seconds:
+        work, gpu_seconds = work_of(settings), found.seconds * settings.world_size
+        counted = work.kernel if settings.task == "attention" else work.model
+        values = {
+            "tokens_per_gpu_per_second": tokens_per_step(settings) / gpu_seconds,
+            "tflops_per_gpu": counted / gpu_seconds / 1e12,
+            "forward_backward_ms": found.seconds * 1e3,
+        }
+    if found.gpu_gib:
+        values["peak_memory_gib"] = found.gpu_gib
+    return {name: value for name, value in values.items() if name in figure.shows}
+
+
+def predicted_words(figure: PaperFigure, found: Sequence[Entry]) -> str:
+    """How many values a predictor gives for a figure, by metric."""
+    counts = {name: sum(name in entry.values for entry in found) for name in figure.shows}
+    given = [f"{count} {SHORT[name]}" for name, count in counts.items() if count]
+    return ", ".join(given) or ("none needed" if figure.computed else "none")
+
+
+def predictor_words(hardware: Hardware) -> str:
+    """What the predicted values are, on which hardware, and why there is no speed where there is none."""
+    words = f"predicted: for the paper's set-ups on {gpu_text(hardware.title)} ({PREDICTOR.name})."
+    if not hardware.kernel_ceilings:
+        words += f" No speed, because experiments/hardware/{hardware.name}.yaml holds no measured ones."
+    return words

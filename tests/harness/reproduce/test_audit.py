@@ -1,0 +1,68 @@
+"""The audit: published TFLOP/s and MFU beside those that one formula gives."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from harness.report.tables.table import to_csv
+from harness.reproduce.audit import (
+    audit_table,
+    published_systems,
+    recomputed_rows,
+    recomputed_systems,
+    systems_table,
+)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return recomputed_rows()
+
+
+def ratios(found, source: str, metric: str) -> list[float]:
+    return [one.ratio for one in found if (one.source, one.metric) == (source, metric)]
+
+
+@pytest.mark.parametrize(
+    ("source", "metric", "count"),
+    [("cp_scaling", "tflops_per_gpu", 7), ("cp_scaling", "mfu", 7), ("single_node", "tflops_per_gpu", 12),
+     ("multi_node_7b_early", "tflops_per_gpu", 19), ("e2e_main", "mfu_as_plotted", 19)],
+)  # fmt: skip
+def test_figures_of_the_sheets_are_1024_over_1000_of_the_recomputed(found, source, metric, count) -> None:
+    here = ratios(found, source, metric)
+    assert len(here) == count
+    assert all(abs(ratio - 1.024) < 3e-4 for ratio in here)
+
+
+def test_megatrons_fork_and_the_tables_of_the_library_count_as_we_do(found) -> None:
+    for ratio in ratios(found, "megatron_fork_unlabelled", "tflops_per_gpu"):
+        assert abs(ratio - 1) < 3e-4
+    library = ratios(found, "burstattention_seq_scaling", "tflops_per_gpu")
+    assert len(library) == 9
+    assert all(abs(ratio - 1) < 5e-3 for ratio in library)
+
+
+def test_times_that_contradict_their_rate_are_marked(found) -> None:
+    table = audit_table(found)
+    marked = {(table.rows[place][1], table.rows[place][3]) for place in table.marked}
+    assert ("Megatron CP RingAttn", "256k") in marked
+    lines = to_csv(table).splitlines()
+    assert lines[0] == "source,method,model,tokens,GPUs,metric,published,recomputed,published ÷ recomputed,from,note"
+    assert len(lines) == len(found) + 1 > 150
+
+
+def test_every_ratio_is_published_over_recomputed(found) -> None:
+    assert all(one.ratio == one.published / one.recomputed for one in found)
+    assert 1 < statistics.median(one.ratio for one in found) < 1.025
+
+
+def test_systems_without_speed_or_time_are_listed_and_not_recomputed() -> None:
+    rows = recomputed_systems()
+    assert len(rows) == len(published_systems()) == len(systems_table().rows)
+    for system, rate, utilisation in rows:
+        given = system.tokens_per_gpu_per_second or system.step_seconds
+        assert (rate is None) == (utilisation is None) == (given is None)
+        assert utilisation is None or 0.05 < utilisation < 1
+        assert system.where.startswith("https://")

@@ -1,0 +1,160 @@
+"""Claims: verdicts follow from records, sentences from published numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.files.document import Node
+from harness.base.errors import UsageError
+from harness.report.results import row_of
+from harness.reproduce.beside import VERDICTS
+from harness.reproduce.checks import CHECKS, Claimed
+from harness.reproduce.claims import claims, claims_table, headline, judged, read_claims, samples, slip, statements
+from harness.reproduce.claims import swapped as swapped_numbers
+from harness.reproduce.measured import all_rows, runs_in
+from harness.reproduce.published import published_rows
+from harness.spec.models import read_model
+from tests.harness.synthetic_records import H200, record, with_memory
+
+ROOT = Path(__file__).parents[3]
+SEVEN = read_model(Node("7b", "here"), Path())
+A800 = "NVIDIA A800-SXM4-80GB"
+
+
+def rows_of(*records, run: str = "one"):
+    return [(row_of(each, run), Path(run) / "trials" / each.trial_id / "record.json") for each in records]
+
+
+def trained(method: str, seconds: float, **changes):
+    values = {"model": SEVEN, "dtype": "bf16", "gpu": A800, "seq_len": 2 << 20, "cp_size": 32} | changes
+    return record(method=method, seconds=seconds, **values)
+
+
+@pytest.fixture(scope="module")
+def ours():
+    return judged(all_rows(runs_in([ROOT / "results" / "published"])))
+
+
+def test_every_headline_number_is_a_claim() -> None:
+    claimed = [claim.claimed() for claim in claims().claims.values() if claim.row]
+    rows = [row for row in published_rows() if row.experiment == "headline_claims"]
+    assert sorted(each.value for each in claimed) == sorted(row.value for row in rows)
+
+
+def test_every_claim_has_a_verdict_a_sentence_and_records_that_exist(ours) -> None:
+    assert {one.name for one in ours} == set(claims().claims)
+    for one in ours:
+        assert one.verdict in VERDICTS
+        assert one.why.endswith(".")
+        assert "{" not in one.claim + one.why
+        assert all(path.is_file() for path in one.records)
+    assert len(claims_table(ours).rows) == len(ours)
+
+
+def test_evidence_lies_below_results_published(ours) -> None:
+    with_evidence = [one for one in ours if one.records]
+    assert {"backward_bytes", "longest_7b", "over_a_million", "overlap"} <= {one.name for one in with_evidence}
+    for one in with_evidence:
+        assert all(path.is_relative_to(ROOT / "results" / "published") for path in one.records)
+
+
+def test_the_same_speedup_on_the_claimed_set_up_is_reproduced_and_a_smaller_one_is_not_comparable() -> None:
+    claimed = Claimed(value=1.2, model="7b", gpus=32, seq_len=2 << 20)
+    rows = rows_of(trained("burst", 10.0), trained("ulysses", 12.5), trained("megatron_cp", 20.0))
+    found = CHECKS["speedup"](claimed, rows)
+    assert (found.verdict, found.numbers["other"]) == ("reproduced", "ulysses")
+    assert found.numbers["ours"] == pytest.approx(1.25)
+    assert len(found.records) == 2
+    slower = CHECKS["speedup"](claimed, rows_of(trained("burst", 10.0), trained("ulysses", 10.5)))
+    assert slower.verdict == "partly"
+    behind = CHECKS["speedup"](claimed, rows_of(trained("burst", 12.0), trained("ulysses", 10.0)))
+    assert (behind.verdict, behind.numbers["said"]) == ("not", "burst is at 0.83x the speed of ulysses")
+    small = rows_of(trained("burst", 10.0, cp_size=4), trained("ulysses", 12.5, cp_size=4))
+    assert CHECKS["speedup"](claimed, small).verdict == "not comparable"
+    assert CHECKS["speedup"](claimed, rows_of(trained("burst", 10.0))).verdict == "not"
+
+
+def test_trials_of_different_runs_are_no_speedup() -> None:
+    rows = [*rows_of(trained("burst", 10.0), run="one"), *rows_of(trained("ulysses", 12.5), run="two")]
+    assert CHECKS["speedup"](Claimed(value=1.2), rows).verdict == "not"
+
+
+def test_memory_is_compared_with_settings_as_published_alone() -> None:
+    claimed = Claimed(value=0.264)
+
+    def with_gib(method: str, gib: float, settings: str):
+        return with_memory(gib, 10.0, method=method, settings=settings, model=SEVEN, cp_size=1)
+
+    equal = rows_of(with_gib("burst", 40.0, "equal"), with_gib("megatron_cp", 60.0, "equal"))
+    assert CHECKS["memory"](claimed, equal).verdict == "not comparable"
+    published = rows_of(with_gib("burst", 40.0, "as_published"), with_gib("megatron_cp", 60.0, "as_published"))
+    found = CHECKS["memory"](claimed, published)
+    assert found.verdict == "partly", "one GPU is not the claimed set-up"
+    assert found.numbers["ours"] == pytest.approx(1 / 3)
+    worse = rows_of(with_gib("burst", 60.0, "as_published"), with_gib("megatron_cp", 40.0, "as_published"))
+    assert CHECKS["memory"](claimed, worse).verdict == "not"
+
+
+def test_a_length_under_a_window_is_partly_and_a_causal_one_reproduced() -> None:
+    claimed = Claimed(value=4 << 20, model="7b")
+    window = trained("burst", 100.0, seq_len=4 << 20, mask="sliding_window:8191")
+    assert CHECKS["longest"](claimed, rows_of(window)).verdict == "partly"
+    assert CHECKS["longest"](claimed, rows_of(window, trained("burst", 900.0, seq_len=4 << 20))).verdict == "reproduced"
+    assert CHECKS["longest"](claimed, rows_of(trained("burst", 9.0, seq_len=1 << 20))).verdict == "not"
+    small = record(gpu=H200, seq_len=4 << 20)
+    assert CHECKS["longest"](claimed, rows_of(small)).verdict == "not comparable"
+
+
+def test_utilisation_that_falls_with_the_gpus_is_not_scaling() -> None:
+    claimed = Claimed(value=64)
+
+    def at(ranks: int, seconds: float):
+        return trained("burst", seconds, cp_size=ranks, seq_len=ranks * 32768, gpu=H200)
+
+    held = rows_of(at(1, 4.0), at(4, 10.0))
+    few, many = (row["mfu"] for row, _ in held)
+    found = CHECKS["scaling"](claimed, held)
+    assert found.numbers["first"] == few
+    assert found.numbers["last"] == many
+    assert found.verdict == ("partly" if many >= 0.95 * few else "not")
+    assert CHECKS["scaling"](claimed, rows_of(at(1, 4.0), at(4, 40.0))).verdict == "not"
+    assert CHECKS["scaling"](claimed, rows_of(at(1, 4.0))).verdict == "not comparable"
+
+
+def test_the_headline_row_is_that_of_whole_checkpointing() -> None:
+    found = headline()
+    assert (found["headline"], found["whole"], found["half"]) == (118.36, 117.83, 108.82)
+    assert found["apart"] < 0.005
+    assert found["judgement"] == "within"
+    assert found["half_ratio"] == pytest.approx(1.09, abs=0.005)
+    assert "an inference" in statements()["sequence_level_speedup"]
+
+
+def test_the_statements_are_computed_from_the_published_numbers() -> None:
+    assert slip()["median"] == pytest.approx(1.024, abs=1e-4)
+    found = swapped_numbers()
+    assert round(found["said_7b"], 2) == round(found["sheet_14b"], 2)
+    assert round(found["memory_said_14b"], 3) == round(found["memory_sheet_7b"], 3)
+    counts = samples()
+    assert counts["single"] + counts["spread"] == counts["total"]
+    assert all("{" not in sentence for sentence in statements().values())
+    assert "426eb7a" in statements()["sources"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("check: longest", "check: longets", r"unknown check longets; did you mean longest\?"),
+        ('    partly: "burst is', '    partyl: "burst is', r"unknown verdict partyl; did you mean partly\?"),
+        ("    said_in: abstract", "    said: abstract", r"claim speedup: .*said"),
+    ],
+)
+def test_a_wrong_file_of_claims_gives_one_sentence_with_its_line(tmp_path, old, new, message) -> None:
+    text = (ROOT / "results" / "paper" / "claims.yaml").read_text(encoding="utf-8")
+    assert old in text
+    path = tmp_path / "claims.yaml"
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+    with pytest.raises(UsageError, match=rf"claims.yaml:\d+: .*{message}"):
+        read_claims(path)

@@ -1,0 +1,122 @@
+"""`burst reproduce`: lists, tables, and one figure run and drawn, in real processes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.cli import main
+from harness.reproduce.beside import beside
+from harness.reproduce.figures import paper_figures
+from harness.reproduce.measured import runs_in
+from harness.reproduce.page import write_all
+
+PROJECT = Path(__file__).parents[3]
+BURST = [sys.executable, "-m", "harness"]
+
+
+def burst(workplace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    return subprocess.run(
+        [*BURST, *arguments], cwd=workplace, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_figure_is_run_drawn_and_resumed_through_burst_run(tmp_path: Path) -> None:
+    done = burst(tmp_path, "reproduce", "kernel_single_node", "--launcher", "local")
+    assert done.returncode == 0, done.stderr
+    run_dir = tmp_path / "results" / "runs" / "kernel_single_node"
+    assert len(list(run_dir.glob("trials/*/record.json"))) == 2
+    assert "Verdict: not comparable: measured on another set-up" in done.stdout
+    below = run_dir / "reproduction"
+    assert (below / "reproduction.html").is_file()
+    assert {path.suffix for path in (below / "figures").iterdir()} >= {".png", ".pdf", ".svg"}
+    table = (below / "tables" / "reproduction_kernel_single_node.csv").read_text(encoding="utf-8")
+    assert "A800-80GB" in table
+    assert "cpu" in table
+    verified = burst(tmp_path, "verify", str(run_dir))
+    assert "tables/" not in verified.stdout, "files of a reproduction are none of a report's"
+
+    again = burst(tmp_path, "reproduce", "kernel_single_node", "--launcher", "local", "--resume")
+    assert again.returncode == 0, again.stderr
+    assert again.stderr.count("kept from before") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(paper_figures()))
+def test_the_smoke_scale_of_every_figure_runs_on_two_cores(tmp_path: Path, name: str) -> None:
+    done = burst(tmp_path, "reproduce", name, "--scale", "smoke", "--launcher", "local")
+    assert done.returncode == 0, done.stderr
+    with open(tmp_path / "results" / "runs" / name / "results.csv", newline="", encoding="utf-8") as file:
+        assert {row["status"] for row in csv.DictReader(file)} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["sprase"], "unknown figure sprase; did you mean sparse?"),
+        (["sparse", "--scale", "huge", "--draw-only"], "unknown scale huge; expected paper, node, one_gpu or smoke"),
+        (["sparse", "--set", "fixed.seqlen=4", "--draw-only"], "seq_len"),
+        (["sparse", "--hardware", "h20", "--draw-only"], "hardware 'h20' has no file"),
+        (["sparse", "--nodes", "lab.yaml"], "add --scale node or --scale paper"),
+        (["--scale", "smoke"], "--scale belongs to a figure"),
+        (["claims", "--draw-only"], "--draw-only belongs to a figure"),
+    ],
+)
+def test_a_wrong_command_line_gives_one_sentence(tmp_path, monkeypatch, capsys, arguments, expected) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert expected in said
+    assert said.count("\n") == 1
+
+
+def test_a_computed_figure_runs_nothing_unless_a_scale_is_named(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "attention_share_analytic"]) == 0
+    assert "Verdict: reproduced: computed: all 11 published numbers, to their last digit" in capsys.readouterr().out
+    run_dir = tmp_path / "results" / "runs" / "attention_share_analytic"
+    assert not (run_dir / "trials").exists()
+    digits = (run_dir / "reproduction" / "tables" / "digits_attention_share_analytic.csv").read_text(encoding="utf-8")
+    assert len(digits.splitlines()) == 12
+
+
+def test_the_list_the_claims_and_the_audit_are_json_for_programs(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = {}
+    for words in ([], ["claims"], ["audit"], ["e2e_main"]):
+        assert main(["reproduce", *words, "--json"]) == 0
+        found |= json.loads(capsys.readouterr().out)
+    assert set(found) == {"figures", "claims", "audit", "systems", "reproduction_e2e_main"}
+    assert len(found["figures"]) == 15
+    assert {one["verdict"] for one in found["claims"]} <= {"reproduced", "partly", "not", "not comparable"}
+    assert not (tmp_path / "results").exists(), "printing leaves no files"
+
+
+def test_records_that_cannot_be_used_are_named_and_passed_over(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    bad = tmp_path / "results" / "runs" / "sparse" / "trials" / "one" / "record.json"
+    bad.parent.mkdir(parents=True)
+    bad.write_text("{", encoding="utf-8")
+    assert main(["reproduce"]) == 0
+    assert "its row is left out" in capsys.readouterr().err
+
+
+def test_the_page_of_everything_links_records_and_escapes_what_it_shows(tmp_path) -> None:
+    runs = runs_in([PROJECT / "results" / "published"])
+    figures = [paper_figures()[name] for name in ("ablation", "attention_share_analytic")]
+    path = write_all([(beside(figure, runs), "none") for figure in figures], runs, "predicted: <nothing>", tmp_path)
+    page = path.read_text(encoding="utf-8")
+    for section in ("claims", "statements", "figures", "audit", "systems", "reproduction_ablation"):
+        assert f'id="{section}"' in page
+    assert "h200x4/million_tokens/trials/" in page
+    assert "predicted: &lt;nothing&gt;" in page
+    assert "w. bwd_opt &amp; double" in page
+    assert (tmp_path / "tables" / "audit.csv").is_file()
+    assert (tmp_path / "figures" / "reproduction_ablation-peak_memory_gib.pdf").is_file()
