@@ -148,6 +148,7 @@ RUN python -m baselines.checkout loongtrain --flavour "$FLAVOUR" --into /opt/bas
 
 FROM baseline AS loongtrain
 COPY --from=loongtrain-source /opt/baseline /opt/baseline
+ENV FLASH_ATTN_STAND_IN=2.6
 RUN python -c 'import torch' 2>/dev/null || pip install --requirement torch.txt
 RUN pip install --no-deps --require-hashes --requirement build.txt \
     && pip install --no-deps --no-build-isolation --require-hashes --requirement requirements.txt

@@ -133,9 +133,7 @@ def trial(
         **({"data": data or paper.data} if data or paper.data else {}),  # type: ignore[arg-type]
     )
     if as_published:
-        if not hasattr(settings, "settings"):
-            raise UsageError("this version has no setting named settings; leave --settings out")
-        settings = replace(settings, settings="as_published")  # type: ignore[call-arg]
+        settings = replace(settings, settings="as_published")
     if reason := _method(system).refuse(settings):
         raise UsageError(reason)
     return settings

@@ -61,7 +61,7 @@ def _run(system: TrainingSystem, case: TrainingCase, place: Place, scratch: Path
         task="train", method=system.package, model=SHAPE, seq_len=_SEQ_LEN, batch_size=_BATCH, cp_size=case.ranks,
         learning_rate=_LEARNING_RATE,
     )  # fmt: skip
-    request = training_request(settings, system.steps) | {
+    request = training_request(settings, system.steps, scratch) | {
         "inputs": str(scratch / "tokens.pt"),
         "left": str(scratch / case.name),
     }

@@ -131,7 +131,7 @@ def test_a_predictor_needs_a_name_and_one_function() -> None:
         name = "half a second, one GiB"
 
         def predict(self, settings, hardware):
-            return Prediction(seconds=0.5, gpu_gib=1.0, host_gib=None)
+            return Prediction(seconds=0.5, gpu_gib=1.0, reserved_gib=None, host_gib=None)
 
     entries = predicted_entries(E2E, "smoke", hardware_named("h100"), Half())
     assert entries
