@@ -12,8 +12,8 @@ import pytest
 from cluster.inventory.hosts import parse_hosts
 from cluster.transport.runner import Unreachable
 from cluster.transport.ssh import SshOptions, connector
-from tests.cluster.loopback_sshd import make_key
-from tests.patience import AMPLE
+from tests.cluster.loopback_sshd import make_key, running_sshd
+from tests.patience import AMPLE, scaled
 
 
 @pytest.fixture(autouse=True)
@@ -120,8 +120,31 @@ def test_other_kinds_of_key_are_read_too(sshd, tmp_path, kind):
 
 def test_a_file_that_is_no_key_is_named(sshd, tmp_path):
     (tmp_path / "junk").write_text("junk")
-    assert "junk holds no private key of a known kind" in unsupported_reason(sshd, tmp_path / "junk")
+    sentence = unsupported_reason(sshd, tmp_path / "junk")
+    assert f"the private key {tmp_path}/junk for 127.0.0.1 port {sshd.port} cannot be used" in sentence
+    assert "it holds no private key of a kind known here" in sentence
+    assert "check that the node is up" not in sentence
+    assert "(Is a directory)" in unsupported_reason(sshd, tmp_path)
+    assert "without .pub" in unsupported_reason(sshd, sshd.key.with_suffix(".pub"))
+
+
+def test_a_host_that_is_slow_to_log_in_has_not_refused_the_user(tmp_path):
+    """It looks a key up for a minute; its refusal would come after the deadline."""
+    (folder := tmp_path / "slow").mkdir()
+    wrong = tmp_path / "wrong"
+    make_key(wrong)
+    slow = "AuthorizedKeysCommand /bin/sleep 60\nAuthorizedKeysCommandUser root\n"
+    with running_sshd(folder, options=slow) as server:
+        (host,) = parse_hosts(server.target())
+        connect = connector(SshOptions(known_hosts=server.known_hosts))
+        with (
+            pytest.raises(Unreachable) as caught,
+            connect(host.with_defaults(user=None, port=None, key=wrong), min(scaled(2.0), 10.0)),
+        ):
+            pass
+    assert "did not finish the login" in str(caught.value)
+    assert "refuses" not in str(caught.value)
 
 
 def test_a_key_file_that_is_not_there_is_named(sshd):
-    assert "No such file" in unsupported_reason(sshd, Path("/absent/key"))
+    assert "no such file" in unsupported_reason(sshd, Path("/absent/key"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import logging
 import select
 import socket
@@ -15,11 +14,12 @@ from pathlib import Path
 
 import paramiko
 
-from cluster.inventory.hosts import SSH_PORT, Host
+from cluster.inventory.hosts import Host
 from cluster.transport.runner import Connect, Runner, Unreachable
+from cluster.transport.ssh.config import SshConfig, Way, usual_files
 from cluster.transport.ssh.jump import JumpHosts, Tunnel
 from cluster.transport.ssh.known_hosts import HostKey, KnownHosts, host_name
-from cluster.transport.ssh.login import PrivateKeys, log_in
+from cluster.transport.ssh.login import PrivateKeys, SlowLogin, log_in
 from cluster.transport.ssh.session import FAILURES, SshRunner, explain
 
 CONNECT_SECONDS = 10.0  # each for TCP and for key exchange with login: slower than this is not a node to run on
@@ -28,6 +28,10 @@ CONNECT_SECONDS = 10.0  # each for TCP and for key exchange with login: slower t
 LOGINS_AT_ONCE = 64
 TURN_SECONDS = 60.0  # the longest wait for a turn: after this the others must hang
 KEEPALIVE_SECONDS = 30  # a firewall drops a connection that is silent while a long command runs
+# A node that answers nothing for so long, not even at the level of TCP, is lost: without this a command on it would
+# wait for its own deadline, which may be minutes. A node whose programs are slow still answers.
+DEAD_SECONDS = 20
+_PROBE_SECONDS = 5  # between TCP's probes of a silent connection
 _SYSTEM_KNOWN_HOSTS = Path("/etc/ssh/ssh_known_hosts")
 
 _RSA_SIGNATURES = ("rsa-sha2-512", "rsa-sha2-256")  # signature algorithms of a key known as ssh-rsa
@@ -42,6 +46,7 @@ class SshOptions:
 
     known_hosts: Path = field(default_factory=lambda: Path.home() / ".ssh" / "known_hosts")
     accept_new_host_keys: bool = False
+    config: tuple[Path, ...] = field(default_factory=usual_files)
 
 
 def connector(options: SshOptions) -> Connect:
@@ -62,6 +67,7 @@ class _Opener:
     def __init__(self, options: SshOptions) -> None:
         self._options = options
         self._known = KnownHosts(_SYSTEM_KNOWN_HOSTS, options.known_hosts, accept_new=options.accept_new_host_keys)
+        self._config = SshConfig(options.config)
         self._keys = PrivateKeys()
         self._jumps = JumpHosts(self.opened)
         self._turns = threading.Semaphore(LOGINS_AT_ONCE)
@@ -70,19 +76,22 @@ class _Opener:
     def opened(self, host: Host, seconds: float) -> Iterator[paramiko.Transport]:
         """A connection that is logged in, closed on leaving. Raises Unreachable."""
         seconds = min(seconds, CONNECT_SECONDS)
-        port, user = host.port or SSH_PORT, host.user or getpass.getuser()
+        way = self._config.way(host)
         with ExitStack() as stack:
             try:
                 ends_at = time.monotonic() + seconds
-                connection = self._reach(host, port, ends_at, stack)
+                connection = self._reach(way, ends_at, stack)
                 _wait_for_greeting(connection, ends_at)
                 with self._turn():
                     ends_at = time.monotonic() + seconds  # waiting for a turn is not the host's fault
-                    transport = stack.enter_context(self._transport(connection, host_name(host.address, port), ends_at))
-                    transport.auth_timeout = _left(ends_at)
-                    log_in(transport, user, host.key, self._keys)
+                    name = way.host_key_alias or host_name(way.address, way.port)
+                    transport = stack.enter_context(self._transport(connection, name, ends_at))
+                    log_in(
+                        transport, way.user, way.key, self._keys,
+                        ends_at=ends_at, files=way.key_files, files_only=way.key_files_only,
+                    )  # fmt: skip
             except FAILURES as error:
-                sentence = explain(error, host.address, port, user, seconds, self._options.known_hosts)
+                sentence = explain(error, way.address, way.port, way.user, seconds, self._options.known_hosts)
                 raise Unreachable(sentence) from None
             transport.set_keepalive(KEEPALIVE_SECONDS)
             yield transport
@@ -96,13 +105,15 @@ class _Opener:
         finally:
             self._turns.release()
 
-    def _reach(self, host: Host, port: int, ends_at: float, stack: ExitStack) -> socket.socket | Tunnel:
+    def _reach(self, way: Way, ends_at: float, stack: ExitStack) -> socket.socket | Tunnel:
         """Bytes to and from the host's sshd."""
-        if host.jump is None:
-            return stack.enter_context(socket.create_connection((host.address, port), _left(ends_at)))
-        through = stack.enter_context(self._jumps.opened(host.jump, _left(ends_at)))
+        if way.jump is None:
+            direct = stack.enter_context(socket.create_connection((way.address, way.port), _left(ends_at)))
+            _notice_death(direct)
+            return direct
+        through = stack.enter_context(self._jumps.opened(way.jump, _left(ends_at)))
         origin = ("127.0.0.1", 0)  # unused, but the protocol requires one
-        channel = through.open_channel("direct-tcpip", (host.address, port), origin, timeout=_left(ends_at))
+        channel = through.open_channel("direct-tcpip", (way.address, way.port), origin, timeout=_left(ends_at))
         return stack.enter_context(closing(Tunnel(channel)))
 
     @contextmanager
@@ -116,7 +127,7 @@ class _Opener:
             done = threading.Event()
             transport.start_client(event=done)
             if not done.wait(_left(ends_at)):
-                raise TimeoutError
+                raise SlowLogin
             if not transport.is_active():
                 raise transport.get_exception() or paramiko.SSHException("it ended the key exchange")
             key = transport.get_remote_server_key()
@@ -132,6 +143,15 @@ def _wait_for_greeting(connection: socket.socket | Tunnel, ends_at: float) -> No
     poll.register(connection, select.POLLIN)
     if not poll.poll(1000 * _left(ends_at)):
         raise TimeoutError
+
+
+def _notice_death(connection: socket.socket) -> None:
+    """Let the kernel break a connection to a node that is gone, also while nothing is sent."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, DEAD_SECONDS // _PROBE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * DEAD_SECONDS)
 
 
 def _left(ends_at: float) -> float:

@@ -16,6 +16,7 @@ import paramiko
 from cluster.inventory.hosts import Host
 from cluster.transport.runner import MAX_OUTPUT_BYTES, Completed, Unreachable
 from cluster.transport.ssh.known_hosts import ChangedHostKey, UnknownHostKey
+from cluster.transport.ssh.login import SlowLogin, UnusableKeyFile
 from cluster.transport.streams import Collector, LineReader, Reader, chunks, drain_all
 
 
@@ -73,7 +74,9 @@ class SshRunner:
         ended = drain_all(readers, ends_at)
         ended = ended and channel.status_event.wait(max(0.0, ends_at - time.monotonic()))
         if ended and channel.exit_status < 0:  # paramiko's value for a channel that closed without a status
-            raise Unreachable(f"{self._host.target} broke the connection while a command ran; look at its sshd")
+            raise Unreachable(
+                f"{self._host.target} broke the connection while a command ran; look at the node, its link and its sshd"
+            )
         return channel.exit_status if ended else None
 
 
@@ -111,14 +114,22 @@ def explain(error: Exception, address: str, port: int, user: str, seconds: float
         )
     if isinstance(error, paramiko.PasswordRequiredException):
         return f"the private key for {where} needs a passphrase; add it to ssh-agent"
+    if isinstance(error, UnusableKeyFile):
+        return (
+            f"the private key {error.path} for {where} cannot be used ({reason(error)}); "
+            "name a private key file that you can read with ssh.key or --key"
+        )
     if isinstance(error, paramiko.AuthenticationException):
         return f"{where} refuses user {user} ({reason(error)}); give the right user@ and --key, or use ssh-agent"
     if isinstance(error, paramiko.ChannelException):
         return f"{where} cannot be reached from the jump host ({reason(error)}); check that its sshd listens there"
     if isinstance(error, socket.gaierror):
         return f"{address} is no host name known here ({reason(error)}); check the spelling or DNS"
-    if isinstance(error, FileNotFoundError | PermissionError):
-        return f"{where} cannot be logged in to ({reason(error)}); give a private key file you can read"
+    if isinstance(error, SlowLogin):
+        return (
+            f"{where} did not finish the login of {user} within {seconds:.3g} s; "
+            "look at the node's load and where it looks its users up"
+        )
     if isinstance(error, TimeoutError):
         return f"{where} did not answer within {seconds:.3g} s; check that the node is up and the port open"
     return f"{where} cannot be reached ({reason(error)}); check that the node is up and sshd listens there"
