@@ -178,6 +178,15 @@ class Lab:
             host.sshd.wait()
             host.sshd = None
 
+    def cut(self, host: LabHost) -> None:
+        """The host's link is lost: its processes go on, and no connection is closed."""
+        _ip("link", "set", f"{host.namespace}v", "down")
+
+    def mend(self, host: LabHost) -> None:
+        """Its link is there again, with whatever still runs on it."""
+        _ip("link", "set", f"{host.namespace}v", "up")
+        _wait_for_ssh(host)
+
     def revive(self, host: LabHost) -> None:
         """Boot a lost host."""
         _ip("-n", host.namespace, "link", "set", host.interface, "up")

@@ -6,6 +6,7 @@ No control character of a file, a node or a user reaches the terminal, and no li
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -31,6 +32,7 @@ def one_of(choices: Iterable[str]) -> str:
 
 
 MAX_CHARACTERS = 1000  # of a line: a path of the longest kind fits beside a sentence
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _END_CHARACTERS = 300  # kept of the end of a line, where an error states the next step
 
 
@@ -47,6 +49,11 @@ def shown(text: str, most: int = MAX_CHARACTERS) -> str:
 def shown_value(text: str) -> str:
     """One value inside a sentence or a table: on one line, and short."""
     return shown(text, 200).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def without_color(text: str) -> str:
+    """The text without a terminal's colour codes, which other programs print."""
+    return _COLOR.sub("", text)
 
 
 def _line(line: str, most: int) -> str:

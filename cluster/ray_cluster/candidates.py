@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,16 @@ from cluster.files.errors import UsageError
 from cluster.health.nodes import check_nodes
 from cluster.inventory.nodes import Inventory, Node
 from cluster.ray_cluster.container import uses_container
-from cluster.ray_cluster.introduction import THIS_MACHINE, Introduction, introduce, mismatch, own_versions
-from cluster.ray_cluster.node import NodeError, named, on_all
+from cluster.ray_cluster.introduction import (
+    THIS_MACHINE,
+    Introduction,
+    difference,
+    introduce,
+    mismatch,
+    own_versions,
+)
+from cluster.ray_cluster.node import NodeError, on_all
+from cluster.ray_cluster.quarantine import Quarantine
 from cluster.ray_cluster.ray_commands import MAX_DIRECTORY_CHARACTERS
 from cluster.ray_cluster.state import StartedNode
 from cluster.render.text import why_not
@@ -48,7 +56,7 @@ class Candidate:
 
 
 def candidates(inventory: Inventory, means: Means) -> list[Candidate]:
-    """The nodes that `start_cluster` would start now, found in the same way.
+    """The nodes that `start_cluster` would start now, found in the same way; one sentence is printed for each other.
 
     Raises UsageError where it would refuse, and for nodes whose software is in a container that must run first.
     """
@@ -58,22 +66,24 @@ def candidates(inventory: Inventory, means: Means) -> list[Candidate]:
             f"{inside} runs everything in a container, which cannot be read before it runs; "
             "start it with burst cluster up"
         )
-    head, *others = nodes
-    answers = _introductions([head], means, toward="")
-    answers |= _introductions(others, means, toward=answers[head.name].address)
-    try:
-        own = {THIS_MACHINE: own_versions(means.folder, means.describe, means.seconds)}
-    except NodeError as error:
-        raise UsageError(str(error)) from error
-    if problem := mismatch(own | {name: answer.versions for name, answer in answers.items()}):
-        raise UsageError(problem)
+
+    def introduced(node: Node, toward: str) -> Introduction:
+        unstarted = intended(node, "", 0, means)
+        interface = node.site.network.interface
+        with means.connect(node.host, means.seconds) as runner:
+            return introduce(runner, [unstarted.python], unstarted, interface, toward, means.describe, means.seconds)
+
+    met, left_out = meet(nodes, introduced, means)
+    for name, why in left_out.items():
+        means.say(f"left out: {name}: {why}")
     return [
         Candidate(
             name=node.name,
-            ranks=ranks_of(node, answers[node.name].description, means),
-            description=answers[node.name].description,
+            ranks=means.ranks(node, json.loads(met[node.name].description)),
+            description=met[node.name].description,
         )
         for node in nodes
+        if node.name in met
     ]
 
 
@@ -86,6 +96,87 @@ def healthy(inventory: Inventory, means: Means) -> list[Node]:
     if not nodes:
         raise UsageError(f"none of the {len(inventory.nodes)} nodes is usable; see burst check for each one's findings")
     return nodes
+
+
+def meet(
+    nodes: Sequence[Node], introduced: Callable[[Node, str], Introduction], means: Means
+) -> tuple[dict[str, Introduction], dict[str, str]]:
+    """Introductions of the nodes that can form a cluster, each with an address, in order; the first is its head. And
+    the reason for each other node, which costs the others nothing: all are asked at once.
+
+    `introduced` asks one node, with the head's address where that is needed to find the node's own. Raises UsageError
+    when no node, or this machine, can take part.
+    """
+    try:
+        own = own_versions(means.folder, means.describe, means.seconds)
+    except NodeError as error:
+        raise UsageError(str(error)) from error
+    answers: dict[str, Introduction | str] = dict(
+        zip([node.name for node in nodes], on_all(nodes, lambda node: introduced(node, "")), strict=True)
+    )
+    left_out = {name: answer for name, answer in answers.items() if isinstance(answer, str)}
+    met = {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
+    if met and all(difference(own, answer.versions) for answer in met.values()):
+        raise UsageError(mismatch({THIS_MACHINE: own} | {name: answer.versions for name, answer in met.items()}))
+    for node in nodes:
+        if node.name in met and (why := _unsuited(node, met[node.name], own, means)):
+            left_out[node.name] = why
+            del met[node.name]
+    met, lost = _with_addresses([node for node in nodes if node.name in met], met, introduced)
+    left_out |= lost
+    if not met:
+        raise UsageError("; ".join(f"{name}: {why}" for name, why in left_out.items()))
+    return met, left_out
+
+
+def _unsuited(node: Node, met: Introduction, own: dict[str, str], means: Means) -> str:
+    """Why a node that has answered cannot take part; empty when it can."""
+    if why := difference(own, met.versions):
+        return why
+    try:
+        means.ranks(node, json.loads(met.description))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _with_addresses(
+    nodes: Sequence[Node], met: dict[str, Introduction], introduced: Callable[[Node, str], Introduction]
+) -> tuple[dict[str, Introduction], dict[str, str]]:
+    """The introductions with an address each, and the reason for each node without one of its own.
+
+    A node whose name gives none has the one from which it reaches the head; the head, the one it was reached at.
+    """
+    head = next((node for node in nodes if met[node.name].address or met[node.name].login_address), None)
+    if head is None:
+        return {}, {node.name: f"{_NO_ADDRESS} ({_listed(met[node.name])})" for node in nodes}
+    first = met[head.name]
+    if not first.address:
+        interface = next(name for name, address in first.interfaces.items() if address == first.login_address)
+        met = met | {head.name: replace(first, address=first.login_address, interface=interface)}
+    unknown = [node for node in nodes if not met[node.name].address]
+    toward = met[head.name].address
+    again = dict(
+        zip([node.name for node in unknown], on_all(unknown, lambda node: introduced(node, toward)), strict=True)
+    )
+    left_out = {name: answer for name, answer in again.items() if isinstance(answer, str)}
+    met = met | {name: answer for name, answer in again.items() if not isinstance(answer, str)}
+    first_at: dict[str, str] = {}
+    for node in (head, *(node for node in nodes if node is not head)):
+        if node.name in left_out:
+            continue
+        same = first_at.setdefault(met[node.name].address, node.name)
+        if same != node.name:
+            left_out[node.name] = f"is the same machine as {same} ({met[node.name].address}); name it once"
+    ordered = (head, *(node for node in nodes if node is not head))
+    return {node.name: met[node.name] for node in ordered if node.name not in left_out}, left_out
+
+
+_NO_ADDRESS = "has no address that the others could use; name one with network.interface in the site or inventory"
+
+
+def _listed(met: Introduction) -> str:
+    return "interfaces: " + (", ".join(f"{name} {address}" for name, address in met.interfaces.items()) or "none")
 
 
 def intended(node: Node, session: str, number: int, means: Means) -> StartedNode:
@@ -111,30 +202,15 @@ def intended(node: Node, session: str, number: int, means: Means) -> StartedNode
     )
 
 
-def ranks_of(node: Node, description: str, means: Means) -> int:
-    """Ranks of one trial that fit on a node, by its description. Raises UsageError with the reason where none do."""
-    try:
-        return means.ranks(node, json.loads(description))
-    except ValueError as error:
-        raise UsageError(f"{node.name}: {error}") from error
+def unfit_nodes(
+    nodes: Sequence[Node], connect: Connect, timeout_seconds: float, quarantine: Quarantine | None = None
+) -> dict[str, str]:
+    """One sentence for every node that is not usable, by name. A node that does not answer is one of them.
 
-
-def _introductions(nodes: Sequence[Node], means: Means, *, toward: str) -> dict[str, Introduction]:
-    """Introductions of nodes, by name. Raises UsageError with the sentences of those that cannot take part."""
-
-    def introduced(node: Node) -> Introduction:
-        unstarted = intended(node, "", 0, means)
-        interface = node.site.network.interface
-        with means.connect(node.host, means.seconds) as runner:
-            return introduce(runner, [unstarted.python], unstarted, interface, toward, means.describe, means.seconds)
-
-    answers = on_all(nodes, introduced)
-    if problems := named(nodes, answers):
-        raise UsageError(problems)
-    return {node.name: answer for node, answer in zip(nodes, answers, strict=True) if not isinstance(answer, str)}
-
-
-def unfit_nodes(nodes: Sequence[Node], connect: Connect, timeout_seconds: float) -> dict[str, str]:
-    """One sentence for every node that is not usable, by name. A node that does not answer is one of them."""
+    The others leave the quarantine: a passed check lets a node in again.
+    """
     reports = check_nodes(nodes, connect, checks.discover(), timeout_seconds)
-    return {report.host.name: why_not(report) for report in reports if not report.usable}
+    unfit = {report.host.name: why_not(report) for report in reports if not report.usable}
+    if quarantine is not None:
+        quarantine.release(*(node.name for node in nodes if node.name not in unfit))
+    return unfit

@@ -9,6 +9,7 @@ from typing import Any
 
 from cluster.ray_cluster.container import find_command, remove_command
 from cluster.ray_cluster.node import NodeError, ask, on_all
+from cluster.ray_cluster.quarantine import Quarantine
 from cluster.ray_cluster.state import ClusterState, StartedNode, StateDirectory
 from cluster.transport.runner import Completed, Connect, Runner
 
@@ -20,7 +21,8 @@ def end_cluster(states: StateDirectory, state: ClusterState, connect: Connect, s
     """End everything of this cluster that can be reached; returns one sentence for each node where that failed.
 
     Nodes where nothing was started are skipped, because they may be the ones that do not answer. Nodes where nothing is
-    left are removed from the state; the others stay in it for the next attempt.
+    left are removed from the state, and let in again if they were in quarantine: the next start checks them. The
+    others stay in it for the next attempt.
     """
     begun = [node for node in state.nodes if node.begun]
     answers = on_all(begun, lambda node: end_node(node, connect, seconds))
@@ -32,9 +34,11 @@ def end_cluster(states: StateDirectory, state: ClusterState, connect: Connect, s
     problems = {node.name: answer for node, answer in zip(begun, answers, strict=True) if isinstance(answer, str)}
     if problems:
         left = tuple(node for node in state.nodes if node.name in problems)
-        states.save(dataclasses.replace(state, complete=False, nodes=left))
+        head = state.head_name or state.head.name
+        states.save(dataclasses.replace(state, complete=False, ending=True, head_name=head, nodes=left))
     else:
         states.clear()
+    Quarantine(states.path).release(*(node.name for node in state.nodes if node.name not in problems))
     return problems
 
 

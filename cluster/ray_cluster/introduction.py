@@ -15,7 +15,7 @@ from typing import Any
 from cluster.inventory.hosts import Host
 from cluster.ray_cluster.node import NodeError, ask
 from cluster.ray_cluster.state import StartedNode
-from cluster.transport.reach import LocalRunner
+from cluster.transport.reach import LocalRunner, address_of
 from cluster.transport.runner import Runner
 
 THIS_MACHINE = "this machine"  # its versions count too: it drives the cluster
@@ -26,8 +26,10 @@ HEAD_PORTS = ("head_port", "client_port", "dashboard_port")  # of the site's; 0 
 class Introduction:
     """The answer of a node."""
 
-    address: str
+    address: str  # empty where only the head's could tell which
+    login_address: str  # at which it was reached just now; empty for an IPv6 one
     interface: str
+    interfaces: dict[str, str]  # IPv4 address by name
     versions: dict[str, str]
     free_ports: tuple[int, ...]  # as many as HEAD_PORTS
     description: str  # JSON
@@ -42,7 +44,7 @@ def introduce(
     describe: Sequence[str],
     seconds: float,
 ) -> Introduction:
-    """Ask one node. `interface` is the site's choice, `toward` the head's address, empty for the head.
+    """Ask one node. `interface` is the site's choice, `toward` the head's address, empty while there is no head.
 
     Raises NodeError for a node that could not take part, Unreachable when the connection breaks.
     """
@@ -58,7 +60,11 @@ def introduce(
         folder=node.folder,
         ports=len(HEAD_PORTS),
     )
-    if not answer["address"]:
+    versions = _versions(answer)
+    others = {name: address for name, address in answer["interfaces"].items() if name != "lo"}
+    if not others and not node.host.is_local:
+        raise NodeError("has no IPv4 address, and Ray connects nodes over IPv4 here; give its interface one")
+    if not answer["address"] and (toward or interface):
         found = ", ".join(f"{name} {address}" for name, address in answer["interfaces"].items()) or "none"
         raise NodeError(
             f"has no address that the others could use (interfaces: {found}); "
@@ -66,8 +72,10 @@ def introduce(
         )
     return Introduction(
         address=answer["address"],
+        login_address=answer["login_address"],
         interface=answer["interface"],
-        versions=_versions(answer),
+        interfaces=answer["interfaces"],
+        versions=versions,
         free_ports=tuple(answer["free_ports"]),
         description=answer["description"],
     )
@@ -107,9 +115,19 @@ def _resolved(host: Host) -> list[str]:
     if host.is_local:
         return []
     with contextlib.suppress(socket.gaierror):
-        found = socket.getaddrinfo(host.address, None, socket.AF_INET, socket.SOCK_STREAM)
+        found = socket.getaddrinfo(address_of(host), None, socket.AF_INET, socket.SOCK_STREAM)
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
     return []
+
+
+def difference(own: Mapping[str, str], found: Mapping[str, str]) -> str:
+    """How a node's versions differ from this machine's, which drives the cluster; empty when they are equal."""
+    parts = [
+        f"{what} is {found.get(what, 'not known')} there but {own.get(what, 'not known')} on {THIS_MACHINE}"
+        for what in dict.fromkeys((*own, *found))
+        if own.get(what) != found.get(what)
+    ]
+    return f"{', '.join(parts)}; install the same there, or correct software in its site" if parts else ""
 
 
 def mismatch(versions: Mapping[str, Mapping[str, str]]) -> str:

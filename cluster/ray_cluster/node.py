@@ -18,7 +18,11 @@ R = TypeVar("R")
 
 
 class NodeError(Exception):
-    """A node whose answer is an error; one sentence."""
+    """A node whose answer is an error; one sentence. `log` is what the node's programs printed, where they did."""
+
+    def __init__(self, sentence: str, log: str = "") -> None:
+        super().__init__(sentence)
+        self.log = log
 
 
 def ask(runner: Runner, python: Sequence[str], action: str, *, seconds: float, **fields: Any) -> dict[str, Any]:
@@ -38,7 +42,7 @@ def ask(runner: Runner, python: Sequence[str], action: str, *, seconds: float, *
         if line.startswith(REPLY):
             answer: dict[str, Any] = json.loads(line.removeprefix(REPLY))
             if "error" in answer:
-                raise NodeError(answer["error"])
+                raise NodeError(answer["error"], answer.get("log", ""))
             return answer
     if done.exit_status is None:
         raise NodeError(f"{action} was not done within {seconds:g} s; look at the node's load and storage")

@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -30,6 +31,9 @@ MARK = "BURST_RAY_NODE"  # names cluster and node in the environment of everythi
 USER_GPUS = "BURST_CUDA_VISIBLE_DEVICES"  # the value of the node's shell, because Ray sets its own for its workers
 REPLY = "burst-node-reply "  # begins the line that holds the answer: a login shell may print a banner before it
 LOG = "ray-start.log"
+_DAEMON_LOGS = ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err")  # of Ray's latest session
+_LOG_BYTES = 32768  # of the end of each log of a start that failed
+REACH_SECONDS = 10.0  # for the head to accept a connection from another node
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>: an interface's IPv4 address
 _KILL_AFTER_SECONDS = 3.0
 _GIVE_UP_SECONDS = 20.0  # a process stuck in a driver call dies late; longer is reported, not waited for
@@ -41,7 +45,7 @@ def facts(
     """Versions, the address to give to Ray, `ports` free ports, and the output of the program `describe`.
 
     The address is that of `interface`, else the first of `candidates` that this node has, else the one from which it
-    would reach `toward`.
+    would reach `toward`. `login_address` is the one at which sshd accepted this login, where it is an IPv4 address.
     """
     addresses = _addresses()
     address = addresses.get(interface or "") or next((ip for ip in candidates if ip in addresses.values()), "")
@@ -58,6 +62,7 @@ def facts(
     return {
         "hostname": socket.gethostname(),
         "address": address,
+        "login_address": _login_address(addresses),
         "interface": next((name for name, ip in addresses.items() if ip == address), ""),
         "interfaces": addresses,
         "free_ports": _free_ports(ports),
@@ -79,13 +84,18 @@ def start(
     environment: dict[str, str],
     wait_seconds: float,
     ports: dict[str, int] | None = None,
+    reach: str = "",
 ) -> dict[str, Any]:
     """Run `command` in a session of its own and say which processes it left; `token` goes to a file only we can read.
 
-    Refuses where one of `ports`, by the name of its setting, is in use: Ray itself fails later, and does not name it.
+    Refuses where one of `ports`, by the name of its setting, is in use, because Ray itself fails later and does not
+    name it; and where `reach`, the head's address:port, accepts no connection from here, for which Ray waits a minute.
+    An error comes with the end of Ray's logs in `log`.
     """
     if taken := [f"{name} {port}" for name, port in (ports or {}).items() if not _is_free(port)]:
         return {"error": f"{', '.join(taken)} is in use there; set another in the site's ray section, or 0 for any"}
+    if reach and (why := _no_connection(reach)):
+        return {"error": f"does not reach the head at {reach} ({why}); look at the network and firewall between them"}
     os.umask(0o077)
     path = Path(directory, "token")
     try:
@@ -115,9 +125,10 @@ def start(
             code = None
     if code != 0:
         said = log.read_text(encoding="utf-8", errors="replace")
+        kept = _logs(directory)
         stop(mark=mark, directory=directory, session=process.pid, processes=[])
         how = f"exited with {code}" if code is not None else f"was not ready within {wait_seconds:g} s"
-        return {"error": f"ray start {how}: {_last_line(said)}"}
+        return {"error": f"ray start {how}: {cause(said)}", "log": kept}
     return {"session": process.pid, "processes": _described(_ours(mark, process.pid, []))}
 
 
@@ -255,6 +266,61 @@ def _is_free(port: int) -> bool:
     return True
 
 
+def _login_address(addresses: dict[str, str]) -> str:
+    """The server's side of SSH_CONNECTION: client address and port, server address and port."""
+    fields = os.environ.get("SSH_CONNECTION", "").split()
+    return fields[2] if len(fields) == 4 and fields[2] in addresses.values() else ""
+
+
+def _no_connection(reach: str) -> str:
+    """Why no connection to `reach`, address:port, was accepted within REACH_SECONDS; empty when one was."""
+    address, _, port = reach.rpartition(":")
+    ends_at = time.monotonic() + REACH_SECONDS
+    why = ""
+    while (left := ends_at - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((address, int(port)), left):
+                return ""
+        except OSError as error:
+            why = error.strerror or "no answer"
+            time.sleep(min(0.5, left))
+    return why or "no answer"
+
+
+_COLOR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# Ray's own forms: "2026-11-22 05:57:56,007\tERR utils.py:1281 -- text", "[2026-11-22 05:57:02,368 W 1 1] f.h:1: text".
+_PYTHON_LINE = re.compile(r"\d{4}-\d\d-\d\d \S+\s+(?P<level>[A-Z]+) \S+ -- (?P<text>.*)")
+_NATIVE_LINE = re.compile(r"\[\d{4}-\d\d-\d\d \S+ (?P<level>[A-Z]) [^\]]*\] (?:\([^)]*\) )?\S+: (?P<text>.*)")
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Timeout\w*)\b.*")
+
+
+def cause(text: str) -> str:
+    """The line that says why `ray start` failed: the last exception, else the first error, else the last warning, else
+    the last line. What Ray prints after its exception is advice."""
+    lines = [line.rstrip() for line in _COLOR.sub("", text).splitlines() if line.strip()]
+    raised = [
+        line
+        for number, line in enumerate(lines)
+        if _EXCEPTION.fullmatch(line) and any(above.startswith("Traceback") for above in lines[:number])
+    ]
+    found = [match for line in lines if (match := _PYTHON_LINE.match(line) or _NATIVE_LINE.match(line))]
+    errors = [match["text"] for match in found if match["level"] in ("ERR", "ERROR", "PANIC", "E", "C", "F")]
+    warnings = [match["text"] for match in found if match["level"] in ("WARN", "W")]
+    chosen = raised[-1:] or errors[:1] or warnings[-1:] or lines[-1:] or ["it printed nothing"]
+    return chosen[0].strip()[:300]
+
+
+def _logs(directory: str) -> str:
+    """The end of what `ray start` and the processes it had started by then have logged."""
+    daemons = Path(directory, "ray", "session_latest", "logs")
+    parts = []
+    for path in (Path(directory, LOG), *(daemons / name for name in _DAEMON_LOGS)):
+        with contextlib.suppress(OSError):
+            text = _COLOR.sub("", path.read_bytes()[-_LOG_BYTES:].decode("utf-8", errors="replace"))
+            parts.append(f"==> {path.name} <==\n{text}")
+    return "\n".join(parts)
+
+
 def _version(package: str) -> str:
     try:
         return metadata.version(package)
@@ -263,5 +329,5 @@ def _version(package: str) -> str:
 
 
 def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in _COLOR.sub("", text).splitlines() if line.strip()]
     return lines[-1][:300] if lines else "it printed nothing"

@@ -1,7 +1,7 @@
-"""Nodes that are not to be used for a while: by exact name, with a reason and an expiry, kept beside the cluster.
+"""Nodes that are used last and only after a passed check: by exact name, with a reason, kept beside the cluster.
 
-By exact name, because a pattern such as `gpu1` would also match gpu10; with an expiry, because a list that is never
-cleared grows until no node is left.
+By exact name, because a pattern such as `gpu1` would also match gpu10. A passed check, `burst cluster down` and `burst
+cluster release` let a node in again; so does the expiry, because a list that is never cleared grows.
 """
 
 from __future__ import annotations
@@ -45,9 +45,13 @@ class Quarantine:
         entries = {**self.entries(now), name: Entry(reason=reason, until=now + self._seconds)}
         self._write(entries)
 
-    def release(self, name: str) -> None:
-        """Let a node in again."""
-        self._write({other: entry for other, entry in self.entries().items() if other != name})
+    def release(self, *names: str) -> list[str]:
+        """Let nodes in again; returns those that were out."""
+        entries = self.entries()
+        released = [name for name in names if name in entries]
+        if released:
+            self._write({other: entry for other, entry in entries.items() if other not in released})
+        return released
 
     def _write(self, entries: Mapping[str, Entry]) -> None:
         plain = {name: asdict(entry) for name, entry in entries.items()}

@@ -71,7 +71,8 @@ def fixed_ports(ports: RayPorts, *, head: bool) -> dict[str, int]:
 def _start(python: str, ports: RayPorts, *, address: str, directory: str) -> list[str]:
     # A remote shell may not have `ray` on its PATH.
     return [
-        *(python, "-m", "ray.scripts.scripts", "start"),
+        # -u: of a start that hangs, the output so far is in its log.
+        *(python, "-u", "-m", "ray.scripts.scripts", "start"),
         f"--node-ip-address={address}",
         f"--node-manager-port={ports.node_manager_port}",
         f"--object-manager-port={ports.object_manager_port}",

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from cluster.files import strict_yaml
 from cluster.files.errors import UsageError
@@ -74,6 +75,8 @@ class ClusterState:
     versions: str  # equal on all nodes, for people
     nodes: tuple[StartedNode, ...]
     of_run: bool = False  # started by `burst run` for itself, which ends it
+    ending: bool = False  # `down` ended the other nodes; these did not answer it
+    head_name: str = ""  # of a cluster that is ending: its head may have been ended
     schema: int = SCHEMA
 
     @property
@@ -84,6 +87,15 @@ class ClusterState:
     def head_address(self) -> str:
         """Where Ray's head answers, address:port."""
         return f"{self.head.address}:{self.head_port}"
+
+    @property
+    def joined(self) -> tuple[StartedNode, ...]:
+        """The nodes on which Ray was started. Others failed, and may still hold something that `down` ends."""
+        return tuple(node for node in self.nodes if node.ran)
+
+    def is_head(self, node: StartedNode) -> bool:
+        """Whether this node is, or was, the head."""
+        return node.name == (self.head_name or self.head.name)
 
     def with_node(self, node: StartedNode) -> ClusterState:
         """The same cluster with a new record of one node."""
@@ -154,6 +166,12 @@ class StateDirectory:
             raise UsageError(
                 f"{self.token_path} cannot be read ({error.strerror}); end the cluster and start it again"
             ) from error
+
+    def keep_log(self, node: str, text: str) -> Path:
+        """Keep what a node printed when Ray did not start there, in place of an earlier log; returns the file."""
+        path = self.path / "logs" / f"ray-start-{quote(node, safe='')}.log"
+        write_private(path, text)
+        return path
 
     def clear(self) -> None:
         """Forget the cluster: after nothing of it is left. The quarantine outlives it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,10 +24,13 @@ class NodeStatus:
     finding: str
 
 
-def cluster_status(state: ClusterState, connect: Connect, seconds: float) -> list[NodeStatus]:
-    """Every node of the cluster, in order."""
-    answers = on_all(state.nodes, lambda node: _look(node, connect, seconds))
-    return [_status(state, node, answer) for node, answer in zip(state.nodes, answers, strict=True)]
+def cluster_status(
+    state: ClusterState, connect: Connect, seconds: float, only: Collection[str] | None = None
+) -> list[NodeStatus]:
+    """Every node of the cluster, or those named, in order."""
+    nodes = [node for node in state.nodes if only is None or node.name in only]
+    answers = on_all(nodes, lambda node: _look(node, connect, seconds))
+    return [_status(state, node, answer) for node, answer in zip(nodes, answers, strict=True)]
 
 
 def _look(node: StartedNode, connect: Connect, seconds: float) -> tuple[bool, str]:
@@ -42,6 +46,8 @@ def _look(node: StartedNode, connect: Connect, seconds: float) -> tuple[bool, st
         answer = ask(runner, python, "status", seconds=seconds, **wanted)
     if answer["raylet"]:
         return True, f"{answer['processes']} processes"
+    if not node.ran:
+        return False, f"it never joined the cluster, {answer['processes']} processes of ours are left"
     return False, f"Ray is not running, {answer['processes']} processes of ours are left"
 
 
@@ -49,7 +55,7 @@ def _status(state: ClusterState, node: StartedNode, answer: tuple[bool, str] | s
     runs, finding = (None, answer) if isinstance(answer, str) else answer
     return NodeStatus(
         name=node.name,
-        role="head" if node is state.head else "worker",
+        role="head" if state.is_head(node) else "worker",
         address=node.address,
         state="unknown" if runs is None else "up" if runs else "down",
         finding=finding,

@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import getpass
+import json
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from cluster.files.errors import UsageError
 from cluster.inventory.nodes import Inventory, Node
-from cluster.ray_cluster.candidates import Means, healthy, intended, ranks_of
+from cluster.ray_cluster.candidates import Means, healthy, intended, meet
 from cluster.ray_cluster.container import interpreter, run_command
 from cluster.ray_cluster.down import docker, end_cluster, end_node
-from cluster.ray_cluster.introduction import HEAD_PORTS, THIS_MACHINE, introduce, mismatch, own_versions
-from cluster.ray_cluster.node import NodeError, ask, named, on_all
+from cluster.ray_cluster.introduction import HEAD_PORTS, Introduction, introduce
+from cluster.ray_cluster.node import NodeError, ask, on_all
 from cluster.ray_cluster.ray_commands import SETTINGS, fixed_ports, head_command, worker_command
 from cluster.ray_cluster.state import ClusterState, Process, StartedNode, StateDirectory
 from cluster.transport.runner import Unreachable
+
+ANSWER_SECONDS = 30.0  # beyond Ray's own deadline: to start the interpreter, and to end what Ray has started
+MAX_HEADS = 3  # tried one after another; where so many fail, the site or the network is at fault
 
 
 def start_cluster(inventory: Inventory, states: StateDirectory, means: Means, *, of_run: bool = False) -> ClusterState:
     """Start Ray on the inventory's healthy nodes, the first of them as head; `of_run` for one run alone.
 
-    Ends everything it started and raises UsageError when a cluster is recorded already, no node is healthy, versions
-    differ, or the head does not start. A worker that does not start is left out with a sentence.
+    Ends everything it started and raises UsageError when a cluster is recorded already, no node is healthy, none has
+    this machine's software, or no head starts. A node that cannot take part is left out with a sentence.
     """
     with states.held("start a cluster"):
         if (old := states.load()) is not None:
-            how = "is up" if old.complete else "was left half started"
+            how = "is up" if old.complete else "was not ended on all nodes" if old.ending else "was left half started"
             raise UsageError(
                 f"a cluster of {old.inventory} {how} (by {old.created_by}, {old.created_at}); "
                 "`burst cluster down` ends it"
@@ -69,7 +72,7 @@ def _started(inventory: Inventory, states: StateDirectory, means: Means, of_run:
 
 
 class _Start:
-    """One attempt; `state` is saved after every step of it."""
+    """One attempt; `state` is saved after every step of it. A node that fails a step is left out, the others go on."""
 
     def __init__(self, states: StateDirectory, state: ClusterState, nodes: Sequence[Node], means: Means) -> None:
         self.states = states
@@ -77,20 +80,15 @@ class _Start:
         self.nodes = {node.name: node for node in nodes}
         self.means = means
         self.token = states.token()
+        self.left_out: dict[str, str] = {}  # by name: why
         self._lock = threading.Lock()
 
     def run(self) -> ClusterState:
-        head, *workers = self.state.nodes
-        self._each(self.state.nodes, self._start_container)
-        versions = {THIS_MACHINE: own_versions(self.means.folder, self.means.describe, self.means.seconds)}
-        [versions[head.name]] = self._each([head], lambda node: self._introduce(node, toward=""))
-        others = self._each(workers, lambda node: self._introduce(node, toward=self.state.head.address))
-        versions |= {node.name: answer for node, answer in zip(workers, others, strict=True)}
-        if problem := mismatch(versions):
-            raise UsageError(problem)
-        self._save(dataclasses.replace(self.state, versions=_sentence(versions[head.name])))
-        self._each([self.state.head], self._start_ray)
-        self._start_workers()
+        self._on(self.state.nodes, self._start_container)
+        met = self._meet()
+        self._save(dataclasses.replace(self.state, versions=_sentence(next(iter(met.values())).versions)))
+        ports = self._start_head(met)
+        self._on(self.state.nodes[1:], lambda node: self._start_ray(node, ports))
         self._save(dataclasses.replace(self.state, complete=True))
         return self.state
 
@@ -104,81 +102,112 @@ class _Start:
             done = docker(runner, command, self.means.seconds)
         self._learn(node, container_id=done.stdout.strip())
 
-    def _introduce(self, node: StartedNode, *, toward: str) -> dict[str, str]:
-        """Learn a node's address and ranks; returns its versions."""
-        site = self.nodes[node.name].site
-        with self.means.connect(node.host, self.means.seconds) as runner:
-            python = interpreter(site, node.python, self._now(node).container_id)
-            met = introduce(
-                runner, python, node, site.network.interface, toward, self.means.describe, self.means.seconds
-            )
-        ranks = ranks_of(self.nodes[node.name], met.description, self.means)
-        if not toward:  # only the head listens on ports that other nodes use
-            free = iter(met.free_ports)
-            ports: dict[str, Any] = {name: getattr(site.ray, name) or next(free) for name in HEAD_PORTS}
-            site = dataclasses.replace(site, ray=dataclasses.replace(site.ray, **ports))
-            self.nodes[node.name] = dataclasses.replace(self.nodes[node.name], site=site)
-            self._save(dataclasses.replace(self.state, head_port=site.ray.head_port))
-        self._learn(node, address=met.address, interface=met.interface, ranks=ranks, description=met.description)
-        return met.versions
-
-    def _start_workers(self) -> None:
-        """All but the head; a node that does not start is ended and left out."""
-        workers = [node for node in self.state.nodes if node is not self.state.head]
-        failed = {}
-        for node, answer in zip(workers, on_all(workers, self._start_ray), strict=True):
-            if isinstance(answer, str):
-                failed[node.name] = answer
-        for name, sentence in failed.items():
-            self.means.say(f"left out: {name} did not start ({sentence})")
-            node = next(node for node in self.state.nodes if node.name == name)
-            with contextlib.suppress(NodeError, Unreachable):
-                end_node(node, self.means.connect, self.means.seconds)
-                self._save(
-                    dataclasses.replace(self.state, nodes=tuple(old for old in self.state.nodes if old.name != name))
+    def _meet(self) -> dict[str, Introduction]:
+        """Learn address and ranks of the nodes that can form a cluster; returns their introductions, the head first."""
+        present = [node for node in self.state.nodes if node.name not in self.left_out]
+        if not present:
+            raise NodeError(self._reasons())
+        met, left_out = meet([self.nodes[node.name] for node in present], self._introduced, self.means)
+        self._leave_out(left_out)
+        for node in present:
+            if node.name in met:
+                found = met[node.name]
+                ranks = self.means.ranks(self.nodes[node.name], json.loads(found.description))
+                self._learn(
+                    node,
+                    address=found.address,
+                    interface=found.interface,
+                    ranks=ranks,
+                    description=found.description,
                 )
+        return met
 
-    def _start_ray(self, node: StartedNode) -> None:
+    def _introduced(self, node: Node, toward: str) -> Introduction:
+        record = self._record(node.name)
+        with self.means.connect(node.host, self.means.seconds) as runner:
+            python = interpreter(node.site, record.python, record.container_id)
+            interface = node.site.network.interface
+            return introduce(runner, python, record, interface, toward, self.means.describe, self.means.seconds)
+
+    def _start_head(self, met: Mapping[str, Introduction]) -> Mapping[str, Any]:
+        """Start the first node that can be the head; returns its ports. Raises NodeError when MAX_HEADS could not."""
+        for name in list(met)[:MAX_HEADS]:
+            site = self.nodes[name].site
+            free = iter(met[name].free_ports)
+            ports = {port: getattr(site.ray, port) or next(free) for port in HEAD_PORTS}
+            first = self._record(name)
+            others = [node for node in self.state.nodes if node is not first]
+            self._save(dataclasses.replace(self.state, head_port=ports["head_port"], nodes=(first, *others)))
+            self._on([first], lambda node, ports=ports: self._start_ray(node, ports))  # type: ignore[misc]
+            if name not in self.left_out:
+                return ports
+        raise NodeError(f"no head could be started: {self._reasons()}")
+
+    def _start_ray(self, node: StartedNode, ports: Mapping[str, Any]) -> None:
+        """Start Ray on one node. Its log is kept where that fails."""
         site = self.nodes[node.name].site
-        known = self._now(node)
+        known = self._record(node.name)
+        head = known.name == self.state.head.name
+        ray = dataclasses.replace(site.ray, **ports) if head else site.ray
         common = {"address": known.address, "name": node.name, "directory": f"{node.directory}/ray"}
-        if known.name == self.state.head.name:
-            command = head_command(node.python, site.ray, **common)
+        if head:
+            command = head_command(node.python, ray, **common)
         else:
-            command = worker_command(node.python, site.ray, **common, head=self.state.head_address)
-        seconds = site.ray.ready_seconds
+            command = worker_command(node.python, ray, **common, head=self.state.head_address)
         self._learn(node, begun=True)
         with self.means.connect(node.host, self.means.seconds) as runner:
-            answer = ask(
-                runner,
-                interpreter(site, node.python, known.container_id),
-                "start",
-                seconds=seconds + self.means.seconds,
-                mark=node.mark,
-                directory=node.directory,
-                token=self.token,
-                command=command,
-                environment={**SETTINGS, "PYTHONPATH": node.folder},
-                wait_seconds=seconds,
-                ports=fixed_ports(site.ray, head=known.name == self.state.head.name),
-            )
+            try:
+                answer = ask(
+                    runner,
+                    interpreter(site, node.python, known.container_id),
+                    "start",
+                    seconds=ray.ready_seconds + min(self.means.seconds, ANSWER_SECONDS),
+                    mark=node.mark,
+                    directory=node.directory,
+                    token=self.token,
+                    command=command,
+                    environment={**SETTINGS, "PYTHONPATH": node.folder},
+                    wait_seconds=ray.ready_seconds,
+                    ports=fixed_ports(ray, head=head),
+                    reach="" if head else self.state.head_address,
+                )
+            except NodeError as error:
+                kept = f"; its log: {self.states.keep_log(node.name, error.log)}" if error.log else ""
+                raise NodeError(f"{error}{kept}") from error
         processes = tuple(Process(**process) for process in answer["processes"])
         self._learn(node, session=answer["session"], processes=processes)
 
-    def _each(self, nodes: Sequence[StartedNode], work: Callable[[StartedNode], Any]) -> list[Any]:
-        """`work` on all nodes at once. Raises NodeError with every sentence when it failed on some."""
-        answers = on_all(nodes, work)
-        if problems := named(nodes, answers):
-            raise NodeError(problems)
-        return answers
+    def _on(self, nodes: Sequence[StartedNode], work: Callable[[StartedNode], None]) -> None:
+        """`work` on all of these nodes at once; those where it fails are left out."""
+        chosen = [node for node in nodes if node.name not in self.left_out]
+        answers = zip(chosen, on_all(chosen, work), strict=True)
+        self._leave_out({node.name: answer for node, answer in answers if isinstance(answer, str)})
 
-    def _now(self, node: StartedNode) -> StartedNode:
+    def _leave_out(self, failed: Mapping[str, str]) -> None:
+        """Go on without these nodes. One that may still run something stays in the record, for `down`, as the last."""
+        self.left_out |= failed
+        for name, sentence in failed.items():
+            self.means.say(f"left out: {name}: {sentence}")
+        records = [self._record(name) for name in failed]
+        ended = on_all(records, self._end)
+        kept = [self._record(node.name) for node, answer in zip(records, ended, strict=True) if isinstance(answer, str)]
+        others = [node for node in self.state.nodes if node.name not in failed]
+        if others or kept:
+            self._save(dataclasses.replace(self.state, nodes=(*others, *kept)))
+
+    def _end(self, node: StartedNode) -> int:
+        return end_node(node, self.means.connect, self.means.seconds) if node.begun else 0
+
+    def _reasons(self) -> str:
+        return "; ".join(f"{name}: {why}" for name, why in self.left_out.items())
+
+    def _record(self, name: str) -> StartedNode:
         """The node with everything learned since."""
-        return next(known for known in self.state.nodes if known.name == node.name)
+        return next(known for known in self.state.nodes if known.name == name)
 
     def _learn(self, node: StartedNode, **facts: Any) -> None:
         with self._lock:
-            self.state = self.state.with_node(dataclasses.replace(self._now(node), **facts))
+            self.state = self.state.with_node(dataclasses.replace(self._record(node.name), **facts))
             self.states.save(self.state)
 
     def _save(self, state: ClusterState) -> None:

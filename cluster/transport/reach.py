@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -102,6 +103,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             break
 
 
+def address_of(host: Host) -> str:
+    """The name or address behind a remote host's, which `~/.ssh/config` may give. Raises Unreachable for a bad one."""
+    from cluster.transport.ssh.config import SshConfig
+
+    return SshConfig().way(host).address
+
+
 def connection(
     hosts: Iterable[Host], *, known_hosts: Path | None = None, accept_new_host_keys: bool = False
 ) -> Connect:
@@ -118,8 +126,8 @@ def connection(
         raise UsageError(
             f"reaching other machines needs {error.name}, which is not installed; pip install paramiko"
         ) from None
-    named = {"known_hosts": known_hosts} if known_hosts else {}
-    over_ssh = connector(SshOptions(accept_new_host_keys=accept_new_host_keys, **named))
+    options = SshOptions(accept_new_host_keys=accept_new_host_keys)
+    over_ssh = connector(replace(options, known_hosts=known_hosts) if known_hosts else options)
 
     def connect(host: Host, seconds: float) -> AbstractContextManager[Runner]:
         return (connect_local if host.is_local else over_ssh)(host, seconds)

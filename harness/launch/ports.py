@@ -87,3 +87,12 @@ def _ranges(text: str) -> list[tuple[int, int]]:
 
 def _read(path: Path, absent: str) -> str:
     return path.read_text(encoding="ascii") if path.exists() else absent
+
+
+def answers(address: str, port: int, seconds: float = 2.0) -> bool:
+    """Whether a process listens there. The probe needs only the host's kernel."""
+    try:
+        with socket.create_connection((address, port), seconds):
+            return True
+    except OSError:
+        return False

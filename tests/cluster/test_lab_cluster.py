@@ -229,7 +229,7 @@ def test_a_cluster_is_started_swept_over_half_lost_and_ended(tmp_path):
         assert (code, "repeat burst cluster down" in said) == (1, True), said
         lab.revive(second)
         code, said = site.burst("cluster", "down")
-        assert (code, "1 nodes ended" in said) == (0, True), said
+        assert (code, "1 node ended" in said) == (0, True), said
         assert site.rays() == []
         assert site.burst("cluster", "down")[0] == 2
 

@@ -24,7 +24,7 @@ PORTS = RayPorts(head_port=7000, dashboard=False, worker_port_first=21000, worke
 def test_the_head_listens_where_the_site_says_and_takes_no_gpus():
     command = ray_commands.head_command("/venv/bin/python", PORTS, address="10.0.0.1", name="gpu01", directory="/tmp/r")
     assert shlex.join(command) == (
-        "/venv/bin/python -m ray.scripts.scripts start --node-ip-address=10.0.0.1 --node-manager-port=0 "
+        "/venv/bin/python -u -m ray.scripts.scripts start --node-ip-address=10.0.0.1 --node-manager-port=0 "
         "--object-manager-port=0 --temp-dir=/tmp/r --object-store-memory=1073741824 --num-gpus=0 "
         "--include-log-monitor=false --disable-usage-stats --head --port=7000 --ray-client-server-port=10001 "
         "--include-dashboard=false --dashboard-host=127.0.0.1 --dashboard-port=8265 --num-cpus=1 "

@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.ray_cluster.node_program import USER_GPUS
 from harness.launch.launcher import Job
-from harness.launch.ports import reserve_port
+from harness.launch.ports import answers, reserve_port
 from harness.launch.supervisor import Supervisor
 from harness.launch.verdict import Watched
 
 # Variables that Ray sets for its workers and ranks must not have: Ray's settings, and its threads and GPUs.
 _RAYS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+# The launcher gives a silent host up after about 11 s; its ranks then have 5 s to end before they are killed.
+CUT_OFF_SECONDS = 14.0
+PROBE_SECONDS = 2.0
 FETCH_BYTES = 64 * 2**20  # of one trial's files from one host; logs that have run away are cut
 _LOG_BYTES = 8 * 2**20
 
@@ -53,10 +58,28 @@ class NodeActor:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
 
-    def watch(self, job: Job) -> Watched:
-        """Run this host's part of a job to its end."""
+    def watch(self, job: Job, head: tuple[str, int] | None = None) -> Watched:
+        """Run this host's part of a job to its end, or until it has not reached `head`, address and port of the
+        cluster's, for CUT_OFF_SECONDS: the launcher has then given this host up, and only this host can end its ranks.
+        """
         self._progress = []
-        return self._supervisor.watch(job, self._progress.append)
+        over = threading.Event()
+        if head is not None:
+            threading.Thread(target=self._guard, args=(*head, over), daemon=True).start()
+        try:
+            return self._supervisor.watch(job, self._progress.append)
+        finally:
+            over.set()
+
+    def _guard(self, address: str, port: int, over: threading.Event) -> None:
+        """Cancel the job when the head accepts no connection for too long. It needs only the head's kernel."""
+        reached_at = time.monotonic()
+        while not over.wait(PROBE_SECONDS):
+            if answers(address, port):
+                reached_at = time.monotonic()
+            elif time.monotonic() - reached_at > CUT_OFF_SECONDS and not over.is_set():
+                self._supervisor.cancel()
+                return
 
     def progress(self, seen: int) -> list[dict[str, object]]:
         """Progress lines of the running job after the first `seen`."""

@@ -17,9 +17,12 @@ from cluster.inventory.file import read_inventory
 from cluster.inventory.nodes import Inventory, Node
 from cluster.ray_cluster.candidates import Means, candidates, unfit_nodes
 from cluster.ray_cluster.down import end_cluster
+from cluster.ray_cluster.quarantine import Quarantine
 from cluster.ray_cluster.state import ClusterState, StateDirectory, default_directory
+from cluster.ray_cluster.status import cluster_status
 from cluster.ray_cluster.up import start_cluster
 from cluster.transport.reach import connection
+from cluster.transport.runner import Connect
 from harness.base.errors import UsageError
 from harness.launch.launcher import Job, Launcher, Outcome
 from harness.launch.nodes.hosts import HostEnvironments
@@ -43,16 +46,18 @@ def start(
     inventory: Inventory, states: StateDirectory, trust: Trust, say: Say, seconds: float, *, of_run: bool = False
 ) -> ClusterState:
     """Start Ray on the inventory's healthy nodes, which must hold the same code as this one. Raises UsageError."""
-    return start_cluster(inventory, states, _means(inventory, trust, say, seconds), of_run=of_run)
+    return start_cluster(inventory, states, _means(inventory, states, trust, say, seconds), of_run=of_run)
 
 
 def planned_machine(arguments: argparse.Namespace, say: Say) -> Machine:
     """The hosts that a run with these arguments would have, as one machine. Starts nothing. Raises UsageError."""
     inventory = _inventory(arguments.nodes)
-    state = _usable(StateDirectory(arguments.state or default_directory()), arguments.nodes)
+    states = StateDirectory(arguments.state or default_directory())
+    state = _usable(states, arguments.nodes)
     if state is not None:
-        return _machine(state, _shared(inventory, state, arguments.nodes, say))
-    found = candidates(inventory, _means(inventory, _trust(arguments), say, SECONDS))
+        shared = _shared(inventory, state, arguments.nodes, say)
+        return _machine(state, _fit(shared, state, states, say))
+    found = candidates(inventory, _means(inventory, states, _trust(arguments), say, SECONDS))
     return together([machine_of(json.loads(node.description)) for node in found], min(node.ranks for node in found))
 
 
@@ -62,11 +67,13 @@ def cluster_launcher(arguments: argparse.Namespace, say: Say) -> tuple[Machine, 
     states = StateDirectory(arguments.state or default_directory())
     state = _usable(states, arguments.nodes)
     if state is not None:
-        return _launcher(state, states, _shared(inventory, state, arguments.nodes, say))
+        shared = _shared(inventory, state, arguments.nodes, say)
+        return _launcher(state, states, shared, _fit(shared, state, states, say))
     say("no cluster is up: starting one for this run")
     state = start(inventory, states, _trust(arguments), say, SECONDS, of_run=True)
     try:
-        machine, launcher = _launcher(state, states, _shared(inventory, state, arguments.nodes, say))
+        shared = _shared(inventory, state, arguments.nodes, say)
+        machine, launcher = _launcher(state, states, shared, shared)  # they were checked before they were started
     except BaseException:  # nodes that differ too much for one run, and Ctrl-C
         end_own(states, state, say)
         raise
@@ -78,6 +85,11 @@ def _usable(states: StateDirectory, inventory: Path) -> ClusterState | None:
     state = states.load()
     if state is None:
         return None
+    if state.ending:
+        raise UsageError(
+            f"the cluster in {states.path} was ended except on {', '.join(node.name for node in state.nodes)}; "
+            "repeat burst cluster down, or give it --forget if they are gone"
+        )
     if state.of_run:
         raise UsageError(
             f"the cluster in {states.path} belongs to another burst run (by {state.created_by}, {state.created_at}); "
@@ -92,11 +104,11 @@ def _usable(states: StateDirectory, inventory: Path) -> ClusterState | None:
 
 def _shared(inventory: Inventory, state: ClusterState, file: Path, say: Say) -> list[Node]:
     """Nodes that are in both, in the inventory's order."""
-    started = {node.name for node in state.nodes}
+    joined = {node.name for node in state.joined}
     for node in inventory.nodes:
-        if node.name not in started and not state.of_run:
+        if node.name not in joined and not state.of_run:
             say(f"left out: {node.name} is not part of the cluster that is up")
-    nodes = [node for node in inventory.nodes if node.name in started]
+    nodes = [node for node in inventory.nodes if node.name in joined]
     if not nodes:
         raise UsageError(
             f"none of the nodes in {file} is part of the cluster that is up "
@@ -106,14 +118,43 @@ def _shared(inventory: Inventory, state: ClusterState, file: Path, say: Say) -> 
     return nodes
 
 
-def _launcher(state: ClusterState, states: StateDirectory, nodes: Sequence[Node]) -> tuple[Machine, ClusterLauncher]:
-    connect = connection([node.host for node in state.nodes], known_hosts=state.known_hosts)
+def _fit(nodes: Sequence[Node], state: ClusterState, states: StateDirectory, say: Say) -> list[Node]:
+    """The nodes of a cluster that is up that can be used now: they pass their check, and Ray still runs there.
+
+    A repaired node leaves the quarantine by that. Raises UsageError for none.
+    """
+    connect = _connect(state)
+    unfit = unfit_nodes(nodes, connect, SECONDS, Quarantine(states.path))
+    names = {node.name for node in nodes if node.name not in unfit}
+    for found in cluster_status(state, connect, SECONDS, only=names):
+        if found.state != "up":
+            unfit[found.name] = f"{found.name}: {found.finding}; burst cluster down, then up, let it join again"
+    for sentence in unfit.values():
+        say(f"left out: {sentence}")
+    fit = [node for node in nodes if node.name not in unfit]
+    if not fit:
+        raise UsageError(
+            f"none of the {len(nodes)} nodes of the cluster can be used now; see burst check and burst cluster status"
+        )
+    return fit
+
+
+def _launcher(
+    state: ClusterState, states: StateDirectory, nodes: Sequence[Node], fit: Sequence[Node]
+) -> tuple[Machine, ClusterLauncher]:
+    """`fit` of the `nodes` can be used now; the others may be repaired meanwhile."""
+    connect = _connect(state)
     means = ClusterMeans(
-        machine=_machine(state, nodes),
+        machine=_machine(state, fit),
         unfit=partial(unfit_nodes, connect=connect, timeout_seconds=SECONDS),
         environments=HostEnvironments(connect, state.head.address, os.environ),
     )
-    return means.machine, ClusterLauncher(states, state, nodes, means)
+    first = [*fit, *(node for node in nodes if node not in fit)]
+    return means.machine, ClusterLauncher(states, state, first, means)
+
+
+def _connect(state: ClusterState) -> Connect:
+    return connection([node.host for node in state.nodes], known_hosts=state.known_hosts)
 
 
 def _machine(state: ClusterState, nodes: Sequence[Node]) -> Machine:
@@ -133,7 +174,7 @@ def _trust(arguments: argparse.Namespace) -> Trust:
     return Trust(known_hosts=arguments.known_hosts, accept_new_host_keys=arguments.accept_new_host_keys)
 
 
-def _means(inventory: Inventory, trust: Trust, say: Say, seconds: float) -> Means:
+def _means(inventory: Inventory, states: StateDirectory, trust: Trust, say: Say, seconds: float) -> Means:
     connect = connection(
         [node.host for node in inventory.nodes],
         known_hosts=trust.known_hosts,
@@ -141,7 +182,7 @@ def _means(inventory: Inventory, trust: Trust, say: Say, seconds: float) -> Mean
     )
     return Means(
         connect=connect,
-        unfit=partial(unfit_nodes, connect=connect, timeout_seconds=seconds),
+        unfit=partial(unfit_nodes, connect=connect, timeout_seconds=seconds, quarantine=Quarantine(states.path)),
         describe=("-m", "harness.machine.this_machine"),
         ranks=ranks_of,
         folder=PROJECT_ROOT,
@@ -186,8 +227,7 @@ def end_own(states: StateDirectory, started: ClusterState, say: Callable[[str], 
             state = states.load()
             if state is None or state.session != started.session:
                 return
-            connect = connection([node.host for node in state.nodes], known_hosts=state.known_hosts)
-            problems = end_cluster(states, state, connect, SECONDS)
+            problems = end_cluster(states, state, _connect(state), SECONDS)
     except UsageError as error:  # the run has its results, whether or not the cluster ended
         problems = {"the cluster": str(error)}
     for name, sentence in problems.items():

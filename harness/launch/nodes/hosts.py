@@ -15,7 +15,7 @@ from cluster.transport.runner import Connect
 from harness.launch.environment import RECORDED_PREFIXES
 from harness.launch.launcher import Job
 
-FRESH_SECONDS = 30.0  # a node found healthy so recently is not checked again
+FRESH_SECONDS = 30.0  # a node found healthy, or unfit, so recently is not checked again
 # Interfaces and routes: the trial's values were rendered on one machine, so those of each host replace them.
 _ROUTES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_")
 # The GPUs visible in the launching shell are not those of another host.
@@ -42,25 +42,43 @@ class HostPool:
         self._unfit = unfit
         self._clock = clock
         self._healthy_at: dict[str, float] = {}
+        self._unfit_at: dict[str, float] = {}
         self._gone: dict[str, str] = {}  # by name: why it is out for the rest of the run
 
     def take(self, count: int) -> list[Node]:
-        """The first `count` hosts that are healthy now. Raises TooFewHosts."""
+        """The first `count` hosts that are healthy now. Raises TooFewHosts.
+
+        Hosts in quarantine are taken only where the others are too few, and after a check that lets them in again.
+        """
         while True:
             quarantined = self._quarantine.entries()
-            usable = [node for node in self._nodes if node.name not in self._gone and node.name not in quarantined]
-            chosen = usable[:count]
+            here = [node for node in self._nodes if node.name not in self._gone]
+            chosen = [node for node in here if node.name not in quarantined][:count]
             if len(chosen) < count:
-                raise TooFewHosts(self._too_few(count, {name: entry.reason for name, entry in quarantined.items()}))
-            stale = [node for node in chosen if not self._is_fresh(node)]
-            problems = self._unfit(stale) if stale else {}
-            for node in stale:
-                if node.name in problems:
-                    self._quarantine.add(node.name, problems[node.name])
-                else:
-                    self._healthy_at[node.name] = self._clock()
-            if not problems:
+                again = [
+                    node
+                    for node in here
+                    if node.name in quarantined and self._since(self._unfit_at, node) > FRESH_SECONDS
+                ]
+                if not again:
+                    raise TooFewHosts(self._too_few(count, {name: entry.reason for name, entry in quarantined.items()}))
+                self._check(again)
+                continue
+            stale = [node for node in chosen if self._since(self._healthy_at, node) >= FRESH_SECONDS]
+            if not stale or not self._check(stale):
                 return chosen
+
+    def _check(self, nodes: Sequence[Node]) -> dict[str, str]:
+        """Check these hosts: unfit ones go into quarantine, the others leave it. Returns the reason for each unfit."""
+        problems = self._unfit(nodes)
+        for node in nodes:
+            if node.name in problems:
+                self._quarantine.add(node.name, problems[node.name])
+                self._unfit_at[node.name] = self._clock()
+            else:
+                self._quarantine.release(node.name)
+                self._healthy_at[node.name] = self._clock()
+        return problems
 
     def lose(self, name: str, reason: str) -> None:
         """A host that was lost during a job: out for this run, and in quarantine for others."""
@@ -71,9 +89,9 @@ class HostPool:
         """A host that this run cannot use although it is healthy."""
         self._gone[name] = reason
 
-    def _is_fresh(self, node: Node) -> bool:
-        since = self._clock() - self._healthy_at.get(node.name, float("-inf"))
-        return since < FRESH_SECONDS
+    def _since(self, times: Mapping[str, float], node: Node) -> float:
+        """Seconds since the host's time there; without one, for ever."""
+        return self._clock() - times.get(node.name, float("-inf"))
 
     def _too_few(self, count: int, quarantined: dict[str, str]) -> str:
         out = {node.name: self._gone.get(node.name) or quarantined.get(node.name) for node in self._nodes}
@@ -81,7 +99,7 @@ class HostPool:
         left = sum(reason is None for reason in out.values())
         return (
             f"{count} hosts are needed but {left} of {len(self._nodes)} can be used ({reasons}); "
-            "repair them or wait for the end of their quarantine, then --resume --retry-failed"
+            "repair them, then --resume --retry-failed: a host that passes its check is used again"
         )
 
 

@@ -104,7 +104,8 @@ class ClusterLauncher:
         if self._team is None:
             self._guest = RayGuest(self._state, self._states)
             self._team = Team(self._guest.ray)
-            for name, why in self._team.gather([node.name for node in self._nodes]).items():
+            addresses = {node.name: self._started[node.name].address for node in self._nodes}
+            for name, why in self._team.gather(addresses).items():
                 self._pool.without(name, why)
         return self._team
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 from harness.base.interrupts import look
 from harness.launch.launcher import Job, Part
 from harness.launch.nodes.team import ENDING_SECONDS, HostLost, Member
+from harness.launch.ports import answers
 from harness.launch.verdict import Watched
 
 POLL_SECONDS = 0.2
@@ -46,7 +46,8 @@ class JobWatch:
 
     def run(self) -> None:
         """Return when every part has ended or its host is lost. Ctrl-C ends the parts first and is then re-raised."""
-        self._pending = {member.actor.watch.remote(job): (member, job) for member, job in self._parts}
+        head = (self._head_address, self._head_port)
+        self._pending = {member.actor.watch.remote(job, head): (member, job) for member, job in self._parts}
         give_up = time.monotonic() + max(job.deadline_seconds for _, job in self._parts) + 2 * ENDING_SECONDS
         trouble_at: float | None = None
         cancelled = False
@@ -163,12 +164,3 @@ def lost_sentence(lost: Mapping[str, str], progress: Mapping[str, object], other
     step = f" after step {progress['step']} of {progress.get('of', '?')}" if "step" in progress else ""
     ended = f", the ranks on {', '.join(others)} were ended" if others else ""
     return f"{gone}{step}{ended}; --resume --retry-failed runs it on other hosts"
-
-
-def answers(address: str, port: int, seconds: float = 2.0) -> bool:
-    """Whether a process listens there. The probe needs only the host's kernel."""
-    try:
-        with socket.create_connection((address, port), seconds):
-            return True
-    except OSError:
-        return False

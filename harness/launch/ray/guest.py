@@ -11,6 +11,7 @@ import tempfile
 import threading
 from types import ModuleType
 
+from cluster.files.errors import without_color
 from cluster.ray_cluster.node import NodeError, ask
 from cluster.ray_cluster.ray_commands import SETTINGS, guest_command
 from cluster.ray_cluster.state import ClusterState, StateDirectory
@@ -57,7 +58,9 @@ class RayGuest:
                 )
         except (NodeError, ConnectionError, RuntimeError, ValueError) as error:
             self.close()
-            said = " ".join(str(error).split())[:300]
+            said = " ".join(without_color(str(error)).split())[:300]
+            if isinstance(error, NodeError) and error.log:
+                said += f"; its log: {states.keep_log('this machine', error.log)}"
             raise ClusterLost(
                 f"the cluster's head {state.head.name} ({state.head_address}) cannot be joined ({said}); "
                 "see burst cluster status"
@@ -104,6 +107,7 @@ class RayGuest:
             command=guest_command(sys.executable, address=address, directory=f"{own}/ray", head=state.head_address),
             environment={**SETTINGS, MARK: self._directory, "PYTHONPATH": str(PROJECT_ROOT)},
             wait_seconds=START_SECONDS,
+            reach=state.head_address,
         )
 
 
