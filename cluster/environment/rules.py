@@ -46,6 +46,10 @@ def _problem(name: str, value: str) -> str:
         return interface_problem(name, value)
     if name == "NCCL_IB_GID_INDEX":
         return "is right on one node at best; NCCL finds the index by itself"
+    if name == "PATH":
+        return "replaces the node's own, also for compilers and nvidia-smi; software.python needs no entry there"
+    if name == "LD_PRELOAD":
+        return "is loaded into every rank and each program it starts; where a file is absent, ld.so goes on without it"
     if name.startswith(("UCX_", "OMPI_", "I_MPI_")):
         return "matters to UCX and MPI alone, which take no part here"
     return ""

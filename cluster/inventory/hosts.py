@@ -59,12 +59,17 @@ def parse_hosts(target: str) -> list[Host]:
     An IPv6 address with a port is written `[fe80::1]:2222`. Raises ValueError for anything else.
     """
     user, at, rest = target.rpartition("@")
-    if at and not _USER.fullmatch(user):
+    if at and not is_user(user):
         raise ValueError(f"{target!r} has the user {user!r}; expected letters, digits, '_', '-' or '.' before the '@'")
     address, port_text = _split_port(rest)
     port = _parse_port(port_text, target) if port_text is not None else None
     names = expand_addresses(address)
     return [Host(name=name, address=name, user=user or None, port=port) for name in names]
+
+
+def is_user(name: str) -> bool:
+    """Whether this can be the name of a user on a host."""
+    return _USER.fullmatch(name) is not None
 
 
 def expand(pattern: str) -> list[str]:

@@ -24,6 +24,7 @@ from cluster.inventory.software import RayPorts as RayPorts
 from cluster.inventory.software import Software as Software
 from cluster.inventory.software import SshDefaults as SshDefaults
 
+_PATH_LISTS = ("PATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -53,6 +54,23 @@ class Site:
                 raise ValueError(f"environment has the name {name!r}; expected letters, digits and '_'")
             if "\0" in value:
                 raise ValueError(f"environment.{name} holds a zero byte, which no variable can; remove it")
+            if problem := _path_problem(name, value):
+                raise ValueError(f"environment.{name} is {value!r}; {problem}")
+
+
+def _path_problem(name: str, value: str) -> str:
+    """The problem of a variable that lists paths; "" when there is none, and for all other variables.
+
+    No shell reads the value. A relative or empty part stands for the current folder, which is the trial's.
+    """
+    if name not in _PATH_LISTS:
+        return ""
+    if "$" in value:
+        return "no shell expands a '$' on the nodes; write every path out"
+    parts = re.split(r"[:\s]+", value) if name == "LD_PRELOAD" else value.split(":")
+    if not all(part.startswith("/") for part in parts):
+        return "expected absolute paths with ':' between them"
+    return ""
 
 
 def load_site(path: Path) -> Site:

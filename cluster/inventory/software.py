@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cluster.inventory.hosts import parse_jump
+from cluster.inventory.hosts import is_user, parse_jump
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _SIZE = re.compile(r"\d+[bkmgBKMG]?")
@@ -141,6 +141,8 @@ class SshDefaults:
     jump_key: Path | None = None  # private key for the jump hosts; null: the same as `key`
 
     def __post_init__(self) -> None:
+        if self.user is not None and not is_user(self.user):
+            raise ValueError(f"ssh.user is {self.user!r}; expected letters, digits, '_', '-' or '.', without host")
         if self.port is not None and not 0 < self.port < 65536:
             raise ValueError(f"ssh.port is {self.port}; expected a number from 1 to 65535")
         if self.jump is not None:

@@ -28,7 +28,11 @@ from pathlib import Path
 from typing import Any
 
 MARK = "BURST_RAY_NODE"  # names cluster and node in the environment of everything started there
-USER_GPUS = "BURST_CUDA_VISIBLE_DEVICES"  # the value of the node's shell, because Ray sets its own for its workers
+# Values of the node's login under other names: Ray sets its own CUDA_VISIBLE_DEVICES for its workers, and gives them no
+# LD_PRELOAD.
+KEPT = {"CUDA_VISIBLE_DEVICES": "BURST_CUDA_VISIBLE_DEVICES", "LD_PRELOAD": "BURST_LD_PRELOAD"}
+# A command over SSH gets a short PATH; nvidia-smi lives in one of these.
+FOLDERS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin", "/usr/local/nvidia/bin")
 REPLY = "burst-node-reply "  # begins the line that holds the answer: a login shell may print a banner before it
 LOG = "ray-start.log"
 _DAEMON_LOGS = ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err")  # of Ray's latest session
@@ -54,7 +58,7 @@ def facts(
     described = subprocess.run(
         [sys.executable, *describe],
         cwd=folder if os.path.isdir(folder) else "/",
-        env={**os.environ, "PYTHONPATH": folder},
+        env={**os.environ, "PYTHONPATH": folder, "PATH": search_path(os.environ.get("PATH", ""))},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -106,8 +110,8 @@ def start(
         why = f"{directory} cannot be made there ({error.strerror})"
         return {"error": f"{why}; give ray.temp_dir a folder with room that the user may write to"}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    if "CUDA_VISIBLE_DEVICES" in inherited:
-        inherited[USER_GPUS] = inherited["CUDA_VISIBLE_DEVICES"]
+    inherited |= {other: inherited[name] for name, other in KEPT.items() if name in inherited}
+    inherited["PATH"] = search_path(os.environ.get("PATH", ""))
     log = Path(directory, LOG)
     with open(log, "wb") as output:
         process = subprocess.Popen(
@@ -264,6 +268,12 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def search_path(path: str) -> str:
+    """PATH of the node's login, then the usual folders that it lacks."""
+    given = [folder for folder in path.split(":") if folder]
+    return ":".join([*given, *(folder for folder in FOLDERS if folder not in given)])
 
 
 def _login_address(addresses: dict[str, str]) -> str:

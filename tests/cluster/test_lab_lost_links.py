@@ -37,6 +37,7 @@ def test_a_host_without_its_link_ends_its_ranks_and_is_used_again_when_it_is_rep
         out, err = run.communicate(timeout=AMPLE)
         assert run.returncode == 1, out + err
         assert "\x1b[" not in out + err
+        assert "(raylet)" not in out + err
         lost, stopped = site.started("loss")
         assert (lost["status"], stopped["status"]) == ("node_lost", "interrupted"), out + err
         assert lost["reason"].startswith("lab2 was lost (")
@@ -95,7 +96,8 @@ def test_a_host_that_loses_its_link_while_ray_starts_is_left_out_alone(tmp_path)
         assert "2 nodes are up with room for 2 ranks" in out
         assert "left out: lab2: " in err
         code, said = site.burst("cluster", "status", "--timeout", f"{scaled(5.0):g}")
-        assert (code, said.count(" up ")) == (1, 2), said
+        assert code == 1
+        assert "2 of 3 nodes of inventory are up" in said
         assert site.burst(*site.experiment("two", cp_sizes="2", steps=2))[0] == 0
         assert site.records("two")[0]["hosts"] == ["lab1", "lab3"]
         site.lab.mend(second)
@@ -117,6 +119,7 @@ def test_a_head_that_is_cut_off_ends_its_ranks(tmp_path):
         out, err = run.communicate(timeout=AMPLE)
         assert run.returncode == 1, out + err
         assert "\x1b[" not in out + err
+        assert "(raylet)" not in out + err
         assert site.records("headless")[0]["status"] == "node_lost", out + err
         wait_until(lambda: guests() <= guests_before, "the guest outlived the run")
         site.lab.mend(head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -13,9 +14,13 @@ from typing import Any
 
 import pytest
 
+from cluster.inventory.site import RayPorts
+from cluster.ray_cluster import ray_commands
 from cluster.ray_cluster.node import NodeError, ask, on_all
+from cluster.ray_cluster.node_program import FOLDERS, cause
 from cluster.transport.reach import LocalRunner
 from cluster.transport.runner import Unreachable
+from harness.launch.nodes.actor import node_environment
 from tests.patience import AMPLE, running, scaled
 
 # Stands for `ray start`: leaves a daemon in its own session that keeps the mark, one that overwrote its environment,
@@ -117,6 +122,88 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path):
     with pytest.raises(NodeError, match="ray start exited with 3: no route"):
         start(tmp_path, "test/6", "import sys; print('no route'); sys.exit(3)")
     assert not (tmp_path / "own").exists()
+
+
+# As Ray 2.60 printed them, shortened. The exception is followed by advice; without one, the error is.
+TRACEBACK = """\
+2026-11-22 05:56:53,304\tINFO scripts.py:1043 -- Local node IP: 10.0.0.1
+2026-11-22 05:56:53,304\tWARNING authentication_token_setup.py:73 -- Token authentication is disabled.
+Traceback (most recent call last):
+  File "parameter.py", line 343, in update_pre_selected_port
+    raise ValueError(
+\x1b[31mValueError: Ray component worker_ports is trying to use port 17001, which is used by others.\x1b[0m
+Port information: {'gcs': 'random'}
+If you allocate ports, please make sure the same port is not used by multiple components.
+"""
+PANIC = """\
+2026-11-22 05:57:56,007\tERR utils.py:1281 -- `--resources={x` is not a valid JSON string
+2026-11-22 05:57:56,007\tPANIC utils.py:1286 -- Valid values look like this: `--resources='{"A": 1}'`
+Error: Valid values look like this: `{}`
+"""
+UNREACHED = """\
+2026-11-22 05:56:57,349\tINFO scripts.py:1234 -- Local node IP: 10.0.0.2
+[2026-11-22 05:57:02,368 W 27048 27048] rpc_client.h:153: Failed to connect to GCS at address 10.0.0.1:6379 within 5 s.
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            TRACEBACK,
+            "ValueError: Ray component worker_ports is trying to use port 17001, which is used by others.",
+        ),
+        (PANIC, "`--resources={x` is not a valid JSON string"),
+        (UNREACHED, "Failed to connect to GCS at address 10.0.0.1:6379 within 5 s."),
+        ("no route\n\n", "no route"),
+        ("", "it printed nothing"),
+    ],
+)
+def test_the_line_that_says_why_ray_did_not_start_is_found(text, line):
+    assert cause(text) == line
+
+
+def test_ray_says_itself_why_it_did_not_start_and_its_log_comes_back(tmp_path):
+    pytest.importorskip("ray")
+    command = [
+        "--port=20001" if word.startswith("--port=") else word  # one of its own workers' ports
+        for word in ray_commands.head_command(
+            sys.executable, RayPorts(object_store_gib=0.1), address="127.0.0.1", name="n",
+            directory=str(tmp_path / "own" / "ray"),
+        )
+    ]  # fmt: skip
+    with pytest.raises(NodeError, match=r"exited with 1: ValueError: Ray component .* port number 20001") as caught:
+        request(
+            "start", mark="test/8", directory=str(tmp_path / "own"), token="s3cret", command=command,
+            environment=dict(ray_commands.SETTINGS), wait_seconds=AMPLE,
+        )  # fmt: skip
+    assert caught.value.log.startswith("==> ray-start.log <==\n")
+    assert "Traceback" in caught.value.log
+    assert "s3cret" not in caught.value.log
+    assert not (tmp_path / "own").exists()
+
+
+def test_a_worker_that_does_not_reach_the_head_is_not_started(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(NodeError, match=rf"^does not reach the head at 127\.0\.0\.1:{port} \(Connection refused\)"):
+        request(
+            "start", mark="test/9", directory=str(tmp_path / "own"), token="s3cret", command=["false"], environment={},
+            wait_seconds=AMPLE, reach=f"127.0.0.1:{port}",
+        )  # fmt: skip
+    assert not (tmp_path / "own").exists()
+
+
+def test_what_ray_would_take_from_the_ranks_is_kept_and_the_short_path_is_completed(tmp_path, monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "/lib/x86_64-linux-gnu/libc.so.6")
+    monkeypatch.setenv("PATH", "/opt/own:/bin")
+    program = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
+    start(tmp_path, "test/11", program)
+    found = json.loads((tmp_path / "said").read_text())
+    assert node_environment(found)["LD_PRELOAD"] == "/lib/x86_64-linux-gnu/libc.so.6"
+    assert found["PATH"].startswith("/opt/own:/bin:")
+    assert set(FOLDERS) <= set(found["PATH"].split(":"))
+    request("stop", mark="test/11", directory=str(tmp_path / "own"), session=0, processes=[])
 
 
 def test_a_start_that_takes_too_long_says_so_and_leaves_nothing(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from cluster.inventory.site import Container, Mount, RayPorts, Site
 from cluster.ray_cluster import container, ray_commands
 from cluster.ray_cluster.introduction import absent, mismatch
 from cluster.ray_cluster.quarantine import Quarantine
-from cluster.ray_cluster.state import ClusterState, Process, StartedNode, StateDirectory
+from cluster.ray_cluster.state import ClusterState, Process, StartedNode, StateDirectory, default_directory
 from harness.machine.this_machine import Machine, code_digest, ranks_of
 
 PORTS = RayPorts(head_port=7000, dashboard=False, worker_port_first=21000, worker_port_last=21099)
@@ -183,7 +184,43 @@ def test_quarantine_is_by_exact_name_and_ends_by_itself(tmp_path):
     quarantine.add("gpu2", "full disk", now=1050)
     assert set(quarantine.entries(now=1090)) == {"gpu1", "gpu2"}
     assert "gpu10" not in quarantine.entries(now=1090)
+    quarantine.add("gpu3", "lost")
+    assert quarantine.release("gpu3", "gpu30") == ["gpu3"]
+    assert quarantine.release("gpu3") == []
+    quarantine.add("gpu1", "lost", now=1000)
+    quarantine.add("gpu2", "full disk", now=1050)
     assert set(Quarantine(tmp_path).entries(now=1101)) == {"gpu2"}
     (tmp_path / "quarantine.json").write_text("[1]")
     with pytest.raises(UsageError, match="remove it to let all nodes in again"):
         quarantine.entries()
+
+
+def test_release_lets_named_nodes_in_again_and_names_a_wrong_one(tmp_path, capsys):
+    from harness.cli import main
+
+    state = ["--state", str(tmp_path)]
+    for name in ("gpu01", "gpu02", "gpu03"):
+        Quarantine(tmp_path).add(name, "its link was lost")
+    assert main(["cluster", "status", *state]) == 2  # no cluster is up, but the quarantine is shown
+    assert "gpu02  in quarantine for 15 min: its link was lost" in capsys.readouterr().out
+    assert main(["cluster", "release", "gpu04", *state]) == 2
+    assert "gpu04 is not in quarantine; those that are: gpu01, gpu02, gpu03" in capsys.readouterr().err
+    assert main(["cluster", "release", "gpu[01-02]", *state]) == 0
+    assert "released: gpu01, gpu02" in capsys.readouterr().out
+    assert set(Quarantine(tmp_path).entries()) == {"gpu03"}
+
+
+def test_a_passed_check_of_all_kinds_lets_a_node_in_again(tmp_path, monkeypatch, capsys):
+    from cluster.cli import main
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    name = socket.gethostname()
+    quarantine = Quarantine(default_directory())
+    quarantine.add(name, "its link was lost")
+    main(["--only", "disk", "--no-history"])
+    assert set(quarantine.entries()) == {name}  # one check is not the check
+    main(["--free", "--no-history"])
+    out = capsys.readouterr()
+    usable = out.out.split() == [name] or name in out.out.splitlines()
+    assert (quarantine.entries() == {}) == usable, out

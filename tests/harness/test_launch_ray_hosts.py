@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -67,9 +68,36 @@ def test_an_unfit_host_is_quarantined_and_the_next_one_taken(tmp_path):
     assert set(Quarantine(tmp_path).entries()) == {"gpu01"}
     with pytest.raises(TooFewHosts, match=r"3 hosts are needed but 2 of 3 can be used \(gpu01: gpu01 is not usable"):
         pool.take(3)
-    Quarantine(tmp_path).release("gpu01")
     checks.wrong = {}
-    assert names(pool.take(1)) == ["gpu01"]
+    assert names(pool.take(1)) == ["gpu02"]  # others are taken first
+    with pytest.raises(TooFewHosts):  # it has been looked at a moment ago
+        pool.take(3)
+    checks.now += FRESH_SECONDS
+    assert names(pool.take(3)) == ["gpu01", "gpu02", "gpu03"]
+    assert Quarantine(tmp_path).entries() == {}
+
+
+def test_a_host_of_an_earlier_runs_quarantine_is_checked_and_not_just_left_out(tmp_path):
+    Quarantine(tmp_path).add("gpu02", "its link was lost")
+    checks = Checks()
+    pool = checks.pool(tmp_path)
+    assert names(pool.take(2)) == ["gpu01", "gpu03"]
+    assert names(pool.take(3)) == ["gpu01", "gpu02", "gpu03"]
+    assert ["gpu02"] in checks.asked
+
+
+def test_a_host_that_does_not_reach_the_head_ends_its_own_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr("harness.launch.nodes.actor.CUT_OFF_SECONDS", 0.2)
+    monkeypatch.setattr("harness.launch.nodes.actor.PROBE_SECONDS", 0.1)
+    program = "import time; time.sleep(600)"
+    whole = Job(trial_id="t", trial_dir=tmp_path / "t", command=[sys.executable, "-c", program], ranks=1)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        port = head.getsockname()[1]
+    actor = NodeActor()
+    try:
+        assert actor.watch(whole, ("127.0.0.1", port)).cancelled  # nothing listens there any more
+    finally:
+        actor.close()
 
 
 def test_a_host_that_was_lost_stays_out_for_the_run_and_one_in_use_is_not_quarantined(tmp_path):
@@ -166,8 +194,12 @@ def test_ranks_get_the_nodes_own_gpus_and_nothing_of_rays():
     of_worker = {
         "RAY_AUTH_TOKEN_PATH": "/t", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": "/bin",
         "BURST_CUDA_VISIBLE_DEVICES": "2,3", "BURST_RAY_NODE": "abc/0",
+        "LD_PRELOAD": "", "BURST_LD_PRELOAD": "/usr/lib/libjemalloc.so",
     }  # fmt: skip
-    assert node_environment(of_worker) == {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "2,3", "BURST_RAY_NODE": "abc/0"}
+    assert node_environment(of_worker) == {
+        "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "2,3", "BURST_RAY_NODE": "abc/0",
+        "LD_PRELOAD": "/usr/lib/libjemalloc.so",
+    }  # fmt: skip
     del of_worker["BURST_CUDA_VISIBLE_DEVICES"]
     assert "CUDA_VISIBLE_DEVICES" not in node_environment(of_worker)
 

@@ -10,14 +10,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from cluster.ray_cluster.node_program import USER_GPUS
+from cluster.ray_cluster.node_program import KEPT
 from harness.launch.launcher import Job
 from harness.launch.ports import answers, reserve_port
 from harness.launch.supervisor import Supervisor
 from harness.launch.verdict import Watched
 
 # Variables that Ray sets for its workers and ranks must not have: Ray's settings, and its threads and GPUs.
-_RAYS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_RAYS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD")
 # The launcher gives a silent host up after about 11 s; its ranks then have 5 s to end before they are killed.
 CUT_OFF_SECONDS = 14.0
 PROBE_SECONDS = 2.0
@@ -102,8 +102,9 @@ class NodeActor:
 def node_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a shell on the node, from that of a Ray worker there."""
     own = {name: value for name, value in environment.items() if not name.startswith("RAY_") and name not in _RAYS}
-    if (gpus := own.pop(USER_GPUS, None)) is not None:
-        own["CUDA_VISIBLE_DEVICES"] = gpus
+    for name, kept in KEPT.items():
+        if (value := own.pop(kept, None)) is not None:
+            own[name] = value
     return own
 
 

@@ -58,7 +58,7 @@ class HostPool:
                 again = [
                     node
                     for node in here
-                    if node.name in quarantined and self._since(self._unfit_at, node) > FRESH_SECONDS
+                    if node.name in quarantined and self._since(self._unfit_at, node) >= FRESH_SECONDS
                 ]
                 if not again:
                     raise TooFewHosts(self._too_few(count, {name: entry.reason for name, entry in quarantined.items()}))

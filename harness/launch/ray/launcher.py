@@ -205,6 +205,9 @@ def import_ray() -> ModuleType:
         raise UsageError(
             f"the ray launcher needs Ray, which cannot be imported here ({error}); use --launcher local"
         ) from error
+    # Ray prints what befalls its nodes, in colour and between our lines, also with log_to_driver=False; a loss is told
+    # by the outcome of its trial. Ray 2.60 has no public switch for this one.
+    ray._private.worker._worker_logs_enabled = False
     module: ModuleType = ray
     return module
 
