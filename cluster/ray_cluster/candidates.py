@@ -145,15 +145,16 @@ def _with_addresses(
 ) -> tuple[dict[str, Introduction], dict[str, str]]:
     """The introductions with an address each, and the reason for each node without one of its own.
 
-    A node whose name gives none has the one from which it reaches the head; the head, the one it was reached at.
+    A node whose name gives none, as an IPv6 address does not, has the one from which it reaches the head.
     """
-    head = next((node for node in nodes if met[node.name].address or met[node.name].login_address), None)
+    head = next((node for node in nodes if _own_address(met[node.name])), None)
     if head is None:
         return {}, {node.name: f"{_NO_ADDRESS} ({_listed(met[node.name])})" for node in nodes}
     first = met[head.name]
     if not first.address:
-        interface = next(name for name, address in first.interfaces.items() if address == first.login_address)
-        met = met | {head.name: replace(first, address=first.login_address, interface=interface)}
+        own = _own_address(first)
+        interface = next(name for name, address in first.interfaces.items() if address == own)
+        met = met | {head.name: replace(first, address=own, interface=interface)}
     unknown = [node for node in nodes if not met[node.name].address]
     toward = met[head.name].address
     again = dict(
@@ -170,6 +171,12 @@ def _with_addresses(
             left_out[node.name] = f"is the same machine as {same} ({met[node.name].address}); name it once"
     ordered = (head, *(node for node in nodes if node is not head))
     return {node.name: met[node.name] for node in ordered if node.name not in left_out}, left_out
+
+
+def _own_address(met: Introduction) -> str:
+    """The address of a node that no other one tells: of its name, or at which it was reached, or its only one."""
+    others = [address for name, address in met.interfaces.items() if name != "lo"]
+    return met.address or met.login_address or (others[0] if len(others) == 1 else "")
 
 
 _NO_ADDRESS = "has no address that the others could use; name one with network.interface in the site or inventory"

@@ -54,8 +54,11 @@ def free_port() -> int:
 def wait_until_open(address: str, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     def open_now() -> bool:
         assert process.poll() is None, f"sshd ended with {process.returncode}: {log.read_text()}"
-        with socket.socket() as probe:
-            return probe.connect_ex((address, port)) == 0
+        try:
+            with socket.create_connection((address, port)):
+                return True
+        except OSError:
+            return False
 
     wait_until(open_now, f"sshd does not listen on {address} port {port}")
 

@@ -333,3 +333,39 @@ def test_a_cluster_that_is_none_is_said_in_one_sentence(tmp_path, capsys):
     for action in ("status", "down"):
         assert main(["cluster", action, *state]) == 2
     capsys.readouterr()
+
+
+def test_hosts_that_cannot_take_part_cost_themselves_alone_also_the_first_of_them(tmp_path):
+    """No interpreter, another checkout, a Ray that does not start: the fourth host is a cluster of its own."""
+    (checkout := tmp_path / "other" / "harness").mkdir(parents=True)
+    (checkout / "__main__.py").write_text("")
+    (tmp_path / "lab").mkdir()
+    with opened_site(4, tmp_path / "lab") as site:
+        bad = site.variant(
+            "bad",
+            "overrides:\n"
+            "  lab1: {software: {python: /absent/python}}\n"
+            f"  lab2: {{software: {{folder: {checkout.parent}}}}}\n"
+            "  lab3: {ray: {object_store_gib: 1000000}}",
+        )
+        nodes = ["--nodes", bad, "--known-hosts", str(site.lab.known_hosts)]
+        code, said = site.burst("plan", *site.experiment("one", cp_sizes="1", steps=2)[1:2], *nodes, "--json")
+        assert code == 0, said
+        code, said = site.burst("cluster", "up", bad, "--known-hosts", str(site.lab.known_hosts))
+        assert code == 1, said
+        assert "1 nodes are up with room for 1 ranks, head lab4" in said
+        left_out = {line.split()[2].strip(":"): line for line in said.splitlines() if line.startswith("left out: ")}
+        assert sorted(left_out) == ["lab1", "lab2", "lab3"]
+        assert "/absent/python is no executable file" in left_out["lab1"]
+        assert "code is " in left_out["lab2"]
+        assert " on this machine; install the same there" in left_out["lab2"]
+        assert "ray start exited with 1: " in left_out["lab3"]
+        log = Path(left_out["lab3"].rpartition("its log: ")[2])
+        assert log.parent == site.state / "logs"
+        assert left_out["lab3"].split("exited with 1: ")[1].partition("; its log")[0][:60] in log.read_text()
+        code, said = site.burst("cluster", "status")
+        assert (code, said.split()[:2]) == (0, ["lab4", "head"]), said
+        assert site.burst("run", str(site.lab.folder / "one.yaml"), *nodes, "--out", str(site.runs / "one"))[0] == 0
+        assert site.records("one")[0]["hosts"] == ["lab4"]
+        assert site.burst("cluster", "down")[0] == 0
+        assert site.rays() == []

@@ -89,7 +89,7 @@ def test_no_adapters_and_any_adapters_are_different_values(tmp_path: Path) -> No
         ("ssh: {user: 'root; rm'}\n", "ssh.user is 'root; rm'; expected letters, digits"),
         ("ssh: {user: ''}\n", "ssh.user is ''; expected letters, digits"),
         ("ssh: {user: ops@gpu01}\n", "ssh.user is 'ops@gpu01'; expected letters, digits"),
-        ("environment: {PATH: '/opt/bin:$PATH'}\n", "no shell expands a '$' on the nodes"),
+        ("environment: {PATH: '/opt/bin:$PATH'}\n", "no shell expands a '.' on the nodes"),
         ("environment: {PATH: 'bin:/usr/bin'}\n", "environment.PATH is 'bin:/usr/bin'; expected absolute paths"),
         ("environment: {PATH: '/usr/bin:'}\n", "environment.PATH is '/usr/bin:'; expected absolute paths"),
         ("environment: {LD_PRELOAD: libjemalloc.so}\n", "LD_PRELOAD is 'libjemalloc.so'; expected absolute paths"),
