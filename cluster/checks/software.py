@@ -49,7 +49,10 @@ exec {python} -c {shlex.quote(_PROGRAM)}
 
 
 def judge(output: Output, site: Site) -> Verdict:
-    """Fails where something that the site names is absent or incomplete; says so, where the site names nothing."""
+    """Fails where something that the site names is absent or incomplete; where it names nothing, a node may be without.
+
+    An interpreter that is there and does not run as this program's does is unknown then.
+    """
     lines = output.text.splitlines()
     if site.container.engine != "none":
         if lines == ["container"]:
@@ -69,7 +72,12 @@ def judge(output: Output, site: Site) -> Verdict:
         wrong.append(f"{folder} is no checkout of this project")
     absent = [line.removeprefix("no library ") for line in lines if line.startswith("no library ")]
     wrong += [f"LD_PRELOAD names {library}, which cannot be read" for library in absent]
-    if wrong and not (site.software.python or site.software.folder or absent):
+    named = site.software.python or site.software.folder or absent
+    if answer is None and "no python" not in lines and not named:
+        return Verdict(
+            level="unknown", summary=f"{wrong[0]}; name software in the site, or repair it", action="monitor"
+        )
+    if wrong and not named:
         said = f"{'; '.join(wrong)}: runs need it there, or under another path that the site's software names"
         return Verdict(level="ok", summary=f"not installed where it is here ({said})")
     if wrong:
