@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,15 @@ from cluster.transport.runner import Connect
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A node that `up` would start."""
+
+    name: str
+    ranks: int  # of one trial that fit there
+    description: str  # JSON: output of the describing program
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Means:
     """The caller's part: how nodes are reached, checked and described, and how many ranks fit on one."""
 
@@ -44,15 +53,8 @@ class Means:
     say: Callable[[str], None]
     known_hosts: Path | None = None
     seconds: float = 60.0  # for one answer of one node
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
-    """A node that `up` would start."""
-
-    name: str
-    ranks: int  # of one trial that fit there
-    description: str  # JSON: output of the describing program
+    # Why a cluster of these nodes is not worth starting; None when it is. Asked before the first process is started.
+    pointless: Callable[[Sequence[Candidate]], str | None] = lambda candidates: None
 
 
 def candidates(inventory: Inventory, means: Means) -> list[Candidate]:
@@ -76,6 +78,11 @@ def candidates(inventory: Inventory, means: Means) -> list[Candidate]:
     met, left_out = meet(nodes, introduced, means)
     for name, why in left_out.items():
         means.say(f"left out: {name}: {why}")
+    return as_candidates(nodes, met, means)
+
+
+def as_candidates(nodes: Sequence[Node], met: Mapping[str, Introduction], means: Means) -> list[Candidate]:
+    """The nodes that were met, in the inventory's order."""
     return [
         Candidate(
             name=node.name,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import getpass
-import json
 import secrets
 import socket
 import threading
@@ -14,7 +13,7 @@ from typing import Any
 
 from cluster.files.errors import UsageError
 from cluster.inventory.nodes import Inventory, Node
-from cluster.ray_cluster.candidates import Means, healthy, intended, meet
+from cluster.ray_cluster.candidates import Means, as_candidates, healthy, intended, meet
 from cluster.ray_cluster.container import interpreter, run_command
 from cluster.ray_cluster.down import docker, end_cluster, end_node
 from cluster.ray_cluster.introduction import HEAD_PORTS, Introduction, introduce
@@ -30,12 +29,21 @@ MAX_HEADS = 3  # tried one after another; where so many fail, the site or the ne
 def start_cluster(inventory: Inventory, states: StateDirectory, means: Means, *, of_run: bool = False) -> ClusterState:
     """Start Ray on the inventory's healthy nodes, the first of them as head; `of_run` for one run alone.
 
-    Ends everything it started and raises UsageError when a cluster is recorded already, no node is healthy, none has
+    Ends what is left of an earlier cluster that `down` did not reach whole. Ends everything it started and raises
+    UsageError when a cluster is recorded already, no node is healthy, none has
     this machine's software, or no head starts. A node that cannot take part is left out with a sentence.
     """
     with states.held("start a cluster"):
-        if (old := states.load()) is not None:
-            how = "is up" if old.complete else "was not ended on all nodes" if old.ending else "was left half started"
+        old = states.load()
+        if old is not None and old.ending:
+            if problems := end_cluster(states, old, means.connect, means.seconds):
+                raise UsageError(
+                    f"the cluster in {states.path} was ended except on {', '.join(problems)}; "
+                    "repeat burst cluster down, or give it --forget if they are gone"
+                )
+            old = None
+        if old is not None:
+            how = "is up" if old.complete else "was left half started"
             raise UsageError(
                 f"a cluster of {old.inventory} {how} (by {old.created_by}, {old.created_at}); "
                 "`burst cluster down` ends it"
@@ -109,17 +117,18 @@ class _Start:
             raise NodeError(self._reasons())
         met, left_out = meet([self.nodes[node.name] for node in present], self._introduced, self.means)
         self._leave_out(left_out)
-        for node in present:
-            if node.name in met:
-                found = met[node.name]
-                ranks = self.means.ranks(self.nodes[node.name], json.loads(found.description))
-                self._learn(
-                    node,
-                    address=found.address,
-                    interface=found.interface,
-                    ranks=ranks,
-                    description=found.description,
-                )
+        chosen = as_candidates([self.nodes[node.name] for node in present], met, self.means)
+        if why := self.means.pointless(chosen):
+            raise UsageError(why)
+        for one in chosen:
+            found = met[one.name]
+            self._learn(
+                self._record(one.name),
+                address=found.address,
+                interface=found.interface,
+                ranks=one.ranks,
+                description=one.description,
+            )
         return met
 
     def _introduced(self, node: Node, toward: str) -> Introduction:

@@ -37,7 +37,7 @@ class Run:
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.base.terminal import stderr_console
         from harness.machine.this_machine import discover
-        from harness.plan.matrix import named, plan
+        from harness.plan.matrix import named, nothing_can_run, plan
         from harness.records.provenance import redacted_command
         from harness.report.run_records import RunRecords
         from harness.run.attempt import Host
@@ -57,7 +57,9 @@ class Run:
                 raise UsageError("--launcher local starts ranks on this machine alone; leave it out with --nodes")
             from harness.launch.nodes.cluster import cluster_launcher
 
-            machine, launcher = cluster_launcher(arguments, say)
+            machine, launcher = cluster_launcher(
+                arguments, say, lambda machine: nothing_can_run(plan(experiment, machine))
+            )
         else:
             machine, launcher = discover(), make_launcher(arguments.launcher or default_launcher())
         resume = None

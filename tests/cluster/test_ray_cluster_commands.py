@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import socket
@@ -11,13 +12,20 @@ import pytest
 
 from cluster.files.errors import UsageError
 from cluster.inventory.hosts import Host
-from cluster.inventory.nodes import Node
-from cluster.inventory.site import Container, Mount, RayPorts, Site
+from cluster.inventory.nodes import Inventory, Node
+from cluster.inventory.site import Container, Mount, NetworkExpectation, RayPorts, Site
 from cluster.ray_cluster import container, ray_commands
+from cluster.ray_cluster.candidates import Means
+from cluster.ray_cluster.down import end_cluster
 from cluster.ray_cluster.introduction import absent, mismatch
 from cluster.ray_cluster.quarantine import Quarantine
 from cluster.ray_cluster.state import ClusterState, Process, StartedNode, StateDirectory, default_directory
+from cluster.ray_cluster.status import cluster_status
+from cluster.ray_cluster.up import start_cluster
+from cluster.transport.reach import connect_local
+from cluster.transport.runner import Unreachable
 from harness.machine.this_machine import Machine, code_digest, ranks_of
+from tests.patience import AMPLE
 
 PORTS = RayPorts(head_port=7000, dashboard=False, worker_port_first=21000, worker_port_last=21099)
 
@@ -224,3 +232,39 @@ def test_a_passed_check_of_all_kinds_lets_a_node_in_again(tmp_path, monkeypatch,
     out = capsys.readouterr()
     usable = out.out.split() == [name] or name in out.out.splitlines()
     assert (quarantine.entries() == {}) == usable, out
+
+
+def test_a_cluster_that_no_trial_could_use_is_not_started(tmp_path):
+    pytest.importorskip("ray")
+    states, asked = StateDirectory(tmp_path), []
+
+    def pointless(found):
+        asked.extend(one.name for one in found)
+        return "no trial can run"
+
+    site = Site(network=NetworkExpectation(interface="lo"))
+    inventory = Inventory(name="one", nodes=(Node(host=Host(name="here"), site=site),))
+    means = Means(
+        connect=connect_local, unfit=lambda nodes: {}, describe=("-c", "print('{}')"), ranks=lambda node, found: 1,
+        folder=Path(__file__).resolve().parents[2], say=print, seconds=AMPLE, pointless=pointless,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match=r"^no trial can run$"):
+        start_cluster(inventory, states, means)
+    assert (asked, states.load()) == (["here"], None)
+
+
+def test_down_lets_ended_nodes_in_again_and_remembers_which_were_not_reached_and_who_was_head(tmp_path):
+    def connect(host, seconds):
+        raise Unreachable(f"{host.address} is silent")
+
+    states = StateDirectory(tmp_path)
+    head, worker = (dataclasses.replace(node, begun=node.name == "gpu02") for node in state(tmp_path).nodes)
+    states.save(dataclasses.replace(state(tmp_path), complete=True, nodes=(head, worker)))
+    for name in ("gpu01", "gpu02"):
+        Quarantine(tmp_path).add(name, "lost")
+    assert end_cluster(states, states.load(), connect, 1.0) == {"gpu02": "gpu02 is silent"}
+    assert set(Quarantine(tmp_path).entries()) == {"gpu02"}
+    left = states.load()
+    assert (left.ending, left.complete, [node.name for node in left.nodes]) == (True, False, ["gpu02"])
+    [shown] = cluster_status(left, connect, 1.0)
+    assert (shown.role, shown.state) == ("worker", "unknown")  # first of those that are left, and not the head

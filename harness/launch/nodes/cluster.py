@@ -6,6 +6,7 @@ Planning and running see the same hosts in the same order, so that a plan holds 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from cluster.inventory.file import read_inventory
 from cluster.inventory.nodes import Inventory, Node
-from cluster.ray_cluster.candidates import Means, candidates, unfit_nodes
+from cluster.ray_cluster.candidates import Candidate, Means, candidates, unfit_nodes
 from cluster.ray_cluster.down import end_cluster
 from cluster.ray_cluster.quarantine import Quarantine
 from cluster.ray_cluster.state import ClusterState, StateDirectory, default_directory
@@ -42,11 +43,9 @@ class Trust:
     accept_new_host_keys: bool = False
 
 
-def start(
-    inventory: Inventory, states: StateDirectory, trust: Trust, say: Say, seconds: float, *, of_run: bool = False
-) -> ClusterState:
+def start(inventory: Inventory, states: StateDirectory, trust: Trust, say: Say, seconds: float) -> ClusterState:
     """Start Ray on the inventory's healthy nodes, which must hold the same code as this one. Raises UsageError."""
-    return start_cluster(inventory, states, _means(inventory, states, trust, say, seconds), of_run=of_run)
+    return start_cluster(inventory, states, _means(inventory, states, trust, say, seconds))
 
 
 def planned_machine(arguments: argparse.Namespace, say: Say) -> Machine:
@@ -57,12 +56,15 @@ def planned_machine(arguments: argparse.Namespace, say: Say) -> Machine:
     if state is not None:
         shared = _shared(inventory, state, arguments.nodes, say)
         return _machine(state, _fit(shared, state, states, say))
-    found = candidates(inventory, _means(inventory, states, _trust(arguments), say, SECONDS))
-    return together([machine_of(json.loads(node.description)) for node in found], min(node.ranks for node in found))
+    return _machine_of(candidates(inventory, _means(inventory, states, _trust(arguments), say, SECONDS)))
 
 
-def cluster_launcher(arguments: argparse.Namespace, say: Say) -> tuple[Machine, Launcher]:
-    """The hosts as one machine, and their launcher. Starts a cluster where none is up. Raises UsageError."""
+def cluster_launcher(
+    arguments: argparse.Namespace, say: Say, pointless: Callable[[Machine], str | None]
+) -> tuple[Machine, Launcher]:
+    """The hosts as one machine, and their launcher. Starts a cluster where none is up, unless `pointless` says why the
+    run needs none: it is asked with the hosts, before Ray. Raises UsageError.
+    """
     inventory = _inventory(arguments.nodes)
     states = StateDirectory(arguments.state or default_directory())
     state = _usable(states, arguments.nodes)
@@ -70,7 +72,9 @@ def cluster_launcher(arguments: argparse.Namespace, say: Say) -> tuple[Machine, 
         shared = _shared(inventory, state, arguments.nodes, say)
         return _launcher(state, states, shared, _fit(shared, state, states, say))
     say("no cluster is up: starting one for this run")
-    state = start(inventory, states, _trust(arguments), say, SECONDS, of_run=True)
+    means = _means(inventory, states, _trust(arguments), say, SECONDS)
+    means = dataclasses.replace(means, pointless=lambda found: pointless(_machine_of(found)))
+    state = start_cluster(inventory, states, means, of_run=True)
     try:
         shared = _shared(inventory, state, arguments.nodes, say)
         machine, launcher = _launcher(state, states, shared, shared)  # they were checked before they were started
@@ -83,13 +87,8 @@ def cluster_launcher(arguments: argparse.Namespace, say: Say) -> tuple[Machine, 
 def _usable(states: StateDirectory, inventory: Path) -> ClusterState | None:
     """The cluster that a run may take part in; None when none is up. Raises UsageError for one it must not touch."""
     state = states.load()
-    if state is None:
+    if state is None or state.ending:  # the next start ends what is left of it
         return None
-    if state.ending:
-        raise UsageError(
-            f"the cluster in {states.path} was ended except on {', '.join(node.name for node in state.nodes)}; "
-            "repeat burst cluster down, or give it --forget if they are gone"
-        )
     if state.of_run:
         raise UsageError(
             f"the cluster in {states.path} belongs to another burst run (by {state.created_by}, {state.created_at}); "
@@ -161,6 +160,10 @@ def _machine(state: ClusterState, nodes: Sequence[Node]) -> Machine:
     started = {node.name: node for node in state.nodes}
     described = [machine_of(json.loads(started[node.name].description)) for node in nodes]
     return together(described, min(started[node.name].ranks for node in nodes))
+
+
+def _machine_of(found: Sequence[Candidate]) -> Machine:
+    return together([machine_of(json.loads(node.description)) for node in found], min(node.ranks for node in found))
 
 
 def _inventory(file: Path) -> Inventory:
