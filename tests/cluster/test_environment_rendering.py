@@ -255,3 +255,10 @@ def test_every_variable_stands_in_the_documentation(node):
     ]
     names = {value.name for each in rendered for value in each.values} | {"NCCL_IB_DISABLE", "NCCL_HOSTID"}
     assert [name for name in sorted(names) if f"| `{name}` |" not in page] == []
+
+
+def test_a_site_that_sets_a_search_path_or_preloads_a_library_is_told_what_that_does():
+    site = Site(environment={"PATH": "/opt/bin:/bin", "LD_PRELOAD": "/usr/lib/libjemalloc.so"})
+    said = " ".join(render_node(NodeFacts(node="n"), site).warnings)
+    assert "PATH=/opt/bin:/bin replaces the node's own" in said
+    assert "LD_PRELOAD=/usr/lib/libjemalloc.so is loaded into every rank" in said

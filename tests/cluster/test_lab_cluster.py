@@ -286,6 +286,9 @@ def test_without_its_head_a_run_ends_with_a_reason_and_no_rank_is_left(tmp_path)
         assert (site.runs / "headless" / "report.html").exists(), out + err
         wait_until(lambda: not site.ranks(other), "ranks outlived the head")
         wait_until(lambda: guests() <= guests_before, "the guest outlived the run")
+        for words in (["plan"], ["run", "--out", str(site.runs / "next")]):  # at once, and not trial by trial
+            code, said = site.burst(words[0], str(site.lab.folder / "headless.yaml"), *words[1:], *site.nodes())
+            assert (code, "the cluster's head lab1 is not up (" in said) == (2, True), said
         site.lab.revive(head)
         assert site.burst("cluster", "down")[0] == 0
         assert site.rays() == []

@@ -120,12 +120,16 @@ def _shared(inventory: Inventory, state: ClusterState, file: Path, say: Say) -> 
 def _fit(nodes: Sequence[Node], state: ClusterState, states: StateDirectory, say: Say) -> list[Node]:
     """The nodes of a cluster that is up that can be used now: they pass their check, and Ray still runs there.
 
-    A repaired node leaves the quarantine by that. Raises UsageError for none.
+    A repaired node leaves the quarantine by that. Raises UsageError for none, and where the head is not up.
     """
     connect = _connect(state)
     unfit = unfit_nodes(nodes, connect, SECONDS, Quarantine(states.path))
     names = {node.name for node in nodes if node.name not in unfit}
-    for found in cluster_status(state, connect, SECONDS, only=names):
+    for found in cluster_status(state, connect, SECONDS, only=names | {state.head.name}):
+        if found.state != "up" and found.name == state.head.name:
+            raise UsageError(
+                f"the cluster's head {found.name} is not up ({found.finding}); burst cluster down, then burst cluster up"
+            )
         if found.state != "up":
             unfit[found.name] = f"{found.name}: {found.finding}; burst cluster down, then up, let it join again"
     for sentence in unfit.values():
