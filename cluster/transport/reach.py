@@ -105,8 +105,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def address_of(host: Host) -> str:
     """The name or address behind a remote host's, which `~/.ssh/config` may give. Raises Unreachable for a bad one."""
-    from cluster.transport.ssh.config import SshConfig
-
+    try:
+        from cluster.transport.ssh.config import SshConfig
+    except ModuleNotFoundError:  # paramiko, without which nothing is reached over SSH
+        return host.address
     return SshConfig().way(host).address
 
 

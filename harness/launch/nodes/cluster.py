@@ -128,7 +128,7 @@ def _fit(nodes: Sequence[Node], state: ClusterState, states: StateDirectory, say
     for found in cluster_status(state, connect, SECONDS, only=names | {state.head.name}):
         if found.state != "up" and found.name == state.head.name:
             raise UsageError(
-                f"the cluster's head {found.name} is not up ({found.finding}); burst cluster down, then burst cluster up"
+                f"the cluster's head {found.name} is not up ({found.finding}); burst cluster down, then up"
             )
         if found.state != "up":
             unfit[found.name] = f"{found.name}: {found.finding}; burst cluster down, then up, let it join again"
