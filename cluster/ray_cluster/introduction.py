@@ -62,7 +62,7 @@ def introduce(
     )
     versions = _versions(answer)
     others = {name: address for name, address in answer["interfaces"].items() if name != "lo"}
-    if not others and not node.host.is_local:
+    if not answer["address"] and not others and not node.host.is_local:
         raise NodeError("has no IPv4 address, and Ray connects nodes over IPv4 here; give its interface one")
     if not answer["address"] and (toward or interface):
         found = ", ".join(f"{name} {address}" for name, address in answer["interfaces"].items()) or "none"

@@ -10,8 +10,11 @@ import pytest
 from cluster.inventory.hosts import parse_hosts
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
-from cluster.ray_cluster.candidates import Means, meet
-from cluster.ray_cluster.introduction import THIS_MACHINE, Introduction, own_versions
+from cluster.ray_cluster.candidates import Means, intended, meet
+from cluster.ray_cluster.introduction import THIS_MACHINE, Introduction, introduce, own_versions
+from cluster.ray_cluster.node import NodeError
+from cluster.ray_cluster.node_program import REPLY
+from cluster.transport.runner import Completed
 from harness.cli import main
 from harness.records.provenance import PROJECT_ROOT
 from tests.cluster.loopback_sshd import running_sshd
@@ -38,6 +41,13 @@ def test_a_host_with_an_ipv6_address_is_checked_over_ssh(tmp_path, capsys):
     assert (code in (0, 1, 2), report["target"]) == (True, target)
 
 
+def means() -> Means:
+    return Means(
+        connect=None, unfit=lambda nodes: {}, describe=DESCRIBE, ranks=lambda node, description: 1,  # type: ignore[arg-type]
+        folder=PROJECT_ROOT, say=print, seconds=AMPLE,
+    )  # fmt: skip
+
+
 def met(nodes: dict[str, Introduction], toward: dict[str, Introduction] | None = None):
     """`meet` with these answers, by name; `toward` are those to a second question, which names the head's address."""
     hosts = [Node(host=parse_hosts(name)[0], site=Site()) for name in nodes]
@@ -45,11 +55,7 @@ def met(nodes: dict[str, Introduction], toward: dict[str, Introduction] | None =
     def introduced(node: Node, head: str) -> Introduction:
         return (toward or {})[node.name] if head else nodes[node.name]
 
-    means = Means(
-        connect=None, unfit=lambda nodes: {}, describe=DESCRIBE, ranks=lambda node, description: 1,  # type: ignore[arg-type]
-        folder=PROJECT_ROOT, say=print, seconds=AMPLE,
-    )  # fmt: skip
-    return meet(hosts, introduced, means)
+    return meet(hosts, introduced, means())
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +103,20 @@ def test_a_node_with_other_software_is_left_out_and_where_all_have_other_this_ma
     assert left_out["b"].startswith(f"ray is 1.0 there but {versions['ray']} on {THIS_MACHINE}; install the same there")
     with pytest.raises(ValueError, match=f"ray is {versions['ray']} on 1 of 2 nodes but 1.0 on b"):
         met({"b": other})
+
+
+def test_a_node_without_an_ipv4_address_is_refused_before_anything_starts():
+    """Its answer to the question for its facts; the node's own program finds interfaces by their IPv4 addresses."""
+    facts = {
+        "address": "", "login_address": "", "interface": "", "interfaces": {"lo": "127.0.0.1"}, "free_ports": [1, 2, 3],
+        "versions": {"python": "3", "ray": "2", "torch": "2"}, "description": "{}", "description_problem": "",
+    }  # fmt: skip
+    reply = Completed(stdout=f"{REPLY}{json.dumps(facts)}\n", stderr="", exit_status=0)
+
+    class Node6:
+        def run(self, command, *, stdin="", deadline_seconds):
+            return reply
+
+    node = intended(Node(host=parse_hosts("fd00::1")[0], site=Site()), "s", 0, means())
+    with pytest.raises(NodeError, match=r"^has no IPv4 address, and Ray connects nodes over IPv4 here"):
+        introduce(Node6(), ["python"], node, None, "", DESCRIBE, 1.0)
