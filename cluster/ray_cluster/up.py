@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from cluster.files.errors import UsageError
@@ -96,7 +97,7 @@ class _Start:
         met = self._meet()
         self._save(dataclasses.replace(self.state, versions=_sentence(next(iter(met.values())).versions)))
         ports = self._start_head(met)
-        self._on(self.state.nodes[1:], lambda node: self._start_ray(node, ports))
+        self._on(self.state.nodes[1:], partial(self._start_ray, ports=ports))
         self._save(dataclasses.replace(self.state, complete=True))
         return self.state
 
@@ -147,7 +148,7 @@ class _Start:
             first = self._record(name)
             others = [node for node in self.state.nodes if node is not first]
             self._save(dataclasses.replace(self.state, head_port=ports["head_port"], nodes=(first, *others)))
-            self._on([first], lambda node, ports=ports: self._start_ray(node, ports))  # type: ignore[misc]
+            self._on([first], partial(self._start_ray, ports=ports))
             if name not in self.left_out:
                 return ports
         raise NodeError(f"no head could be started: {self._reasons()}")
