@@ -17,6 +17,7 @@ if reason := lab_module.unavailable():
 pytest.importorskip("ray")
 
 
+@pytest.mark.slow
 def test_a_host_without_its_link_ends_its_ranks_and_is_used_again_when_it_is_repaired(tmp_path):
     guests_before = guests()
     with opened_site(3, tmp_path) as site:
