@@ -27,6 +27,7 @@ GIB = 1 << 30
 _PROCESS = 2 * GIB  # of host memory: interpreter, torch, CUDA's own
 _HEAD_TILE = 1 * GIB  # logits of one tile (engine.lm_head.tiles), unless the hidden states take more
 _HEAD_TOKENS = (4096, 8192)  # of a tile at most: an eighth of all, between these two
+_KERNEL_SUMS = 2 * GIB  # of dQ in fp32 at most
 _ROUNDING = 1.005  # reserved over asked for: blocks of 512 bytes, segments of 2 MiB
 _SMALL = 0.15 * GIB  # reserved for workspaces, norms, RoPE's tables and the blocks between others
 
@@ -103,6 +104,13 @@ class MemoryModel:
             whole if keeps_whole(settings, optimizer_offload=offload) else sharded for offload in (False, True)
         )
         self._sharded = sharded
+        # fp32 sums of dQ, and of dK and dV where query heads share them, that FlashAttention-4 forms in backward; of long
+        # tiles it takes some heads at a time (engine.attention.kernels.fa4).
+        self._attention_sums = 0.0
+        if settings.dtype == "bf16":
+            self._attention_sums = min(2 * self._query, _KERNEL_SUMS)
+            if shape.kv_heads < shape.heads:
+                self._attention_sums += 2 * self._keys
         self._received = 0.0
         if settings.cp_size > 1:
             # Received chunks and the gradients sent back: the part of them that the mask uses.
@@ -181,7 +189,8 @@ class MemoryModel:
         if least:
             held = 0.0
         # Gradients before and after, the normed states and their gradient; or of out, q, k, v and the residual.
-        return max(4 * self._state + held, self._state + 2 * self._query + self._keys + self._received)
+        in_attention = self._state + 2 * self._query + self._keys + self._attention_sums
+        return max(4 * self._state + held, in_attention + self._received)
 
     def _layer(self, choice: Choice, mlp_sums: float) -> float:
         """The backward of a layer that is computed again, beyond the saved tensors: the larger of the MLP's and
@@ -203,7 +212,7 @@ class MemoryModel:
         output = 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._query
         in_mlp = held + output + 3 * self._state + mlp  # gradients before and after, the MLP's input
         in_attention = held + self._state + 2 * self._query + self._keys  # gradients: residual, out, q, k, v
-        return max(in_mlp, in_attention + self._received)
+        return max(in_mlp, in_attention + self._attention_sums + self._received)
 
     def _head_bytes(self, weight: float, item: int, tokens: float) -> float:
         """Weight, its gradient summed, as computed and as reduced; the logits; input, norm and gradient of the head."""
