@@ -91,6 +91,11 @@ class ForkServer:
         raise ServerLost("the fork server stopped answering and was killed")
 
     @property
+    def pids(self) -> dict[int, int]:
+        """Process of each rank that was started and not ended by `sweep`; one that exited is among them."""
+        return dict(self._pids)
+
+    @property
     def closed(self) -> bool:
         return self._socket.fileno() < 0
 

@@ -22,7 +22,7 @@ from harness.base.interrupts import released
 from harness.launch.environment import render
 from harness.launch.launcher import Job, Launcher, Outcome
 from harness.launch.ports import port_was_taken
-from harness.launch.ranks import kind
+from harness.launch.ranks import kind, tells_start
 from harness.machine.this_machine import Machine
 from harness.records.provenance import commit, portable_command, redact
 from harness.records.record import Record, Round, write_record
@@ -30,7 +30,7 @@ from harness.run.directory import TRIAL_FILE, RunDirectory, round_of_files
 from harness.run.progress import ProgressView
 from harness.run.rounds import alone, rounds_of, with_round
 from harness.spec.methods import method_module, method_named
-from harness.spec.trial import Trial
+from harness.spec.trial import SHORTEST_HANG, Trial
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
@@ -179,13 +179,18 @@ def _job(trial: Trial, method: Method, trial_dir: Path, host: Host) -> Job:
         host_ranks=settings.world_size // (host.machine.nodes_for(settings.world_size) or 1),
         user=host.environment,
     )
+    command = method.command(trial_dir)
+    own = tells_start(command)  # a foreign program tells nothing before its first step
     return Job(
         trial_id=trial.id,
         trial_dir=trial_dir,
-        command=method.command(trial_dir),
+        command=command,
         ranks=settings.world_size,
         environment=environment,
-        deadline_seconds=trial.deadline_seconds,
+        deadline_seconds=trial.deadline_seconds + (0.0 if own else trial.start_seconds),
+        start_seconds=trial.start_seconds if own else None,
+        # Traces are written and read after the last step, and that may take long.
+        hang_seconds=None if trial.profile else trial.hang_seconds or max(SHORTEST_HANG, trial.deadline_seconds / 2),
         emulate_nodes=settings.emulate_nodes,
         share=_for_good(settings) if trial.share_ranks else None,
     )
