@@ -45,6 +45,29 @@ class Run:
             help="run only the trials whose id is or begins with this, or matches a pattern such as 'train-*-cp4-*'; "
             "may be repeated",
         )  # fmt: skip
+        parser.add_argument(
+            "--order", choices=("random", "file", "shortest", "longest"), default="random",
+            help="of the trials of each round: at random (default), as in the file, or by the model FLOPs of a rank",
+        )  # fmt: skip
+        parser.add_argument(
+            "--limit", type=_count, default=0, metavar="N", help="run at most N trials; --resume runs the others"
+        )
+        parser.add_argument(
+            "--max-hours", type=float, metavar="H",
+            help="end the run after H hours at the latest, in a state that --resume continues",
+        )  # fmt: skip
+        parser.add_argument(
+            "--stop-before", metavar="TIME",
+            help="end the run before this time of the clock, such as 06:50 or 2026-12-24T06:50, in a state that "
+            "--resume continues",
+        )  # fmt: skip
+        parser.add_argument(
+            "--retry", type=_count, default=0, metavar="N",
+            help="repeat a trial up to N times that hung or lost its host, on other hosts where there are some",
+        )  # fmt: skip
+        parser.add_argument(
+            "--max-failures", type=_count, default=0, metavar="N", help="end the run after N failed trials in a row"
+        )
         parser.add_argument("--resume", action="store_true", help="keep finished trials and rounds of the run in DIR")
         parser.add_argument(
             "--retry-failed", action="store_true",
@@ -53,6 +76,10 @@ class Run:
         parser.add_argument(
             "--set-aside-bad", action="store_true",
             help="resume; records that cannot be used are renamed and their trials run again",
+        )  # fmt: skip
+        parser.add_argument(
+            "--mix", action="store_true",
+            help="resume beside records of another experiment, commit, GPU or driver, which is refused otherwise",
         )  # fmt: skip
         parser.add_argument(
             "--profile", action="store_true",
@@ -67,11 +94,16 @@ class Run:
         from harness.records.provenance import redacted_command
         from harness.report.run_records import RunRecords
         from harness.run.attempt import Host
+        from harness.run.bounds import Bounds, stop_time
         from harness.run.experiment import Resume, run_experiment
         from harness.run.progress import view_for
         from harness.spec.written import experiment_text
 
         experiment = chosen_experiment(arguments)
+        stop = stop_time(arguments.stop_before, arguments.max_hours)
+        bounds = Bounds(
+            retries=arguments.retry, failures_in_a_row=arguments.max_failures, trials=arguments.limit, stop=stop
+        )
         run_dir = arguments.out or Path("results", "runs", experiment.name)
         console = stderr_console()
 
@@ -87,10 +119,10 @@ class Run:
         else:
             machine, launcher = discover(), make_launcher(arguments.launcher or default_launcher())
         resume = None
-        if arguments.resume or arguments.retry_failed or arguments.set_aside_bad:
+        if arguments.resume or arguments.retry_failed or arguments.set_aside_bad or arguments.mix:
             resume = Resume(retry_failed=arguments.retry_failed, set_aside_bad=arguments.set_aside_bad)
         records = RunRecords(run_dir)
-        with contextlib.closing(launcher):
+        with contextlib.closing(launcher), stop.interrupting() if stop else contextlib.nullcontext():
             trials = [dataclasses.replace(trial, profile=arguments.profile) for trial in plan(experiment, machine)]
             typed = redacted_command(command_line(arguments))
             code = run_experiment(
@@ -106,6 +138,9 @@ class Run:
                 resume=resume,
                 again=command_line(arguments),
                 records=records,
+                bounds=bounds,
+                mix=arguments.mix,
+                order=arguments.order,
             )
         _report(records)
         if getattr(launcher, "stuck", False):
@@ -125,6 +160,13 @@ def _report(records: RunRecords) -> None:
         out.print(said, markup=False, highlight=False, soft_wrap=True)
     path = write_report_of(records.records(), rows, records.run_dir)
     out.print(f"Report: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _count(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 up")
+    return number
 
 
 def _leave_at_once(code: int) -> NoReturn:

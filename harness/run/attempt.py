@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from cluster.files.errors import shown
 from engine.measurement import Measurement, read_measurement, write_json
 from engine.method import Method
 from engine.profile.timeline import breakdown_of
@@ -26,12 +27,14 @@ from harness.launch.ranks import kind, tells_start
 from harness.machine.this_machine import Machine
 from harness.records.provenance import commit, portable_command, redact
 from harness.records.record import Record, Round, write_record
+from harness.run.bounds import INFRASTRUCTURE, Bounds
 from harness.run.directory import TRIAL_FILE, RunDirectory, round_of_files
 from harness.run.progress import ProgressView
-from harness.run.rounds import alone, rounds_of, with_round
+from harness.run.rounds import alone, round_in, rounds_of, with_round
 from harness.spec.methods import method_module, method_named
 from harness.spec.trial import SHORTEST_HANG, Trial
 
+UNBOUNDED = Bounds()
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
 
@@ -60,23 +63,46 @@ class Turn:
 
 
 def execute(
-    trial: Trial, turn: Turn, before: Record | None, host: Host, directory: RunDirectory, view: ProgressView
+    trial: Trial,
+    turn: Turn,
+    before: Record | None,
+    host: Host,
+    directory: RunDirectory,
+    view: ProgressView,
+    bounds: Bounds = UNBOUNDED,
 ) -> Record:
     """Execute one trial once, and leave its record with this round and those of `before`, whose figures are kept; None:
     whatever the trial has left before is not.
 
     Once more where another process had taken its port: the cause is not the method, and the next attempt gets another
-    port.
+    port. As often as `bounds` allow where the host was lost or the ranks hung, then on other hosts if there are some.
     """
-    record = _attempt(trial, turn, before, host, directory, view)
-    latest = alone(record, turn.round)
-    if latest.status == "failed" and port_was_taken(latest.reason):
-        record = _attempt(trial, turn, before and record, host, directory, view)
-    return record
+    ports, retries, avoid = 1, bounds.retries, dict[str, None]()
+    while True:
+        record = _attempt(trial, turn, before, host, directory, view, bounds, tuple(avoid))
+        latest = alone(record, turn.round)
+        before = before and record
+        if latest.status == "failed" and port_was_taken(latest.reason) and ports:
+            ports -= 1
+        elif latest.status in INFRASTRUCTURE and retries:
+            retries -= 1
+            hosts = (round_in(record, turn.round) or latest).hosts
+            avoid |= dict.fromkeys(hosts)
+            number = f"{bounds.retries - retries} of {bounds.retries}"
+            view.note(shown(f"{trial.id}  {latest.status}, runs again ({number})  {latest.reason}"))
+        else:
+            return record
 
 
 def _attempt(
-    trial: Trial, turn: Turn, before: Record | None, host: Host, directory: RunDirectory, view: ProgressView
+    trial: Trial,
+    turn: Turn,
+    before: Record | None,
+    host: Host,
+    directory: RunDirectory,
+    view: ProgressView,
+    bounds: Bounds,
+    avoid: tuple[str, ...],
 ) -> Record:
     """One attempt at a round of a trial, from its directory to its record. Ctrl-C ends it as `interrupted`."""
     method = method_named(trial.settings.method)
@@ -104,7 +130,7 @@ def _attempt(
         settings_notes=list(trial.table.notes),
     )
     if trial.unsupported_reason is None:
-        job = _job(trial, method, trial_dir, host)
+        job = dataclasses.replace(_job(trial, method, trial_dir, host), avoid=avoid)
         write_json(
             trial_dir / TRIAL_FILE,
             {
@@ -121,7 +147,7 @@ def _attempt(
             elapsed = datetime.now(UTC) - datetime.fromisoformat(record.started_at)
             outcome = Outcome(
                 status="interrupted",
-                reason="stopped by the user; --resume runs it again",
+                reason=f"{bounds.why_interrupted()}; --resume runs it again",
                 wall_seconds=elapsed.total_seconds(),
                 hosts=[host.machine.hostname],
             )

@@ -32,6 +32,10 @@ class ProgressView(Protocol):
         """`kept`: the record is of an earlier run and nothing was executed."""
         ...
 
+    def note(self, message: str) -> None:
+        """A line between those of trials."""
+        ...
+
     def end(self) -> None:
         """After the last trial, or when the run stops early."""
         ...
@@ -68,6 +72,9 @@ class PlainView:
             highlight=False,
             soft_wrap=True,
         )
+
+    def note(self, message: str) -> None:
+        self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def end(self) -> None:
         pass
@@ -114,6 +121,9 @@ class LiveView:
             markup=False,
             highlight=False,
         )
+
+    def note(self, message: str) -> None:
+        self._progress.console.print(message, style="yellow", markup=False, highlight=False)
 
     def end(self) -> None:
         self._progress.stop()

@@ -44,12 +44,12 @@ class HostPool:
         self._healthy_at: dict[str, float] = {}
         self._gone: dict[str, str] = {}  # by name: why it is out for the rest of the run
 
-    def take(self, count: int) -> list[Node]:
-        """The first `count` hosts that are healthy now. Raises TooFewHosts."""
+    def take(self, count: int, avoid: Sequence[str] = ()) -> list[Node]:
+        """The first `count` hosts that are healthy now, those to `avoid` last. Raises TooFewHosts."""
         while True:
             quarantined = self._quarantine.entries()
             usable = [node for node in self._nodes if node.name not in self._gone and node.name not in quarantined]
-            chosen = usable[:count]
+            chosen = sorted(usable, key=lambda node: node.name in avoid)[:count]
             if len(chosen) < count:
                 raise TooFewHosts(self._too_few(count, {name: entry.reason for name, entry in quarantined.items()}))
             stale = [node for node in chosen if not self._is_fresh(node)]

@@ -72,7 +72,7 @@ class ClusterLauncher:
             team = self._joined()
             count = self._means.machine.nodes_for(job.ranks)
             assert count is not None, job  # the plan refuses such trials
-            chosen = self._pool.take(count)
+            chosen = self._pool.take(count, job.avoid)
             hosts = [node.name for node in chosen]
             members = team.members(hosts)
             run = _Run(job, members, self._started, self._means.environments, on_progress)
