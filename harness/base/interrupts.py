@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -173,9 +174,12 @@ def held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def released() -> Iterator[None]:
-    """A part of a `held` block that signals interrupt all the same."""
+    """A part of a `held` block that signals interrupt all the same.
+
+    Nothing in threads beside the main one, which alone is interrupted: they `look`.
+    """
     handlers = _current
-    if handlers is None or handlers.holds == 0:
+    if handlers is None or handlers.holds == 0 or threading.current_thread() is not threading.main_thread():
         yield
         return
     handlers.holds -= 1

@@ -66,6 +66,10 @@ class Run:
             help="repeat a trial up to N times that hung or lost its host, on other hosts where there are some",
         )  # fmt: skip
         parser.add_argument(
+            "--parallel", type=_count, default=1, metavar="N",
+            help="run N trials at the same time, on disjoint GPUs and cores (default: 1)",
+        )  # fmt: skip
+        parser.add_argument(
             "--max-failures", type=_count, default=0, metavar="N", help="end the run after N failed trials in a row"
         )
         parser.add_argument("--resume", action="store_true", help="keep finished trials and rounds of the run in DIR")
@@ -95,7 +99,9 @@ class Run:
         from harness.report.run_records import RunRecords
         from harness.run.attempt import Host
         from harness.run.bounds import Bounds, stop_time
-        from harness.run.experiment import Resume, run_experiment
+        from harness.run.execution import Resume, Ways
+        from harness.run.experiment import run_experiment
+        from harness.run.lanes import lanes_of
         from harness.run.progress import view_for
         from harness.spec.written import experiment_text
 
@@ -117,30 +123,45 @@ class Run:
 
             machine, launcher = cluster_launcher(arguments, say)
         else:
-            machine, launcher = discover(), make_launcher(arguments.launcher or default_launcher())
+            if arguments.parallel > 1 and arguments.launcher == "ray":
+                raise UsageError("--parallel on one machine starts ranks without Ray; leave --launcher ray out")
+            default = "local" if arguments.parallel > 1 else default_launcher()
+            machine, launcher = discover(), make_launcher(arguments.launcher or default)
         resume = None
         if arguments.resume or arguments.retry_failed or arguments.set_aside_bad or arguments.mix:
-            resume = Resume(retry_failed=arguments.retry_failed, set_aside_bad=arguments.set_aside_bad)
+            resume = Resume(
+                retry_failed=arguments.retry_failed, set_aside_bad=arguments.set_aside_bad, mix=arguments.mix
+            )
         records = RunRecords(run_dir)
-        with contextlib.closing(launcher), stop.interrupting() if stop else contextlib.nullcontext():
+        with contextlib.ExitStack() as closing:
+            closing.callback(launcher.close)
+            if stop is not None:
+                closing.enter_context(stop.interrupting())
             trials = [dataclasses.replace(trial, profile=arguments.profile) for trial in plan(experiment, machine)]
             typed = redacted_command(command_line(arguments))
+            host = Host(machine=machine, launcher=launcher, run_command=typed)
+            lanes = lanes_of(host, arguments.parallel) if arguments.parallel > 1 else []
+            for lane in lanes:
+                closing.callback(lane.launcher.close)
             code = run_experiment(
                 experiment.name,
                 trials,
-                Host(machine=machine, launcher=launcher, run_command=typed),
+                host,
                 run_dir,
                 view=view_for(console),
                 say=say,
-                repetition=experiment.repetition,
+                ways=Ways(
+                    repetition=experiment.repetition,
+                    search=experiment.search,
+                    bounds=bounds,
+                    order=arguments.order,
+                    lanes=lanes,
+                ),
                 only=named(trials, arguments.only) if arguments.only else None,
                 text=experiment_text(experiment, f"As resolved by: {shown_value(shlex.join(typed))}"),
                 resume=resume,
                 again=command_line(arguments),
                 records=records,
-                bounds=bounds,
-                mix=arguments.mix,
-                order=arguments.order,
             )
         _report(records)
         if getattr(launcher, "stuck", False):

@@ -46,6 +46,7 @@ class Host:
     launcher: Launcher
     environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(os.environ))
     commit: str = dataclasses.field(default_factory=commit)
+    lanes: int = 1  # disjoint parts of the machine that run a trial each at the same time; this is one of them
     run_command: Sequence[str] = ()  # the `burst run` as typed, secrets redacted
 
     @property
@@ -163,6 +164,7 @@ def _attempt(
             command=portable_command(job.command, trial_dir),
             wall_seconds=round(outcome.wall_seconds, 3),
             ranks_turn=outcome.turn,
+            lanes=host.lanes,
         )
         record.rounds.append(_round(record, turn))
     if before is not None:

@@ -18,8 +18,9 @@ STYLES = {"ok": "green", "refused": "yellow", "oom": "yellow", "host_oom": "yell
 class ProgressView(Protocol):
     """Shows every trial of every round in order."""
 
-    def begin(self, total: int, title: str = "") -> None:
-        """Before the first of the `total` trials of a round, which is called `title` where there are several."""
+    def begin(self, total: int, title: str = "", done: int = 0) -> None:
+        """Before the first of the `total` trials of a round, which is called `title` where there are several; and again
+        where the round gets more of them, with the number `done` by then."""
         ...
 
     def trial_began(self, trial: Trial) -> None: ...
@@ -54,8 +55,8 @@ class PlainView:
         self._total = self._done = 0
         self._round = ""
 
-    def begin(self, total: int, title: str = "") -> None:
-        self._total, self._done = total, 0
+    def begin(self, total: int, title: str = "", done: int = 0) -> None:
+        self._total, self._done = total, done
         self._round = f", {title}" if title else ""
 
     def trial_began(self, trial: Trial) -> None:
@@ -101,9 +102,9 @@ class LiveView:
         self._task = self._progress.add_task("", total=None, round="", trial="", step="")
         self._round = ""
 
-    def begin(self, total: int, title: str = "") -> None:
+    def begin(self, total: int, title: str = "", done: int = 0) -> None:
         self._round = title
-        self._progress.update(self._task, total=total, completed=0, round=title)
+        self._progress.update(self._task, total=total, completed=done, round=title)
         self._progress.start()
 
     def trial_began(self, trial: Trial) -> None:

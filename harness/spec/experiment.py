@@ -21,6 +21,7 @@ from harness.base.errors import UsageError, nearest, one_of
 from harness.spec.models import model_name
 from harness.spec.repetition import Repetition
 from harness.spec.schema import build, check_keys, convert
+from harness.spec.search import Search, read_search
 from harness.spec.setting import SETTINGS, overriding, read_setting, with_current_names
 
 # Decided by sections of their own rather than under sweep or fixed; `model` may be swept as well.
@@ -68,6 +69,7 @@ class Experiment:
     repetition: Repetition
     seeds: tuple[int, ...]
     limits: Limits
+    search: Search
     reference: Mapping[str, str]
 
 
@@ -114,7 +116,8 @@ def chosen_experiment(arguments: argparse.Namespace) -> Experiment:
 # Layers: mappings of sections in which sweep and fixed are flat, so that two of them can be laid over each other.
 
 _SETTABLE = [key for key in SETTINGS if key not in SECTION_OF]
-_SECTIONS = ("name", "title", "task", "model", "sweep", "exclude", "fixed", "steps", "seeds", "limits", "reference")
+_SECTIONS = ("name", "title", "task", "model", "sweep", "exclude", "fixed", "steps", "seeds", "limits", "search",
+             "reference")  # fmt: skip
 
 
 def _layer(node: Node, what: str) -> Node:
@@ -226,6 +229,7 @@ def _read(layer: Node, path: Path, scale: str | None) -> Experiment:
         repetition=repetition,
         seeds=tuple(dict.fromkeys(seeds)),
         limits=build(Limits, entries["limits"], "limits") if "limits" in entries else Limits(),
+        search=_search(entries.get("search"), where, sweep),
         reference=_reference(entries.get("reference")),
     )
 
@@ -255,6 +259,14 @@ def _steps(node: Node | None) -> tuple[Steps, Repetition]:
     what = Node({key: entry for key, entry in entries.items() if key not in often}, node.place)
     how_often = Node({key: entry for key, entry in entries.items() if key in often}, node.place)
     return build(Steps, what, "steps"), build(Repetition, how_often, "steps")
+
+
+def _search(node: Node | None, where: str, sweep: Mapping[str, Any]) -> Search:
+    search = read_search(node)
+    if node is not None and search.until != "no" and "seq_len" not in sweep and not search.bisect:
+        raise UsageError(f"{node.place}: search.until stops a sweep over seq_len, and {where} sweeps none; add the "
+                         "lengths as sweep.seq_len, or search.bisect")  # fmt: skip
+    return search
 
 
 def _seed(node: Node) -> int:

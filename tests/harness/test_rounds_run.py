@@ -22,7 +22,8 @@ from harness.machine.this_machine import Machine
 from harness.records.provenance import redacted_command
 from harness.records.record import Record, read_records, write_record
 from harness.run.attempt import Host
-from harness.run.experiment import FRESHLY, Resume, run_experiment
+from harness.run.execution import FRESHLY, Resume, Ways
+from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
 from harness.run.rounds import Shuffle
 from harness.spec.experiment import load_experiment
@@ -99,10 +100,9 @@ class Runner:
             self.run_dir,
             view=PlainView(Console(quiet=True)),
             say=self.said.append,
-            repetition=repetition,
+            ways=Ways(repetition=repetition, shuffle=shuffle),
             resume=resume,
             again=["burst", "run", "exp.yaml"],
-            shuffle=shuffle,
             **more,
         )
         return code, launcher.ran

@@ -12,7 +12,7 @@ import pytest
 from harness.base.errors import UsageError
 from harness.records.record import read_record
 from harness.run.bounds import Bounds, StopTime, stop_time
-from harness.run.experiment import Resume
+from harness.run.execution import Resume
 from harness.spec.repetition import Repetition
 from tests.harness.test_run_experiment import Runner, trial
 from tests.patience import AMPLE, wait_until
@@ -193,3 +193,19 @@ def test_a_time_limit_ends_a_run_in_mid_trial(tmp_path):
         assert (record.status, record.reason) == (
             "interrupted", "stopped by --max-hours 0.004; --resume runs it again"
         )  # fmt: skip
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores, to share them")
+def test_a_signal_ends_the_trials_of_all_lanes_and_resume_goes_on(tmp_path):
+    program = started(tmp_path, 200, "--parallel", "2")
+    wait_until(lambda: len(list(tmp_path.glob("out/trials/*/progress.jsonl"))) == 2, "two trials have not begun")
+    program.send_signal(signal.SIGTERM)
+    said = ended(program)
+    assert program.returncode == 1, said
+    records = [read_record(path) for path in tmp_path.glob("out/trials/*/record.json")]
+    assert len(records) == 2
+    assert {record.status for record in records} <= {"ok", "interrupted"}  # one may have been quick
+    program = started(tmp_path, 200, "--parallel", "2", "--resume")
+    ended(program)
+    assert program.returncode == 0
+    assert [read_record(path).status for path in tmp_path.glob("out/trials/*/record.json")] == ["ok", "ok"]

@@ -19,7 +19,8 @@ from harness.launch.launcher import Job, Outcome
 from harness.machine.this_machine import Machine
 from harness.records.record import Record, read_record, read_records, write_record
 from harness.run.attempt import Host
-from harness.run.experiment import Resume, run_experiment
+from harness.run.execution import Resume, Ways
+from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
 from harness.run.rounds import Shuffle
 from harness.spec.trial import Trial
@@ -83,6 +84,9 @@ def in_order(_trials: Any) -> None:
     """A round's order that is the plan's."""
 
 
+WAYS = {one.name for one in dataclasses.fields(Ways)}
+
+
 class Runner:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -97,13 +101,14 @@ class Runner:
         environment: dict[str, str] | None = None,
         commit: str = "abc",
         machine: Machine = HERE,
+        experiment: str = "exp",
         **how: Any,
     ) -> tuple[int, ScriptedLauncher]:
         from rich.console import Console
 
         launcher = ScriptedLauncher(outcomes)
         code = run_experiment(
-            how.pop("experiment", "exp"),
+            experiment,
             trials,
             Host(machine=machine, launcher=launcher, environment=environment or {}, commit=commit),
             self.run_dir,
@@ -111,7 +116,7 @@ class Runner:
             say=self.said.append,
             resume=resume,
             again=["burst", "run", "exp.yaml"],
-            shuffle=self.shuffle,
+            ways=Ways(shuffle=self.shuffle, **{key: how.pop(key) for key in list(how) if key in WAYS}),
             **how,
         )
         return code, launcher
@@ -216,7 +221,7 @@ def test_resume_on_a_machine_that_can_runs_what_another_refused(run):
 def test_other_settings_are_another_trial_when_resuming(run):
     run({}, [trial(32)])
     other = dataclasses.replace(trial(32), settings=dataclasses.replace(trial(32).settings, seed=1))
-    _, launcher = run({}, [other], Resume(), mix=True)
+    _, launcher = run({}, [other], Resume(mix=True))
     assert [job.trial_id for job in launcher.jobs] == [other.id]
 
 

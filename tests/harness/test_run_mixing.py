@@ -8,7 +8,7 @@ import pytest
 from harness.base.errors import UsageError
 from harness.machine.this_machine import Machine
 from harness.records.record import read_records, write_record
-from harness.run.experiment import Resume
+from harness.run.execution import Resume
 from harness.spec.repetition import Repetition
 from tests.harness.test_run_experiment import HERE, Runner, trial
 
@@ -36,7 +36,7 @@ def test_another_experiments_records_are_kept_apart_until_mixing_is_asked_for(ru
     with pytest.raises(UsageError, match=r"holds 1 record of experiment exp, not second; give --out another directory"):
         run({}, [other], Resume(), experiment="second")
     assert run.records().keys() == {32}
-    code, launcher = run({}, [other], Resume(), experiment="second", mix=True)
+    code, launcher = run({}, [other], Resume(mix=True), experiment="second")
     assert (code, len(launcher.jobs)) == (0, 1)
     assert run.said[-1] == f"mixed as asked: {run.run_dir} holds 1 record of experiment exp, not second"
     with open(run.run_dir / "results.csv", newline="") as file:
