@@ -65,6 +65,7 @@ def run_experiment(
                 trials=list(ids),
                 rounds=ways.repetition.rounds,
                 interval=ways.repetition.interval,
+                lanes=len(ways.lanes) or 1,
                 launcher=host.launcher.name,
                 commit=host.commit,
                 started_at=started_at,

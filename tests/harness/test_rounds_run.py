@@ -442,7 +442,7 @@ def test_status_shows_the_round_of_the_trial_that_runs_now(run, capfd):
 
     run([trial(0), trial(1)], TWICE, ends)
     [lines] = seen
-    assert lines[0] == f"{trial(0).id}  running  round 2 of 2  step 1/2"
+    assert lines[0].startswith(f"{trial(0).id}  running  round 2 of 2  step 1/2  ")
     assert lines[1] == f"{trial(1).id}  ok  2.0 s  1 of 2 rounds"
     assert lines[2].startswith("exp runs: 1 running, 1 ok of 2 trials")
 

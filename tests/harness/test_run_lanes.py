@@ -15,7 +15,9 @@ from engine.measurement import Measurement, write_measurement
 from harness.base.errors import UsageError
 from harness.launch.launcher import Job, Outcome
 from harness.machine.this_machine import Machine
+from harness.records.caveats import caveats_of
 from harness.records.record import read_record, read_records
+from harness.records.stated import NOTHING_STATED
 from harness.run.attempt import Host
 from harness.run.execution import Ways
 from harness.run.experiment import run_experiment
@@ -83,6 +85,10 @@ def test_trials_run_at_the_same_time_on_disjoint_gpus_and_their_records_say_so(t
     assert {gpus for _, gpus in log} == {"0,1", "2,3"}
     records = read_records(tmp_path / "run")
     assert [(record.status, record.lanes, len(record.rounds)) for record in records] == [("ok", 2, 2)] * 4
+    assert all(
+        "up to 2 trials ran on parts of the machine at the same time" in caveats_of(record, NOTHING_STATED)
+        for record in records
+    )
     assert sorted(one.place for record in records for one in record.rounds) == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
