@@ -50,6 +50,7 @@ class Status:
 
 def as_json(state: RunState) -> dict[str, object]:
     """The state as plain values; trials that failed come first."""
+    end = _end(state)
     return {
         "experiment": state.experiment,
         "running": state.running,
@@ -58,7 +59,7 @@ def as_json(state: RunState) -> dict[str, object]:
         "failed": state.failed,
         "total": len(state.trials),
         "seconds_left": None if state.seconds_left is None else round(state.seconds_left, 1),
-        "ends_at": _end(state).isoformat(timespec="seconds") if _end(state) else None,
+        "ends_at": end.isoformat(timespec="seconds") if end else None,
         "trials": [dataclasses.asdict(trial) for trial in state.failures_first()],
     }
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from engine.settings import TrialSettings
 from harness.base.errors import UsageError
 from harness.base.interrupts import end_requested
 from harness.plan.matrix import unsupported_reason
@@ -264,10 +265,10 @@ class Execution:
             return self._interrupted(where)
         return self._too_many_failures(latest)
 
-    def _outcomes(self, group: object) -> Mapping[int, Status]:
+    def _outcomes(self, group: TrialSettings) -> Mapping[int, Status]:
         return outcomes_of(group, [record for record in self._kept.values() if not only_planned(record)])
 
-    def _grow(self, groups: Sequence[object]) -> list[Trial]:
+    def _grow(self, groups: Sequence[TrialSettings]) -> list[Trial]:
         """Add the trials that the search wants next; returns those that no earlier run has left."""
         new: list[Trial] = []
         for group in groups if self._search.active else ():

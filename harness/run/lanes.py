@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from types import TracebackType
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from harness.base.errors import UsageError
 from harness.base.interrupts import end_requested
+from harness.launch.launcher import Launcher
 from harness.launch.supervisor import LocalLauncher, Supervisor
 from harness.machine.this_machine import Machine
 from harness.records.record import Record
@@ -23,6 +24,15 @@ from harness.spec.trial import Trial
 T = TypeVar("T")
 
 POLL_SECONDS = 0.2
+
+
+@runtime_checkable
+class DividesHosts(Protocol):
+    """A launcher of several hosts that can run jobs on parts of them at the same time."""
+
+    def lanes(self, number: int) -> list[tuple[Machine, Launcher]]:
+        """So many equal parts, each as a machine with its launcher."""
+        ...
 
 
 class Lanes:
@@ -89,9 +99,19 @@ class Lanes:
 def lanes_of(host: Host, number: int) -> list[Host]:
     """The machine in `number` equal parts with disjoint GPUs and cores, each with a launcher of its own.
 
-    Raises UsageError where it has fewer GPUs, or without GPUs fewer cores.
+    Of a cluster each lane has hosts of its own. Raises UsageError where there are fewer hosts, GPUs, or without GPUs
+    cores.
     """
     machine = host.machine
+    if isinstance(host.launcher, DividesHosts):
+        if number > machine.nodes:
+            raise UsageError(
+                f"--parallel {number}: --nodes has {machine.nodes} usable hosts; give at most that many lanes"
+            )
+        return [
+            replace(host, machine=part, launcher=launcher, lanes=number)
+            for part, launcher in host.launcher.lanes(number)
+        ]
     units, what = (machine.gpu_count, "GPUs") if machine.device == "cuda" else (machine.cores, "cores")
     if number > units:
         raise UsageError(f"--parallel {number}: this machine has {units} {what}; give at most that many lanes")

@@ -162,11 +162,11 @@ class _Known:
         self._all: list[float] = []
         for trial in trials:
             self._all += trial.round_seconds
-            parts = _ID.fullmatch(trial.trial_id)
-            for keys in _ALIKE if parts else ():
+            if (parts := _ID.fullmatch(trial.trial_id)) is None:
+                continue
+            for keys in _ALIKE:
                 self._seconds.setdefault(parts.group(*keys), []).extend(trial.round_seconds)
-            if parts:
-                self._per_token += [seconds / int(parts["length"]) for seconds in trial.round_seconds]
+            self._per_token += [seconds / int(parts["length"]) for seconds in trial.round_seconds]
         self._medians = {key: statistics.median(found) for key, found in self._seconds.items() if found}
         self._median_per_token = statistics.median(self._per_token) if self._per_token else None
 

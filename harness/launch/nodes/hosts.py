@@ -44,12 +44,19 @@ class HostPool:
         self._healthy_at: dict[str, float] = {}
         self._gone: dict[str, str] = {}  # by name: why it is out for the rest of the run
 
+    def part(self, nodes: Sequence[Node]) -> HostPool:
+        """A pool of some of its hosts, which shares what is known of them."""
+        pool = HostPool(nodes, self._quarantine, self._unfit, self._clock)
+        pool._healthy_at, pool._gone = self._healthy_at, self._gone
+        return pool
+
     def take(self, count: int, avoid: Sequence[str] = ()) -> list[Node]:
         """The first `count` hosts that are healthy now, those to `avoid` last. Raises TooFewHosts."""
         while True:
             quarantined = self._quarantine.entries()
             usable = [node for node in self._nodes if node.name not in self._gone and node.name not in quarantined]
-            chosen = sorted(usable, key=lambda node: node.name in avoid)[:count]
+            taken = {node.name for node in sorted(usable, key=lambda node: node.name in avoid)[:count]}
+            chosen = [node for node in usable if node.name in taken]
             if len(chosen) < count:
                 raise TooFewHosts(self._too_few(count, {name: entry.reason for name, entry in quarantined.items()}))
             stale = [node for node in chosen if not self._is_fresh(node)]

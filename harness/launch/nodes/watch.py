@@ -165,7 +165,7 @@ def merged(seen: Mapping[str, Watched]) -> Watched:
 def lost_sentence(lost: Mapping[str, str], progress: Mapping[str, object], others: Sequence[str]) -> str:
     """Why a job ended whose hosts `lost` are gone."""
     gone = "; ".join(f"{host} was lost ({why})" for host, why in lost.items())
-    step = f" after step {progress['step']} of {progress.get('of', '?')}" if "step" in progress else ""
+    step = f" after step {progress['step']} of {progress.get('of', '?')}" if progress.get("step") else ""
     ended = f", the ranks on {', '.join(others)} were ended" if others else ""
     return f"{gone}{step}{ended}; --resume --retry-failed runs it on other hosts"
 
