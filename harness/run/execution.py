@@ -20,7 +20,7 @@ from harness.run.lanes import Lanes
 from harness.run.mixing import differences
 from harness.run.progress import ProgressView
 from harness.run.rounds import Order, Pending, Shuffle, alone, arranged, round_in, statuses_of
-from harness.run.search import LengthSearch, group_of, outcomes_of
+from harness.run.search import LengthSearch, group_of
 from harness.spec.repetition import Repetition
 from harness.spec.search import Search
 from harness.spec.trial import Trial
@@ -93,21 +93,28 @@ class Execution:
         self._executed: set[str] = set()  # trials
         self._left_out: set[str] = set()  # trials beyond the number that the run may execute
         self._kept: dict[str, Record] = {}  # what trials have left that is not executed again, so far
-        for trial_id in self._trials:
-            self._keep(trial_id)
+        self._ended: dict[TrialSettings, dict[int, Status]] = {}  # of the search: how lengths of each group ended
         self._search = LengthSearch(
             ways.search,
             [trial for trial in trials if trial.unsupported_reason is None],
             lambda settings: unsupported_reason(settings, host.machine),
         )
+        for trial_id in self._trials:
+            self._keep(trial_id)
 
     def _keep(self, trial_id: str) -> bool:
         """Take over what an earlier run left of a trial, where that is not executed again."""
         record = _recorded(self._directory, self._records, trial_id) if self._resume is not None else None
         if record is None or self._resume is None or not self._resume.keeps(record):
             return False
-        self._kept[trial_id] = record
+        self._remember(record)
         return True
+
+    def _remember(self, record: Record) -> None:
+        self._kept[record.trial_id] = record
+        if self._search.active and record.status != "interrupted" and not only_planned(record):
+            lengths = self._ended.setdefault(group_of(record.settings), {})
+            lengths[record.settings.seq_len] = record.status
 
     def check_hardware(self, say: Callable[[str], None]) -> None:
         """Raise UsageError where rounds of one trial would be measured on different hardware; say where this machine
@@ -223,27 +230,33 @@ class Execution:
                 done += 1
                 found = self._take(trial, record, number, where)
                 stopped = stopped or found
-                if number == 1 and stopped is None:
+                if number == 1 and stopped is None and self._search.active:
                     further = self._grow([group_of(trial.settings)])
                     queue.extend(further)
                     total += len(further)
-                    self._view.begin(total, title, done) if further else None
+                    if further:
+                        self._view.begin(total, title, done)
 
     def _next(self, queue: deque[Trial], lanes: Lanes) -> Trial | None:
         """The first trial of the queue that a lane can take now; it leaves the queue."""
         searched = {group_of(trial.settings) for trial in lanes.running} if self._search.active else set()
-        for trial in list(queue):
+        passed: list[Trial] = []  # that wait for a wider lane, or for a shorter length of their own
+        found = None
+        while queue and found is None and not lanes.full:
+            trial = queue.popleft()
             if not self._may_execute(trial.id, trial):
-                queue.remove(trial)
-            elif group_of(trial.settings) not in searched and lanes.takes(trial):
-                queue.remove(trial)
-                return trial
-        return None
+                continue
+            if lanes.takes(trial) and (not searched or group_of(trial.settings) not in searched):
+                found = trial
+            else:
+                passed.append(trial)
+        queue.extendleft(reversed(passed))
+        return found
 
     def _start(self, trial: Trial, turn: Turn, lanes: Lanes) -> None:
         """Execute a trial on a lane, or record at once that it need not run."""
         if trial.unsupported_reason is None and self._search.active and trial.id not in self._kept:
-            needless = self._search.needless(trial.settings, self._outcomes(group_of(trial.settings)))
+            needless = self._search.needless(trial.settings, self._ended.get(group_of(trial.settings), {}))
             if needless is not None:
                 trial = replace(trial, unsupported_reason=needless)
         if trial.unsupported_reason is None:
@@ -256,7 +269,7 @@ class Execution:
 
     def _take(self, trial: Trial, record: Record, number: int, where: str) -> Stopped | None:
         """Keep the record that a trial has left; returns why the run ends with it, if it does."""
-        self._kept[trial.id] = record
+        self._remember(record)
         self._records.put(record)
         self._records.write(self._directory.results, at_once=False)
         latest = alone(record, number)
@@ -265,14 +278,11 @@ class Execution:
             return self._interrupted(where)
         return self._too_many_failures(latest)
 
-    def _outcomes(self, group: TrialSettings) -> Mapping[int, Status]:
-        return outcomes_of(group, [record for record in self._kept.values() if not only_planned(record)])
-
     def _grow(self, groups: Sequence[TrialSettings]) -> list[Trial]:
         """Add the trials that the search wants next; returns those that no earlier run has left."""
         new: list[Trial] = []
         for group in groups if self._search.active else ():
-            while (trial := self._search.further(group, self._outcomes(group))) is not None:
+            while (trial := self._search.further(group, self._ended.get(group, {}))) is not None:
                 if trial.id in self._trials:
                     break  # it waits, or it cannot run
                 self._trials[trial.id] = trial

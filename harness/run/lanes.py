@@ -63,6 +63,11 @@ class Lanes:
         """Trials that were started and not yet returned by `finished`."""
         return [trial for trial, _ in (*self._futures.values(), *self._done)]
 
+    @property
+    def full(self) -> bool:
+        """Whether no trial could start now, whatever it needs."""
+        return bool(self._done) or (not self._idle if self._parallel else bool(self._futures))
+
     def takes(self, trial: Trial) -> bool:
         """Whether the trial could start now."""
         if not self._parallel or not self._fits(trial):

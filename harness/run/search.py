@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from engine.settings import TrialSettings
-from harness.records.record import Record, Status
+from harness.records.record import Status
 from harness.spec.search import Search
 from harness.spec.trial import Trial
 
@@ -101,12 +101,3 @@ def next_length(search: Search, outcomes: Mapping[int, Status]) -> int | None:
 def group_of(settings: TrialSettings) -> TrialSettings:
     """Equal for settings that differ in their sequence length alone."""
     return replace(settings, seq_len=1)
-
-
-def outcomes_of(group: TrialSettings, records: Sequence[Record]) -> dict[int, Status]:
-    """How each length of a group ended, of those that were executed or that no machine could run."""
-    return {
-        record.settings.seq_len: record.status
-        for record in records
-        if group_of(record.settings) == group and record.status != "interrupted"
-    }
