@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a closed terminal interrupt a command in order, and none of them is lost.
+"""Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal interrupt a command in order, and none of them is lost.
 
 A signal raises KeyboardInterrupt in the main thread. Python drops an exception that a destructor raises, and a library
 may catch one that its imports raise. A signal that arrives in either waits until that is over. One that was dropped all
@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# SIGUSR1 is what Slurm sends ahead of a job's time limit, by --signal=USR1@60.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 PATIENCE_SECONDS = 60.0  # for the ranks, Ray and the report to end; a signal after it breaks off what hangs
 AGAIN_SECONDS = 0.05  # between attempts to raise a signal that waits
 WAIT_SECONDS = 10.0  # for an import, a destructor or a held block to end; a signal then breaks it off
@@ -172,9 +174,12 @@ def held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def released() -> Iterator[None]:
-    """A part of a `held` block that signals interrupt all the same."""
+    """A part of a `held` block that signals interrupt all the same.
+
+    Nothing in threads beside the main one, which alone is interrupted: they `look`.
+    """
     handlers = _current
-    if handlers is None or handlers.holds == 0:
+    if handlers is None or handlers.holds == 0 or threading.current_thread() is not threading.main_thread():
         yield
         return
     handlers.holds -= 1

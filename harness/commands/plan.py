@@ -15,6 +15,7 @@ from harness.base.errors import UsageError
 from harness.commands import add_cluster_arguments
 from harness.spec.experiment import add_experiment_arguments, chosen_experiment
 from harness.spec.repetition import Repetition
+from harness.spec.search import Search
 
 if TYPE_CHECKING:
     from harness.plan.forecast import Cost
@@ -63,6 +64,8 @@ class Plan:
             print(json.dumps([row | rounds for row in rows], indent=1))
         else:
             _print_table(rows, where, experiment.repetition)
+            if experiment.search != Search():
+                print(f"Search: {experiment.search}")
             if hardware:
                 from harness.plan.forecast import cost_of
 

@@ -41,11 +41,18 @@ class Run:
         from harness.records.provenance import redacted_command
         from harness.report.run_records import RunRecords
         from harness.run.attempt import Host
-        from harness.run.experiment import Resume, run_experiment
+        from harness.run.bounds import Bounds, stop_time
+        from harness.run.execution import Resume, Ways
+        from harness.run.experiment import run_experiment
+        from harness.run.lanes import lanes_of
         from harness.run.progress import view_for
         from harness.spec.written import experiment_text
 
         experiment = chosen_experiment(arguments)
+        stop = stop_time(arguments.stop_before, arguments.max_hours)
+        bounds = Bounds(
+            retries=arguments.retry, failures_in_a_row=arguments.max_failures, trials=arguments.limit, stop=stop
+        )
         run_dir = arguments.out or Path("results", "runs", experiment.name)
         console = stderr_console()
 
@@ -61,22 +68,40 @@ class Run:
                 arguments, say, lambda machine: nothing_can_run(plan(experiment, machine))
             )
         else:
-            machine, launcher = discover(), make_launcher(arguments.launcher or default_launcher())
+            if arguments.parallel > 1 and arguments.launcher == "ray":
+                raise UsageError("--parallel on one machine starts ranks without Ray; leave --launcher ray out")
+            default = "local" if arguments.parallel > 1 else default_launcher()
+            machine, launcher = discover(), make_launcher(arguments.launcher or default)
         resume = None
-        if arguments.resume or arguments.retry_failed or arguments.set_aside_bad:
-            resume = Resume(retry_failed=arguments.retry_failed, set_aside_bad=arguments.set_aside_bad)
+        if arguments.resume or arguments.retry_failed or arguments.set_aside_bad or arguments.mix:
+            resume = Resume(
+                retry_failed=arguments.retry_failed, set_aside_bad=arguments.set_aside_bad, mix=arguments.mix
+            )
         records = RunRecords(run_dir)
-        with contextlib.closing(launcher):
+        with contextlib.ExitStack() as closing:
+            closing.callback(launcher.close)
+            if stop is not None:
+                closing.enter_context(stop.interrupting())
             trials = [dataclasses.replace(trial, profile=arguments.profile) for trial in plan(experiment, machine)]
             typed = redacted_command(command_line(arguments))
+            host = Host(machine=machine, launcher=launcher, run_command=typed)
+            lanes = lanes_of(host, arguments.parallel) if arguments.parallel > 1 else []
+            for lane in lanes:
+                closing.callback(lane.launcher.close)
             code = run_experiment(
                 experiment.name,
                 trials,
-                Host(machine=machine, launcher=launcher, run_command=typed),
+                host,
                 run_dir,
                 view=view_for(console),
                 say=say,
-                repetition=experiment.repetition,
+                ways=Ways(
+                    repetition=experiment.repetition,
+                    search=experiment.search,
+                    bounds=bounds,
+                    order=arguments.order,
+                    lanes=lanes,
+                ),
                 only=named(trials, arguments.only) if arguments.only else None,
                 text=experiment_text(experiment, f"As resolved by: {shown_value(shlex.join(typed))}"),
                 resume=resume,
@@ -105,6 +130,33 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="run only the trials whose id is or begins with this, or matches a pattern such as 'train-*-cp4-*'; "
         "may be repeated",
     )  # fmt: skip
+    parser.add_argument(
+        "--order", choices=("random", "file", "shortest", "longest"), default="random",
+        help="of the trials of each round: at random (default), as in the file, or by the model FLOPs of a rank",
+    )  # fmt: skip
+    parser.add_argument(
+        "--limit", type=_count, default=0, metavar="N", help="run at most N trials; --resume runs the others"
+    )
+    parser.add_argument(
+        "--max-hours", type=float, metavar="H",
+        help="end the run after H hours at the latest, in a state that --resume continues",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stop-before", metavar="TIME",
+        help="end the run before this time of the clock, such as 06:50 or 2026-12-24T06:50, in a state that "
+        "--resume continues",
+    )  # fmt: skip
+    parser.add_argument(
+        "--retry", type=_count, default=0, metavar="N",
+        help="repeat a trial up to N times that hung or lost its host, on other hosts where there are some",
+    )  # fmt: skip
+    parser.add_argument(
+        "--parallel", type=_count, default=1, metavar="N",
+        help="run N trials at the same time, on disjoint GPUs and cores (default: 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-failures", type=_count, default=0, metavar="N", help="end the run after N failed trials in a row"
+    )
     parser.add_argument("--resume", action="store_true", help="keep finished trials and rounds of the run in DIR")
     parser.add_argument(
         "--retry-failed", action="store_true",
@@ -113,6 +165,10 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set-aside-bad", action="store_true",
         help="resume; records that cannot be used are renamed and their trials run again",
+    )  # fmt: skip
+    parser.add_argument(
+        "--mix", action="store_true",
+        help="resume beside records of another experiment, commit, GPU or driver, which is refused otherwise",
     )  # fmt: skip
     parser.add_argument(
         "--profile", action="store_true",
@@ -132,6 +188,13 @@ def _report(records: RunRecords) -> None:
         out.print(said, markup=False, highlight=False, soft_wrap=True)
     path = write_report_of(records.records(), rows, records.run_dir)
     out.print(f"Report: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _count(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 up")
+    return number
 
 
 def _leave_at_once(code: int) -> NoReturn:

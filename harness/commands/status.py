@@ -3,67 +3,108 @@
 from __future__ import annotations
 
 import argparse
-from collections import Counter
+import dataclasses
+import json
+from datetime import datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cluster.files.errors import shown, shown_value
-from engine.measurement import PROGRESS_FILE
-from harness.records.record import RECORD_FILE, BadRecord, refuse_bad
-from harness.run.directory import RunDirectory, round_of_files
-from harness.run.progress import describe, describe_step
-from harness.run.rounds import rounds_of
+from harness.base.errors import UsageError
+from harness.records.record import refuse_bad
+
+if TYPE_CHECKING:
+    from harness.run.state import RunState, TrialState
 
 
 class Status:
-    help = "print the progress of a run, also while it runs"
+    help = "print the progress of a run, also while it runs: failures first, counts, the time that is left"
     forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("directory", type=Path, metavar="DIR", help="the directory of a run")
+        parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from harness.launch.supervisor import ProgressTail
+        from harness.run.state import state_of
         from harness.training.progress import is_training_run, training_status
 
         if is_training_run(arguments.directory):
+            if arguments.json:
+                raise UsageError(
+                    f"{arguments.directory} is a training run, whose metrics.jsonl is JSON; leave --json out"
+                )
             print(shown(training_status(arguments.directory)))
             return 0
-        directory = RunDirectory(arguments.directory)
-        facts = directory.description()
-        running = directory.in_use()
-        rounds = facts.get("rounds", 1)  # absent from runs before there were rounds, as is the other
-        repeats = rounds > 1 or facts.get("interval", 0) > 0
-        statuses: Counter[str] = Counter()
-        bad: list[BadRecord] = []
-        for trial_id in facts["trials"]:
-            trial_dir = directory.trial(trial_id)
-            try:
-                record = directory.record(trial_id)
-            except ValueError as error:
-                bad.append(BadRecord(trial_dir / RECORD_FILE, str(error)))
-                statuses["unusable"] += 1
-                continue
-            have = [] if record is None else [one.number for one in rounds_of(record) if one.status != "interrupted"]
-            # Only a run under way has a trial whose files are of a round that its record lacks.
-            may_run = running and (record is None or (repeats and record.status == "ok"))
-            number = round_of_files(trial_dir) if may_run else 0
-            if number and number not in have:
-                statuses["running"] += 1
-                lines = ProgressTail(trial_dir / PROGRESS_FILE).new()
-                title = f"round {number} of {max(rounds, number)}  " if max(rounds, number) > 1 else ""
-                print(shown(f"{trial_id}  running  {title}{describe_step(lines[-1]) if lines else 'starting'}"))
-            elif record is not None:
-                statuses[record.status] += 1
-                often = f"  {len(have)} of {max(rounds, len(have))} rounds" if max(rounds, len(have)) > 1 else ""
-                print(shown(describe(record) + often))
-            else:
-                statuses["waiting"] += 1
-        counts = ", ".join(f"{count} {status}" for status, count in statuses.most_common())
-        state = "runs" if running else "is not running"
-        total = f"{counts} of {len(facts['trials'])} trials"
-        print(shown(f"{shown_value(facts['experiment'])} {state}: {total}, started {facts['started_at']}"))
-        refuse_bad(bad)
+        state = state_of(arguments.directory)
+        if arguments.json:
+            print(json.dumps(as_json(state), indent=1))
+        else:
+            for trial in state.failures_first():
+                if trial.status not in ("waiting", "unusable"):
+                    print(shown(line_of(trial)))
+            print(shown(summary_of(state)))
+        refuse_bad(state.bad)
         return 0
+
+
+def as_json(state: RunState) -> dict[str, object]:
+    """The state as plain values; trials that failed come first."""
+    end = _end(state)
+    return {
+        "experiment": state.experiment,
+        "running": state.running,
+        "started_at": state.started_at,
+        "counts": state.counts,
+        "failed": state.failed,
+        "total": len(state.trials),
+        "seconds_left": None if state.seconds_left is None else round(state.seconds_left, 1),
+        "ends_at": end.isoformat(timespec="seconds") if end else None,
+        "trials": [dataclasses.asdict(trial) for trial in state.failures_first()],
+    }
+
+
+def line_of(trial: TrialState) -> str:
+    """One trial that runs or has a record, in a line."""
+    from harness.run.progress import describe_step
+
+    if trial.running_round:
+        title = f"round {trial.running_round} of {trial.rounds}  " if trial.rounds > 1 else ""
+        step = describe_step(trial.progress) if trial.progress else "starting"
+        return f"{trial.trial_id}  running  {title}{step}  {duration(trial.running_seconds)}"
+    often = f"  {trial.rounds_done} of {trial.rounds} rounds" if trial.rounds > 1 else ""
+    reason = f"  {trial.reason}" if trial.reason else ""
+    return f"{trial.trial_id}  {trial.status}  {sum(trial.round_seconds):.1f} s{reason}{often}"
+
+
+def summary_of(state: RunState) -> str:
+    """Counts and the time that is left, in one line."""
+    counts = ", ".join(f"{count} {status}" for status, count in state.counts.items())
+    left = ""
+    if state.seconds_left:
+        end = _end(state)
+        left = f", about {duration(state.seconds_left)} left" + (f" (until {end:%Y-%m-%d %H:%M})" if end else "")
+    return (
+        f"{shown_value(state.experiment)} {'runs' if state.running else 'is not running'}: {counts} of "
+        f"{len(state.trials)} trials, started {state.started_at}{left}"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a reader: `40 s`, `12 min`, `3.5 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _end(state: RunState) -> datetime | None:
+    """When a run that runs is expected to end, by this machine's clock."""
+    if not state.running or state.seconds_left is None:
+        return None
+    try:
+        return datetime.now().astimezone() + timedelta(seconds=state.seconds_left)
+    except OverflowError:
+        return None
 
 
 COMMAND = Status()

@@ -31,8 +31,9 @@ class ForkServer:
     Starting it returns at once: orders given while it still imports are carried out when it is ready.
     """
 
-    def __init__(self, environment: Mapping[str, str], preload: Sequence[str]) -> None:
-        """`environment` is complete, not added to this process's own; `preload` names modules to import first."""
+    def __init__(self, environment: Mapping[str, str], preload: Sequence[str], cores: Sequence[int] = ()) -> None:
+        """`environment` is complete, not added to this process's own; `preload` names modules to import first; `cores`
+        are those that server and ranks may use, all of this process's where none is given."""
         self.environment = dict(environment)
         self._ready = False
         self._pids: dict[int, int] = {}  # ranks started and not swept
@@ -48,6 +49,9 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C in a terminal reaches the supervisor alone
             )
+        if cores:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, which `events` reports
+                os.sched_setaffinity(self._process.pid, cores)
 
     def start(self, rank: int, command: list[str], environment: Mapping[str, str], log: Path) -> None:
         """Order one rank; `environment` is added to the server's, `log` receives stdout and stderr."""
@@ -89,6 +93,11 @@ class ForkServer:
                     return list(event["left"])
         self.close()
         raise ServerLost("the fork server stopped answering and was killed")
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process of each rank that was started and not ended by `sweep`; one that exited is among them."""
+        return dict(self._pids)
 
     @property
     def closed(self) -> bool:

@@ -33,7 +33,10 @@ class Job:
     command: list[str]
     ranks: int
     environment: dict[str, str] = field(default_factory=dict)  # added to every rank's
-    deadline_seconds: float = 1200.0
+    deadline_seconds: float = 1200.0  # from the end of start-up; without `start_seconds` start-up counts
+    start_seconds: float | None = None  # until the first line of progress.jsonl; None: the program writes none then
+    hang_seconds: float | None = None  # between two lines of progress.jsonl; None: no such limit
+    avoid: tuple[str, ...] = ()  # hosts to be taken only where there are too few others
     grace_seconds: float | None = None  # from SIGTERM to SIGKILL; None: the launcher's default
     emulate_nodes: int = 1  # logical nodes the ranks are split into
     part: Part | None = None  # None: all ranks, on one host

@@ -17,6 +17,7 @@ from harness.launch.verdict import Exit
 from harness.launch.zygote import is_module_command
 
 TURNS_MODULE = "engine.worker"  # the program that can run one trial after another
+RECORDER_PIPES = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # beginning of the names of pipes that ask for its dump
 TURNS_POLL_SECONDS = 0.02  # between looks for ranks that have finished: no process ends, so no event reports it
 
 
@@ -30,9 +31,11 @@ class Ranks:
         self._kind = kind(job)
         self._numbers = job.own_ranks
         self._gone: set[int] = set()  # ranks whose process has ended
+        self.logs = Path()  # of the job they were started with
         self._through: set[int] = set()  # ranks that have finished the current job, their process ended or not
         with contextlib.ExitStack() as held:
             self._port = job.part.port if job.part else held.enter_context(reserve_port())
+            self.pipes = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="burst-pipes-")))
             self._turns: Turns | None = None
             if self._kind is not None:
                 self._turns = Turns(Path(held.enter_context(tempfile.TemporaryDirectory(prefix="burst-turns-"))))
@@ -47,8 +50,9 @@ class Ranks:
             assert self._turns is not None, job
             self._turns.give(self.turn, job.trial_dir)
             return
-        logs = (job.trial_dir / "logs").absolute()
+        self.logs = logs = (job.trial_dir / "logs").absolute()
         shared = trial_environment(str(logs), environment) | (self._turns.environment if self._turns else {})
+        shared.setdefault(RECORDER_PIPES, environment.get(RECORDER_PIPES, f"{self.pipes}/rank"))
         for rank in self._numbers:
             own = rank_environment(
                 rank,
@@ -59,6 +63,11 @@ class Ranks:
                 host_ranks=len(self._numbers),
             )
             self.server.start(rank, job.command, {**shared, **own}, logs / f"rank{rank}.log")
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process of each rank whose process runs."""
+        return {rank: pid for rank, pid in self.server.pids.items() if rank not in self._gone}
 
     def exits(self, seconds: float) -> list[Exit]:
         """Ranks that finished the job since the last call, waiting up to `seconds`: those whose process ended,
@@ -96,11 +105,16 @@ class Ranks:
             return [] if self.server.closed else self.server.sweep()
 
 
+def tells_start(command: list[str]) -> bool:
+    """Whether this is the engine's worker, whose first line of progress says that start-up has ended."""
+    return is_module_command(command) and command[2] == TURNS_MODULE
+
+
 def kind(job: Job) -> tuple[object, ...] | None:
     """A key that is equal for jobs that the same ranks may run; None for a job that needs ranks of its own."""
     if job.share is None or job.part is not None:
         return None
-    if not is_module_command(job.command) or job.command[2] != TURNS_MODULE:
+    if not tells_start(job.command):
         return None
     command = tuple(word for word in job.command if word != str(job.trial_dir))
     return command, job.ranks, job.emulate_nodes, tuple(sorted(job.environment.items())), job.share

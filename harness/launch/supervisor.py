@@ -19,7 +19,9 @@ from engine.measurement import PROGRESS_FILE
 from harness.base.interrupts import look
 from harness.launch.forkserver import ForkServer, ServerLost
 from harness.launch.launcher import Job, Outcome
+from harness.launch.limits import JobLimits
 from harness.launch.ranks import Ranks
+from harness.launch.stacks import STACKS_DIRECTORY, ask_flight_recorder, dump_stacks, log_sizes, stacks_in_logs
 from harness.launch.verdict import ERRORS_DIRECTORY, Watched, judge, oom_kills
 from harness.launch.zygote import is_module_command
 
@@ -50,13 +52,17 @@ class Supervisor:
         environment: Mapping[str, str] | None = None,
         preload: Sequence[str] = ENGINE_PRELOAD,
         patience: Patience | None = None,
+        cores: Sequence[int] = (),
     ) -> None:
         """`environment` is the one jobs add theirs to; by default this process's own. `preload` names the modules a
-        fork server imports once for all `python -m` jobs with the same environment."""
+        fork server imports once for all `python -m` jobs with the same environment. `cores` are those that all ranks
+        may use; none given: all of this process."""
         self._environment = dict(os.environ if environment is None else environment)
         self._preload = tuple(preload)
         self._patience = patience or Patience()
+        self._cores = tuple(cores)
         self._cancel = threading.Event()
+        self._stacks_wanted = False  # of the job that is cancelled
         self._servers: dict[_ServerKey, ForkServer] = {}  # the one used last is last
         self._ranks: Ranks | None = None  # of the running job, or waiting for one like the last
 
@@ -77,6 +83,7 @@ class Supervisor:
         """Execute one job, or this host's part of one, to its end, and return what the supervisor saw of it."""
         started = time.monotonic()
         self._cancel.clear()
+        self._stacks_wanted = False
         kills_before = oom_kills()
         watched = Watched()
         (job.trial_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -85,7 +92,9 @@ class Supervisor:
             try:
                 ranks.begin(job, {**self._environment, **job.environment})
                 watched.turn = ranks.turn
-                self._watch(ranks, job, watched, started + job.deadline_seconds, on_progress)
+                self._watch(ranks, job, watched, JobLimits(job, started), on_progress)
+                if watched.passed is not None or (watched.cancelled and self._stacks_wanted):
+                    self._take_stacks(ranks, job, watched)
             finally:  # also at Ctrl-C, which then goes on
                 if not ranks.waiting:
                     self._end(ranks, job, watched)
@@ -98,8 +107,9 @@ class Supervisor:
         watched.oom_killed = oom_kills() > kills_before
         return watched
 
-    def cancel(self) -> None:
-        """End the running job, if any; its outcome is then `interrupted`."""
+    def cancel(self, stacks: bool = False) -> None:
+        """End the running job, if any; its outcome is then `interrupted`. `stacks`: leave its ranks' stacks before."""
+        self._stacks_wanted = stacks
         self._cancel.set()
 
     def close(self) -> None:
@@ -116,7 +126,7 @@ class Supervisor:
         if server is None or server.closed:
             while len(self._servers) >= MAX_SERVERS:
                 self._servers.pop(next(iter(self._servers))).close()
-            server = ForkServer({**self._environment, **job.environment}, preload)
+            server = ForkServer({**self._environment, **job.environment}, preload, self._cores)
         self._servers[key] = server
         return server
 
@@ -138,7 +148,7 @@ class Supervisor:
             ranks.server.close()
             return []
 
-    def _watch(self, ranks: Ranks, job: Job, watched: Watched, deadline: float, on_progress: Progress | None) -> None:
+    def _watch(self, ranks: Ranks, job: Job, watched: Watched, limits: JobLimits, on_progress: Progress | None) -> None:
         """Return when all ranks have ended, or when they should be ended: late, cancelled, or failed for a while."""
         tail = ProgressTail(job.trial_dir / PROGRESS_FILE)
         give_up: float | None = None
@@ -147,6 +157,7 @@ class Supervisor:
             watched.exits += ranks.exits(self._patience.poll)
             for line in tail.new():
                 watched.progress = line
+                limits.progressed(time.monotonic())
                 if on_progress is not None:
                     on_progress(line)
             if len(watched.exits) == len(job.own_ranks):
@@ -160,9 +171,19 @@ class Supervisor:
                 give_up = now + self._patience.failure
             if give_up is not None and now >= give_up:
                 return
-            if now >= deadline:
-                watched.timed_out_at = time.time() if give_up is None else None
+            if (passed := limits.passed(now)) is not None:
+                if give_up is None:
+                    watched.passed, watched.timed_out_at = passed, time.time()
                 return
+
+    def _take_stacks(self, ranks: Ranks, job: Job, watched: Watched) -> None:
+        """Leave what the ranks were doing in the trial's directory, before they are ended."""
+        folder = job.trial_dir / STACKS_DIRECTORY
+        try:
+            watched.places = dump_stacks(ranks.pids, folder)
+            ask_flight_recorder(ranks.pipes, ranks.logs, (job.trial_dir / "logs").absolute())
+        except OSError as error:  # a full disk: the trial's end is recorded all the same
+            watched.no_stacks = f"{error.filename or folder.name}: {error.strerror}"
 
     def _end(self, ranks: Ranks, job: Job, watched: Watched) -> None:
         """SIGTERM, time to react, then SIGKILL for all processes left, also of ranks that ended by themselves.
@@ -172,6 +193,8 @@ class Supervisor:
         if ranks.server.closed:
             return
         exits, since = list(watched.exits), time.monotonic()
+        logs = job.trial_dir / "logs"
+        sizes = log_sizes(set(ranks.pids) - set(watched.places), logs) if watched.passed is not None else {}
         with contextlib.suppress(ServerLost):  # `sweep` raises it too
             if len(exits) < len(job.own_ranks):
                 ranks.server.terminate()
@@ -183,6 +206,8 @@ class Supervisor:
                 exits += ranks.exits(self._patience.poll)
         self._ranks = None
         watched.left += ranks.end()
+        with contextlib.suppress(OSError):
+            watched.places |= stacks_in_logs(sizes, logs, job.trial_dir / STACKS_DIRECTORY)
 
 
 def _error_files(job: Job) -> Iterator[Path]:
@@ -200,6 +225,10 @@ class LocalLauncher:
 
     def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
         return self._supervisor.run(job, on_progress)
+
+    def cancel(self) -> None:
+        """End the running job, if any, from another thread."""
+        self._supervisor.cancel()
 
     def close(self) -> None:
         self._supervisor.close()

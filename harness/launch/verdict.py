@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.launch.launcher import Job
+from harness.launch.limits import Passed
+from harness.launch.stacks import STACKS_DIRECTORY, places_sentence
 from harness.records.record import Status
 
 ERRORS_DIRECTORY = "errors"
@@ -34,7 +36,10 @@ class Watched:
     """The supervisor's observations of one job."""
 
     exits: list[Exit] = field(default_factory=list)
-    timed_out_at: float | None = None  # when ranks were ended at the deadline, in seconds since the epoch
+    timed_out_at: float | None = None  # when ranks were ended at a limit, in seconds since the epoch
+    passed: Passed | None = None  # that limit; None: the whole job's
+    places: dict[int, str] = field(default_factory=dict)  # by rank: function, file and line it was at by then
+    no_stacks: str = ""  # why its stacks could not be written, should it be so
     cancelled: bool = False
     server_lost: str = ""  # how the fork server ended, should it have
     oom_killed: bool = False  # the kernel's count of out-of-memory kills rose meanwhile
@@ -94,12 +99,26 @@ def _judge(job: Job, watched: Watched) -> tuple[Status, str]:
     if watched.server_lost:
         return ("host_oom" if watched.oom_killed else "failed"), f"{watched.server_lost}, and the ranks ended with it"
     if watched.timed_out_at is not None:
-        return "timeout", (
-            f"not finished within its {job.deadline_seconds:g} s{_after(watched.progress)}; "
-            f"raise limits.trial_seconds, or see {_log(0)} for where it stopped"
-        )
+        return _late(job, watched)
     assert len(watched.exits) == job.ranks, (watched, job)
     return "ok", ""
+
+
+def _late(job: Job, watched: Watched) -> tuple[Status, str]:
+    """A job that was ended at one of its limits."""
+    passed = watched.passed or Passed(limit="trial", seconds=job.deadline_seconds)
+    where = places_sentence(watched.places)
+    seen = f"{where}; stacks in {STACKS_DIRECTORY}/" if where else f"see {_log(0)} for where it stopped"
+    if watched.no_stacks:
+        seen += f" (stacks could not be written: {watched.no_stacks})"
+    if passed.limit == "start":
+        return "hang", f"start-up did not end within its {passed.seconds:g} s (limits.start_seconds); {seen}"
+    if passed.limit == "hang":
+        return "hang", f"no progress for {passed.seconds:g} s{_after(watched.progress)} (limits.hang_seconds); {seen}"
+    return "timeout", (
+        f"not finished within its {passed.seconds:g} s{_after(watched.progress)}; raise limits.trial_seconds, "
+        + (f"or see where it was: {seen}" if where else f"or {seen}")
+    )
 
 
 def _killed(end: Exit) -> bool:
@@ -152,7 +171,7 @@ def _log(rank: int) -> str:
 
 
 def _after(progress: dict[str, object]) -> str:
-    if "step" not in progress:
+    if not progress.get("step"):  # none, or step 0: start-up has ended
         return " before its first step"
     return f" after step {progress['step']} of {progress.get('of', '?')}"
 

@@ -44,6 +44,7 @@ PR_SET_CHILD_SUBREAPER = 36
 def main() -> None:
     """Preload, serve, and in each forked child become the rank it was forked for."""
     control = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to all processes; the supervisor ends the ranks
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if control in select.select([control], [], [], 0)[0] and not control.recv(1, socket.MSG_PEEK):
         return  # the supervisor died before the line above took effect

@@ -32,6 +32,7 @@ _NVIDIA_SMI_SECONDS = 30
 
 # Of the project, for `code_digest`.
 PACKAGES = ("harness", "engine", "baselines", "cluster", "experiments")
+_DRIVER_VERSION = Path("/sys/module/nvidia/version")  # of the loaded kernel module
 _SUFFIXES = (".py", ".yaml", ".j2")
 _DIGITS = 12
 
@@ -57,6 +58,7 @@ class Machine:
     gpu_name: str = ""  # as nvidia-smi prints it; empty without a GPU
     gpu_count: int = 0
     gpu_memory_gib: float = 0.0  # of the smallest GPU
+    driver: str = ""  # version of NVIDIA's driver; empty without a GPU, or where it is not known
     gpu_problem: str = ""  # one sentence when the machine seems to have GPUs that cannot be used
     nodes: int = 1  # hosts; every other figure is of one of them
     ranks_per_node: int | None = None  # of one trial; None: one per GPU, or processes when there is no GPU
@@ -92,6 +94,7 @@ def together(machines: Sequence[Machine], ranks_per_node: int) -> Machine:
         gpu_name="" if machines[0].device == "cpu" else " + ".join(kinds),
         gpu_count=min(machine.gpu_count for machine in machines),
         gpu_memory_gib=min(machine.gpu_memory_gib for machine in machines),
+        driver=" + ".join(sorted({machine.driver for machine in machines})),
         nodes=len(machines),
         ranks_per_node=ranks_per_node,
     )
@@ -117,6 +120,7 @@ def discover() -> Machine:
         gpu_name=gpus[0].name if gpus else "",
         gpu_count=len(gpus),
         gpu_memory_gib=min((gpu.memory_gib for gpu in gpus), default=0.0),
+        driver=_driver() if gpus else "",
         gpu_problem=problem,
     )
 
@@ -174,6 +178,13 @@ def _query_gpus() -> tuple[list[Gpu], str]:
         return [], f"nvidia-smi did not answer within {_NVIDIA_SMI_SECONDS} s; check the driver and the GPUs"
     except (OSError, ValueError) as error:
         return [], str(error)
+
+
+def _driver() -> str:
+    try:
+        return _DRIVER_VERSION.read_text(encoding="ascii").strip()
+    except OSError:  # a container that hides it
+        return ""
 
 
 def _cores() -> int:

@@ -27,6 +27,8 @@ def _shown_by(record: Record) -> list[str]:
         return found
     if len(record.step_seconds_by_round) == 1:
         found.append(ONE_ROUND)
+    if record.lanes > 1:
+        found.append(f"up to {record.lanes} trials ran on parts of the machine at the same time")
     if len(measured.step_seconds) == 1:
         found.append(ONE_STEP)
     profile = measured.extra.get("profile")

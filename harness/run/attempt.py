@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from cluster.files.errors import shown
 from engine.measurement import Measurement, read_measurement, write_json
 from engine.method import Method
 from engine.profile.timeline import breakdown_of
@@ -22,16 +23,18 @@ from harness.base.interrupts import released
 from harness.launch.environment import render
 from harness.launch.launcher import Job, Launcher, Outcome
 from harness.launch.ports import port_was_taken
-from harness.launch.ranks import kind
+from harness.launch.ranks import kind, tells_start
 from harness.machine.this_machine import Machine
 from harness.records.provenance import commit, portable_command, redact
 from harness.records.record import Record, Round, write_record
+from harness.run.bounds import INFRASTRUCTURE, Bounds
 from harness.run.directory import TRIAL_FILE, RunDirectory, round_of_files
 from harness.run.progress import ProgressView
-from harness.run.rounds import alone, rounds_of, with_round
+from harness.run.rounds import alone, round_in, rounds_of, with_round
 from harness.spec.methods import method_module, method_named
-from harness.spec.trial import Trial
+from harness.spec.trial import SHORTEST_HANG, Trial
 
+UNBOUNDED = Bounds()
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
 
@@ -43,6 +46,7 @@ class Host:
     launcher: Launcher
     environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(os.environ))
     commit: str = dataclasses.field(default_factory=commit)
+    lanes: int = 1  # disjoint parts of the machine that run a trial each at the same time; this is one of them
     run_command: Sequence[str] = ()  # the `burst run` as typed, secrets redacted
 
     @property
@@ -60,23 +64,46 @@ class Turn:
 
 
 def execute(
-    trial: Trial, turn: Turn, before: Record | None, host: Host, directory: RunDirectory, view: ProgressView
+    trial: Trial,
+    turn: Turn,
+    before: Record | None,
+    host: Host,
+    directory: RunDirectory,
+    view: ProgressView,
+    bounds: Bounds = UNBOUNDED,
 ) -> Record:
     """Execute one trial once, and leave its record with this round and those of `before`, whose figures are kept; None:
     whatever the trial has left before is not.
 
     Once more where another process had taken its port: the cause is not the method, and the next attempt gets another
-    port.
+    port. As often as `bounds` allow where the host was lost or the ranks hung, then on other hosts if there are some.
     """
-    record = _attempt(trial, turn, before, host, directory, view)
-    latest = alone(record, turn.round)
-    if latest.status == "failed" and port_was_taken(latest.reason):
-        record = _attempt(trial, turn, before and record, host, directory, view)
-    return record
+    ports, retries, avoid = 1, bounds.retries, dict[str, None]()
+    while True:
+        record = _attempt(trial, turn, before, host, directory, view, bounds, tuple(avoid))
+        latest = alone(record, turn.round)
+        before = before and record
+        if latest.status == "failed" and port_was_taken(latest.reason) and ports:
+            ports -= 1
+        elif latest.status in INFRASTRUCTURE and retries:
+            retries -= 1
+            hosts = (round_in(record, turn.round) or latest).hosts
+            avoid |= dict.fromkeys(hosts)
+            number = f"{bounds.retries - retries} of {bounds.retries}"
+            view.note(shown(f"{trial.id}  {latest.status}, runs again ({number})  {latest.reason}"))
+        else:
+            return record
 
 
 def _attempt(
-    trial: Trial, turn: Turn, before: Record | None, host: Host, directory: RunDirectory, view: ProgressView
+    trial: Trial,
+    turn: Turn,
+    before: Record | None,
+    host: Host,
+    directory: RunDirectory,
+    view: ProgressView,
+    bounds: Bounds,
+    avoid: tuple[str, ...],
 ) -> Record:
     """One attempt at a round of a trial, from its directory to its record. Ctrl-C ends it as `interrupted`."""
     method = method_named(trial.settings.method)
@@ -105,7 +132,7 @@ def _attempt(
         plan=trial.plan,
     )
     if trial.unsupported_reason is None:
-        job = _job(trial, method, trial_dir, host)
+        job = dataclasses.replace(_job(trial, method, trial_dir, host), avoid=avoid)
         write_json(
             trial_dir / TRIAL_FILE,
             {
@@ -122,7 +149,7 @@ def _attempt(
             elapsed = datetime.now(UTC) - datetime.fromisoformat(record.started_at)
             outcome = Outcome(
                 status="interrupted",
-                reason="stopped by the user; --resume runs it again",
+                reason=f"{bounds.why_interrupted()}; --resume runs it again",
                 wall_seconds=elapsed.total_seconds(),
                 hosts=[host.machine.hostname],
             )
@@ -138,6 +165,7 @@ def _attempt(
             command=portable_command(job.command, trial_dir),
             wall_seconds=round(outcome.wall_seconds, 3),
             ranks_turn=outcome.turn,
+            lanes=host.lanes,
         )
         record.rounds.append(_round(record, turn))
     if before is not None:
@@ -180,13 +208,18 @@ def _job(trial: Trial, method: Method, trial_dir: Path, host: Host) -> Job:
         host_ranks=settings.world_size // (host.machine.nodes_for(settings.world_size) or 1),
         user=host.environment,
     )
+    command = method.command(trial_dir)
+    own = tells_start(command)  # a foreign program tells nothing before its first step
     return Job(
         trial_id=trial.id,
         trial_dir=trial_dir,
-        command=method.command(trial_dir),
+        command=command,
         ranks=settings.world_size,
         environment=environment,
-        deadline_seconds=trial.deadline_seconds,
+        deadline_seconds=trial.deadline_seconds + (0.0 if own else trial.start_seconds),
+        start_seconds=trial.start_seconds if own else None,
+        # Traces are written and read after the last step, and that may take long.
+        hang_seconds=None if trial.profile else trial.hang_seconds or max(SHORTEST_HANG, trial.deadline_seconds / 2),
         emulate_nodes=settings.emulate_nodes,
         share=_for_good(settings) if trial.share_ranks else None,
     )

@@ -223,7 +223,7 @@ def next_attempt(archive: Path) -> int:
 def _describes_a_run(value: Any) -> bool:
     if not isinstance(value, dict) or not value.keys() >= RUN_FACTS:
         return False
-    if not all(isinstance(value.get(fact, 0), int | float) for fact in ("rounds", "interval")):
+    if not all(isinstance(value.get(fact, 0), int | float) for fact in ("rounds", "interval", "lanes")):
         return False
     trials = value["trials"]
     names = isinstance(trials, list) and all(isinstance(name, str) and _is_name(name) for name in trials)

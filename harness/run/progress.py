@@ -18,8 +18,9 @@ STYLES = {"ok": "green", "refused": "yellow", "oom": "yellow", "host_oom": "yell
 class ProgressView(Protocol):
     """Shows every trial of every round in order."""
 
-    def begin(self, total: int, title: str = "") -> None:
-        """Before the first of the `total` trials of a round, which is called `title` where there are several."""
+    def begin(self, total: int, title: str = "", done: int = 0) -> None:
+        """Before the first of the `total` trials of a round, which is called `title` where there are several; and again
+        where the round gets more of them, with the number `done` by then."""
         ...
 
     def trial_began(self, trial: Trial) -> None: ...
@@ -30,6 +31,10 @@ class ProgressView(Protocol):
 
     def trial_ended(self, record: Record, *, kept: bool = False) -> None:
         """`kept`: the record is of an earlier run and nothing was executed."""
+        ...
+
+    def note(self, message: str) -> None:
+        """A line between those of trials."""
         ...
 
     def end(self) -> None:
@@ -50,8 +55,8 @@ class PlainView:
         self._total = self._done = 0
         self._round = ""
 
-    def begin(self, total: int, title: str = "") -> None:
-        self._total, self._done = total, 0
+    def begin(self, total: int, title: str = "", done: int = 0) -> None:
+        self._total, self._done = total, done
         self._round = f", {title}" if title else ""
 
     def trial_began(self, trial: Trial) -> None:
@@ -68,6 +73,9 @@ class PlainView:
             highlight=False,
             soft_wrap=True,
         )
+
+    def note(self, message: str) -> None:
+        self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def end(self) -> None:
         pass
@@ -94,9 +102,9 @@ class LiveView:
         self._task = self._progress.add_task("", total=None, round="", trial="", step="")
         self._round = ""
 
-    def begin(self, total: int, title: str = "") -> None:
+    def begin(self, total: int, title: str = "", done: int = 0) -> None:
         self._round = title
-        self._progress.update(self._task, total=total, completed=0, round=title)
+        self._progress.update(self._task, total=total, completed=done, round=title)
         self._progress.start()
 
     def trial_began(self, trial: Trial) -> None:
@@ -114,6 +122,9 @@ class LiveView:
             markup=False,
             highlight=False,
         )
+
+    def note(self, message: str) -> None:
+        self._progress.console.print(message, style="yellow", markup=False, highlight=False)
 
     def end(self) -> None:
         self._progress.stop()

@@ -10,15 +10,17 @@ import itertools
 import statistics
 from collections.abc import Callable, Hashable, Mapping, MutableSequence, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from engine.measurement import Measurement
+from harness.metrics.flops import work_of
 from harness.metrics.intervals import median_interval
 from harness.records.record import RESULTS, Record, Round, Status
 from harness.spec.repetition import MAX_ROUNDS, Repetition
 from harness.spec.trial import Trial
 
 Shuffle = Callable[[MutableSequence[Any]], None]
+Order = Literal["random", "file", "shortest", "longest"]
 
 # How far figures of two rounds may lie apart without a word: sums in another order change them on GPUs.
 LOSS_APART = 0.01
@@ -39,6 +41,21 @@ def in_random_order(trials: Sequence[Trial], kind: Callable[[Trial], Hashable], 
     for group in order:
         shuffle(group)
     return list(itertools.chain.from_iterable(order))
+
+
+def arranged(trials: Sequence[Trial], order: Order, kind: Callable[[Trial], Hashable], shuffle: Shuffle) -> list[Trial]:
+    """The trials of a round in the order asked for: at random (see `in_random_order`), as in the file, or those
+    first that have the least, or the most, model FLOPs per rank."""
+    if order == "random":
+        return in_random_order(trials, kind, shuffle)
+    if order == "file":
+        return list(trials)
+    return sorted(trials, key=_rank_flops, reverse=order == "longest")
+
+
+def _rank_flops(trial: Trial) -> float:
+    """Model FLOPs of one step on one rank; 0 for a trial that cannot run."""
+    return work_of(trial.settings).model / trial.settings.world_size if trial.unsupported_reason is None else 0.0
 
 
 def rounds_of(record: Record) -> list[Round]:

@@ -21,6 +21,7 @@ from harness.spec.models import model_name
 from harness.spec.references import read_paper_reference
 from harness.spec.repetition import Repetition
 from harness.spec.schema import build, check_keys, convert
+from harness.spec.search import Search, read_search
 from harness.spec.setting import SETTINGS, overriding, read_setting, with_current_names
 
 # Decided by sections of their own rather than under sweep or fixed; `model` may be swept as well.
@@ -35,12 +36,18 @@ AUTO_KEY = "checkpoint.plan"  # what `checkpoint: auto` is short for
 class Limits:
     """What a trial may take."""
 
-    trial_seconds: float = 1200.0  # wall time, start-up included
+    trial_seconds: float = 1200.0  # wall time, from the end of start-up
+    start_seconds: float = 600.0  # wall time of start-up: imports, joining the other ranks, building the task
+    hang_seconds: float = 0.0  # without a further step; 0: half of trial_seconds, at least 300
     share_ranks: bool = False  # may be given to the ranks of the trial before it, where it needs the same ones
 
     def __post_init__(self) -> None:
         if self.trial_seconds <= 0:
             raise ValueError(f"limits.trial_seconds is {self.trial_seconds:g}; expected a number above 0")
+        if self.start_seconds <= 0:
+            raise ValueError(f"limits.start_seconds is {self.start_seconds:g}; expected a number above 0")
+        if self.hang_seconds < 0:
+            raise ValueError(f"limits.hang_seconds is {self.hang_seconds:g}; expected seconds, or 0 for its default")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +70,7 @@ class Experiment:
     repetition: Repetition
     seeds: tuple[int, ...]
     limits: Limits
+    search: Search
     reference: Mapping[str, str]
 
 
@@ -109,7 +117,8 @@ def chosen_experiment(arguments: argparse.Namespace) -> Experiment:
 # Layers: mappings of sections in which sweep and fixed are flat, so that two of them can be laid over each other.
 
 _SETTABLE = [key for key in SETTINGS if key not in SECTION_OF]
-_SECTIONS = ("name", "title", "task", "model", "sweep", "exclude", "fixed", "steps", "seeds", "limits", "reference")
+_SECTIONS = ("name", "title", "task", "model", "sweep", "exclude", "fixed", "steps", "seeds", "limits", "search",
+             "reference")  # fmt: skip
 
 
 def _layer(node: Node, what: str) -> Node:
@@ -229,6 +238,7 @@ def _read(layer: Node, path: Path, scale: str | None) -> Experiment:
         repetition=repetition,
         seeds=tuple(dict.fromkeys(seeds)),
         limits=build(Limits, entries["limits"], "limits") if "limits" in entries else Limits(),
+        search=_search(entries.get("search"), where, sweep),
         reference=_reference(entries.get("reference")),
     )
 
@@ -258,6 +268,14 @@ def _steps(node: Node | None) -> tuple[Steps, Repetition]:
     what = Node({key: entry for key, entry in entries.items() if key not in often}, node.place)
     how_often = Node({key: entry for key, entry in entries.items() if key in often}, node.place)
     return build(Steps, what, "steps"), build(Repetition, how_often, "steps")
+
+
+def _search(node: Node | None, where: str, sweep: Mapping[str, Any]) -> Search:
+    search = read_search(node)
+    if node is not None and search.until != "no" and "seq_len" not in sweep and not search.bisect:
+        raise UsageError(f"{node.place}: search.until stops a sweep over seq_len, and {where} sweeps none; add the "
+                         "lengths as sweep.seq_len, or search.bisect")  # fmt: skip
+    return search
 
 
 def _seed(node: Node) -> int:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 _NEAR = 0.8  # likeness of two spellings by difflib: that of tunde and tuned; fp16 and fp64 have 0.75
 
 # Counted in tokens, so 64k may be written. Not every integer: a 32k vocabulary usually means 32,000.
-LENGTHS = frozenset({"seq_len", "warmup_seq_len", "steps.warmup_seq_len"})
+LENGTHS = frozenset({"bisect", "at_most", "seq_len", "warmup_seq_len", "steps.warmup_seq_len"})
 
 
 def leaf_types(cls: type[Any], prefix: str = "") -> dict[str, Any]:

@@ -22,6 +22,9 @@ _LATER = {
 }  # fmt: skip
 
 
+SHORTEST_HANG = 300.0  # seconds without a step that count as a hang where no limit is given: compilation takes minutes
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
     """One combination of settings, with the reason when it cannot run."""
@@ -29,9 +32,11 @@ class Trial:
     experiment: str
     title: str
     settings: TrialSettings  # with the values that the planner chose, where it chose some
-    deadline_seconds: float
+    deadline_seconds: float  # from the end of start-up
     unsupported_reason: str | None = None
     # No part of the id:
+    start_seconds: float = 600.0
+    hang_seconds: float = 0.0  # without a further step; 0: half of deadline_seconds, at least SHORTEST_HANG
     share_ranks: bool = False  # whether the ranks of the trial before it may run it
     profile: bool = False  # whether one of its steps is traced
     table: FromTable = NOTHING_FILLED  # which of its settings came from baselines/settings.yaml

@@ -15,6 +15,7 @@ import yaml
 from engine.plain_json import to_json
 from engine.settings import ModelShape
 from harness.spec.experiment import Experiment
+from harness.spec.search import Search
 
 EXPERIMENT_FILE = "experiment.yaml"
 
@@ -49,6 +50,7 @@ def _document(experiment: Experiment) -> dict[str, Any]:
         "steps": to_json(experiment.steps) | to_json(experiment.repetition),
         "seeds": list(experiment.seeds),
         "limits": to_json(experiment.limits),
+        "search": {} if experiment.search == Search() else to_json(experiment.search),
         "reference": dict(experiment.reference),
     }
     return {key: value for key, value in document.items() if value not in (None, {}, [])}

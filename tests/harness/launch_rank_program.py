@@ -1,5 +1,6 @@
 """The program the launcher tests run as ranks: `python -m launch_rank_program TRIAL_DIR BEHAVIOUR`."""
 
+import faulthandler
 import json
 import os
 import signal
@@ -30,6 +31,10 @@ def wait_for(name: str) -> None:
         time.sleep(0.01)
 
 
+def stuck() -> None:
+    time.sleep(600)
+
+
 def main() -> None:
     note(f"pid{rank}", str(os.getpid()))
     if behaviour == "well":
@@ -57,6 +62,15 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         note(f"deaf{rank}", "")
         time.sleep(600)
+    elif behaviour == "stops_after_two_steps":  # rank 1 stops, and the others wait for it
+        faulthandler.register(signal.SIGTERM, chain=True)
+        if rank == 0:
+            with open(trial_dir / "progress.jsonl", "a") as file:
+                for step in (0, 1, 2):
+                    file.write(json.dumps({"step": step, "of": 9}) + "\n")
+        if rank == 1:
+            stuck()
+        wait_for("never")
     elif behaviour == "saves_when_asked":
 
         def save(*_: object) -> None:

@@ -22,7 +22,8 @@ from harness.machine.this_machine import Machine
 from harness.records.record import Record, Status, read_records
 from harness.run.attempt import Host, completed, measured
 from harness.run.directory import RunDirectory
-from harness.run.experiment import Resume, run_experiment
+from harness.run.execution import Resume, Ways
+from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
 from harness.spec.trial import Trial
 from tests.harness import synthetic_records
@@ -142,7 +143,14 @@ def run(launcher: LocalLauncher, run_dir: Path, trials: list[Trial], resume: Res
     )
     view = PlainView(Console(quiet=True))
     run_experiment(
-        "exp", trials, host, run_dir, view=view, say=lambda _: None, resume=resume, shuffle=lambda _: None
+        "exp",
+        trials,
+        host,
+        run_dir,
+        view=view,
+        say=lambda _: None,
+        resume=resume,
+        ways=Ways(shuffle=lambda _: None),
     )  # in the order of the plan
     records = {record.trial_id: record for record in read_records(run_dir)}
     return [records[each.id] for each in trials]

@@ -160,7 +160,7 @@ def test_a_report_sets_bad_records_aside_and_goes_on(finished, capsys):
 
 def test_a_resumed_run_sets_bad_records_aside_and_runs_their_trials_again(finished, capsys):
     finished[0].write_text("{}")
-    arguments = ["run", "exp.yaml", "--out", "run", "--launcher", "local", "--set-aside-bad"]
+    arguments = ["run", "exp.yaml", "--out", "run", "--launcher", "local", "--set-aside-bad", "--mix"]
     assert main(arguments) == 0
     assert "is now bad-record.json" in capsys.readouterr().err
     assert json.loads(finished[0].read_text())["status"] == "ok"

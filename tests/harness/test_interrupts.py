@@ -235,7 +235,7 @@ def land(*_):
             signal.raise_signal(signal.SIGTERM)
         except BaseException:
             pass
-signal.signal(signal.SIGUSR1, land)  # it runs in the main thread, wherever that is
+signal.signal(signal.SIGUSR2, land)  # it runs in the main thread, wherever that is
 from harness.cli import main
 sys.exit(main({arguments!r}))
 """
@@ -253,7 +253,7 @@ def test_a_signal_that_is_dropped_on_its_way_still_ends_a_run(tmp_path, where):
         text=True,
     )  # fmt: skip
     wait_until(lambda: list((tmp_path / "out" / "trials").glob("*/progress.jsonl")), "no trial has made a step")
-    program.send_signal(signal.SIGUSR1)
+    program.send_signal(signal.SIGUSR2)
     try:
         _, said = program.communicate(timeout=120)
     finally:

@@ -230,3 +230,10 @@ def test_a_host_that_cannot_be_asked_for_its_environment_is_unreachable(tmp_path
     [part] = split(job(tmp_path), hosts=1, address="10.0.0.1", port=1)
     with pytest.raises(Unreachable, match="down"):
         HostEnvironments(connect, "10.0.0.1", {}).of(NODES[0], part, alone=True)
+
+
+def test_hosts_on_which_an_earlier_attempt_failed_are_taken_only_where_others_are_too_few(tmp_path):
+    pool = Checks().pool(tmp_path)
+    assert names(pool.take(2, avoid=("gpu01",))) == ["gpu02", "gpu03"]
+    assert names(pool.take(2, avoid=("gpu01", "gpu02"))) == ["gpu01", "gpu03"]
+    assert names(pool.take(3, avoid=("gpu01", "gpu02", "gpu03"))) == ["gpu01", "gpu02", "gpu03"]

@@ -22,7 +22,8 @@ from harness.machine.this_machine import Machine
 from harness.records.provenance import redacted_command
 from harness.records.record import Record, read_records, write_record
 from harness.run.attempt import Host
-from harness.run.experiment import FRESHLY, Resume, run_experiment
+from harness.run.execution import FRESHLY, Resume, Ways
+from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
 from harness.run.rounds import Shuffle
 from harness.spec.experiment import load_experiment
@@ -99,10 +100,9 @@ class Runner:
             self.run_dir,
             view=PlainView(Console(quiet=True)),
             say=self.said.append,
-            repetition=repetition,
+            ways=Ways(repetition=repetition, shuffle=shuffle),
             resume=resume,
             again=["burst", "run", "exp.yaml"],
-            shuffle=shuffle,
             **more,
         )
         return code, launcher.ran
@@ -442,7 +442,7 @@ def test_status_shows_the_round_of_the_trial_that_runs_now(run, capfd):
 
     run([trial(0), trial(1)], TWICE, ends)
     [lines] = seen
-    assert lines[0] == f"{trial(0).id}  running  round 2 of 2  step 1/2"
+    assert lines[0].startswith(f"{trial(0).id}  running  round 2 of 2  step 1/2  ")
     assert lines[1] == f"{trial(1).id}  ok  2.0 s  1 of 2 rounds"
     assert lines[2].startswith("exp runs: 1 running, 1 ok of 2 trials")
 

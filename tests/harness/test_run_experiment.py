@@ -19,12 +19,15 @@ from harness.launch.launcher import Job, Outcome
 from harness.machine.this_machine import Machine
 from harness.records.record import Record, read_record, read_records, write_record
 from harness.run.attempt import Host
-from harness.run.experiment import Resume, run_experiment
+from harness.run.execution import Resume, Ways
+from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
 from harness.run.rounds import Shuffle
 from harness.spec.trial import Trial
 
 MODEL = ModelShape(name="m", layers=1, hidden=16, ffn=32, heads=2, kv_heads=2, head_dim=8, vocab=32)
+
+HERE = Machine(hostname="here", device="cpu", cores=2, memory_gib=8.0)
 
 PORT_TAKEN = (
     "rank 0: DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, "
@@ -45,6 +48,9 @@ class ScriptedLauncher:
         self.jobs.append(job)
         seq_len = int(job.trial_id.split("-s")[1].split("-")[0])
         status = self.outcomes.get(seq_len, "ok")
+        if ", then " in status:  # the first attempt ends so, later ones as the rest says
+            first, _, rest = status.partition(", then ")
+            status, self.outcomes[seq_len] = first, rest
         if status.startswith("port taken"):
             once = status.endswith("once")
             if not once or [earlier.trial_id for earlier in self.jobs].count(job.trial_id) == 1:
@@ -78,6 +84,9 @@ def in_order(_trials: Any) -> None:
     """A round's order that is the plan's."""
 
 
+WAYS = {one.name for one in dataclasses.fields(Ways)}
+
+
 class Runner:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -90,22 +99,24 @@ class Runner:
         trials: list[Trial],
         resume: Resume | None = None,
         environment: dict[str, str] | None = None,
+        commit: str = "abc",
+        machine: Machine = HERE,
+        experiment: str = "exp",
         **how: Any,
     ) -> tuple[int, ScriptedLauncher]:
         from rich.console import Console
 
         launcher = ScriptedLauncher(outcomes)
-        machine = Machine(hostname="here", device="cpu", cores=2, memory_gib=8.0)
         code = run_experiment(
-            "exp",
+            experiment,
             trials,
-            Host(machine=machine, launcher=launcher, environment=environment or {}, commit="abc"),
+            Host(machine=machine, launcher=launcher, environment=environment or {}, commit=commit),
             self.run_dir,
             view=PlainView(Console(quiet=True)),
             say=self.said.append,
             resume=resume,
             again=["burst", "run", "exp.yaml"],
-            shuffle=self.shuffle,
+            ways=Ways(shuffle=self.shuffle, **{key: how.pop(key) for key in list(how) if key in WAYS}),
             **how,
         )
         return code, launcher
@@ -210,7 +221,7 @@ def test_resume_on_a_machine_that_can_runs_what_another_refused(run):
 def test_other_settings_are_another_trial_when_resuming(run):
     run({}, [trial(32)])
     other = dataclasses.replace(trial(32), settings=dataclasses.replace(trial(32).settings, seed=1))
-    _, launcher = run({}, [other], Resume())
+    _, launcher = run({}, [other], Resume(mix=True))
     assert [job.trial_id for job in launcher.jobs] == [other.id]
 
 

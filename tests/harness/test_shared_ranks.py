@@ -93,7 +93,7 @@ def test_jobs_of_one_kind_are_run_by_the_same_processes_and_others_by_new_ones(s
         ("ok", "", 1),
         ("ok", "", 2),
     ]
-    assert seen == [[(1, 1)]] * 4
+    assert seen == [[(0, 1), (1, 1)]] * 4
     pairs, alone = processes(jobs[0]), processes(jobs[2])
     assert processes(jobs[1]) == pairs
     assert processes(jobs[3]) == alone

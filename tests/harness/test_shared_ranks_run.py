@@ -11,7 +11,8 @@ from harness.launch.supervisor import LocalLauncher, Supervisor
 from harness.machine.this_machine import Machine
 from harness.records.record import Record, read_records
 from harness.run.attempt import Host
-from harness.run.experiment import Resume, run_experiment
+from harness.run.execution import Resume, Ways
+from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
 from harness.spec.trial import Trial
 from tests.patience import AMPLE
@@ -66,7 +67,7 @@ def run(launcher, run_dir: Path, trials: list[Trial], resume: Resume | None = No
         view=StopsAt(Console(quiet=True), stop),
         say=lambda _: None,
         resume=resume,
-        shuffle=lambda _: None,  # the order of the plan
+        ways=Ways(shuffle=lambda _: None),  # the order of the plan
     )
     records = {record.trial_id: record for record in read_records(run_dir)}
     return [records[each.id] for each in trials if each.id in records]

@@ -104,8 +104,8 @@ class MemoryModel:
             whole if keeps_whole(settings, optimizer_offload=offload) else sharded for offload in (False, True)
         )
         self._sharded = sharded
-        # fp32 sums of dQ, and of dK and dV where query heads share them, that FlashAttention-4 forms in backward; of long
-        # tiles it takes some heads at a time (engine.attention.kernels.fa4).
+        # fp32 sums of dQ, and of dK and dV where query heads share them, that FlashAttention-4 forms in backward; of
+        # long tiles it takes some heads at a time (engine.attention.kernels.fa4).
         self._attention_sums = 0.0
         if settings.dtype == "bf16":
             self._attention_sums = min(2 * self._query, _KERNEL_SUMS)

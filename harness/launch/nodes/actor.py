@@ -91,8 +91,8 @@ class NodeActor:
         shutil.rmtree(trial_dir, ignore_errors=True)
         return found
 
-    def cancel(self) -> None:
-        self._supervisor.cancel()
+    def cancel(self, stacks: bool = False) -> None:
+        self._supervisor.cancel(stacks)
 
     def close(self) -> None:
         self.release()

@@ -45,15 +45,23 @@ class HostPool:
         self._unfit_at: dict[str, float] = {}
         self._gone: dict[str, str] = {}  # by name: why it is out for the rest of the run
 
-    def take(self, count: int) -> list[Node]:
-        """The first `count` hosts that are healthy now. Raises TooFewHosts.
+    def part(self, nodes: Sequence[Node]) -> HostPool:
+        """A pool of some of its hosts, which shares what is known of them."""
+        pool = HostPool(nodes, self._quarantine, self._unfit, self._clock)
+        pool._healthy_at, pool._unfit_at, pool._gone = self._healthy_at, self._unfit_at, self._gone
+        return pool
+
+    def take(self, count: int, avoid: Sequence[str] = ()) -> list[Node]:
+        """The first `count` hosts that are healthy now, those to `avoid` last. Raises TooFewHosts.
 
         Hosts in quarantine are taken only where the others are too few, and after a check that lets them in again.
         """
         while True:
             quarantined = self._quarantine.entries()
             here = [node for node in self._nodes if node.name not in self._gone]
-            chosen = [node for node in here if node.name not in quarantined][:count]
+            usable = [node for node in here if node.name not in quarantined]
+            taken = {node.name for node in sorted(usable, key=lambda node: node.name in avoid)[:count]}
+            chosen = [node for node in usable if node.name in taken]
             if len(chosen) < count:
                 again = [
                     node

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from cluster.ray_cluster.quarantine import Quarantine
 from cluster.ray_cluster.state import ClusterState, StartedNode, StateDirectory
 from cluster.transport.runner import Unreachable
 from engine.measurement import write_json
-from harness.launch.launcher import Job, Outcome
+from harness.launch.launcher import Job, Launcher, Outcome
 from harness.launch.nodes.actor import receive_files
 from harness.launch.nodes.hosts import HostEnvironments, HostPool, TooFewHosts
 from harness.launch.nodes.team import HostLost, Member, Team
@@ -59,9 +60,35 @@ class ClusterLauncher:
         self._guest: RayGuest | None = None
         self._team: Team | None = None
         self._broken = ""  # why the cluster as a whole is lost
+        self._lock = threading.RLock()  # lanes run jobs at the same time
         self.stuck = False  # after `close`: Ray cannot be left in order, see `RayGuest.stuck`
 
     def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
+        return self.run_on(self._pool, self._means.machine, job, on_progress)
+
+    def lanes(self, number: int) -> list[tuple[Machine, Launcher]]:
+        """Equal numbers of consecutive hosts for trials that run at the same time, with a launcher each.
+
+        For the main thread: the lanes are then used by others. At most as many as there are hosts.
+        """
+        size = len(self._nodes) // number
+        with contextlib.suppress(ClusterLost):  # each trial says so
+            self._joined()
+        lanes: list[tuple[Machine, Launcher]] = []
+        for first in range(0, size * number, size):
+            pool = self._pool.part(self._nodes[first : first + size])
+            machine = replace(self._means.machine, nodes=size)
+            lanes.append((machine, ClusterLane(self, pool, machine)))
+        return lanes
+
+    def run_on(
+        self,
+        pool: HostPool,
+        machine: Machine,
+        job: Job,
+        on_progress: Callable[[dict[str, object]], None] | None = None,
+    ) -> Outcome:
+        """Run a job on hosts of the pool, which are those of `machine`."""
         started = time.monotonic()
 
         def outcome(status: Status, reason: str, hosts: Sequence[str] = ()) -> Outcome:
@@ -70,9 +97,9 @@ class ClusterLauncher:
         hosts: list[str] = []
         try:
             team = self._joined()
-            count = self._means.machine.nodes_for(job.ranks)
+            count = machine.nodes_for(job.ranks)
             assert count is not None, job  # the plan refuses such trials
-            chosen = self._pool.take(count)
+            chosen = pool.take(count, job.avoid)
             hosts = [node.name for node in chosen]
             members = team.members(hosts)
             run = _Run(job, members, self._started, self._means.environments, on_progress)
@@ -99,6 +126,10 @@ class ClusterLauncher:
             self._guest = None
 
     def _joined(self) -> Team:
+        with self._lock:
+            return self._join()
+
+    def _join(self) -> Team:
         if self._broken:
             raise ClusterLost(self._broken)
         if self._team is None:
@@ -110,6 +141,10 @@ class ClusterLauncher:
         return self._team
 
     def _take_losses(self, lost: Mapping[str, str]) -> None:
+        with self._lock:
+            self._lose(lost)
+
+    def _lose(self, lost: Mapping[str, str]) -> None:
         for name, why in lost.items():
             self._pool.lose(name, why)
             if self._team is not None and self._state.head.name not in lost:
@@ -118,6 +153,21 @@ class ClusterLauncher:
             self._broken = f"the cluster's head {self._state.head.name} was lost ({lost[self._state.head.name]})"
             self._team = None  # every call to Ray would now wait for the head; its nodes end their ranks by themselves
             self.close()
+
+
+class ClusterLane:
+    """A part of a cluster's hosts as a launcher of its own; the cluster's launcher ends what it started."""
+
+    name = ClusterLauncher.name
+
+    def __init__(self, launcher: ClusterLauncher, pool: HostPool, machine: Machine) -> None:
+        self._launcher, self._pool, self._machine = launcher, pool, machine
+
+    def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
+        return self._launcher.run_on(self._pool, self._machine, job, on_progress)
+
+    def close(self) -> None:
+        """Nothing: see the class."""
 
 
 class _Run:

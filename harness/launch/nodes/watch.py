@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.base.interrupts import look
 from harness.launch.launcher import Job, Part
+from harness.launch.limits import longest_seconds
 from harness.launch.nodes.team import ENDING_SECONDS, HostLost, Member
 from harness.launch.ports import answers
 from harness.launch.verdict import Watched
@@ -48,7 +49,7 @@ class JobWatch:
         """Return when every part has ended or its host is lost. Ctrl-C ends the parts first and is then re-raised."""
         head = (self._head_address, self._head_port)
         self._pending = {member.actor.watch.remote(job, head): (member, job) for member, job in self._parts}
-        give_up = time.monotonic() + max(job.deadline_seconds for _, job in self._parts) + 2 * ENDING_SECONDS
+        give_up = time.monotonic() + max(longest_seconds(job) for _, job in self._parts) + 2 * ENDING_SECONDS
         trouble_at: float | None = None
         cancelled = False
         try:
@@ -112,8 +113,9 @@ class JobWatch:
         return bool(self.lost) or any(troubled(seen, shares[host]) for host, seen in self.seen.items())
 
     def _cancel(self) -> None:
+        late = any(seen.passed is not None for seen in self.seen.values())  # then it helps where the others are
         for member, _ in self._pending.values():
-            member.actor.cancel.remote()
+            member.actor.cancel.remote(late)
 
     def _lose_silent(self, why: str) -> None:
         for member, _ in self._pending.values():
@@ -147,9 +149,12 @@ def merged(seen: Mapping[str, Watched]) -> Watched:
         whole.exits += part.exits
         if part.timed_out_at is not None:
             at = part.timed_out_at - CLOCKS_APART_SECONDS
-            whole.timed_out_at = min(at, whole.timed_out_at or at)
+            if whole.timed_out_at is None or at < whole.timed_out_at:
+                whole.timed_out_at, whole.passed = at, part.passed
         whole.oom_killed |= part.oom_killed
         whole.left += part.left
+        whole.places |= part.places
+        whole.no_stacks = whole.no_stacks or part.no_stacks
         if part.server_lost and not whole.server_lost:
             whole.server_lost = f"{host}: {part.server_lost}"
         if part.progress:  # rank 0's host alone has some
@@ -161,6 +166,6 @@ def merged(seen: Mapping[str, Watched]) -> Watched:
 def lost_sentence(lost: Mapping[str, str], progress: Mapping[str, object], others: Sequence[str]) -> str:
     """Why a job ended whose hosts `lost` are gone."""
     gone = "; ".join(f"{host} was lost ({why})" for host, why in lost.items())
-    step = f" after step {progress['step']} of {progress.get('of', '?')}" if "step" in progress else ""
+    step = f" after step {progress['step']} of {progress.get('of', '?')}" if progress.get("step") else ""
     ended = f", the ranks on {', '.join(others)} were ended" if others else ""
     return f"{gone}{step}{ended}; --resume --retry-failed runs it on other hosts"

@@ -22,6 +22,7 @@ from cluster.inventory.software import RAY_SETTINGS
 from harness.base.errors import UsageError
 from harness.base.interrupts import look
 from harness.launch.launcher import Job, Outcome
+from harness.launch.limits import longest_seconds
 from harness.launch.ray.janitor import MARK, Janitor
 from harness.launch.supervisor import Supervisor
 
@@ -102,7 +103,7 @@ class RayLauncher:
                             seen += 1
                             if on_progress is not None:
                                 on_progress(line)
-                    if not done and time.monotonic() - started > job.deadline_seconds + 2 * ENDING_SECONDS:
+                    if not done and time.monotonic() - started > longest_seconds(job) + 2 * ENDING_SECONDS:
                         return self._lost(started, "did not answer long after the deadline")
                 outcome: Outcome = ray.get(pending)
                 return outcome

@@ -1,0 +1,108 @@
+"""What ends a run before all of its trials have run, and how often it repeats a trial that lost its host or hung."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from harness.base.errors import UsageError
+from harness.records.record import Status
+
+# Ends of a trial that say something about a host rather than the method. Host memory that ran out is a result: the
+# trial needs as much elsewhere.
+INFRASTRUCTURE: frozenset[Status] = frozenset({"node_lost", "hang"})
+RESERVE_SECONDS = 60.0  # before the time at which a run is to have ended: for records, tables and the report
+RESERVE_SHARE = 0.05  # of a run that is shorter than 20 minutes
+
+_CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
+
+
+class StopTime:
+    """The wall-clock time by which a run is to have ended. Its ranks are ended a little before."""
+
+    def __init__(self, at: datetime, option: str, started: datetime | None = None) -> None:
+        """`at` has a time zone; `option` is the argument that asked for it, as typed."""
+        self.at = at
+        self.option = option
+        started = started or datetime.now().astimezone()
+        span = (at - started).total_seconds()
+        self.ranks_end = at - timedelta(seconds=min(RESERVE_SECONDS, RESERVE_SHARE * span))
+
+    @property
+    def passed(self) -> bool:
+        """Whether the ranks are to have ended."""
+        return datetime.now().astimezone() >= self.ranks_end
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """A block of the main thread that is interrupted, as by SIGUSR1, when the ranks are to end."""
+        main = threading.get_ident()
+        seconds = (self.ranks_end - datetime.now().astimezone()).total_seconds()
+        timer = threading.Timer(min(max(0.0, seconds), threading.TIMEOUT_MAX), signal.pthread_kill,
+                                (main, signal.SIGUSR1))  # fmt: skip
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """The bounds of one `burst run`; 0 stands for none."""
+
+    retries: int = 0  # of a trial's round that ended by INFRASTRUCTURE
+    failures_in_a_row: int = 0
+    trials: int = 0  # that are executed
+    stop: StopTime | None = None
+
+    def why_interrupted(self) -> str:
+        """The cause of an interruption that happens now."""
+        if self.stop is not None and self.stop.passed:
+            return f"stopped by {self.stop.option}"
+        return "stopped by the user"
+
+
+def stop_time(before: str | None, hours: float | None, now: Callable[[], datetime] = datetime.now) -> StopTime | None:
+    """The earlier of `--stop-before` and `--max-hours` from now; None without either. Raises UsageError."""
+    started = now().astimezone()
+    times = []
+    if before is not None:
+        times.append(StopTime(_time_of(before, started), f"--stop-before {before}", started))
+    if hours is not None:
+        try:
+            at = started + timedelta(hours=hours)
+        except (OverflowError, ValueError):
+            raise UsageError(f"--max-hours {hours:g}: expected hours above 0, such as 8") from None
+        if at <= started:
+            raise UsageError(f"--max-hours {hours:g}: expected hours above 0, such as 8")
+        times.append(StopTime(at, f"--max-hours {hours:g}", started))
+    return min(times, key=lambda time: time.at, default=None)
+
+
+def _time_of(text: str, now: datetime) -> datetime:
+    """`06:50` as the next such time of this machine's clock, or a date with a time. Raises UsageError."""
+    clock = _CLOCK.fullmatch(text.strip())
+    try:
+        if clock:
+            hour, minute, second = (int(part or 0) for part in clock.groups())
+            at = now.replace(hour=hour, minute=minute, second=second, microsecond=0)
+            if at <= now:
+                at = (at.replace(tzinfo=None) + timedelta(days=1)).astimezone()
+        elif "T" in text or " " in text.strip():
+            at = datetime.fromisoformat(text.strip()).astimezone()
+        else:
+            raise ValueError(text)
+    except (ValueError, OverflowError):
+        raise UsageError(
+            f"--stop-before {text!r}: expected a time such as 06:50, or a date with a time such as 2026-12-24T06:50"
+        ) from None
+    if at <= now:
+        raise UsageError(f"--stop-before {text}: that time is over; now it is {now:%Y-%m-%dT%H:%M:%S}")
+    return at

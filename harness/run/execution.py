@@ -1,0 +1,343 @@
+"""The rounds of one run: which trials are due, in which order and on which lane they run, and what ends it early."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from engine.settings import TrialSettings
+from harness.base.errors import UsageError
+from harness.base.interrupts import end_requested
+from harness.plan.matrix import planned_again, unsupported_reason
+from harness.records.record import RESULTS, Record, Status, write_record
+from harness.report.run_records import RunRecords
+from harness.run.attempt import UNBOUNDED, Host, Turn, completed, execute, ranks_kind
+from harness.run.bounds import Bounds
+from harness.run.directory import RunDirectory
+from harness.run.lanes import Lanes
+from harness.run.mixing import differences
+from harness.run.progress import ProgressView
+from harness.run.rounds import Order, Pending, Shuffle, alone, arranged, round_in, statuses_of
+from harness.run.search import LengthSearch, group_of
+from harness.spec.repetition import Repetition
+from harness.spec.search import Search
+from harness.spec.trial import Trial
+
+ONCE = Repetition()
+NO_SEARCH = Search()
+FRESHLY = random.SystemRandom().shuffle  # no seed: another order each time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resume:
+    """Which trials of an earlier run in the same directory are not executed again.
+
+    Kept are those with a record, unless the trial was interrupted before it had its figures, or only the plan refused
+    it (the machine may be another one now). `retry_failed` also executes again the trials, and the rounds of trials
+    with figures, whose end says nothing of the method: failed, timeout, hang, node_lost.
+    """
+
+    retry_failed: bool = False
+    set_aside_bad: bool = False  # rename records that cannot be used and run their trials again, rather than refuse
+    mix: bool = False  # beside records of another experiment, commit, GPU or driver
+
+    def keeps(self, record: Record) -> bool:
+        if record.status == "interrupted" or only_planned(record):
+            return False
+        return record.status in RESULTS or not self.retry_failed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ways:
+    """How the trials of a run are executed: none of it changes what a trial measures."""
+
+    repetition: Repetition = ONCE
+    search: Search = NO_SEARCH
+    bounds: Bounds = UNBOUNDED
+    order: Order = "random"  # of the trials of each round
+    shuffle: Shuffle = FRESHLY  # makes the random one
+    lanes: Sequence[Host] = field(default_factory=tuple)  # disjoint parts of the machine; none: one trial at a time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stopped:
+    """Why a run ended before all of its trials had run."""
+
+    said: str  # in words
+    flags: tuple[str, ...] = ()  # beside --resume, to go on
+    early: bool = True  # by an interruption or failures; else because as many trials were run as were asked for
+
+
+class Execution:
+    """The rounds of one `burst run`."""
+
+    def __init__(
+        self,
+        trials: Sequence[Trial],
+        host: Host,
+        directory: RunDirectory,
+        records: RunRecords,
+        view: ProgressView,
+        resume: Resume | None,
+        ways: Ways,
+        grown: Callable[[Sequence[str]], None],
+    ) -> None:
+        """`grown` is called with the ids of trials that the search adds to the plan."""
+        self._trials = {trial.id: trial for trial in trials}  # forming an id takes a digest of all settings
+        self._host, self._directory, self._records, self._view = host, directory, records, view
+        self._resume, self._ways, self._bounds, self._grown = resume, ways, ways.bounds, grown
+        self._pending = Pending(ways.repetition, retry_failed=resume is not None and resume.retry_failed)
+        self._in_a_row = 0  # failures
+        self._executed: set[str] = set()  # trials
+        self._left_out: set[str] = set()  # trials beyond the number that the run may execute
+        self._kept: dict[str, Record] = {}  # what trials have left that is not executed again, so far
+        self._ended: dict[TrialSettings, dict[int, Status]] = {}  # of the search: how lengths of each group ended
+        self._search = LengthSearch(
+            ways.search,
+            [trial for trial in trials if trial.unsupported_reason is None],
+            lambda settings: unsupported_reason(settings, host.machine),
+        )
+        for trial_id in self._trials:
+            self._keep(trial_id)
+
+    def _keep(self, trial_id: str) -> bool:
+        """Take over what an earlier run left of a trial, where that is not executed again."""
+        record = _recorded(self._directory, self._records, trial_id) if self._resume is not None else None
+        if record is None or self._resume is None or not self._resume.keeps(record):
+            return False
+        self._remember(record)
+        return True
+
+    def _remember(self, record: Record) -> None:
+        self._kept[record.trial_id] = record
+        if self._search.active and record.status != "interrupted" and not only_planned(record):
+            lengths = self._ended.setdefault(group_of(record.settings), {})
+            lengths[record.settings.seq_len] = record.status
+
+    def check_hardware(self, say: Callable[[str], None]) -> None:
+        """Raise UsageError where rounds of one trial would be measured on different hardware; say where this machine
+        cannot run the rounds that are missing."""
+        cannot = 0
+        for trial_id, trial in self._trials.items():
+            record = self._kept.get(trial_id)
+            if record is None or not self._pending.lacks(record):
+                continue
+            if record.gpu != self._host.gpu:
+                raise UsageError(
+                    f"{self._directory.trial(trial_id)} was measured on {record.gpu or 'an unknown GPU'}, and further "
+                    f"rounds here would be measured on {self._host.gpu}; add them there, or give --out another "
+                    "directory"
+                )
+            cannot += trial.unsupported_reason is not None
+        if cannot:
+            say(f"{cannot} trials with figures lack rounds that this machine cannot run; they are kept as they are")
+
+    def mixed(self, experiment: str, planned: Collection[str]) -> list[str]:
+        """How records that stay are unlike those that the run would add; see `harness.run.mixing`."""
+        stay = [
+            record
+            for record in self._records.records()
+            if record.trial_id in self._kept or record.trial_id not in self._trials
+        ]
+        adds = any(
+            self._kept.get(each) is None or (trial.unsupported_reason is None and self._pending.lacks(self._kept[each]))
+            for each, trial in self._trials.items()
+        )
+        return differences(
+            stay,
+            experiment,
+            self._host,
+            lambda record: record.trial_id in planned or self._search.has(record.settings),
+            adds=adds,
+        )
+
+    def all_rounds(self) -> Stopped | None:
+        """Run every round that is due; returns why it ended early, if it did."""
+        self._grow(self._search.groups())
+        number = 1
+        with Lanes(self._ways.lanes, self._host) as lanes:
+            while True:
+                due = {each: trial for each, trial in self._trials.items() if self._due(each, trial, number)}
+                if number > self._last_known() and not due:
+                    return self._limited()
+                if (stopped := self._round(number, due, lanes)) is not None:
+                    return stopped
+                number += 1
+
+    def failed(self) -> int:
+        """Trials that failed, or a round of which did."""
+        return sum(not statuses_of(record) <= RESULTS for record in self._kept.values())
+
+    @property
+    def size(self) -> int:
+        """Trials of the run, those that the search added among them."""
+        return len(self._trials)
+
+    def _due(self, trial_id: str, trial: Trial, number: int) -> bool:
+        record = self._kept.get(trial_id)
+        if record is not None and trial.unsupported_reason is not None:
+            return False
+        return self._pending.due(record, number) and self._may_execute(trial_id, trial)
+
+    def _may_execute(self, trial_id: str, trial: Trial) -> bool:
+        """Whether the bound on executed trials leaves room for this one."""
+        room = not self._bounds.trials or len(self._executed) < self._bounds.trials
+        if room or trial_id in self._executed or trial.unsupported_reason is not None:
+            return True
+        self._left_out.add(trial_id)
+        return False
+
+    def _limited(self) -> Stopped | None:
+        if not self._left_out:
+            return None
+        left = "1 trial is" if len(self._left_out) == 1 else f"{len(self._left_out)} trials are"
+        return Stopped(said=f"stopped by --limit {self._bounds.trials}; {left} left", early=False)
+
+    def _last_known(self) -> int:
+        """The number of the last round that the experiment asks for, or that a trial has."""
+        numbers = (one.number for record in self._kept.values() for one in record.rounds)
+        return max(self._ways.repetition.rounds, max(numbers, default=1))
+
+    def _round(self, number: int, due: Mapping[str, Trial], lanes: Lanes) -> Stopped | None:
+        """Run one round; returns why it ended early, if it did."""
+        kept = [self._kept[each] for each in self._trials if each in self._kept] if number == 1 else []
+        total, done = len(due) + len(kept), len(kept)
+        if not total:
+            return None
+        self._view.begin(total, self._title(number))
+        for record in kept:
+            self._view.trial_ended(record, kept=True)
+        # A round that was broken off goes on: its first places are taken, also by trials that are not run now.
+        others = [record for record in self._records.records() if record.trial_id not in due]
+        place = sum(round_in(record, number) is not None for record in others)
+        kind = lambda trial: ranks_kind(trial, self._host)  # noqa: E731 - one argument of one call
+        order = arranged(list(due.values()), self._ways.order, kind, self._ways.shuffle)
+        queue = deque(self._search.ascending(order))
+        stopped: Stopped | None = None
+        while True:
+            title = self._title(number)
+            where = f"in {title} after {done} of {total} trials" if title else f"after {done} of {total} trials"
+            if stopped is None and (end_requested() or self._out_of_time()):
+                stopped = self._interrupted(where)
+            while stopped is None and (trial := self._next(queue, lanes)) is not None:
+                place += 1
+                self._start(trial, Turn(round=number, place=place), lanes)
+            if not lanes.running:
+                return stopped
+            for trial, record in lanes.finished():
+                done += 1
+                found = self._take(trial, record, number, where)
+                stopped = stopped or found
+                if number == 1 and stopped is None and self._search.active:
+                    further = self._grow([group_of(trial.settings)])
+                    queue.extend(further)
+                    total += len(further)
+                    if further:
+                        self._view.begin(total, title, done)
+
+    def _next(self, queue: deque[Trial], lanes: Lanes) -> Trial | None:
+        """The first trial of the queue that a lane can take now; it leaves the queue."""
+        searched = {group_of(trial.settings) for trial in lanes.running} if self._search.active else set()
+        passed: list[Trial] = []  # that wait for a wider lane, or for a shorter length of their own
+        found = None
+        while queue and found is None and not lanes.full:
+            trial = queue.popleft()
+            if not self._may_execute(trial.id, trial):
+                continue
+            if lanes.takes(trial) and (not searched or group_of(trial.settings) not in searched):
+                found = trial
+            else:
+                passed.append(trial)
+        queue.extendleft(reversed(passed))
+        return found
+
+    def _start(self, trial: Trial, turn: Turn, lanes: Lanes) -> None:
+        """Execute a trial on a lane, or record at once that it need not run."""
+        if trial.unsupported_reason is None and self._search.active and trial.id not in self._kept:
+            needless = self._search.needless(trial.settings, self._ended.get(group_of(trial.settings), {}))
+            if needless is not None:
+                trial = replace(trial, unsupported_reason=needless)
+        if trial.unsupported_reason is None:
+            self._executed.add(trial.id)
+        self._view.trial_began(trial)
+        before = self._kept.get(trial.id)
+        trial = self._planned(trial, before)
+        lanes.start(
+            trial, lambda host: execute(trial, turn, before, host, self._directory, self._view, self._bounds)
+        )  # fmt: skip
+
+    def _planned(self, trial: Trial, before: Record | None) -> Trial:
+        """The trial as it is to run now: as in its earlier rounds, or planned with what trials have shown so far."""
+        if not trial.settings.planned:
+            return trial
+        if before is not None:
+            return replace(trial, settings=before.settings, plan=before.plan)
+        return planned_again(trial, self._host.machine, self._records.records())
+
+    def _take(self, trial: Trial, record: Record, number: int, where: str) -> Stopped | None:
+        """Keep the record that a trial has left; returns why the run ends with it, if it does."""
+        self._remember(record)
+        self._records.put(record)
+        self._records.write(self._directory.results, at_once=False)
+        latest = alone(record, number)
+        self._view.trial_ended(latest)
+        if latest.status == "interrupted":
+            return self._interrupted(where)
+        return self._too_many_failures(latest)
+
+    def _grow(self, groups: Sequence[TrialSettings]) -> list[Trial]:
+        """Add the trials that the search wants next; returns those that no earlier run has left."""
+        new: list[Trial] = []
+        for group in groups if self._search.active else ():
+            while (trial := self._search.further(group, self._ended.get(group, {}))) is not None:
+                if trial.id in self._trials:
+                    break  # it waits, or it cannot run
+                self._trials[trial.id] = trial
+                self._grown(list(self._trials))
+                if not self._keep(trial.id):
+                    new.append(trial)
+                    break
+        return new
+
+    def _out_of_time(self) -> bool:
+        return self._bounds.stop is not None and self._bounds.stop.passed
+
+    def _interrupted(self, where: str) -> Stopped:
+        why = self._bounds.why_interrupted()
+        return Stopped(said=f"{'interrupted' if 'the user' in why else why} {where}")
+
+    def _too_many_failures(self, latest: Record) -> Stopped | None:
+        if only_planned(latest):  # nothing was executed
+            return None
+        self._in_a_row = 0 if latest.status in RESULTS else self._in_a_row + 1
+        if not 0 < self._bounds.failures_in_a_row <= self._in_a_row:
+            return None
+        failures = "1 failure" if self._in_a_row == 1 else f"{self._in_a_row} failures in a row"
+        last = f"the last was {latest.trial_id} ({latest.status}: {latest.reason})"
+        return Stopped(said=f"stopped after {failures}; {last}", flags=("--retry-failed",))
+
+    def _title(self, number: int) -> str:
+        """The round in words; empty where there is one only."""
+        rounds = self._ways.repetition.rounds
+        if number > rounds:
+            return f"round {number}, for the interval"
+        return f"round {number} of {rounds}" if rounds > 1 or self._ways.repetition.interval else ""
+
+
+def only_planned(record: Record) -> bool:
+    """Whether only the plan, or the search, refused the trial: nothing was executed."""
+    return record.status == "refused" and not record.launcher
+
+
+def _recorded(directory: RunDirectory, records: RunRecords, trial_id: str) -> Record | None:
+    """The record that an earlier run left of a trial, completed where the user stopped it with its figures on disk."""
+    before = records.get(trial_id)
+    if before is None:
+        return None
+    record = completed(before, directory.trial(trial_id))
+    if record != before:
+        write_record(directory.trial(trial_id), record)
+        records.put(record)
+    return record

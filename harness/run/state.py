@@ -1,0 +1,183 @@
+"""The state of a run, read from its directory while it runs or later: each trial, counts, and the time that is left."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from engine.measurement import PROGRESS_FILE
+from harness.launch.supervisor import ProgressTail
+from harness.records.record import RECORD_FILE, RESULTS, BadRecord, Record
+from harness.run.directory import TRIAL_FILE, RunDirectory, round_of_files
+from harness.run.rounds import rounds_of, statuses_of
+
+RUNNING, WAITING, UNUSABLE = "running", "waiting", "unusable"
+_ID = re.compile(r"(?P<task>[a-z_]+)-(?P<method>.+)-s(?P<length>\d+)-cp(?P<cp>\d+)-[0-9a-f]{8}")
+# In which parts of their ids two trials are alike, the most alike first. Their numbers differ, so no keys collide.
+_ALIKE = (("task", "method", "cp", "length"), ("task", "cp", "length"), ("task", "length"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialState:
+    """One trial of a run: its record's status, or running, waiting, or unusable for a record that cannot be read."""
+
+    trial_id: str
+    status: str
+    reason: str = ""
+    failed: bool = False  # it, or a round of it, ended by a failure
+    rounds_done: int = 0
+    rounds: int = 1  # of the experiment, or more where the interval asked for some
+    round_seconds: list[float] = field(default_factory=list)  # wall time of each finished round
+    running_round: int = 0  # 0: it does not run
+    running_seconds: float = 0.0  # of that round, so far
+    progress: dict[str, object] = field(default_factory=dict)  # its last line
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunState:
+    """One run. `seconds_left` is an estimate from the finished trials that are most like each one that is left; None
+    while none has finished, 0.0 where nothing is left."""
+
+    experiment: str
+    started_at: str
+    running: bool
+    trials: list[TrialState]
+    bad: list[BadRecord]
+    seconds_left: float | None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Trials by status, the most frequent first."""
+        return dict(Counter(trial.status for trial in self.trials).most_common())
+
+    @property
+    def failed(self) -> int:
+        return sum(trial.failed for trial in self.trials)
+
+    def failures_first(self) -> list[TrialState]:
+        """Trials that failed, then those that run, then all others, each in the order of the plan."""
+        return sorted(self.trials, key=lambda trial: (not trial.failed, trial.status != RUNNING))
+
+
+def state_of(run_dir: Path, now: float | None = None) -> RunState:
+    """The state of the run in a directory. Raises UsageError when it is none."""
+    directory = RunDirectory(run_dir)
+    facts = directory.description()
+    running, now = directory.in_use(), time.time() if now is None else now
+    rounds = int(facts.get("rounds", 1))  # absent from runs before there were rounds, as is the other
+    repeats = rounds > 1 or facts.get("interval", 0) > 0
+    trials, bad = [], []
+    for trial_id in facts["trials"]:
+        try:
+            record = directory.record(trial_id)
+        except ValueError as error:
+            bad.append(BadRecord(directory.trial(trial_id) / RECORD_FILE, str(error)))
+            trials.append(TrialState(trial_id=trial_id, status=UNUSABLE, reason=str(error), failed=True))
+            continue
+        state = _recorded(trial_id, record, rounds)
+        # Only a run under way has a trial whose files are of a round that its record lacks.
+        if running and (record is None or (repeats and record.status == "ok")):
+            state = _running(state, directory.trial(trial_id), record, now)
+        trials.append(state)
+    return RunState(
+        experiment=facts["experiment"],
+        started_at=facts["started_at"],
+        running=running,
+        trials=trials,
+        bad=bad,
+        seconds_left=seconds_left(trials, lanes=max(1, int(facts.get("lanes", 1)))),
+    )
+
+
+def _recorded(trial_id: str, record: Record | None, rounds: int) -> TrialState:
+    if record is None:
+        return TrialState(trial_id=trial_id, status=WAITING, rounds=rounds)
+    finished = [one for one in rounds_of(record) if one.status != "interrupted"]
+    return TrialState(
+        trial_id=trial_id,
+        status=record.status,
+        reason=record.reason,
+        failed=bool(statuses_of(record) - RESULTS - {"interrupted"}),
+        rounds_done=len(finished),
+        rounds=max(rounds, len(finished)),
+        round_seconds=[one.wall_seconds for one in finished],
+    )
+
+
+def _running(state: TrialState, trial_dir: Path, record: Record | None, now: float) -> TrialState:
+    """The state with the round that runs, where one does."""
+    number = round_of_files(trial_dir)
+    have = [] if record is None else [one.number for one in rounds_of(record) if one.status != "interrupted"]
+    if not number or number in have:
+        return state
+    tail = ProgressTail(trial_dir / PROGRESS_FILE)
+    tail.new()
+    try:
+        began = (trial_dir / TRIAL_FILE).stat().st_mtime
+    except OSError:  # it has just ended
+        began = now
+    return replace(
+        state,
+        status=RUNNING,
+        rounds=max(state.rounds, number),
+        running_round=number,
+        running_seconds=max(0.0, now - began),
+        progress=tail.last,
+    )
+
+
+def seconds_left(trials: Sequence[TrialState], lanes: int) -> float | None:
+    """Wall seconds of all rounds that are left, shared among `lanes`; see `RunState`."""
+    known = _Known(trials)
+    total = 0.0
+    for trial in trials:
+        left = _rounds_left(trial)
+        if not left:
+            continue
+        each = known.round_seconds(trial)
+        if each is None:
+            return None
+        total += max(0.0, left * each - trial.running_seconds)
+    return total / lanes
+
+
+def _rounds_left(trial: TrialState) -> int:
+    """Rounds that the run, or one that resumes it, is still to execute."""
+    if trial.status in (WAITING, RUNNING, "interrupted"):
+        return max(1, trial.rounds - trial.rounds_done)
+    return trial.rounds - trial.rounds_done if trial.status == "ok" else 0
+
+
+class _Known:
+    """Wall seconds of the rounds of a run that have finished."""
+
+    def __init__(self, trials: Sequence[TrialState]) -> None:
+        self._seconds: dict[tuple[str, ...], list[float]] = {}  # by task, method, CP size, length, and parts of these
+        self._per_token: list[float] = []
+        self._all: list[float] = []
+        for trial in trials:
+            self._all += trial.round_seconds
+            if (parts := _ID.fullmatch(trial.trial_id)) is None:
+                continue
+            for keys in _ALIKE:
+                self._seconds.setdefault(parts.group(*keys), []).extend(trial.round_seconds)
+            self._per_token += [seconds / int(parts["length"]) for seconds in trial.round_seconds]
+        self._medians = {key: statistics.median(found) for key, found in self._seconds.items() if found}
+        self._median_per_token = statistics.median(self._per_token) if self._per_token else None
+
+    def round_seconds(self, trial: TrialState) -> float | None:
+        """Of one round: those of its own rounds, else of the trials most like it, else in proportion to its length."""
+        if trial.round_seconds:
+            return statistics.fmean(trial.round_seconds)
+        if parts := _ID.fullmatch(trial.trial_id):
+            for keys in _ALIKE:
+                if (found := self._medians.get(parts.group(*keys))) is not None:
+                    return found
+            if self._median_per_token is not None:
+                return self._median_per_token * int(parts["length"])
+        return statistics.median(self._all) if self._all else None

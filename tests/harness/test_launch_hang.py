@@ -1,0 +1,164 @@
+"""Ranks that make no progress: which limit ends them, which rank is named, and the stacks that stay."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.launch import stacks
+from harness.launch.launcher import Job, Part
+from harness.launch.limits import JobLimits, Passed, longest_seconds
+from harness.launch.stacks import ask_flight_recorder, places_sentence, py_spy
+from harness.launch.supervisor import Supervisor
+from harness.launch.verdict import Watched, judge
+from tests.harness.test_launch_supervisor import HERE, job, pids, quick
+from tests.patience import scaled, wait_for_end
+
+WITHOUT_PY_SPY = pytest.param(False, id="faulthandler")
+WITH_PY_SPY = pytest.param(True, id="py-spy")
+
+
+@pytest.fixture
+def supervisor():
+    # Time for a rank to write its stack when it is sent SIGTERM.
+    supervisor = Supervisor(
+        {**os.environ, "PYTHONPATH": str(HERE)}, preload=(), patience=replace(quick(), terminate=scaled(5.0))
+    )
+    yield supervisor
+    supervisor.close()
+
+
+def may_trace() -> bool:
+    """Whether py-spy is installed and may read a process here."""
+    program = py_spy()
+    if program is None:
+        return False
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as sleeper:
+        done = subprocess.run([program, "dump", "--pid", str(sleeper.pid)], capture_output=True, check=False)
+        sleeper.communicate(b"\n")
+    return done.returncode == 0
+
+
+@pytest.mark.parametrize("traced", [WITH_PY_SPY, WITHOUT_PY_SPY])
+def test_a_rank_that_stops_is_a_hang_that_names_it_and_leaves_the_stack_of_each(
+    supervisor, tmp_path, monkeypatch, traced
+):
+    if not traced:
+        monkeypatch.setattr(stacks, "py_spy", lambda: None)
+    elif not may_trace():
+        pytest.skip("py-spy is not installed, or may trace no process here")
+    stops = replace(
+        job(tmp_path, "stops_after_two_steps", ranks=3), start_seconds=600.0, hang_seconds=(limit := scaled(1.0))
+    )
+    outcome = supervisor.run(stops)
+    assert outcome.status == "hang", outcome
+    assert outcome.reason.startswith(f"no progress for {limit:g} s after step 2 of 9 (limits.hang_seconds); rank 1 at ")
+    assert "stacks in stacks/" in outcome.reason
+    assert "stuck" in (tmp_path / "stacks" / "rank1.txt").read_text()
+    assert all("wait_for" in (tmp_path / "stacks" / f"rank{rank}.txt").read_text() for rank in (0, 2))
+    wait_for_end(pids(tmp_path))
+
+
+def test_start_up_has_a_limit_of_its_own(supervisor, tmp_path):
+    limit = scaled(1.5)
+    outcome = supervisor.run(replace(job(tmp_path, "hangs_deaf"), start_seconds=limit))
+    assert outcome.status == "hang"
+    assert outcome.reason.startswith(f"start-up did not end within its {limit:g} s (limits.start_seconds); ")
+    wait_for_end(pids(tmp_path))
+
+
+def test_stacks_are_left_by_a_host_whose_part_is_cancelled_because_another_host_found_a_hang(supervisor, tmp_path):
+    part = replace(
+        job(tmp_path, "stops_after_two_steps"), part=Part(first_rank=1, ranks=1, address="127.0.0.1", port=1), ranks=2
+    )
+    begun = threading.Thread(target=lambda: (_wait(tmp_path / "pid1"), supervisor.cancel(stacks=True)))
+    begun.start()
+    watched = supervisor.watch(part)
+    begun.join()
+    assert (watched.cancelled, set(watched.places)) == (True, {1} if may_trace() else set())
+
+
+def _wait(path: Path) -> None:
+    from tests.patience import wait_until
+
+    wait_until(path.exists, f"{path} did not appear")
+
+
+def limited(**fields: object) -> Job:
+    return replace(Job(trial_id="x", trial_dir=Path(), command=["x"], ranks=2, deadline_seconds=100), **fields)
+
+
+def test_start_up_does_not_count_towards_the_trials_own_limit():
+    limits = JobLimits(limited(start_seconds=50.0), started=1000.0)
+    assert limits.passed(1049.0) is None
+    assert limits.passed(1050.0) == Passed(limit="start", seconds=50.0)
+    limits.progressed(1049.0)
+    assert limits.passed(1148.0) is None
+    assert limits.passed(1149.0) == Passed(limit="trial", seconds=100.0)
+    assert longest_seconds(limited(start_seconds=50.0)) == 150.0
+
+
+def test_a_program_that_does_not_tell_its_start_has_one_limit_and_no_hang_before_its_first_step():
+    limits = JobLimits(limited(hang_seconds=10.0), started=0.0)
+    assert limits.passed(99.0) is None
+    assert limits.passed(100.0) == Passed(limit="trial", seconds=100.0)
+    limits.progressed(50.0)
+    assert limits.passed(61.0) == Passed(limit="hang", seconds=10.0)
+
+
+def test_steps_that_take_longer_than_the_limit_move_it():
+    limits = JobLimits(limited(start_seconds=50.0, hang_seconds=10.0, deadline_seconds=1000.0), started=0.0)
+    for at in (1.0, 9.0):
+        limits.progressed(at)
+    assert limits.passed(48.9) is None  # a step took 8 s
+    assert limits.passed(49.0) == Passed(limit="hang", seconds=40.0)
+
+
+def test_a_host_without_rank_0_sees_no_progress_and_waits_for_start_up_and_trial():
+    part = Part(first_rank=1, ranks=1, address="10.0.0.1", port=1)
+    limits = JobLimits(limited(part=part, start_seconds=50.0, hang_seconds=10.0), started=0.0)
+    assert limits.passed(149.0) is None
+    assert limits.passed(150.0) == Passed(limit="trial", seconds=150.0)
+
+
+def test_the_rank_that_is_elsewhere_is_named_first():
+    places = {0: "wait (a.py:1)", 1: "wait (a.py:1)", 2: "load (b.py:7)", 3: "wait (a.py:1)"}
+    assert places_sentence(places) == "rank 2 at load (b.py:7), ranks 0, 1, 3 at wait (a.py:1)"
+    many = {rank: f"f{rank % 6} (a.py:1)" for rank in range(48)}
+    assert places_sentence(many).endswith(", 8 ranks at f3 (a.py:1), 16 more elsewhere")
+
+
+def test_what_fails_after_a_hang_fails_because_of_it(tmp_path):
+    (tmp_path / "errors").mkdir()
+    (tmp_path / "errors" / "rank0.json").write_text(json.dumps({"kind": "failed", "reason": "lost", "traceback": ""}))
+    watched = Watched(timed_out_at=1.0, passed=Passed(limit="hang", seconds=7.0), progress={"step": 0, "of": 3})
+    status, reason = judge(limited(trial_dir=tmp_path), watched)
+    assert (status, reason) == (
+        "hang", "no progress for 7 s before its first step (limits.hang_seconds); see logs/rank0.log for where it "
+        "stopped",
+    )  # fmt: skip
+
+
+def test_the_flight_recorder_is_asked_by_its_pipe_and_its_file_comes_to_the_trial(tmp_path):
+    pipes, earlier, logs = (tmp_path / name for name in ("pipes", "earlier", "logs"))
+    for folder in (pipes, earlier, logs):
+        folder.mkdir()
+    os.mkfifo(pipes / "rank0.pipe")
+    os.mkfifo(pipes / "rank1.pipe")  # of a rank that is gone: nothing reads it
+
+    def recorder() -> None:  # as the thread of a process group does: it opens the pipe, reads, and writes its file
+        with open(pipes / "rank0.pipe", "rb") as pipe:
+            pipe.read(1)
+        (earlier / "flight_rank0").write_bytes(b"collectives")
+
+    listening = threading.Thread(target=recorder)
+    listening.start()
+    while not (logs / "flight_rank0").exists():  # until the thread has opened its end
+        ask_flight_recorder(pipes, earlier, logs)
+    listening.join()
+    assert (logs / "flight_rank0").read_bytes() == b"collectives"

@@ -1,0 +1,211 @@
+"""What ends a run early and what it repeats: retries, failures in a row, numbers of trials, times of the clock."""
+
+import os
+import signal
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from harness.base.errors import UsageError
+from harness.records.record import read_record
+from harness.run.bounds import Bounds, StopTime, stop_time
+from harness.run.execution import Resume
+from harness.spec.repetition import Repetition
+from tests.harness.test_run_experiment import Runner, trial
+from tests.patience import AMPLE, wait_until
+
+PROJECT = Path(__file__).parents[2]
+NOON = datetime(2026, 12, 24, 12, 0, tzinfo=UTC)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Runner(tmp_path / "run")
+
+
+@pytest.mark.parametrize("status", ["node_lost", "hang"])
+def test_an_infrastructure_failure_is_repeated_on_other_hosts_and_the_earlier_attempts_stay(run, status):
+    code, launcher = run({32: f"{status}, then {status}, then ok"}, [trial(32)], bounds=Bounds(retries=2))
+    record = run.records()[32]
+    assert (code, record.status, record.attempts) == (0, "ok", 3)
+    assert [job.avoid for job in launcher.jobs] == [(), ("here",), ("here",)]
+    attempts = run.run_dir / "trials" / trial(32).id / "attempts"
+    for number in (1, 2):
+        earlier = read_record(attempts / str(number) / "record.json")
+        assert (earlier.status, earlier.reason) == (status, f"the reason of {status}")
+
+
+def test_a_trial_that_fails_more_often_than_it_may_be_repeated_has_failed(run):
+    code, launcher = run({32: "hang"}, [trial(32), trial(64)], bounds=Bounds(retries=1))
+    assert (code, len(launcher.jobs), run.records()[32].status) == (1, 3, "hang")
+
+
+@pytest.mark.parametrize("status", ["failed", "timeout", "oom", "host_oom"])
+def test_an_end_that_says_something_about_the_method_is_not_repeated(run, status):
+    _, launcher = run({32: status}, [trial(32)], bounds=Bounds(retries=3))
+    assert (len(launcher.jobs), run.records()[32].status) == (1, status)
+
+
+def test_a_later_round_is_repeated_too_and_keeps_the_figures_of_the_first(run):
+    run({}, [trial(32)])
+    code, launcher = run(
+        {32: "node_lost, then ok"}, [trial(32)], Resume(), repetition=Repetition(rounds=2), bounds=Bounds(retries=1)
+    )
+    record = run.records()[32]
+    assert (code, len(launcher.jobs), record.status) == (0, 2, "ok")
+    assert [(one.number, one.status) for one in record.rounds] == [(1, "ok"), (2, "ok")]
+    [kept] = (run.run_dir / "trials" / trial(32).id / "attempts").iterdir()
+    assert [one.status for one in read_record(kept / "record.json").rounds] == ["ok", "node_lost"]
+
+
+def test_a_run_ends_after_failures_in_a_row_and_a_result_between_them_starts_the_count_anew(run):
+    trials = [trial(length) for length in (16, 32, 64, 128, 256)]
+    code, launcher = run(
+        {16: "failed", 32: "oom", 64: "failed", 128: "timeout"}, trials, bounds=Bounds(failures_in_a_row=2)
+    )
+    assert (code, len(launcher.jobs)) == (1, 4)
+    assert run.said == [
+        f"stopped after 2 failures in a row; the last was {trial(128).id} (timeout: the reason of timeout); go on "
+        "with: burst run exp.yaml --resume --retry-failed"
+    ]
+    code, launcher = run({}, trials, Resume(retry_failed=True), bounds=Bounds(failures_in_a_row=2))
+    assert (code, len(launcher.jobs)) == (0, 4)
+
+
+def test_a_limit_runs_so_many_trials_in_all_their_rounds_and_resume_the_next(run):
+    trials = [trial(16, "too short"), *(trial(length) for length in (32, 64, 128))]
+    bounds, rounds = Bounds(trials=2), Repetition(rounds=2)
+    code, launcher = run({}, trials, bounds=bounds, repetition=rounds)
+    ids = [each.id for each in trials[1:3]]
+    assert (code, [job.trial_id for job in launcher.jobs]) == (0, ids + ids)
+    assert run.said == ["stopped by --limit 2; 1 trial is left; go on with: burst run exp.yaml --resume"]
+    code, launcher = run({}, trials, Resume(), bounds=bounds, repetition=rounds)
+    assert (code, [job.trial_id for job in launcher.jobs]) == (0, [trials[3].id] * 2)
+    assert len(run.said) == 1
+
+
+def test_the_order_may_be_that_of_the_file_or_of_the_work(run):
+    run.shuffle = lambda trials: trials.reverse()
+    trials = [trial(64), trial(256), trial(128)]
+    lengths = {}
+    for order in ("random", "file", "shortest", "longest"):
+        _, launcher = run({}, trials, order=order)
+        lengths[order] = [int(job.trial_id.split("-s")[1].split("-")[0]) for job in launcher.jobs]
+    assert lengths == {
+        "random": [128, 256, 64],
+        "file": [64, 256, 128],
+        "shortest": [64, 128, 256],
+        "longest": [256, 128, 64],
+    }
+
+
+def test_nothing_starts_after_the_time_by_which_a_run_is_to_have_ended(run):
+    now = datetime.now(UTC)
+    stop = StopTime(now + timedelta(seconds=1), "--max-hours 1", started=now - timedelta(hours=1))
+    code, launcher = run({}, [trial(32)], bounds=Bounds(stop=stop))
+    assert (code, launcher.jobs) == (1, [])
+    assert run.said == ["stopped by --max-hours 1 after 0 of 1 trials; go on with: burst run exp.yaml --resume"]
+
+
+def test_the_earlier_of_two_times_counts_and_ranks_end_a_little_before():
+    stop = stop_time("2026-12-24T20:00+00:00", 5.0, now=lambda: NOON)
+    assert (stop.at, stop.option) == (NOON + timedelta(hours=5), "--max-hours 5")
+    assert stop.ranks_end == stop.at - timedelta(seconds=60)
+    assert stop_time(None, 0.1, now=lambda: NOON).ranks_end == NOON + timedelta(seconds=360 - 18)
+    assert stop_time(None, None) is None
+
+
+def test_a_time_of_the_clock_is_the_next_such_time():
+    now = NOON.astimezone()
+    later = (now + timedelta(minutes=30)).strftime("%H:%M")
+    earlier = (now - timedelta(minutes=30)).strftime("%H:%M")
+    assert stop_time(later, None, now=lambda: NOON).at == NOON + timedelta(minutes=30)
+    assert stop_time(earlier, None, now=lambda: NOON).at == NOON + timedelta(hours=23, minutes=30)
+
+
+@pytest.mark.parametrize(
+    ("before", "hours", "said"),
+    [
+        ("tomorrow", None, "expected a time such as 06:50"),
+        ("25:00", None, "expected a time such as 06:50"),
+        ("2026-12-24", None, "expected a time such as 06:50"),
+        ("2026-12-24T11:00+00:00", None, "that time is over"),
+        (None, 0.0, "expected hours above 0"),
+        (None, float("nan"), "expected hours above 0"),
+        (None, 1e300, "expected hours above 0"),
+    ],
+)
+def test_a_time_that_is_none_or_over_is_refused(before, hours, said):
+    with pytest.raises(UsageError, match=said):
+        stop_time(before, hours, now=lambda: NOON)
+
+
+EXPERIMENT = """\
+task: train
+model: tiny
+sweep: {seq_len: [64, 128]}
+fixed: {method: burst, cp_size: 1, dtype: fp32}
+steps: {warmup: 1, measured: MEASURED}
+"""
+
+
+def started(folder: Path, measured: int, *more: str) -> subprocess.Popen[str]:
+    (folder / "exp.yaml").write_text(EXPERIMENT.replace("MEASURED", str(measured)))
+    command = [sys.executable, "-m", "harness", "run", "exp.yaml", "--launcher", "local", "--out", "out", *more]
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def ended(program: subprocess.Popen[str]) -> str:
+    try:
+        _, said = program.communicate(timeout=AMPLE)
+    finally:
+        program.kill()
+    assert "Traceback" not in said, said
+    return said
+
+
+def test_the_signal_that_slurm_sends_ends_a_run_in_mid_trial_and_resume_goes_on(tmp_path):
+    program = started(tmp_path, 200)
+    wait_until(lambda: list(tmp_path.glob("out/trials/*/progress.jsonl")), "no trial has begun")
+    program.send_signal(signal.SIGUSR1)
+    said = ended(program)
+    assert "interrupted after 0 of 2 trials; go on with: burst run exp.yaml --launcher local --out out --resume" in said
+    [record] = [read_record(path) for path in tmp_path.glob("out/trials/*/record.json")]
+    assert (record.status, record.reason) == ("interrupted", "stopped by the user; --resume runs it again")
+    program = started(tmp_path, 200, "--resume")
+    ended(program)
+    assert program.returncode == 0
+    statuses = [read_record(path).status for path in tmp_path.glob("out/trials/*/record.json")]
+    assert statuses == ["ok", "ok"]
+
+
+def test_a_time_limit_ends_a_run_in_mid_trial(tmp_path):
+    program = started(tmp_path, 1_000_000, "--max-hours", "0.004")
+    said = ended(program)
+    assert program.returncode == 1
+    assert "stopped by --max-hours 0.004 after 0 of 2 trials; go on with: burst run exp.yaml" in said
+    for path in tmp_path.glob("out/trials/*/record.json"):  # none where a slow machine had begun no trial by then
+        record = read_record(path)
+        assert (record.status, record.reason) == (
+            "interrupted", "stopped by --max-hours 0.004; --resume runs it again"
+        )  # fmt: skip
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores, to share them")
+def test_a_signal_ends_the_trials_of_all_lanes_and_resume_goes_on(tmp_path):
+    program = started(tmp_path, 200, "--parallel", "2")
+    wait_until(lambda: len(list(tmp_path.glob("out/trials/*/progress.jsonl"))) == 2, "two trials have not begun")
+    program.send_signal(signal.SIGTERM)
+    said = ended(program)
+    assert program.returncode == 1, said
+    records = [read_record(path) for path in tmp_path.glob("out/trials/*/record.json")]
+    assert len(records) == 2
+    assert {record.status for record in records} <= {"ok", "interrupted"}  # one may have been quick
+    program = started(tmp_path, 200, "--parallel", "2", "--resume")
+    ended(program)
+    assert program.returncode == 0
+    assert [read_record(path).status for path in tmp_path.glob("out/trials/*/record.json")] == ["ok", "ok"]

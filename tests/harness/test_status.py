@@ -1,0 +1,131 @@
+"""`burst status`: failures first, counts, and the time that is left, as lines and as JSON."""
+
+import json
+
+import pytest
+
+from harness.cli import main
+from harness.run.execution import Resume
+from harness.run.state import TrialState, seconds_left, state_of
+from harness.spec.repetition import Repetition
+from harness.spec.search import Search
+from tests.harness.test_run_experiment import Runner, trial
+from tests.harness.test_run_search import trial as searched_trial
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Runner(tmp_path / "run")
+
+
+def status(run: Runner, capsys, *options: str) -> str:
+    capsys.readouterr()
+    assert main(["status", str(run.run_dir), *options]) == 0
+    return capsys.readouterr().out
+
+
+def test_failures_come_first_and_counts_last(run, capsys):
+    trials = [trial(length) for length in (16, 32, 64, 128)]
+    run({32: "oom", 64: "hang"}, trials)
+    lines = status(run, capsys).splitlines()
+    assert [line.split("  ")[:2] for line in lines[:-1]] == [
+        [trials[2].id, "hang"], [trials[0].id, "ok"], [trials[1].id, "oom"], [trials[3].id, "ok"]
+    ]  # fmt: skip
+    assert "the reason of hang" in lines[0]
+    assert lines[-1].startswith("exp is not running: 2 ok, 1 oom, 1 hang of 4 trials, started ")
+    assert "left" not in lines[-1]
+
+
+def test_a_round_that_failed_makes_its_trial_a_failure_though_it_has_figures(run, capsys):
+    run({}, [trial(16), trial(32)])
+    run({32: "failed"}, [trial(16), trial(32)], Resume(), repetition=Repetition(rounds=2))
+    first, second, _ = status(run, capsys).splitlines()
+    assert first.startswith(f"{trial(32).id}  ok  2.0 s  round 2 failed: the reason of failed  2 of 2 rounds")
+    assert second.startswith(f"{trial(16).id}  ok")
+    assert json.loads(status(run, capsys, "--json"))["failed"] == 1
+
+
+def test_json_has_counts_trials_and_the_time_that_is_left(run, capsys):
+    trials = [trial(length) for length in (16, 32, 64)]
+    run({32: "ctrl-c"}, trials)
+    found = json.loads(status(run, capsys, "--json"))
+    assert (found["experiment"], found["running"], found["total"], found["failed"]) == ("exp", False, 3, 0)
+    assert found["counts"] == {"ok": 1, "interrupted": 1, "waiting": 1}
+    # One took a second; those with two and four times as many tokens are taken to need as much longer.
+    assert (found["seconds_left"], found["ends_at"]) == (6.0, None)
+    assert [(one["trial_id"], one["status"], one["rounds_done"]) for one in found["trials"]] == [
+        (trials[0].id, "ok", 1), (trials[1].id, "interrupted", 0), (trials[2].id, "waiting", 0)
+    ]  # fmt: skip
+    assert status(run, capsys).splitlines()[-1].endswith(", about 6 s left")
+
+
+def test_a_run_that_runs_has_an_end(run, capsys):
+    seen = []
+
+    def look(_trials: object) -> None:  # the second round is about to begin
+        if list(run.run_dir.glob("trials/*/record.json")):
+            seen.append((status(run, capsys).splitlines()[-1], json.loads(status(run, capsys, "--json"))))
+
+    run.shuffle = look  # called for each round, and for its groups
+    run({}, [trial(16), trial(32)], repetition=Repetition(rounds=2))
+    line, found = seen[0]
+    assert line.startswith("exp runs: 2 ok of 2 trials, started ")
+    assert ", about 2 s left (until " in line
+    assert (found["running"], found["seconds_left"], found["ends_at"] is None) == (True, 2.0, False)
+
+
+def test_trials_of_a_search_are_counted(run, capsys):
+    outcomes = {64: "ok", 128: "oom", 96: "ok", 112: "ok"}
+    run(outcomes, [searched_trial(64), searched_trial(128)], search=Search(until="oom", bisect=16))
+    assert json.loads(status(run, capsys, "--json"))["counts"] == {"ok": 3, "oom": 1}
+
+
+def known(trial_id: str, *seconds: float, **fields: object) -> TrialState:
+    return TrialState(
+        trial_id=trial_id, **{"status": "ok", "rounds_done": len(seconds), "round_seconds": list(seconds)} | fields
+    )
+
+
+def waits(trial_id: str, **fields: object) -> TrialState:
+    return TrialState(trial_id=trial_id, status="waiting", **fields)
+
+
+def test_the_time_left_is_that_of_the_trials_most_alike():
+    finished = [known("train-burst-s64-cp2-00000000", 10.0), known("train-ulysses-s128-cp2-00000000", 30.0)]
+    left = {
+        "train-burst-s64-cp2-11111111": 10.0,  # alike in all
+        "train-ring-s128-cp2-11111111": 30.0,  # in length and CP size
+        "train-ring-s128-cp4-11111111": 30.0,  # in length
+        "train-ring-s256-cp4-11111111": 50.0,  # in proportion: the median of 40 s and 60 s
+    }
+    for trial_id, seconds in left.items():
+        assert seconds_left([*finished, waits(trial_id)], lanes=1) == pytest.approx(seconds), trial_id
+    all_of_them = [*finished, *map(waits, left)]
+    assert seconds_left(all_of_them, lanes=2) == pytest.approx(sum(left.values()) / 2)
+
+
+def test_the_time_left_counts_rounds_and_what_has_run_and_is_unknown_before_any_trial_has_finished():
+    two_more = known("train-burst-s64-cp2-00000000", 10.0, 12.0, rounds=4)
+    assert seconds_left([two_more], lanes=1) == 22.0
+    half_way = waits("train-burst-s64-cp2-11111111", running_seconds=4.0)
+    assert seconds_left([known("train-burst-s64-cp2-00000000", 10.0), half_way], lanes=1) == 6.0
+    late = waits("train-burst-s64-cp2-11111111", running_seconds=40.0)
+    assert seconds_left([known("train-burst-s64-cp2-00000000", 10.0), late], lanes=1) == 0.0
+    assert seconds_left([waits("train-burst-s64-cp2-11111111")], lanes=1) is None
+    assert seconds_left([known("train-burst-s64-cp2-00000000", 10.0, status="oom", rounds=3)], lanes=1) == 0.0
+
+
+def test_the_time_left_of_twenty_thousand_trials_is_found():
+    many = [known(f"train-m{number}-s64-cp2-00000000", 1.0) for number in range(10_000)]
+    more = [waits(f"train-n{number}-s128-cp2-00000000") for number in range(10_000)]
+    assert seconds_left([*many, *more], lanes=1) == pytest.approx(20_000.0)
+
+
+def test_a_record_that_cannot_be_used_is_counted_and_named(run, capsys):
+    run({}, [trial(16), trial(32)])
+    (run.run_dir / "trials" / trial(16).id / "record.json").write_text("{")
+    assert main(["status", str(run.run_dir), "--json"]) == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["counts"] == {"unusable": 1, "ok": 1}
+    assert "record.json is not a record" in printed.err
+    assert state_of(run.run_dir).failed == 1
