@@ -100,6 +100,8 @@ def _measurement(record: Record, measured: Measurement) -> Iterator[tuple[str, s
         values = getattr(measured, name)
         if settings.task == "attention" and values:
             yield f"{name} of task attention", "none: attention alone has no loss"
+        elif "upstream" in measured.extra and len(values) > steps.warmup + steps.measured:
+            continue  # a foreign program may need further steps of warm-up, and its record keeps what it printed
         elif len(values) not in (0, steps.warmup + steps.measured):
             yield f"{len(values)} values of {name}", f"one per step, {steps.warmup + steps.measured}"
     if min(measured.grad_norm, default=0.0) < 0:

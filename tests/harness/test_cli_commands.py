@@ -75,7 +75,7 @@ def test_every_command_module_is_found_by_its_name():
         (
             ["run", "exp.yaml", "--set", "fixed.checkpoint=3"],
             "it has the settings checkpoint.every, checkpoint.tail, checkpoint.offload, "
-            "checkpoint.replay, checkpoint.whole_layers or checkpoint.mlp",
+            "checkpoint.replay, checkpoint.whole_layers, checkpoint.mlp or checkpoint.plan",
         ),
         (["report", "."], "no record below"),
         (["report", ".", "--format", ","], "names no format"),
@@ -132,6 +132,7 @@ def test_plan_gives_every_trial_and_the_reason_of_those_that_cannot_run(experime
 
 def test_plan_predicts_time_and_memory_on_hardware_that_is_not_there(experiment, capsys):
     longer = ["--set", "sweep.cp_size=[8]", "--set", "fixed.dtype=bf16", "--set", "fixed.method=burst"]
+    longer += ["--set", "fixed.checkpoint.every=1"]
     million = [*longer, "--set", "sweep.seq_len=[1M, 16M]", "--set", "model=llama3_8b", "--set", "task=train"]
     assert main(["plan", experiment, "--hardware", "h200", *million, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
