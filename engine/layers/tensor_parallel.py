@@ -74,7 +74,7 @@ class TensorParallel:
         """Make a model of `shape()` compute its part of the whole; `attend` is for this rank's heads, all tokens."""
         model.embedding = _Embedding(model.embedding, self)
         for block in model.blocks:
-            block.attend, block.project, block.add_mlp = attend, self._project, self._add_mlp
+            block.attend, block.project, block.add_mlp, block.joins_sum = attend, self._project, self._add_mlp, False
             block.attention.output = _Output(block.attention.output, self)
         model.head.loss_sum = functools.partial(self._loss_sum, z_loss=settings.z_loss, tiled=settings.lm_head_fusion)
 
@@ -102,15 +102,15 @@ class TensorParallel:
 
     def _project(
         self, norm: nn.RMSNorm, attention: Attention, x_BLE: Tensor, rotary: Rotary
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of this rank's heads, all tokens."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys and values of this rank's heads, all tokens; then the residual stream."""
         x_BSE = self.gathered(norm(x_BLE))
         key = (x_BSE.shape[1], x_BSE.device, rotary[0].dtype)
         if key not in self._rotary:
             positions_S = torch.arange(x_BSE.shape[1], device=x_BSE.device)
             angles = rotary_angles(positions_S, self._whole.head_dim, self._whole.rope_base, rotary[0].dtype)
             self._rotary = {key: angles}
-        return attention.project(x_BSE, self._rotary[key])
+        return (*attention.project(x_BSE, self._rotary[key]), x_BLE)
 
     def _add_mlp(self, norm: nn.RMSNorm, mlp: MLP, x_BLE: Tensor) -> Tensor:
         return x_BLE + self.summed(mlp(self.gathered(norm(x_BLE))))

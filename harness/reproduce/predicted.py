@@ -1,4 +1,4 @@
-"""What a predictor gives for the trials of a figure. Today's predicts a lower bound of time, and memory of the engine.
+"""What a predictor gives for the trials of a figure: times of the simulated schedule, and memory of the engine.
 
 Another predictor takes its place by setting PREDICTOR: a name and one function from settings and hardware.
 """
@@ -13,6 +13,7 @@ from engine.settings import TrialSettings
 from harness.machine.this_machine import Machine, imagined
 from harness.metrics.flops import tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
+from harness.plan.forecast import assumed_speeds, forecast
 from harness.plan.matrix import plan
 from harness.plan.predict import Prediction, predict
 from harness.reproduce.entries import Entry, gpu_text, predicted_entry
@@ -32,21 +33,23 @@ GPUS_PER_NODE = 8  # of the paper's cluster, and of most
 class Predictor(Protocol):
     """Time and memory of a trial on given GPUs; None where it predicts nothing."""
 
-    name: str  # what a figure calls its values, such as "lower bound of time"
+    name: str  # what a figure calls its values
 
     def predict(self, settings: TrialSettings, hardware: Hardware) -> Prediction: ...
 
 
-class LowerBound:
-    """harness.plan.predict: no transfers, no waiting, no elementwise work; so speeds are the most that can be had."""
+class Simulated:
+    """harness.predict's times (docs/prediction.md), and harness.plan's memory."""
 
-    name = "bound: kernels alone, and the engine's tensors"
+    name = "the schedule simulated, and the engine's tensors"
 
     def predict(self, settings: TrialSettings, hardware: Hardware) -> Prediction:
-        return predict(settings, hardware)
+        found = forecast(settings, hardware, gpus_per_node=GPUS_PER_NODE)
+        seconds = found.time.seconds if found.time else None
+        return replace(predict(settings, hardware), seconds=seconds)
 
 
-PREDICTOR: Predictor = LowerBound()
+PREDICTOR: Predictor = Simulated()
 
 
 def cluster_of(hardware: Hardware, ranks: int) -> Machine:
@@ -102,6 +105,6 @@ def predicted_words(figure: PaperFigure, found: Sequence[Entry]) -> str:
 def predictor_words(hardware: Hardware) -> str:
     """What the predicted values are, on which hardware, and why there is no speed where there is none."""
     words = f"predicted: for the paper's set-ups on {gpu_text(hardware.title)} ({PREDICTOR.name})."
-    if not hardware.kernel_ceilings:
-        words += f" No speed, because experiments/hardware/{hardware.name}.yaml holds no measured ones."
+    if missing := assumed_speeds(hardware):
+        words += f" experiments/hardware/{hardware.name}.yaml lacks {', '.join(missing)}: common values stand for them."
     return words

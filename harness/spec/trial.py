@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from engine.forecast import Forecast
 from engine.old_names import first_settings
 from engine.settings import TrialSettings, to_json
-from harness.spec.methods import method_named
+from harness.spec.methods import all_methods
 from harness.spec.table import NOTHING_FILLED, FromTable
 
 # Settings that came after runs had been published, and what every run was until then: so these can still be resumed.
@@ -54,7 +54,7 @@ class Trial:
         values = first_settings(to_json(settings))
         del values["model"]["note"]
         if settings.grad_comm_dtype == "auto":  # what every run before there was `auto` sent
-            sent = getattr(method_named(settings.method), "grad_comm_dtype", "fp32")
+            sent = getattr(all_methods().get(settings.method), "grad_comm_dtype", "fp32")
             values["gradient_wire"] = "fp32" if sent == "fp32" else "auto"
         for key in settings.planned.split():
             *owner, name = key.split(".")

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.machine.this_machine import PACKAGES
+from harness.records.provenance import PROJECT_ROOT
 from tests import lab as lab_module
 from tests.cluster.test_lab_checks import write_inventory
 from tests.lab import Lab, LabHost, open_lab
@@ -340,8 +342,14 @@ def test_a_cluster_that_is_none_is_said_in_one_sentence(tmp_path, capsys):
 
 def test_hosts_that_cannot_take_part_cost_themselves_alone_also_the_first_of_them(tmp_path):
     """No interpreter, another checkout, a Ray that does not start: the fourth host is a cluster of its own."""
-    (checkout := tmp_path / "other" / "harness").mkdir(parents=True)
-    (checkout / "__main__.py").write_text("")
+    checkout = tmp_path / "other" / "harness"
+    for package in PACKAGES:
+        shutil.copytree(
+            PROJECT_ROOT / package,
+            tmp_path / "other" / package,
+            ignore=shutil.ignore_patterns("upstream", "__pycache__"),
+        )
+    (checkout / "__init__.py").write_text("# another version\n")
     (tmp_path / "lab").mkdir()
     with opened_site(4, tmp_path / "lab") as site:
         bad = site.variant(

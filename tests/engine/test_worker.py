@@ -147,8 +147,8 @@ def test_bytes_sent_are_those_of_one_step(trained: tuple[Path, Measurement], tim
 def test_every_step_is_one_progress_line(trained: tuple[Path, Measurement]) -> None:
     trial_dir, measurement = trained
     lines = [json.loads(line) for line in (trial_dir / "progress.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["of"]) for line in lines] == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    assert [line["loss"] for line in lines] == measurement.loss
+    assert [(line["step"], line["of"]) for line in lines] == [(step, 4) for step in range(5)]  # 0: it has started
+    assert [line["loss"] for line in lines[1:]] == measurement.loss
 
 
 def test_attention_is_timed_alone_and_compared_with_float64(timed: Measurement) -> None:

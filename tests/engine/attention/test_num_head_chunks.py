@@ -13,7 +13,7 @@ import torch.distributed as dist
 from engine import ContextParallel, burst_attention
 from engine.attention.accumulate.accumulators import TensorSpec
 from engine.attention.algorithms.ulysses import UlyssesPlan
-from engine.attention.comm.all_to_all import GroupAllToAll, TokenRun, _message, _sections, token_runs_in_order
+from engine.attention.comm.all_to_all import GroupAllToAll, TokenRun, message, sections, token_runs_in_order
 from engine.attention.comm.p2p import Traffic
 from engine.attention.masks import Causal, SlidingWindow
 from engine.attention.planning.cost_model import HardwareModel, choose_num_head_chunks, estimate
@@ -226,8 +226,8 @@ def test_tensors_of_any_dtypes_share_a_message() -> None:
 
 def test_every_section_of_a_message_is_aligned_and_none_overlap() -> None:
     tensor_specs = tuple(TensorSpec((3, width), dtype) for width, dtype in ODD)
-    rows = _message(tensor_specs, 2, torch.device("cpu"))
-    views = _sections(rows, tensor_specs)
+    rows = message(tensor_specs, 2, torch.device("cpu"))
+    views = sections(rows, tensor_specs)
     for index, view in enumerate(views):
         assert (view.dtype, view.shape) == (tensor_specs[index].dtype, (2, *tensor_specs[index].shape))
         assert all(row.data_ptr() % view.itemsize == 0 for row in view)

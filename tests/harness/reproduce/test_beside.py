@@ -140,7 +140,7 @@ def test_a_predictor_needs_a_name_and_one_function() -> None:
         assert entry.origin == "predicted"
     words = predicted_words(E2E, entries)
     assert words == f"{len(entries)} speeds, {len(entries)} memory"
-    assert "bound" in PREDICTOR.name, "what is no prediction of time is not called one"
+    assert "simulated" in PREDICTOR.name
 
 
 def test_a_paper_gets_a_narrow_form_with_the_notes_as_its_caption() -> None:
