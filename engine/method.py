@@ -102,14 +102,19 @@ class EngineCommand:
         return read_measurement(trial_dir)
 
 
+def schedule_of(method: Method, settings: TrialSettings) -> str:
+    """The schedule that a native method runs: it answers in `schedule_of`, or fixes it in its attribute `schedule`."""
+    answer = getattr(method, "schedule_of", None)
+    schedule: str = answer(settings) if answer else getattr(method, "schedule", settings.schedule)
+    return schedule
+
+
 def schedule_unsupported_reason_on(method: Method, settings: TrialSettings, nodes: int) -> str | None:
     """Why a native method's ranks, spread evenly over `nodes`, would refuse their schedule; None when they would not.
 
-    A method answers what it runs in `schedule_of`, or fixes it in its attribute `schedule`. Methods outside the engine
-    have no layout and check their settings themselves.
+    Methods outside the engine have no layout and check their settings themselves.
     """
-    schedule_of, layout = getattr(method, "schedule_of", None), getattr(method, "layout", None)
-    schedule = schedule_of(settings) if schedule_of else getattr(method, "schedule", settings.schedule)
+    layout, schedule = getattr(method, "layout", None), schedule_of(method, settings)
     if schedule not in RUNS_OF_TOKENS or layout is None or settings.task == "lm_head":
         return None
     chosen = layout(settings)

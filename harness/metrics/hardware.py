@@ -15,19 +15,6 @@ from harness.base.errors import UsageError
 from harness.spec.schema import build, check_keys, convert
 
 MEASURABLE = ("memory_gib", "gemm_tflops", "kernel_ceilings", "speeds")  # may be measured rather than published
-# Of `speeds`, which the prediction reads (harness.predict.speeds says what each is).
-SPEEDS = (
-    "gemm_tflops",
-    "attention_forward_tflops",
-    "attention_backward_tflops",
-    "memory_gib",
-    "inside_gib",
-    "across_gib",
-    "across_default_gib",
-    "ring_step_seconds",
-    "host_gib",
-)
-
 HARDWARE_DIR = Path(__file__).parents[2] / "experiments" / "hardware"
 
 
@@ -38,6 +25,29 @@ class Measured:
     when: str  # the day, as 2026-11-20
     where: str  # machine and software
     what: str  # sizes of the problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speeds:
+    """Of a GPU type, as the prediction reads them. GiB are per second and GPU, in one direction."""
+
+    gemm_tflops: float  # of a model's matrix products
+    attention_forward_tflops: float
+    attention_backward_tflops: float  # in the kernel convention: five products
+    memory_gib: float  # of elementwise passes, read and written
+    inside_gib: float  # to a rank of the node
+    across_gib: float  # to another node, with NCCL set up for the site (docs/environment.md)
+    across_default_gib: float  # the same with NCCL's own defaults
+    ring_step_seconds: float  # that one more step of a ring adds to a pass: launches, merge, waiting for its message
+    host_gib: float = 24.0  # to or from pinned host memory, every GPU of a node at once
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if not getattr(self, each.name) > 0:
+                raise ValueError(f"{each.name} is {getattr(self, each.name)}; expected a number above 0")
+
+
+SPEEDS = tuple(each.name for each in fields(Speeds))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

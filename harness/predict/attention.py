@@ -19,7 +19,9 @@ from engine.attention.planning.comm_plan import ChunkRanges, comm_plan, length
 from engine.attention.planning.comm_volume import Shards, Widths, all_to_all_bytes
 from engine.attention.planning.pair_table import pair_table
 from harness.metrics.flops import ATTENTION_KERNEL_BACKWARD
-from harness.predict.speeds import GIB, TERA, Speeds
+from harness.metrics.hardware import Speeds
+from harness.metrics.throughput import GIB
+from harness.predict.speeds import TERA
 
 Side = Literal["query", "key_value"]
 
@@ -48,12 +50,21 @@ class AttentionProblem:
         """Of one visible (query, key) pair in forward, over batch and heads."""
         return 4.0 * self.batch * self.heads * self.head_dim
 
+    def shards(self, gradient_bytes: int, *, tokens: int, shared_by: int = 1) -> Shards:
+        """Of a rank that holds `tokens` of the sequence and `1 / shared_by` of the heads, at least one of each kind."""
+        widths = Widths(unreduced=gradient_bytes, summed=gradient_bytes)
+        return Shards(
+            batch=self.batch, tokens=tokens, heads=max(1, self.heads // shared_by),
+            kv_heads=max(1, self.kv_heads // shared_by), head_dim=self.head_dim, input_bytes=self.input_bytes,
+            intra_node=widths, inter_node=widths,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
     """How a method moves chunks and heads."""
 
-    schedule: str  # ring, double_ring, ulysses, usp, usp_transposed, all_gather
+    schedule: str  # ring, double_ring, ulysses, usp or usp_transposed
     backward: Side
     gradient_bytes: int  # per element of a partial gradient between ranks
     tuned_links: bool = True  # NCCL set up for the site, rather than its defaults
@@ -82,6 +93,11 @@ class Pass:
         )
 
 
+def within_a_node(schedule: str) -> str:
+    """What a schedule is where nothing lies between nodes."""
+    return {"double_ring": "ring", "usp": "ulysses", "usp_transposed": "ring"}.get(schedule, schedule)
+
+
 def attention_passes(problem: AttentionProblem, exchange: Exchange, speeds: Speeds) -> tuple[Pass, Pass]:
     """Forward and backward of one layer's attention. Raises ValueError for what the schedule cannot run."""
     across = speeds.across_gib if exchange.tuned_links else speeds.across_default_gib
@@ -90,7 +106,9 @@ def attention_passes(problem: AttentionProblem, exchange: Exchange, speeds: Spee
     if exchange.schedule in ("ring", "double_ring"):
         size = problem.cp_size if exchange.schedule == "ring" else problem.node_size
         ring = Ring(cp_size=problem.cp_size, node_size=size)
-        return _ring_passes(problem, exchange, speeds, across, ring, problem.layout, 1)
+        return _RingOfRanks(
+            problem=problem, exchange=exchange, speeds=speeds, across=across, ring=ring, layout=problem.layout
+        ).passes()
     return _all_to_all_passes(problem, exchange, speeds, across)
 
 
@@ -105,32 +123,70 @@ def _kernel_seconds(forward_flops: float, speeds: Speeds, backward: bool) -> flo
     return forward_flops / (speeds.attention_forward_tflops * TERA)
 
 
-def _ring_passes(
-    problem: AttentionProblem,
-    exchange: Exchange,
-    speeds: Speeds,
-    across: float,
-    ring: Ring,
-    layout: Layout,
-    shared_by: int,
-) -> tuple[Pass, Pass]:
-    """Along a ring whose ranks each hold `1 / shared_by` of the heads."""
-    ranks = sorted({0, ring.cp_size // 2, ring.cp_size - 1})
-    # On a flat ring over nodes one rank of a node sends to the next node, and all ranks wait for it.
-    inside = across if ring.nodes == 1 and problem.nodes > 1 else speeds.inside_gib
-    spans = ring.nodes == 1 and problem.nodes > 1
-    passes = []
-    for backward in (False, True):
-        sends_queries = backward and exchange.backward == "query"
-        found = [
-            _simulate(problem, exchange, speeds, ring, layout, shared_by, rank, backward, sends_queries, inside, across)
-            for rank in ranks
-        ]
-        slowest = max(found, key=lambda each: each.seconds)
-        if spans:  # that link is between nodes
-            slowest = Pass(kernels=slowest.kernels, across=slowest.inside + slowest.across, steps=slowest.steps)
-        passes.append(slowest)
-    return passes[0], passes[1]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _RingOfRanks:
+    """A ring whose ranks each hold `1 / shared_by` of the heads, over links of GiB/s inside nodes and between them."""
+
+    problem: AttentionProblem
+    exchange: Exchange
+    speeds: Speeds
+    across: float
+    ring: Ring
+    layout: Layout
+    shared_by: int = 1
+
+    @property
+    def spans(self) -> bool:
+        """Whether it is a flat ring over nodes: one rank of a node sends to the next, and all ranks wait for it."""
+        return self.ring.nodes == 1 and self.problem.nodes > 1
+
+    def passes(self) -> tuple[Pass, Pass]:
+        """Forward and backward of the slowest of a few ranks."""
+        ranks = sorted({0, self.ring.cp_size // 2, self.ring.cp_size - 1})
+        forward, backward = (
+            max((self._simulated(rank, backward) for rank in ranks), key=lambda each: each.seconds)
+            for backward in (False, True)
+        )
+        return forward, backward
+
+    def _simulated(self, rank: int, backward: bool) -> Pass:
+        problem, ring = self.problem, self.ring
+        sends_queries = backward and self.exchange.backward == "query"
+        plan = comm_plan(problem.mask, self.layout, ring, problem.seq_len, rank, sends_queries)
+        areas = _areas(problem.mask, self.layout, problem.seq_len, ring, rank, sends_queries)
+        part = problem.shards(
+            self.exchange.gradient_bytes, tokens=problem.seq_len // ring.cp_size, shared_by=self.shared_by
+        )
+        chunk_bytes = part.sent_side(sends_queries) if backward else 2 * part.key
+        gradient_bytes = part.gradient(sends_queries, self.exchange.gradient_bytes) if backward else 0
+        inside = self.across if self.spans else self.speeds.inside_gib
+        clock = _Clock(inside=inside * GIB, across=self.across * GIB)
+        flops_of_pair = problem.pair_flops / self.shared_by
+        local_rank = rank % ring.node_size
+        kernels = steps = arrived_outer = 0.0
+        for outer_step, ranges in enumerate(plan.inner_rings):
+            arrived = arrived_outer
+            if outer_step + 1 < ring.nodes:
+                arrived_outer = clock.far(arrived, length(plan.leaving[outer_step]) * chunk_bytes)
+            for inner_step in range(ring.node_size):
+                area = areas[outer_step * ring.node_size + inner_step]
+                following = arrived
+                if inner_step + 1 < ring.node_size:
+                    tokens = _received(ranges, local_rank, inner_step, ring.node_size, part.tokens)
+                    following = clock.near(max(arrived, clock.previous), tokens * chunk_bytes)
+                seconds = _kernel_seconds(flops_of_pair * area, self.speeds, backward)
+                added = self.speeds.ring_step_seconds if (outer_step or inner_step) and area else 0.0
+                kernels, steps = kernels + seconds, steps + added
+                clock.compute(arrived, seconds + added, from_afar=bool(outer_step) and not inner_step)
+                if backward and area and inner_step:
+                    owner = (local_rank - inner_step) % ring.node_size
+                    clock.near_gradient(length(ranges.used[owner, local_rank]) * gradient_bytes)
+                arrived = following
+            if backward and outer_step:
+                clock.far_gradient(length(plan.given[outer_step]) * gradient_bytes)
+        waited = max(0.0, clock.finish() - kernels - steps)
+        share = 1.0 if self.spans else clock.far_share
+        return Pass(kernels=kernels, steps=steps, inside=waited * (1 - share), across=waited * share)
 
 
 @lru_cache(maxsize=512)
@@ -145,55 +201,6 @@ def _areas(mask: Mask, layout: Layout, seq_len: int, ring: Ring, rank: int, send
     return tuple(areas)
 
 
-def _simulate(
-    problem: AttentionProblem,
-    exchange: Exchange,
-    speeds: Speeds,
-    ring: Ring,
-    layout: Layout,
-    shared_by: int,
-    rank: int,
-    backward: bool,
-    sends_queries: bool,
-    inside: float,
-    across: float,
-) -> Pass:
-    plan = comm_plan(problem.mask, layout, ring, problem.seq_len, rank, sends_queries)
-    areas = _areas(problem.mask, layout, problem.seq_len, ring, rank, sends_queries)
-    part = _shards(problem, exchange, ring, shared_by)
-    chunk_bytes = part.sent_side(sends_queries) if backward else 2 * part.key
-    gradient_bytes = part.gradient(sends_queries, exchange.gradient_bytes) if backward else 0
-    clock = _Clock(inside=inside * GIB, across=across * GIB)
-    flops_of_pair = problem.pair_flops / shared_by
-    local_rank = rank % ring.node_size
-    kernels = steps = 0.0
-    arrived_outer = 0.0
-    for outer_step, ranges in enumerate(plan.inner_rings):
-        arrived = arrived_outer
-        if outer_step + 1 < ring.nodes:
-            arrived_outer = clock.far(arrived, length(plan.leaving[outer_step]) * chunk_bytes)
-        for inner_step in range(ring.node_size):
-            step = outer_step * ring.node_size + inner_step
-            following = arrived
-            if inner_step + 1 < ring.node_size:
-                tokens = _received(ranges, local_rank, inner_step, ring.node_size, part.tokens)
-                following = clock.near(max(arrived, clock.previous), tokens * chunk_bytes)
-            seconds = _kernel_seconds(flops_of_pair * areas[step], speeds, backward)
-            added = speeds.ring_step_seconds if step and areas[step] else 0.0
-            kernels, steps = kernels + seconds, steps + added
-            clock.compute(arrived, seconds + added, from_afar=bool(outer_step) and not inner_step)
-            if backward and areas[step] and inner_step:
-                owner_tokens = _touched(ranges, local_rank, inner_step, ring.node_size)
-                clock.near_gradient(owner_tokens * gradient_bytes)
-            arrived = following
-        if backward and outer_step:
-            clock.far_gradient(length(plan.given[outer_step]) * gradient_bytes)
-    total = clock.finish()
-    waited = max(0.0, total - kernels - steps)
-    share = clock.waited_far / (clock.waited_far + clock.waited_near) if waited and clock.waited else 0.0
-    return Pass(kernels=kernels, steps=steps, inside=waited * (1 - share), across=waited * share)
-
-
 class _Clock:
     """When the links and the GPU of one rank become free, in seconds from the start of a pass."""
 
@@ -201,12 +208,13 @@ class _Clock:
         self._inside, self._across = inside, across
         self._near_free = self._far_free = self._gpu_free = 0.0
         self.previous = 0.0  # when the call before the last one ended: its chunk's memory is free then
-        self.waited_near = self.waited_far = 0.0
+        self._waited_near = self._waited_far = 0.0
         self._gradient_near = self._gradient_far = 0.0  # when the last gradients were delivered
 
     @property
-    def waited(self) -> float:
-        return self.waited_near + self.waited_far
+    def far_share(self) -> float:
+        """Of what was waited for, the part between nodes; 0 where nothing was."""
+        return self._waited_far / ((self._waited_near + self._waited_far) or 1.0)
 
     def near(self, ready: float, nbytes: float) -> float:
         """A transfer inside the node that may start when `ready`; returns when it has arrived."""
@@ -222,9 +230,9 @@ class _Clock:
         """A kernel call on a chunk that has `arrived` then."""
         waiting = max(0.0, arrived - self._gpu_free)
         if from_afar:
-            self.waited_far += waiting
+            self._waited_far += waiting
         else:
-            self.waited_near += waiting
+            self._waited_near += waiting
         self.previous = self._gpu_free
         self._gpu_free = max(arrived, self._gpu_free) + seconds
 
@@ -238,8 +246,8 @@ class _Clock:
         """When the last call has ended and all gradients have been returned."""
         end = max(self._gpu_free, self._gradient_near, self._gradient_far)
         late_far = max(0.0, self._gradient_far - max(self._gpu_free, self._gradient_near))
-        self.waited_far += late_far
-        self.waited_near += max(0.0, end - self._gpu_free - late_far)
+        self._waited_far += late_far
+        self._waited_near += max(0.0, end - self._gpu_free - late_far)
         return end
 
 
@@ -248,24 +256,6 @@ def _received(ranges: ChunkRanges, local_rank: int, inner_step: int, size: int, 
     owner = (local_rank - inner_step - 1) % size
     whole = tokens if ranges.held is None else length(ranges.held[owner])
     return min(whole, length(ranges.used[owner, local_rank])) if (owner, local_rank) in ranges.used else whole
-
-
-def _touched(ranges: ChunkRanges, local_rank: int, inner_step: int, size: int) -> int:
-    return length(ranges.used[(local_rank - inner_step) % size, local_rank])
-
-
-def _shards(problem: AttentionProblem, exchange: Exchange, ring: Ring, shared_by: int) -> Shards:
-    widths = Widths(unreduced=exchange.gradient_bytes, summed=exchange.gradient_bytes)
-    return Shards(
-        batch=problem.batch,
-        tokens=problem.seq_len // ring.cp_size,
-        heads=max(1, problem.heads // shared_by),
-        kv_heads=max(1, problem.kv_heads // shared_by),
-        head_dim=problem.head_dim,
-        input_bytes=problem.input_bytes,
-        intra_node=widths,
-        inter_node=widths,
-    )
 
 
 def _all_to_all_passes(
@@ -279,17 +269,15 @@ def _all_to_all_passes(
         "usp_transposed": tuple(range(0, problem.cp_size, size)),
     }.get(schedule)
     if members is None:
-        raise ValueError(f"schedule {schedule!r} is unknown; choose ring, double_ring, ulysses, usp or usp_transposed")
+        raise ValueError(
+            f"schedule {schedule!r} is unknown to the prediction; choose ring, double_ring, ulysses, usp or "
+            "usp_transposed"
+        )
     shared_by = len(members)
     inner = _inner_passes(problem, exchange, speeds, across, shared_by)
-    part = _shards(problem, exchange, Ring(cp_size=problem.cp_size, node_size=problem.cp_size), 1)
-    # A KV head that several ranks share is sent to each of them.
-    kv_heads = max(problem.kv_heads, shared_by)
-    whole = Shards(
-        batch=part.batch, tokens=part.tokens * shared_by, heads=part.heads // shared_by,
-        kv_heads=kv_heads // shared_by, head_dim=part.head_dim, input_bytes=part.input_bytes,
-        intra_node=part.intra_node, inter_node=part.inter_node,
-    )  # fmt: skip
+    # All tokens of the members, with the heads of one; a KV head that several ranks share is sent to each of them.
+    tokens = problem.seq_len // problem.cp_size * shared_by
+    whole = problem.shards(exchange.gradient_bytes, tokens=tokens, shared_by=shared_by)
     sent = all_to_all_bytes(members, members[0], size, whole, gathered=True, packed=False)
     passes = []
     for call, around in zip((sent.forward, sent.backward), inner, strict=True):
@@ -312,5 +300,7 @@ def _inner_passes(
     else:
         groups = tuple(tuple(range(local, problem.cp_size, size)) for local in range(size))
         ring = Ring(cp_size=size, node_size=size)
-    layout = Gathered(problem.layout, groups)
-    return _ring_passes(problem, exchange, speeds, across, ring, layout, shared_by)
+    return _RingOfRanks(
+        problem=problem, exchange=exchange, speeds=speeds, across=across, ring=ring,
+        layout=Gathered(problem.layout, groups), shared_by=shared_by,
+    ).passes()  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.attention.geometry.ring import Ring
 from engine.attention.planning.comm_plan import traffic_left
-from engine.attention.planning.comm_volume import RingVolume, Shards, Widths, cheaper_backward
+from engine.attention.planning.comm_volume import RingVolume, cheaper_backward, narrowed
 from engine.attention.planning.cost_model import (
     ULYSSES_SCHEDULES,
     HardwareModel,
@@ -13,46 +13,46 @@ from engine.attention.planning.cost_model import (
     choose_schedule,
     schedule_unsupported_reason,
 )
+from engine.method import Method, schedule_of
 from engine.settings import TrialSettings
-from harness.predict.attention import AttentionProblem, Exchange, Side
-from harness.predict.speeds import Speeds
-
-# Schedule and backward side of the compared methods. Their gradients travel in the inputs' dtype.
-_COMPARED: dict[str, tuple[str, Side]] = {
-    "ring": ("ring", "key_value"),
-    "megatron_cp": ("ring", "key_value"),
-    "torch_cp": ("ring", "key_value"),
-    "ulysses": ("ulysses", "key_value"),
-    "loongtrain_double_ring": ("double_ring", "key_value"),
-    "loongtrain_usp": ("usp", "key_value"),
-}
-_SENDS_FP32 = ("ring", "torch_cp")
-PREDICTED = ("burst", *_COMPARED)
+from harness.metrics.hardware import Speeds
+from harness.predict.attention import AttentionProblem, Exchange, Side, within_a_node
+from harness.spec.methods import all_methods, method_named
 
 
 def exchange_of(settings: TrialSettings, problem: AttentionProblem, speeds: Speeds) -> Exchange:
-    """Schedule, backward side and gradient width of a trial. Raises ValueError for a method that is not modelled."""
-    published = getattr(settings, "settings", "equal") == "as_published"
+    """Schedule, backward side and gradient width of a trial, as its method states them.
+
+    Raises ValueError for a method that is not modelled.
+    """
+    method = method_named(settings.method)
+    if not _is_modelled(method):
+        known = ", ".join(name for name, each in all_methods().items() if _is_modelled(each))
+        raise ValueError(f"method {settings.method} is not predicted; choose one of {known}")
+    wire = settings.grad_comm_dtype
+    if wire == "auto":
+        wire = method.grad_comm_dtype  # type: ignore[attr-defined]  # of every native method
+    narrow = narrowed(wire).across if problem.nodes > 1 else narrowed(wire).first_ring  # at the slowest links
+    gradient_bytes = problem.input_bytes if narrow else max(4, problem.input_bytes)
     if settings.method == "burst":
-        return _burst(settings, problem, speeds)
-    if settings.method not in _COMPARED:
-        raise ValueError(f"method {settings.method} is not predicted; choose one of {', '.join(PREDICTED)}")
-    schedule, side = _COMPARED[settings.method]
-    schedule = settings.schedule if settings.schedule != "auto" else schedule
-    if problem.nodes == 1 and schedule == "usp":
-        schedule = "ulysses"
+        return _burst(settings, problem, speeds, gradient_bytes)
+    # Ulysses states no schedule: the plan's check of heads is not its own, which lets it repeat K and V.
+    schedule = "ulysses" if settings.method == "ulysses" else schedule_of(method, settings)
     return Exchange(
-        schedule=schedule,
-        backward=side,
-        gradient_bytes=4 if settings.method in _SENDS_FP32 else problem.input_bytes,
-        tuned_links=not published,
+        schedule=schedule if problem.nodes > 1 else within_a_node(schedule),
+        backward="key_value",
+        gradient_bytes=gradient_bytes,
+        tuned_links=settings.settings != "as_published",
     )
 
 
-def _burst(settings: TrialSettings, problem: AttentionProblem, speeds: Speeds) -> Exchange:
+def _is_modelled(method: Method) -> bool:
+    """A native method whose ranks share a sequence: the engine runs it, and it divides no matrix."""
+    return getattr(method, "layout", None) is not None and not getattr(method, "tensor_parallel", False)
+
+
+def _burst(settings: TrialSettings, problem: AttentionProblem, speeds: Speeds, gradient_bytes: int) -> Exchange:
     """What `auto` takes, by the engine's own cost model at these speeds."""
-    narrow = settings.grad_comm_dtype == "input" or (settings.grad_comm_dtype == "input_across" and problem.nodes > 1)
-    gradient_bytes = problem.input_bytes if narrow else max(4, problem.input_bytes)
     hardware = HardwareModel(
         forward_tflops=speeds.attention_forward_tflops,
         backward_tflops=speeds.attention_backward_tflops,
@@ -76,8 +76,8 @@ def _burst(settings: TrialSettings, problem: AttentionProblem, speeds: Speeds) -
     schedule: str = settings.schedule
     if schedule == "auto":
         schedule = choose_schedule(workload, problem.layout.name, hardware).best
-    if problem.nodes == 1:  # nothing lies between nodes
-        schedule = {"double_ring": "ring", "usp": "ulysses", "usp_transposed": "ring"}.get(schedule, schedule)
+    if problem.nodes == 1:
+        schedule = within_a_node(schedule)
     if reason := schedule_unsupported_reason(schedule, workload, problem.layout.name):
         raise ValueError(reason)
     chunks = choose_num_head_chunks(schedule, workload, hardware) if schedule in ULYSSES_SCHEDULES else 1
@@ -92,12 +92,7 @@ def _side(
         return settings.backward
     if problem.cp_size == 1 or schedule in ULYSSES_SCHEDULES:
         return "query"
-    widths = Widths(unreduced=gradient_bytes, summed=gradient_bytes)
-    shards = Shards(
-        batch=problem.batch, tokens=problem.seq_len // problem.cp_size, heads=problem.heads,
-        kv_heads=problem.kv_heads, head_dim=problem.head_dim, input_bytes=problem.input_bytes, intra_node=widths,
-        inter_node=widths,
-    )  # fmt: skip
+    shards = problem.shards(gradient_bytes, tokens=problem.seq_len // problem.cp_size)
     size = problem.cp_size if schedule == "ring" else problem.node_size
     volume = RingVolume(
         ring=Ring(cp_size=problem.cp_size, node_size=size), node_size=problem.node_size, exchange="relay"

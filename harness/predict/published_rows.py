@@ -18,7 +18,7 @@ from pathlib import Path
 
 from engine.plain_json import to_json
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
-from harness.predict.attention import Exchange, Side
+from harness.predict.attention import Exchange, Side, within_a_node
 from harness.spec.models import MODELS_DIR, load_model
 
 REFERENCE = Path(__file__).parents[2] / "results" / "paper" / "reference.csv"
@@ -142,7 +142,7 @@ def _configuration(row: dict[str, str]) -> Configuration:
 def _exchange(schedule: str, side: Side, cp_size: int, *, tuned: bool) -> Exchange:
     """Inside one node a double ring is a ring, and both mixed forms are an all-to-all."""
     if cp_size <= NODE_RANKS:
-        schedule = {"double_ring": "ring", "usp": "ulysses", "usp_transposed": "ring"}.get(schedule, schedule)
+        schedule = within_a_node(schedule)
     return Exchange(schedule=schedule, backward=side, gradient_bytes=2, tuned_links=tuned)
 
 

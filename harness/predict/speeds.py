@@ -6,36 +6,12 @@ Eight of them may be fitted to measurements; the speed of copies to host memory 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 
-from harness.metrics.hardware import Hardware
+from harness.metrics.hardware import SPEEDS, Hardware, Speeds
 
-GIB = 1 << 30
 TERA = 1e12
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Speeds:
-    """Of a GPU type. GiB are per second and GPU, in one direction."""
-
-    gemm_tflops: float  # of a model's matrix products
-    attention_forward_tflops: float
-    attention_backward_tflops: float  # in the kernel convention: five products
-    memory_gib: float  # of elementwise passes, read and written
-    inside_gib: float  # to a rank of the node
-    across_gib: float  # to another node, with NCCL set up for the site (docs/environment.md)
-    across_default_gib: float  # the same with NCCL's own defaults
-    ring_step_seconds: float  # that one more step of a ring adds to a pass: launches, merge, waiting for its message
-    host_gib: float = 24.0  # to or from pinned host memory, every GPU of a node at once
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            if not getattr(self, each.name) > 0:
-                raise ValueError(f"{each.name} is {getattr(self, each.name)}; expected a number above 0")
-
-
-CONSTANTS = tuple(each.name for each in fields(Speeds))
-FITTED = tuple(name for name in CONSTANTS if name != "host_gib")
+FITTED = tuple(name for name in SPEEDS if name != "host_gib")
 
 # Where a hardware file gives no speed: shares of its datasheet's peak that kernels of its time reach.
 _GEMM_SHARE = 0.75
@@ -70,7 +46,7 @@ def assumed(hardware: Hardware) -> tuple[str, ...]:
     known = set(hardware.speeds) | ({"gemm_tflops"} if hardware.gemm_tflops else set())
     if hardware.kernel_ceilings:
         known |= {"attention_forward_tflops", "attention_backward_tflops"}
-    return tuple(name for name in CONSTANTS if name not in known)
+    return tuple(name for name in SPEEDS if name not in known)
 
 
 _COMMON = {"memory_gib": 1000.0, "inside_gib": 150.0, "across_gib": 10.0, "ring_step_seconds": 2e-3, "host_gib": 24.0}

@@ -14,9 +14,11 @@ from engine.attention.geometry.layout import layout_named
 from engine.attention.masks import parse_mask
 from engine.settings import BYTES_OF, TrialSettings
 from harness.metrics.flops import Work, work_of
+from harness.metrics.hardware import Speeds
+from harness.metrics.throughput import GIB
 from harness.predict.attention import AttentionProblem, Exchange, Pass, attention_passes
 from harness.predict.exchanges import exchange_of
-from harness.predict.speeds import GIB, TERA, Speeds
+from harness.predict.speeds import TERA
 from harness.spec.methods import method_named
 
 # Passes over one token's hidden states in a layer, read and written, in elements of the hidden size or of the MLP's.

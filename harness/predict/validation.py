@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 
-from harness.metrics.hardware import hardware_named
+from harness.metrics.hardware import Speeds, hardware_named
 from harness.predict.published_rows import (
     END_TO_END,
     NODE_RANKS,
@@ -23,7 +23,7 @@ from harness.predict.published_rows import (
     PublishedTime,
     configurations,
 )
-from harness.predict.speeds import FITTED, Speeds, speeds_of
+from harness.predict.speeds import FITTED, speeds_of
 from harness.predict.step import step_time
 
 SPLIT_FILE = REFERENCE.with_name("prediction_split.csv")

@@ -13,8 +13,10 @@ from engine.attention.geometry.ring import Ring
 from engine.attention.masks import parse_mask
 from engine.attention.planning.comm_plan import comm_plan
 from engine.attention.planning.comm_volume import RingVolume, Shards, Widths
+from harness.metrics.hardware import Speeds
+from harness.metrics.throughput import GIB
 from harness.predict.attention import AttentionProblem, Exchange, attention_passes
-from harness.predict.speeds import GIB, TERA, Speeds
+from harness.predict.speeds import TERA
 
 FAST = Speeds(
     gemm_tflops=200, attention_forward_tflops=200, attention_backward_tflops=180, memory_gib=1000, inside_gib=1e9,
