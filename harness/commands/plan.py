@@ -69,13 +69,18 @@ class Plan:
             if hardware:
                 from harness.plan.forecast import cost_of
 
-                runnable = [trial.settings for trial in trials if trial.unsupported_reason is None]
-                print(_cost(cost_of(runnable, hardware, rounds=experiment.repetition.rounds)))
+                fitting = [trial.settings for trial, row in zip(trials, rows, strict=True) if _runs(row)]
+                print(_cost(cost_of(fitting, hardware, rounds=experiment.repetition.rounds)))
                 if sentence := _too_large(rows, hardware.memory_gib):
                     print(sentence)
         if problem := nothing_can_run(trials):
             raise UsageError(problem)
         return 0
+
+
+def _runs(row: dict[str, Any]) -> bool:
+    """Whether a trial can run, and is not predicted to be too large."""
+    return bool(row["can_run"]) and row.get("predicted_to_fit") is not False
 
 
 def _cost(cost: Cost) -> str:
@@ -156,7 +161,7 @@ def _print_table(rows: list[dict[str, Any]], where: str, repetition: Repetition)
         console.print(f"({letters}) checkpoint auto: {words}", markup=False, highlight=False)
     for reason, number in reasons.items():
         console.print(f"({number}) {reason}", markup=False, highlight=False)
-    runnable = sum(bool(row["can_run"]) and row.get("predicted_to_fit") is not False for row in rows)
+    runnable = sum(map(_runs, rows))
     often = "" if repetition == Repetition() else f", in {repetition}"
     console.print(f"{len(rows)} trials, {runnable} can run on {where}{often}", markup=False, highlight=False)
 

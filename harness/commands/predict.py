@@ -46,7 +46,8 @@ class Predict:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.metrics.hardware import hardware_named
-        from harness.plan.forecast import assumed_speeds, forecast, longest
+        from harness.plan.forecast import forecast, longest
+        from harness.predict.speeds import assumed
 
         hardware = hardware_named(arguments.hardware)
         if arguments.gpus_per_node is not None and arguments.gpus_per_node < 1:
@@ -66,7 +67,7 @@ class Predict:
             print(json.dumps([_row(each) for each in found], indent=1))
             return 0
         _print(found, phases=arguments.phases or len(found) == 1)
-        if missing := assumed_speeds(hardware):
+        if missing := assumed(hardware):
             print(
                 f"{hardware.title} has no measured {', '.join(missing)}: common values stand for them; "
                 "`burst calibrate` measures them"

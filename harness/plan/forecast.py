@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from engine.checkpoint.planning.memory import memory_of
 from engine.settings import TrialSettings
 from harness.metrics.flops import tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB
-from harness.predict.speeds import TERA, assumed, speeds_of
+from harness.plan.predict import engine_memory
+from harness.predict.speeds import TERA, speeds_of
 from harness.predict.step import StepTime, step_time
 from harness.predict.validation import HELD_OUT, compare
 from harness.spec.methods import method_named
@@ -33,11 +33,11 @@ class Forecast:
     nodes: int
     time: StepTime | None  # None where the trial is refused or not modelled
     reason: str  # why, else empty
-    gpu_gib: float | None  # of the fullest rank; None for other tasks than train
+    gpu_gib: float | None  # of the fullest rank; None for other tasks than train, and for other systems
 
     @property
     def fits(self) -> bool | None:
-        """Whether a GPU of this kind holds it."""
+        """Whether a GPU of this kind holds it, with room for what is no tensor."""
         return None if self.gpu_gib is None else self.gpu_gib <= USABLE * self.hardware.memory_gib
 
     @property
@@ -65,7 +65,7 @@ class Forecast:
 def forecast(settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int | None = None) -> Forecast:
     """Time and memory of a trial, or one sentence why there is none."""
     node_ranks = min(gpus_per_node or hardware.gpus_per_node, settings.world_size)
-    memory = memory_of(settings).allocated / GIB if settings.task == "train" else None
+    memory = engine_memory(settings)
     time: StepTime | None = None
     reason = method_named(settings.method).refuse(settings) or ""
     if not reason:
@@ -76,7 +76,7 @@ def forecast(settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int 
             reason = str(error)
     return Forecast(
         settings=settings, hardware=hardware, nodes=-(-settings.world_size // node_ranks), time=time, reason=reason,
-        gpu_gib=memory,
+        gpu_gib=memory.allocated / GIB if memory else None,
     )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def held_out_width(training: bool) -> float:
     return math.exp(statistics.quantiles(errors, n=100, method="inclusive")[round(100 * _INTERVAL) - 1])
 
 
-def longest(settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int | None = None) -> TrialSettings | None:
+def longest(settings: TrialSettings, hardware: Hardware) -> TrialSettings | None:
     """The trial with the longest sequence that a GPU of this kind holds, by this prediction; None where none is."""
     unit = _STEP_TOKENS * settings.cp_size
 
@@ -101,7 +101,8 @@ def longest(settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int |
             tried = replace(settings, seq_len=units * unit)
         except ValueError:  # more tokens than a trial may have
             return False
-        return forecast_memory_fits(tried, hardware)
+        memory = engine_memory(tried)
+        return memory is not None and memory.allocated / GIB <= USABLE * hardware.memory_gib
 
     if not fits(1):
         return None
@@ -114,40 +115,27 @@ def longest(settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int |
     return replace(settings, seq_len=low * unit)
 
 
-def forecast_memory_fits(settings: TrialSettings, hardware: Hardware) -> bool:
-    return memory_of(settings).allocated / GIB <= USABLE * hardware.memory_gib
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Of all trials of a plan that can run and are predicted to fit, one after another."""
+    """Of trials one after another."""
 
     trials: int
     seconds: float  # start-up included
     gpu_hours: float
-    unknown: int  # trials that can run, of which no time is predicted
+    unknown: int  # further trials, of which no time is predicted
 
 
-def cost_of(
-    trials: Iterable[TrialSettings], hardware: Hardware, *, rounds: int = 1, gpus_per_node: int | None = None
-) -> Cost:
+def cost_of(trials: Iterable[TrialSettings], hardware: Hardware, *, rounds: int = 1) -> Cost:
     """Wall time and GPU-hours: start-up, warm-up and measured steps of each trial, in every round."""
     seconds = gpu_seconds = 0.0
     count = unknown = 0
     for settings in trials:
-        found = forecast(settings, hardware, gpus_per_node=gpus_per_node)
-        if found.fits is False:
-            continue
-        if found.time is None:
+        time = forecast(settings, hardware).time
+        if time is None:
             unknown += 1
             continue
         count += 1
-        taken = rounds * (START_SECONDS + (settings.steps.warmup + settings.steps.measured) * found.time.seconds)
+        taken = rounds * (START_SECONDS + (settings.steps.warmup + settings.steps.measured) * time.seconds)
         seconds += taken
         gpu_seconds += taken * settings.world_size
     return Cost(trials=count, seconds=seconds, gpu_hours=gpu_seconds / 3600, unknown=unknown)
-
-
-def assumed_speeds(hardware: Hardware) -> tuple[str, ...]:
-    """Speeds that the hardware file does not give."""
-    return assumed(hardware)

@@ -225,8 +225,6 @@ def _spread(ranks: int, hosts: Machine) -> dict[str, Any]:
 
 def _predicted(settings: TrialSettings, hardware: Hardware) -> dict[str, Any]:
     found = predict(settings, hardware)
-    if not is_native(method_named(settings.method)):  # the memory is the engine's
-        found = replace(found, gpu_gib=None, reserved_gib=None, host_gib=None)
     return {
         "predicted_seconds": found.seconds,
         "predicted_gpu_gib": found.gpu_gib,

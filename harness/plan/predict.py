@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.checkpoint.planning.memory import memory_of
+from engine.checkpoint.planning.memory import RankMemory, memory_of
 from engine.settings import TrialSettings
 from harness.metrics.ceilings import kernel_bound_seconds
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB
+from harness.plan.checkpointing import is_native
+from harness.spec.methods import method_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +32,19 @@ class Prediction:
 
 def predict(settings: TrialSettings, hardware: Hardware) -> Prediction:
     """Time and memory of a trial on GPUs of this kind."""
-    memory = memory_of(settings) if settings.task == "train" else None
+    memory = engine_memory(settings)
     return Prediction(
         seconds=_seconds(settings, hardware),
         gpu_gib=memory.allocated / GIB if memory else None,
         reserved_gib=memory.reserved / GIB if memory else None,
         host_gib=memory.host / GIB if memory else None,
     )
+
+
+def engine_memory(settings: TrialSettings) -> RankMemory | None:
+    """Of one rank of a training trial that the engine runs; other systems and tasks hold what they hold."""
+    native = is_native(method_named(settings.method))
+    return memory_of(settings) if settings.task == "train" and native else None
 
 
 def _seconds(settings: TrialSettings, hardware: Hardware) -> float | None:

@@ -93,16 +93,16 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], place: Path, timeout_sec
     """Until all have ended well. Ends the others when one fails."""
     end = time.monotonic() + timeout_seconds
     try:
-        while any(each.poll() is None for each in processes):
+        running = True
+        while running:
+            running = any(each.poll() is None for each in processes)  # before the look at exit codes, which may be new
             if failed := [rank for rank, each in enumerate(processes) if each.poll()]:
                 raise UsageError(f"rank {failed[0]} of the calibration failed: {_last_words(place, failed[0])}")
-            if time.monotonic() > end:
+            if running and time.monotonic() > end:
                 raise UsageError(
                     f"the calibration was not finished after {timeout_seconds:g} s; give --timeout a larger number"
                 )
             time.sleep(0.1)
-        if failed := [rank for rank, each in enumerate(processes) if each.returncode]:
-            raise UsageError(f"rank {failed[0]} of the calibration failed: {_last_words(place, failed[0])}")
     finally:
         for each in processes:
             if each.poll() is None:
@@ -112,7 +112,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], place: Path, timeout_sec
 
 def _last_words(place: Path, rank: int) -> str:
     lines = (place / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace").splitlines()
-    return "; ".join(line.strip() for line in [each for each in lines if each.strip()][-_LOG_LINES:]) or "no output"
+    said = [line.strip() for line in lines if line.strip()]
+    return "; ".join(said[-_LOG_LINES:]) or "no output"
 
 
 def constants(found: Calibrated) -> tuple[dict[str, float], dict[str, float]]:

@@ -13,9 +13,10 @@ from engine.settings import TrialSettings
 from harness.machine.this_machine import Machine, imagined
 from harness.metrics.flops import tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
-from harness.plan.forecast import assumed_speeds, forecast
+from harness.plan.forecast import forecast
 from harness.plan.matrix import plan
-from harness.plan.predict import Prediction, predict
+from harness.plan.predict import Prediction
+from harness.predict.speeds import assumed
 from harness.reproduce.entries import Entry, gpu_text, predicted_entry
 from harness.reproduce.figures import PaperFigure
 from harness.spec.experiment import load_experiment
@@ -46,7 +47,7 @@ class Simulated:
     def predict(self, settings: TrialSettings, hardware: Hardware) -> Prediction:
         found = forecast(settings, hardware, gpus_per_node=GPUS_PER_NODE)
         seconds = found.time.seconds if found.time else None
-        return replace(predict(settings, hardware), seconds=seconds)
+        return Prediction(seconds=seconds, gpu_gib=found.gpu_gib, reserved_gib=None, host_gib=None)
 
 
 PREDICTOR: Predictor = Simulated()
@@ -105,6 +106,6 @@ def predicted_words(figure: PaperFigure, found: Sequence[Entry]) -> str:
 def predictor_words(hardware: Hardware) -> str:
     """What the predicted values are, on which hardware, and why there is no speed where there is none."""
     words = f"predicted: for the paper's set-ups on {gpu_text(hardware.title)} ({PREDICTOR.name})."
-    if missing := assumed_speeds(hardware):
+    if missing := assumed(hardware):
         words += f" experiments/hardware/{hardware.name}.yaml lacks {', '.join(missing)}: common values stand for them."
     return words

@@ -11,7 +11,7 @@ import yaml
 from engine.settings import TrialSettings
 from harness.cli import main
 from harness.metrics.hardware import hardware_named, load_hardware
-from harness.plan.forecast import cost_of, forecast, forecast_memory_fits, held_out_width, longest
+from harness.plan.forecast import cost_of, forecast, held_out_width, longest
 from harness.spec.models import named_model
 
 
@@ -32,6 +32,23 @@ def test_methods_differ_where_their_schedules_do(capsys: pytest.CaptureFixture[s
         assert low < row["seconds"] < high
         assert sum(row["phases"].values()) == pytest.approx(row["seconds"])
         assert row["bottleneck"] in row["phases"]
+
+
+def test_gradients_take_the_width_that_the_method_states_or_the_setting_gives(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--method", "megatron_cp", "--seq-len", "256k", "--cp-size", "16", "--model", "7b"]
+    [own] = predicted(capsys, *words)
+    [same] = predicted(capsys, *words, "--set", "grad_comm_dtype=input")
+    [wide] = predicted(capsys, *words, "--set", "grad_comm_dtype=fp32")
+    assert own["seconds"] == same["seconds"] < wide["seconds"]
+
+
+def test_memory_is_predicted_of_the_engines_own_methods_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    own, foreign = predicted(capsys, "--method", "burst,torchtitan_upstream", "--seq-len", "64k")
+    assert own["gpu_gib"] is not None
+    assert foreign["gpu_gib"] is foreign["seconds"] is foreign["fits"] is None
+    assert "torchtitan_upstream" in foreign["reason"]
 
 
 def test_lists_settings_and_refusals_are_taken_as_written(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,11 +97,11 @@ def test_the_longest_sequence_fits_and_the_next_longer_one_does_not(capsys: pyte
     hardware = hardware_named("a800")
     found = longest(settings, hardware)
     assert found is not None
-    assert forecast_memory_fits(found, hardware)
+    assert forecast(found, hardware).fits is True
     longer = TrialSettings(
         task="train", method="burst", model=settings.model, seq_len=found.seq_len + 1024 * 8, cp_size=8
     )
-    assert not forecast_memory_fits(longer, hardware)
+    assert forecast(longer, hardware).fits is False
     [row] = predicted(capsys, "--model", "7b", "--cp-size", "8", "--longest")
     assert row["seq_len"] == found.seq_len
     assert row["fits"] is True
