@@ -72,16 +72,15 @@ class LengthSearch:
         ran into an end that tells nothing of its length."""
         if not self._search.bisect:
             return None
-        for trial in self._planned[group]:
+        planned = self._planned.get(group, ())  # none where the plan refuses the whole group
+        for trial in planned:
             if trial.settings.seq_len not in outcomes and self.needless(trial.settings, outcomes) is None:
                 return None  # of the plan, and still to run
         length = next_length(self._search, outcomes)
-        if length is None or length in outcomes:
+        if not planned or length is None or length in outcomes:
             return None
         settings = replace(group, seq_len=length)
-        return replace(
-            self._planned[group][0], settings=settings, unsupported_reason=self._unsupported_reason(settings)
-        )
+        return replace(planned[0], settings=settings, unsupported_reason=self._unsupported_reason(settings))
 
 
 def next_length(search: Search, outcomes: Mapping[int, Status]) -> int | None:

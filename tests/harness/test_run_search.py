@@ -66,6 +66,18 @@ def test_each_combination_of_the_other_settings_is_searched_on_its_own(run):
     assert lengths(launcher) == [64, 65, 129]
 
 
+def test_a_combination_that_the_plan_refuses_whole_is_not_searched(run):
+    refused = [
+        dataclasses.replace(
+            each, settings=dataclasses.replace(each.settings, method="ulysses"), unsupported_reason="too few heads"
+        )
+        for each in (trial(65), trial(129))
+    ]
+    code, launcher = run(fits(100), [*refused, trial(64), trial(128)], search=BY_16)
+    assert (code, lengths(launcher)) == (0, [64, 128, 96, 112])
+    assert {length for length, record in run.records().items() if record.status == "refused"} == {65, 129}
+
+
 def test_other_failures_stop_nothing_unless_asked_for(run):
     trials = [trial(64), trial(128)]
     _, launcher = run({64: "timeout"}, trials, search=UNTIL_OOM)
