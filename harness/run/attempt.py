@@ -149,7 +149,7 @@ def _attempt(
             elapsed = datetime.now(UTC) - datetime.fromisoformat(record.started_at)
             outcome = Outcome(
                 status="interrupted",
-                reason=f"{bounds.why_interrupted()}; --resume runs it again",
+                reason=f"stopped by {bounds.out_of_time or 'the user'}; --resume runs it again",
                 wall_seconds=elapsed.total_seconds(),
                 hosts=[host.machine.hostname],
             )

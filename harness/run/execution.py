@@ -218,7 +218,7 @@ class Execution:
         while True:
             title = self._title(number)
             where = f"in {title} after {done} of {total} trials" if title else f"after {done} of {total} trials"
-            if stopped is None and (end_requested() or self._out_of_time()):
+            if stopped is None and (end_requested() or self._bounds.out_of_time):
                 stopped = self._interrupted(where)
             while stopped is None and (trial := self._next(queue, lanes)) is not None:
                 place += 1
@@ -299,12 +299,9 @@ class Execution:
                     break
         return new
 
-    def _out_of_time(self) -> bool:
-        return self._bounds.stop is not None and self._bounds.stop.passed
-
     def _interrupted(self, where: str) -> Stopped:
-        why = self._bounds.why_interrupted()
-        return Stopped(said=f"{'interrupted' if 'the user' in why else why} {where}")
+        option = self._bounds.out_of_time
+        return Stopped(said=f"{f'stopped by {option}' if option else 'interrupted'} {where}")
 
     def _too_many_failures(self, latest: Record) -> Stopped | None:
         if only_planned(latest):  # nothing was executed
