@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from harness.base.errors import UsageError
 from harness.base.interrupts import end_requested
@@ -205,18 +206,18 @@ class Execution:
         total, done = len(due) + len(kept), len(kept)
         if not total:
             return None
-        self._view.begin(total, self._title(number))
+        title = self._title(number)
+        self._view.begin(total, title)
         for record in kept:
             self._view.trial_ended(record, kept=True)
         # A round that was broken off goes on: its first places are taken, also by trials that are not run now.
         others = [record for record in self._records.records() if record.trial_id not in due]
         place = sum(round_in(record, number) is not None for record in others)
-        kind = lambda trial: ranks_kind(trial, self._host)  # noqa: E731 - one argument of one call
+        kind = partial(ranks_kind, host=self._host)
         order = arranged(list(due.values()), self._ways.order, kind, self._ways.shuffle)
         queue = deque(self._search.ascending(order))
         stopped: Stopped | None = None
         while True:
-            title = self._title(number)
             where = f"in {title} after {done} of {total} trials" if title else f"after {done} of {total} trials"
             if stopped is None and (end_requested() or self._bounds.out_of_time):
                 stopped = self._interrupted(where)
