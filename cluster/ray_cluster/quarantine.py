@@ -7,6 +7,7 @@ cluster release` let a node in again; so does the expiry, because a list that is
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -28,11 +29,13 @@ class Entry:
 
 
 class Quarantine:
-    """The quarantine of a state directory. Reads the file each time: another program may have written it."""
+    """The quarantine of a state directory. Reads the file each time: another program may have written it. Lanes, which
+    run jobs at the same time, share one."""
 
     def __init__(self, folder: Path, seconds: float = QUARANTINE_SECONDS) -> None:
         self._path = folder / QUARANTINE_FILE
         self._seconds = seconds
+        self._lock = threading.Lock()  # held from reading the file to writing it
 
     def entries(self, now: float | None = None) -> Mapping[str, Entry]:
         """Nodes that are out now. Raises UsageError for a file that cannot be understood."""
@@ -42,15 +45,16 @@ class Quarantine:
     def add(self, name: str, reason: str, now: float | None = None) -> None:
         """Take a node out; one that is out already stays so for longer."""
         now = time.time() if now is None else now
-        entries = {**self.entries(now), name: Entry(reason=reason, until=now + self._seconds)}
-        self._write(entries)
+        with self._lock:
+            self._write({**self.entries(now), name: Entry(reason=reason, until=now + self._seconds)})
 
     def release(self, *names: str) -> list[str]:
         """Let nodes in again; returns those that were out."""
-        entries = self.entries()
-        released = [name for name in names if name in entries]
-        if released:
-            self._write({other: entry for other, entry in entries.items() if other not in released})
+        with self._lock:
+            entries = self.entries()
+            released = [name for name in names if name in entries]
+            if released:
+                self._write({other: entry for other, entry in entries.items() if other not in released})
         return released
 
     def _write(self, entries: Mapping[str, Entry]) -> None:

@@ -19,6 +19,7 @@ from engine.attention.geometry.layout import Layout, split_unsupported_reason
 from engine.attention.masks import parse_mask
 from engine.checkpoint.planning.choice import left_open
 from engine.checkpoint.planning.memory import memory_of
+from engine.forecast import Forecast
 from engine.lm_head import loss_kernel
 from engine.method import schedule_unsupported_reason_on, unavailable_reason
 from engine.settings import (
@@ -67,7 +68,7 @@ def plan(experiment: Experiment, machine: Machine, earlier: Sequence[Record] = (
     )
     one_of_each: dict[str, Trial] = {}  # a value and the `auto` that stands for it are one trial
     for asked in settings:
-        each, forecast = with_plan(asked, machine, correction_of(asked, machine.gpu_name or "cpu", earlier))
+        each, forecast = _with_plan(asked, machine, earlier)
         trial = Trial(
             experiment=experiment.name,
             title=experiment.title,
@@ -86,11 +87,22 @@ def plan(experiment: Experiment, machine: Machine, earlier: Sequence[Record] = (
 
 def planned_again(trial: Trial, machine: Machine, earlier: Sequence[Record]) -> Trial:
     """A trial whose plan knows what `earlier` trials of its run took; the trial itself where that changes nothing."""
-    correction = correction_of(trial.settings, machine.gpu_name or "cpu", earlier)
-    settings, forecast = with_plan(trial.settings, machine, correction)
+    settings, forecast = _with_plan(trial.settings, machine, earlier)
     if forecast == trial.plan:
         return trial
     return replace(trial, settings=settings, plan=forecast, unsupported_reason=unsupported_reason(settings, machine))
+
+
+def at_length(trial: Trial, seq_len: int, machine: Machine, earlier: Sequence[Record]) -> Trial:
+    """The same trial with sequences of another length, planned and judged for that length."""
+    settings, forecast = _with_plan(replace(trial.settings, seq_len=seq_len), machine, earlier)
+    return replace(trial, settings=settings, plan=forecast, unsupported_reason=unsupported_reason(settings, machine))
+
+
+def _with_plan(
+    settings: TrialSettings, machine: Machine, earlier: Sequence[Record]
+) -> tuple[TrialSettings, Forecast | None]:
+    return with_plan(settings, machine, correction_of(settings, machine.gpu_name or "cpu", earlier))
 
 
 def _check_count(experiment: Experiment) -> None:

@@ -30,7 +30,7 @@ from harness.records.record import Record, Round, write_record
 from harness.run.bounds import INFRASTRUCTURE, Bounds
 from harness.run.directory import TRIAL_FILE, RunDirectory, round_of_files
 from harness.run.progress import ProgressView
-from harness.run.rounds import alone, round_in, rounds_of, with_round
+from harness.run.rounds import alone, finished_rounds, with_round
 from harness.spec.methods import method_module, method_named
 from harness.spec.trial import SHORTEST_HANG, Trial
 
@@ -72,11 +72,12 @@ def execute(
     view: ProgressView,
     bounds: Bounds = UNBOUNDED,
 ) -> Record:
-    """Execute one trial once, and leave its record with this round and those of `before`, whose figures are kept; None:
-    whatever the trial has left before is not.
+    """Execute one trial, and leave its record with this round and those of `before`, whose figures are kept. `before`
+    None: the record has this round alone.
 
-    Once more where another process had taken its port: the cause is not the method, and the next attempt gets another
-    port. As often as `bounds` allow where the host was lost or the ranks hung, then on other hosts if there are some.
+    The trial is repeated once where another process had taken its port: the cause is not the method, and the next
+    attempt gets another port. It is repeated as often as `bounds` allow where the host was lost or the ranks hung, then
+    on other hosts if there are some.
     """
     ports, retries, avoid = 1, bounds.retries, dict[str, None]()
     while True:
@@ -87,8 +88,7 @@ def execute(
             ports -= 1
         elif latest.status in INFRASTRUCTURE and retries:
             retries -= 1
-            hosts = (round_in(record, turn.round) or latest).hosts
-            avoid |= dict.fromkeys(hosts)
+            avoid |= dict.fromkeys(latest.hosts)
             number = f"{bounds.retries - retries} of {bounds.retries}"
             view.note(shown(f"{trial.id}  {latest.status}, runs again ({number})  {latest.reason}"))
         else:
@@ -111,7 +111,7 @@ def _attempt(
     if before is None:
         attempt = directory.begin_attempt(trial.id)
     else:
-        finished = [one.number for one in rounds_of(before) if one.status != "interrupted"]
+        finished = [one.number for one in finished_rounds(before)]
         attempt = directory.begin_round(trial.id, turn.round, finished)
     record = Record(
         trial_id=trial.id,
@@ -149,7 +149,7 @@ def _attempt(
             elapsed = datetime.now(UTC) - datetime.fromisoformat(record.started_at)
             outcome = Outcome(
                 status="interrupted",
-                reason=f"{bounds.why_interrupted()}; --resume runs it again",
+                reason=f"stopped by {bounds.out_of_time or 'the user'}; --resume runs it again",
                 wall_seconds=elapsed.total_seconds(),
                 hosts=[host.machine.hostname],
             )

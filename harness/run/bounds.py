@@ -62,11 +62,10 @@ class Bounds:
     trials: int = 0  # that are executed
     stop: StopTime | None = None
 
-    def why_interrupted(self) -> str:
-        """The cause of an interruption that happens now."""
-        if self.stop is not None and self.stop.passed:
-            return f"stopped by {self.stop.option}"
-        return "stopped by the user"
+    @property
+    def out_of_time(self) -> str:
+        """The option that ends the run now, as typed; empty while there is time."""
+        return self.stop.option if self.stop is not None and self.stop.passed else ""
 
 
 def stop_time(before: str | None, hours: float | None, now: Callable[[], datetime] = datetime.now) -> StopTime | None:

@@ -6,11 +6,11 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from engine.settings import TrialSettings
 from harness.base.errors import UsageError
 from harness.base.interrupts import end_requested
-from harness.plan.matrix import planned_again, unsupported_reason
+from harness.plan.matrix import at_length, planned_again
 from harness.records.record import RESULTS, Record, Status, write_record
 from harness.report.run_records import RunRecords
 from harness.run.attempt import UNBOUNDED, Host, Turn, completed, execute, ranks_kind
@@ -93,11 +93,11 @@ class Execution:
         self._executed: set[str] = set()  # trials
         self._left_out: set[str] = set()  # trials beyond the number that the run may execute
         self._kept: dict[str, Record] = {}  # what trials have left that is not executed again, so far
-        self._ended: dict[TrialSettings, dict[int, Status]] = {}  # of the search: how lengths of each group ended
+        self._ended: dict[str, dict[int, Status]] = {}  # of the search: how lengths of each group ended
         self._search = LengthSearch(
             ways.search,
             [trial for trial in trials if trial.unsupported_reason is None],
-            lambda settings: unsupported_reason(settings, host.machine),
+            lambda trial, length: at_length(trial, length, host.machine, records.records()),
         )
         for trial_id in self._trials:
             self._keep(trial_id)
@@ -206,20 +206,20 @@ class Execution:
         total, done = len(due) + len(kept), len(kept)
         if not total:
             return None
-        self._view.begin(total, self._title(number))
+        title = self._title(number)
+        self._view.begin(total, title)
         for record in kept:
             self._view.trial_ended(record, kept=True)
         # A round that was broken off goes on: its first places are taken, also by trials that are not run now.
         others = [record for record in self._records.records() if record.trial_id not in due]
         place = sum(round_in(record, number) is not None for record in others)
-        kind = lambda trial: ranks_kind(trial, self._host)  # noqa: E731 - one argument of one call
+        kind = partial(ranks_kind, host=self._host)
         order = arranged(list(due.values()), self._ways.order, kind, self._ways.shuffle)
         queue = deque(self._search.ascending(order))
         stopped: Stopped | None = None
         while True:
-            title = self._title(number)
             where = f"in {title} after {done} of {total} trials" if title else f"after {done} of {total} trials"
-            if stopped is None and (end_requested() or self._out_of_time()):
+            if stopped is None and (end_requested() or self._bounds.out_of_time):
                 stopped = self._interrupted(where)
             while stopped is None and (trial := self._next(queue, lanes)) is not None:
                 place += 1
@@ -255,15 +255,14 @@ class Execution:
 
     def _start(self, trial: Trial, turn: Turn, lanes: Lanes) -> None:
         """Execute a trial on a lane, or record at once that it need not run."""
-        if trial.unsupported_reason is None and self._search.active and trial.id not in self._kept:
-            needless = self._search.needless(trial.settings, self._ended.get(group_of(trial.settings), {}))
-            if needless is not None:
-                trial = replace(trial, unsupported_reason=needless)
-        if trial.unsupported_reason is None:
-            self._executed.add(trial.id)
         self._view.trial_began(trial)
         before = self._kept.get(trial.id)
         trial = self._planned(trial, before)
+        if trial.unsupported_reason is None and before is None:
+            outcomes = self._ended.get(group_of(trial.settings), {})
+            trial = replace(trial, unsupported_reason=self._search.needless(trial.settings, outcomes))
+        if trial.unsupported_reason is None:
+            self._executed.add(trial.id)
         lanes.start(
             trial, lambda host: execute(trial, turn, before, host, self._directory, self._view, self._bounds)
         )  # fmt: skip
@@ -287,10 +286,10 @@ class Execution:
             return self._interrupted(where)
         return self._too_many_failures(latest)
 
-    def _grow(self, groups: Sequence[TrialSettings]) -> list[Trial]:
+    def _grow(self, groups: Sequence[str]) -> list[Trial]:
         """Add the trials that the search wants next; returns those that no earlier run has left."""
         new: list[Trial] = []
-        for group in groups if self._search.active else ():
+        for group in groups:
             while (trial := self._search.further(group, self._ended.get(group, {}))) is not None:
                 if trial.id in self._trials:
                     break  # it waits, or it cannot run
@@ -301,12 +300,9 @@ class Execution:
                     break
         return new
 
-    def _out_of_time(self) -> bool:
-        return self._bounds.stop is not None and self._bounds.stop.passed
-
     def _interrupted(self, where: str) -> Stopped:
-        why = self._bounds.why_interrupted()
-        return Stopped(said=f"{'interrupted' if 'the user' in why else why} {where}")
+        option = self._bounds.out_of_time
+        return Stopped(said=f"{f'stopped by {option}' if option else 'interrupted'} {where}")
 
     def _too_many_failures(self, latest: Record) -> Stopped | None:
         if only_planned(latest):  # nothing was executed

@@ -40,8 +40,8 @@ class Lanes:
 
     def __init__(self, lanes: Sequence[Host], whole: Host) -> None:
         self._idle = list(lanes)
+        self._lane = lanes[0].machine if lanes else None  # all are equal
         self._whole = whole
-        self._parallel = len(lanes) > 1
         self._executor = ThreadPoolExecutor(max(1, len(lanes)), thread_name_prefix="lane")
         self._futures: dict[Future[Record], tuple[Trial, Host]] = {}
         self._done: list[tuple[Trial, Record]] = []  # of the whole machine, in this thread
@@ -66,19 +66,18 @@ class Lanes:
     @property
     def full(self) -> bool:
         """Whether no trial could start now, whatever it needs."""
-        return bool(self._done) or (not self._idle if self._parallel else bool(self._futures))
+        return bool(self._done) or (self._lane is not None and not self._idle)
 
     def takes(self, trial: Trial) -> bool:
         """Whether the trial could start now."""
-        if not self._parallel or not self._fits(trial):
-            return not self._futures and not self._done
-        # A trial of the whole machine is in `_done` as soon as it was started.
-        return bool(self._idle) and not self._done
+        if self._done:  # a trial of the whole machine, which is there as soon as it was started
+            return False
+        return bool(self._idle) if self._fits(trial) else not self._futures
 
     def start(self, trial: Trial, work: Callable[[Host], Record]) -> None:
         """Run `work` with the lane that takes the trial."""
         assert self.takes(trial), trial.id
-        if not self._parallel or not self._fits(trial):
+        if not self._fits(trial):
             self._done.append((trial, work(self._whole)))
             return
         lane = self._idle.pop(0)
@@ -97,8 +96,8 @@ class Lanes:
         return found
 
     def _fits(self, trial: Trial) -> bool:
-        lane = self._idle[0].machine if self._idle else next(iter(self._futures.values()))[1].machine
-        return lane.nodes_for(trial.settings.world_size) is not None
+        """Whether a lane has what the trial needs."""
+        return self._lane is not None and self._lane.nodes_for(trial.settings.world_size) is not None
 
 
 def lanes_of(host: Host, number: int) -> list[Host]:

@@ -79,6 +79,11 @@ def rounds_of(record: Record) -> list[Round]:
     ]
 
 
+def finished_rounds(record: Record) -> list[Round]:
+    """The rounds that no signal broke off."""
+    return [one for one in rounds_of(record) if one.status != "interrupted"]
+
+
 def round_in(record: Record, number: int) -> Round | None:
     """The round of that number, where the record has it."""
     return next((one for one in rounds_of(record) if one.number == number), None)
@@ -90,11 +95,11 @@ def statuses_of(record: Record) -> set[Status]:
 
 
 def alone(record: Record, number: int) -> Record:
-    """The record with outcome and duration of one of its rounds, for showing; unchanged where it lacks that round."""
+    """The record with outcome, duration and hosts of one of its rounds; unchanged where it lacks that round."""
     one = round_in(record, number)
     if one is None:
         return record
-    return replace(record, status=one.status, reason=one.reason, wall_seconds=one.wall_seconds)
+    return replace(record, status=one.status, reason=one.reason, wall_seconds=one.wall_seconds, hosts=one.hosts)
 
 
 class Pending:

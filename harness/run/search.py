@@ -12,7 +12,7 @@ from dataclasses import replace
 from engine.settings import TrialSettings
 from harness.records.record import Status
 from harness.spec.search import Search
-from harness.spec.trial import Trial
+from harness.spec.trial import Trial, id_of
 
 TOO_LONG: dict[str, frozenset[Status]] = {
     "no": frozenset(),
@@ -24,13 +24,11 @@ TOO_LONG: dict[str, frozenset[Status]] = {
 class LengthSearch:
     """The search of one run: for each combination of all settings but `seq_len`, a group, on its own."""
 
-    def __init__(
-        self, search: Search, trials: Sequence[Trial], unsupported_reason: Callable[[TrialSettings], str | None]
-    ) -> None:
-        """`trials` are those of the plan that may run; `unsupported_reason` judges settings of further ones."""
+    def __init__(self, search: Search, trials: Sequence[Trial], at_length: Callable[[Trial, int], Trial]) -> None:
+        """`trials` are those of the plan that may run; `at_length` plans one of them at another length."""
         self._search = search
-        self._unsupported_reason = unsupported_reason
-        self._planned: dict[TrialSettings, list[Trial]] = {}
+        self._at_length = at_length
+        self._planned: dict[str, list[Trial]] = {}
         for trial in trials if self.active else ():
             self._planned.setdefault(group_of(trial.settings), []).append(trial)
 
@@ -38,7 +36,7 @@ class LengthSearch:
     def active(self) -> bool:
         return self._search.until != "no"
 
-    def groups(self) -> list[TrialSettings]:
+    def groups(self) -> list[str]:
         return list(self._planned)
 
     def has(self, settings: TrialSettings) -> bool:
@@ -49,7 +47,7 @@ class LengthSearch:
         """The trials in the same order, but those of each group by length in the places that they have together."""
         if not self.active:
             return list(trials)
-        places: dict[TrialSettings, list[int]] = {}
+        places: dict[str, list[int]] = {}
         for place, trial in enumerate(trials):
             places.setdefault(group_of(trial.settings), []).append(place)
         arranged = list(trials)
@@ -67,21 +65,19 @@ class LengthSearch:
             return None
         return f"not run because {shorter} tokens ended as {ended[shorter]} (search.until: {self._search.until})"
 
-    def further(self, group: TrialSettings, outcomes: Mapping[int, Status]) -> Trial | None:
+    def further(self, group: str, outcomes: Mapping[int, Status]) -> Trial | None:
         """The next trial of a group, given how its lengths ended; None where it has been searched, is not yet to be, or
         ran into an end that tells nothing of its length."""
         if not self._search.bisect:
             return None
-        for trial in self._planned[group]:
+        planned = self._planned.get(group, ())  # none where the plan refuses the whole group
+        for trial in planned:
             if trial.settings.seq_len not in outcomes and self.needless(trial.settings, outcomes) is None:
                 return None  # of the plan, and still to run
         length = next_length(self._search, outcomes)
-        if length is None or length in outcomes:
+        if not planned or length is None or length in outcomes:
             return None
-        settings = replace(group, seq_len=length)
-        return replace(
-            self._planned[group][0], settings=settings, unsupported_reason=self._unsupported_reason(settings)
-        )
+        return self._at_length(planned[0], length)
 
 
 def next_length(search: Search, outcomes: Mapping[int, Status]) -> int | None:
@@ -98,6 +94,6 @@ def next_length(search: Search, outcomes: Mapping[int, Status]) -> int | None:
     return trained + steps // 2 * step if steps > 1 else None
 
 
-def group_of(settings: TrialSettings) -> TrialSettings:
-    """Equal for settings that differ in their sequence length alone."""
-    return replace(settings, seq_len=1)
+def group_of(settings: TrialSettings) -> str:
+    """Equal for settings that differ in their sequence length alone, and in what the planner chose for it."""
+    return id_of(replace(settings, seq_len=1))

@@ -14,7 +14,7 @@ from engine.measurement import PROGRESS_FILE
 from harness.launch.supervisor import ProgressTail
 from harness.records.record import RECORD_FILE, RESULTS, BadRecord, Record
 from harness.run.directory import TRIAL_FILE, RunDirectory, round_of_files
-from harness.run.rounds import rounds_of, statuses_of
+from harness.run.rounds import finished_rounds, statuses_of
 
 RUNNING, WAITING, UNUSABLE = "running", "waiting", "unusable"
 _ID = re.compile(r"(?P<task>[a-z_]+)-(?P<method>.+)-s(?P<length>\d+)-cp(?P<cp>\d+)-[0-9a-f]{8}")
@@ -97,7 +97,7 @@ def state_of(run_dir: Path, now: float | None = None) -> RunState:
 def _recorded(trial_id: str, record: Record | None, rounds: int) -> TrialState:
     if record is None:
         return TrialState(trial_id=trial_id, status=WAITING, rounds=rounds)
-    finished = [one for one in rounds_of(record) if one.status != "interrupted"]
+    finished = finished_rounds(record)
     return TrialState(
         trial_id=trial_id,
         status=record.status,
@@ -112,8 +112,7 @@ def _recorded(trial_id: str, record: Record | None, rounds: int) -> TrialState:
 def _running(state: TrialState, trial_dir: Path, record: Record | None, now: float) -> TrialState:
     """The state with the round that runs, where one does."""
     number = round_of_files(trial_dir)
-    have = [] if record is None else [one.number for one in rounds_of(record) if one.status != "interrupted"]
-    if not number or number in have:
+    if not number or (record is not None and number in {one.number for one in finished_rounds(record)}):
         return state
     tail = ProgressTail(trial_dir / PROGRESS_FILE)
     tail.new()

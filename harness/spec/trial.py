@@ -44,25 +44,29 @@ class Trial:
 
     @property
     def id(self) -> str:
-        """Readable and unique: task, method, length, CP size, and a digest of all settings (the key of `--resume`).
+        """See `id_of`; the key of `--resume`."""
+        return id_of(self.settings)
 
-        Settings and values go by the names they had first. The model's note is left out: rewording it makes no other
-        trial. So is a later setting at the value that stands for what there was before it, and what the planner chose:
-        a trial stays the same where the plan learns from another's peak.
-        """
-        settings = self.settings
-        values = first_settings(to_json(settings))
-        del values["model"]["note"]
-        if settings.grad_comm_dtype == "auto":  # what every run before there was `auto` sent
-            sent = getattr(all_methods().get(settings.method), "grad_comm_dtype", "fp32")
-            values["gradient_wire"] = "fp32" if sent == "fp32" else "auto"
-        for key in settings.planned.split():
-            *owner, name = key.split(".")
-            (values[owner[0]] if owner else values).pop(name, None)
-        for key, before in _LATER.items():
-            *owner, name = key.split(".")
-            holder = values[owner[0]] if owner else values
-            if holder.get(name) == before:
-                del holder[name]
-        digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
-        return f"{settings.task}-{settings.method}-s{settings.seq_len}-cp{settings.cp_size}-{digest}"
+
+def id_of(settings: TrialSettings) -> str:
+    """Readable and unique: task, method, length, CP size, and a digest of all settings.
+
+    Settings and values go by the names they had first. The model's note is left out: rewording it makes no other trial.
+    So is a later setting at the value that stands for what there was before it, and what the planner chose: a trial
+    stays the same where the plan learns from another's peak.
+    """
+    values = first_settings(to_json(settings))
+    del values["model"]["note"]
+    if settings.grad_comm_dtype == "auto":  # what every run before there was `auto` sent
+        sent = getattr(all_methods().get(settings.method), "grad_comm_dtype", "fp32")
+        values["gradient_wire"] = "fp32" if sent == "fp32" else "auto"
+    for key in settings.planned.split():
+        *owner, name = key.split(".")
+        (values[owner[0]] if owner else values).pop(name, None)
+    for key, before in _LATER.items():
+        *owner, name = key.split(".")
+        holder = values[owner[0]] if owner else values
+        if holder.get(name) == before:
+            del holder[name]
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{settings.task}-{settings.method}-s{settings.seq_len}-cp{settings.cp_size}-{digest}"

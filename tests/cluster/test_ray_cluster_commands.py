@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shlex
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,14 @@ def test_a_state_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="give --state a folder of yours"):
         StateDirectory(tmp_path / "file" / "state").save(state(tmp_path))
+
+
+def test_nodes_that_lanes_take_out_at_the_same_time_are_all_out(tmp_path):
+    quarantine = Quarantine(tmp_path)
+    names = [f"gpu{number}" for number in range(64)]
+    with ThreadPoolExecutor(len(names)) as lanes:
+        list(lanes.map(quarantine.add, names, ["lost"] * len(names)))
+    assert set(quarantine.entries()) == set(names)
 
 
 def test_quarantine_is_by_exact_name_and_ends_by_itself(tmp_path):

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from engine.settings import Checkpoint
 from harness.base.errors import UsageError
 from harness.records.record import read_record
 from harness.run.bounds import Bounds
@@ -64,6 +65,36 @@ def test_each_combination_of_the_other_settings_is_searched_on_its_own(run):
     ]
     _, launcher = run({64: "oom", 65: "ok", 129: "ok"}, [trial(64), trial(128), *other], search=UNTIL_OOM)
     assert lengths(launcher) == [64, 65, 129]
+
+
+def planned_trial(seq_len: int, tail: float) -> Trial:
+    """A trial whose `checkpoint.tail` the planner chose, for another machine."""
+    one = trial(seq_len)
+    checkpoint = Checkpoint(plan="auto", tail=tail)
+    return dataclasses.replace(
+        one, settings=dataclasses.replace(one.settings, checkpoint=checkpoint, planned="checkpoint.tail")
+    )
+
+
+def test_lengths_for_which_the_planner_chose_other_values_are_searched_together(run):
+    trials = [planned_trial(64, 1.0), planned_trial(128, 0.5), planned_trial(256, 0.0)]
+    _, launcher = run(fits(100), trials, search=BY_16)
+    assert lengths(launcher) == [64, 128, 96, 112]
+    records = run.records()
+    assert records[256].reason == "not run because 128 tokens ended as oom (search.until: oom)"
+    assert {length for length, record in records.items() if record.plan is not None} >= {96, 112}
+
+
+def test_a_combination_that_the_plan_refuses_whole_is_not_searched(run):
+    refused = [
+        dataclasses.replace(
+            each, settings=dataclasses.replace(each.settings, method="ulysses"), unsupported_reason="too few heads"
+        )
+        for each in (trial(65), trial(129))
+    ]
+    code, launcher = run(fits(100), [*refused, trial(64), trial(128)], search=BY_16)
+    assert (code, lengths(launcher)) == (0, [64, 128, 96, 112])
+    assert {length for length, record in run.records().items() if record.status == "refused"} == {65, 129}
 
 
 def test_other_failures_stop_nothing_unless_asked_for(run):
