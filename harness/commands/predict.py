@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.base.errors import UsageError
+from harness.base.errors import UsageError, nearest
 
 if TYPE_CHECKING:
     from engine.settings import TrialSettings
@@ -102,7 +103,8 @@ def _combinations(arguments: argparse.Namespace) -> list[TrialSettings]:
             )  # fmt: skip
             data = to_json(base) | {"world_size": 0}
             for name, value in changes.items():
-                _put(data, name, value)
+                *owner, field = name.split(".")
+                (data[owner[0]] if owner else data)[field] = value
             made.append(from_json(TrialSettings, data))
         except (ValueError, TypeError) as error:
             raise UsageError(str(error)) from error
@@ -116,29 +118,20 @@ def _count(option: str, text: str) -> int:
 
 
 def _change(text: str) -> tuple[str, Any]:
-    import yaml
+    """One NAME=VALUE as a setting and its value, read as in an experiment file. Raises UsageError."""
+    from cluster.files.document import parse_yaml
+    from harness.spec.setting import SETTINGS, read_setting
 
     name, equals, value = text.partition("=")
+    place = f"--set {text}"
     if not equals or not name:
-        raise UsageError(f"--set {text}: expected NAME=VALUE, such as checkpoint.tail=0.5")
-    try:
-        return name, yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise UsageError(f"--set {text}: {value} is not a value; write it as in an experiment file") from error
-
-
-def _put(data: dict[str, Any], name: str, value: Any) -> None:
-    from harness.base.errors import nearest
-
-    *owners, field = name.split(".")
-    place = data
-    for owner in owners:
-        if not isinstance(place.get(owner), dict):
-            raise UsageError(f"--set {name}: unknown setting; {nearest(owner, data)}")
-        place = place[owner]
-    if field not in place:
-        raise UsageError(f"--set {name}: unknown setting; {nearest(field, place)}")
-    place[field] = value
+        raise UsageError(f"{place}: expected NAME=VALUE, such as checkpoint.tail=0.5")
+    if name not in SETTINGS:
+        owner, _, field = name.rpartition(".")
+        beside = [known.removeprefix(f"{owner}.") for known in SETTINGS if known.rpartition(".")[0] == owner]
+        hint = nearest(field, beside) if beside else nearest(name, SETTINGS)
+        raise UsageError(f"{place}: unknown setting; {hint}")
+    return name, read_setting(parse_yaml(value, place, lambda _line: place), name, Path())
 
 
 def _row(found: Forecast) -> dict[str, Any]:

@@ -13,23 +13,22 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from cluster.files.document import Node, read_yaml
+from cluster.files.document import read_yaml
 from engine.settings import ModelShape, TrialSettings
-from harness.base.errors import UsageError
 from harness.base.lengths import format_length
-from harness.metrics.flops import ATTENTION_KERNEL_BACKWARD, work_of
+from harness.metrics.flops import work_of
 from harness.metrics.hardware import hardware_named
 from harness.report.tables.table import Column, Table, significant
 from harness.reproduce.computed import settings_of, shape
 from harness.reproduce.entries import model_text
-from harness.reproduce.published import Published, published_rows
+from harness.reproduce.figures import described
+from harness.reproduce.published import SPEED, Published, published_rows
 from harness.spec.references import PAPER_DIR
-from harness.spec.schema import convert
 
 SYSTEMS_FILE = "systems.yaml"
-SPEED, TIME, FORWARD_TIME = "tokens_per_gpu_per_second", "forward_backward_ms", "forward_ms"
+TIME, FORWARD_TIME = "forward_backward_ms", "forward_ms"
 UTILISATION = ("mfu", "mfu_as_plotted")  # over the peak of the A800
-RATES = ("tflops_per_gpu", "tflops_per_gpu_forward", "tflops_per_gpu_backward")
+RATES = ("tflops_per_gpu", "tflops_per_gpu_forward")  # no backward time is published alone
 NOT_CAUSAL = "burstattention"  # beginning of the experiments whose attention has no mask
 
 
@@ -57,7 +56,7 @@ def recomputed_rows(rows: Sequence[Published] | None = None) -> list[Recomputed]
     """Every published TFLOP/s and MFU with a speed or a time of the same trial in the same figure."""
     groups: dict[tuple[Any, ...], list[Published]] = {}
     for row in published_rows() if rows is None else rows:
-        groups.setdefault((row.experiment, row.figure, row.gpus, row.model, row.seq_len, row.method), []).append(row)
+        groups.setdefault(row.trial, []).append(row)
     found = []
     for group in groups.values():
         found += _of_trial(group)
@@ -75,7 +74,7 @@ def _of_trial(group: Sequence[Published]) -> list[Recomputed]:
         for place, row in enumerate(given.get(metric, ())):
             base = SPEED if SPEED in given else FORWARD_TIME if metric == "tflops_per_gpu_forward" else TIME
             candidates = given.get(base, [])
-            if not candidates or metric == "tflops_per_gpu_backward":
+            if not candidates:
                 continue
             if len(candidates) != len(given[metric]) and len({one.text for one in candidates}) > 1:
                 continue  # which of several speeds a figure belongs to cannot be told
@@ -85,20 +84,23 @@ def _of_trial(group: Sequence[Published]) -> list[Recomputed]:
 
 def _recomputed(row: Published, base: Published) -> Recomputed:
     assert row.seq_len is not None, row
-    assert base.value is not None, base
-    assert row.value is not None, row
     if base.metric == SPEED:
-        value = work_of(settings_of(shape(row.model), row.seq_len)).model / row.seq_len * base.value / 1e12
+        value = _training_tflops(row.model, row.seq_len, base.number)
         if row.metric in UTILISATION:
             value /= hardware_named("a800").peak_bf16_tflops
     else:
-        forward = work_of(_attention_of(row)).attention
-        work = forward if base.metric == FORWARD_TIME else (1 + ATTENTION_KERNEL_BACKWARD) * forward
-        value = work / (base.value / 1e3) / (row.gpus or 1) / 1e12
+        work = work_of(_attention_of(row))
+        flops = work.forward if base.metric == FORWARD_TIME else work.kernel
+        value = flops / (base.number / 1e3) / (row.gpus or 1) / 1e12
     return Recomputed(
         source=row.experiment, method=row.method, model=row.model, seq_len=row.seq_len, gpus=row.gpus,
-        metric=row.metric, published=row.value, recomputed=value, from_=f"{base.text} {base.unit}", note=row.note,
+        metric=row.metric, published=row.number, recomputed=value, from_=f"{base.text} {base.unit}", note=row.note,
     )  # fmt: skip
+
+
+def _training_tflops(model: str, seq_len: int, tokens_per_gpu_per_second: float) -> float:
+    """TFLOP/s per GPU of training at that speed."""
+    return work_of(settings_of(shape(model), seq_len)).model / seq_len * tokens_per_gpu_per_second / 1e12
 
 
 def _attention_of(row: Published) -> TrialSettings:
@@ -119,48 +121,24 @@ def _attention_of(row: Published) -> TrialSettings:
 class System:
     """What the authors or users of a system published of it. Without a speed or a time nothing can be recomputed."""
 
-    name: str
+    system: str  # its name
     where: str
     model: str
     seq_len: int
     gpus: int
     hardware: str
-    tokens_per_gpu_per_second: float | None
-    step_seconds: float | None
-    mfu: float | None
-    tflops_per_gpu: float | None
-    note: str
+    tokens_per_gpu_per_second: float | None = None
+    step_seconds: float | None = None
+    mfu: float | None = None
+    tflops_per_gpu: float | None = None
+    note: str = ""
 
 
 @cache
 def published_systems() -> tuple[System, ...]:
     """Every entry of systems.yaml. Raises UsageError with file and line."""
     root = read_yaml(PAPER_DIR / SYSTEMS_FILE, "published figures of systems").mapping("the file")
-    return tuple(_system(node) for node in root["systems"].items())
-
-
-def _system(node: Node) -> System:
-    entries = node.mapping("a system")
-
-    def number(key: str) -> float | None:
-        return float(convert(entries[key], float, key)) if key in entries else None
-
-    try:
-        return System(
-            name=convert(entries["system"], str, "system"),
-            where=convert(entries["where"], str, "where"),
-            model=convert(entries["model"], str, "model"),
-            seq_len=convert(entries["seq_len"], int, "seq_len"),
-            gpus=convert(entries["gpus"], int, "gpus"),
-            hardware=convert(entries["hardware"], str, "hardware"),
-            tokens_per_gpu_per_second=number("tokens_per_gpu_per_second"),
-            step_seconds=number("step_seconds"),
-            mfu=number("mfu"),
-            tflops_per_gpu=number("tflops_per_gpu"),
-            note=convert(entries["note"], str, "note") if "note" in entries else "",
-        )
-    except KeyError as error:
-        raise UsageError(f"{node.place}: a system lacks {error}; add what is missing") from error
+    return tuple(described(System, node, "a system") for node in root["systems"].items())
 
 
 def recomputed_systems() -> list[tuple[System, float | None, float | None]]:
@@ -173,7 +151,7 @@ def recomputed_systems() -> list[tuple[System, float | None, float | None]]:
         if speed is None:
             found.append((system, None, None))
             continue
-        rate = work_of(settings_of(shape(system.model), system.seq_len)).model / system.seq_len * speed / 1e12
+        rate = _training_tflops(system.model, system.seq_len, speed)
         found.append((system, rate, rate / hardware_named(system.hardware).peak_bf16_tflops))
     return found
 
@@ -220,7 +198,7 @@ def systems_table() -> Table:
     number, percent = significant(4), significant(3, 100)
     rows = tuple(
         (
-            one.name, one.model, format_length(one.seq_len), f"{one.gpus} × {one.hardware}",
+            one.system, one.model, format_length(one.seq_len), f"{one.gpus} × {one.hardware}",
             one.tokens_per_gpu_per_second, one.step_seconds, one.tflops_per_gpu, rate, one.mfu, utilisation,
             one.mfu / utilisation if one.mfu and utilisation
             else one.tflops_per_gpu / rate if one.tflops_per_gpu and rate else None,

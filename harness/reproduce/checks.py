@@ -6,19 +6,20 @@ model, GPUs and length are at least the claimed ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.settings import ModelShape
 from harness.base.lengths import format_length
 from harness.report.results import Row
 from harness.report.tables.ideal import share_of_ideal
-from harness.report.variants import OWN_METHOD
+from harness.report.variants import OWN_METHOD, on_cpu
 from harness.reproduce.beside import Verdict
 from harness.reproduce.computed import FP32, backward_bytes, shape
 from harness.reproduce.entries import gpu_text
-from harness.reproduce.published import Published, only, published_rows
+from harness.reproduce.published import MEMORY, SPEED, Published, only, published_rows
 
 ENOUGH = 0.95  # of a claimed gain or speed, as single samples are published without a spread
 ABOUT = 0.02  # between a claimed "about 25%" and a share of bytes
@@ -57,40 +58,32 @@ def sheet_row(metric: str, model: str, method: str = OURS_IN_SHEETS) -> Publishe
     return only(rows, metric=metric, model=model, gpus=gpus, seq_len=seq_len, method=method)
 
 
-def sheet_best(metric: str, model: str, best: Callable[[Iterable[Published]], Published]) -> Published:
-    """The best baseline of the same figure by `best`, of those with a number."""
+def sheet_best(metric: str, model: str) -> Published:
+    """The fastest baseline of the same figure, or the one that needs the least memory, of those with a number."""
     rows = [sheet_row(metric, model, method) for method in BASELINES]
-    return best([row for row in rows if row.value is not None])
+    best = max if metric == SPEED else min
+    return best((row for row in rows if row.value is not None), key=lambda row: row.number)
 
 
 def sheet_speedup(model: str) -> float:
     """Speed of the bar labelled BurstEngine over that of the fastest baseline."""
-    metric = "tokens_per_gpu_per_second"
-    other = sheet_best(metric, model, lambda rows: max(rows, key=lambda row: row.value or 0))
-    return _number(sheet_row(metric, model)) / _number(other)
+    return sheet_row(SPEED, model).number / sheet_best(SPEED, model).number
 
 
 def sheet_saving(model: str) -> float:
     """Memory that the bar labelled BurstEngine saves beside the most frugal baseline."""
-    metric = "peak_memory_gib"
-    other = sheet_best(metric, model, lambda rows: min(rows, key=lambda row: row.value or float("inf")))
-    return 1 - _number(sheet_row(metric, model)) / _number(other)
-
-
-def _number(row: Published) -> float:
-    assert row.value is not None, row
-    return row.value
+    return 1 - sheet_row(MEMORY, model).number / sheet_best(MEMORY, model).number
 
 
 def speedup(claimed: Claimed, rows: Rows) -> Evidence:
     """Training with burst beside the fastest baseline at the longest sequence that both trained on, in one run."""
     numbers: dict[str, Any] = {"sheet_7b": sheet_speedup("7b"), "sheet_14b": sheet_speedup("14b")}
-    points = _side_by_side(rows, "tokens_per_gpu_per_second")
+    points = _side_by_side(rows, SPEED)
     if not points:
         numbers["said"] = "No record of ours trains burst beside a baseline"
         return Evidence(verdict="not", numbers=numbers)
-    mine, other = _telling(points, claimed, lambda row: row["tokens_per_gpu_per_second"], max)
-    ours = mine["tokens_per_gpu_per_second"] / other["tokens_per_gpu_per_second"]
+    mine, other = _telling(points, claimed, lambda row: row[SPEED], max)
+    ours = mine[SPEED] / other[SPEED]
     numbers |= {"ours": ours, "other": other["method"], **_about(mine)}
     records = _records_of(rows, [mine, other])
     if not _is_setup(mine, claimed):
@@ -105,13 +98,13 @@ def memory(claimed: Claimed, rows: Rows) -> Evidence:
     """Peak memory of burst beside the most frugal baseline, both with settings as published, in one run."""
     numbers: dict[str, Any] = {"sheet_7b": sheet_saving("7b"), "sheet_14b": sheet_saving("14b")}
     points = [
-        point for point in _side_by_side(rows, "peak_memory_gib")
+        point for point in _side_by_side(rows, MEMORY)
         if point[OWN_METHOD][0].get("settings") == "as_published"
     ]  # fmt: skip
     if not points:
         return Evidence(verdict="not comparable", numbers=numbers)
-    mine, other = _telling(points, claimed, lambda row: row["peak_memory_gib"], min)
-    ours = 1 - mine["peak_memory_gib"] / other["peak_memory_gib"]
+    mine, other = _telling(points, claimed, lambda row: row[MEMORY], min)
+    ours = 1 - mine[MEMORY] / other[MEMORY]
     numbers |= {"ours": ours, "other": other["method"], **_about(mine)}
     records = _records_of(rows, [mine, other])
     if ours <= 0:
@@ -147,7 +140,7 @@ def longest(claimed: Claimed, rows: Rows) -> Evidence:
     least = 0.9 * shape(claimed.model).parameters if claimed.model else 0.9 * shape("7b").parameters
     trained = [
         row for row, _ in rows
-        if row["task"] == "train" and row["status"] == "ok" and _on_gpu(row) and _parameters(row) >= least
+        if row["task"] == "train" and row["status"] == "ok" and not on_cpu(row) and _shape(row).parameters >= least
     ]  # fmt: skip
     if not trained:
         return Evidence(verdict="not comparable")
@@ -162,8 +155,7 @@ def longest(claimed: Claimed, rows: Rows) -> Evidence:
 def scaling(claimed: Claimed, rows: Rows) -> Evidence:
     """Utilisation from few GPUs to many at equal tokens per GPU: the widest span of one model in one run."""
     sheet = [row for row in published_rows() if row.experiment == "cp_scaling" and row.metric == "mfu_corrected"]
-    numbers: dict[str, Any] = {"sheet_first": _number(only(sheet, gpus=1)), "sheet_last": _number(only(sheet, gpus=64)),
-    }  # fmt: skip
+    numbers: dict[str, Any] = {"sheet_first": only(sheet, gpus=1).number, "sheet_last": only(sheet, gpus=64).number}
     lines: dict[tuple[Any, ...], dict[int, Row]] = {}
     for row, _ in rows:
         if (
@@ -195,7 +187,7 @@ def overlap(claimed: Claimed, rows: Rows) -> Evidence:
 
     The whole problem on one GPU may have been timed in another run on the same kind of GPU.
     """
-    attention = [row for row, _ in rows if row["task"] == "attention" and row["status"] == "ok" and _on_gpu(row)]
+    attention = [row for row, _ in rows if row["task"] == "attention" and row["status"] == "ok" and not on_cpu(row)]
     found: list[tuple[float, Row]] = []
     for row in attention:
         if row["method"] == OWN_METHOD and _ring(row) and row["mask"] == "causal":
@@ -233,7 +225,7 @@ def _side_by_side(rows: Rows, column: str) -> list[Point]:
     """Training trials with a value of `column` at one set-up of one run, where burst and another method have one."""
     points: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
     for row, _ in rows:
-        if row["task"] == "train" and _on_gpu(row) and row[column]:
+        if row["task"] == "train" and not on_cpu(row) and row[column]:
             key = (*(row.get(name) for name in _EQUAL), row.get("chosen_kernel"))
             points.setdefault(key, {}).setdefault(row["method"], []).append(row)
     return [point for point in points.values() if OWN_METHOD in point and len(point) > 1]
@@ -269,15 +261,10 @@ def _about(row: Row) -> dict[str, Any]:
     }
 
 
-def _on_gpu(row: Row) -> bool:
-    return row["gpu"] not in (None, "", "cpu")
-
-
-def _parameters(row: Row) -> float:
-    """Of the model of a row, by its matrices alone, which is within a thousandth of all."""
-    attention = 2 * row["model.hidden"] * row["model.head_dim"] * (row["model.heads"] + row["model.kv_heads"])
-    mlp = (3 if row["model.gated"] else 2) * row["model.hidden"] * row["model.ffn"]
-    return float(row["model.layers"] * (attention + mlp) + 2 * row["model.vocab"] * row["model.hidden"])
+def _shape(row: Row) -> ModelShape:
+    """The model of a row, which may be none that a file describes."""
+    fields = {key.removeprefix("model."): value for key, value in row.items() if key.startswith("model.")}
+    return ModelShape(name=row["model"], **fields)
 
 
 def _ring(row: Row) -> bool:

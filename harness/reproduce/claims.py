@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from cluster.files.document import Node, read_yaml
-from engine.plain_json import from_json
 from harness.base.errors import UsageError, nearest
 from harness.report.tables.table import Column, Table
 from harness.reproduce.audit import recomputed_rows, slips
@@ -28,12 +27,11 @@ from harness.reproduce.checks import (
     sheet_saving,
     sheet_speedup,
 )
-from harness.reproduce.figures import plain
-from harness.reproduce.published import ARTIFACT, Published, only, published_rows
+from harness.reproduce.figures import described, plain
+from harness.reproduce.published import ARTIFACT, MEMORY, SPEED, only, published_rows
 from harness.spec.references import PAPER_DIR
 
 CLAIMS_FILE = "claims.yaml"
-SPEED, MEMORY = "tokens_per_gpu_per_second", "peak_memory_gib"
 CUMULATIVE = "Burst-Baseline w. bwd_opt & double & sl_loss"  # row of the ablation before its last step
 
 
@@ -88,10 +86,7 @@ def read_claims(path: Path) -> Claims:
     root = read_yaml(path, "file of claims").mapping("the file")
     found = {}
     for name, node in root["claims"].mapping("claims").items():
-        try:
-            found[name] = from_json(Claim, plain(node))
-        except ValueError as error:
-            raise UsageError(f"{node.place}: claim {name}: {error}") from error
+        found[name] = described(Claim, node, f"claim {name}")
         _known(found[name].check, CHECKS, node, "check")
     words = root["words"].mapping("words")
     for check, node in words.items():
@@ -179,20 +174,20 @@ def headline() -> dict[str, Any]:
     """The headline row of 14B beside the rows of the ablation that keep all and half of the attention outputs."""
     ablation = [row for row in published_rows() if row.experiment == "ablation" and row.model == "14b"]
     whole, half = (
-        _value(only(ablation, metric=SPEED, gpus=32, method=f"{CUMULATIVE} & {last}"))
+        only(ablation, metric=SPEED, gpus=32, method=f"{CUMULATIVE} & {last}").number
         for last in ("whole_ckpt", "sl_ckpt")
     )
-    whole_gib = _value(only(ablation, metric=MEMORY, gpus=32, method=f"{CUMULATIVE} & whole_ckpt"))
-    shown = _value(sheet_row(SPEED, "14b"))
-    best = sheet_best(SPEED, "14b", lambda rows: max(rows, key=lambda row: row.value or 0))
+    whole_gib = only(ablation, metric=MEMORY, gpus=32, method=f"{CUMULATIVE} & whole_ckpt").number
+    shown = sheet_row(SPEED, "14b").number
+    best = sheet_best(SPEED, "14b")
     noise = [deviation / speed for speed, deviation in _spreads()]
     apart = abs(shown / whole - 1)
     return {
-        "headline": shown, "headline_gib": _value(sheet_row(MEMORY, "14b")), "whole": whole, "whole_gib": whole_gib,
+        "headline": shown, "headline_gib": sheet_row(MEMORY, "14b").number, "whole": whole, "whole_gib": whole_gib,
         "half": half, "apart": apart, "half_apart": 1 - half / shown, "noise": statistics.median(noise),
         "most_noise": max(noise), "judgement": "within" if apart <= max(noise) else "not within",
-        "best": best.method, "best_speed": best.value, "half_ratio": half / _value(best),
-        "headline_ratio": shown / _value(best),
+        "best": best.method, "best_speed": best.number, "half_ratio": half / best.number,
+        "headline_ratio": shown / best.number,
     }  # fmt: skip
 
 
@@ -212,10 +207,10 @@ def swapped() -> dict[str, Any]:
     said = [row for row in published_rows() if row.experiment == "headline_claims"]
     found: dict[str, Any] = {}
     for model in ("7b", "14b"):
-        found[f"said_{model}"] = _value(only(said, metric="speedup_over_best_baseline", model=model))
-        found[f"memory_said_{model}"] = _value(
-            only(said, metric="memory_reduction_vs_most_frugal_baseline", model=model)
-        )
+        found[f"said_{model}"] = only(said, metric="speedup_over_best_baseline", model=model).number
+        found[f"memory_said_{model}"] = only(
+            said, metric="memory_reduction_vs_most_frugal_baseline", model=model
+        ).number
         found[f"sheet_{model}"] = sheet_speedup(model)
         found[f"memory_sheet_{model}"] = sheet_saving(model)
     return found
@@ -228,16 +223,6 @@ STATEMENTS: Mapping[str, Callable[[], dict[str, Any]]] = {
 
 def _spreads() -> list[tuple[float, float]]:
     """Published speeds that have a standard deviation beside them: both, in pairs."""
-    rows = published_rows()
-    key = [(row.experiment, row.figure, row.gpus, row.model, row.seq_len, row.method) for row in rows]
-    speeds = {one: row.value for one, row in zip(key, rows, strict=True) if row.metric == SPEED and row.value}
-    return [
-        (speed, row.value)
-        for one, row in zip(key, rows, strict=True)
-        if row.metric == f"{SPEED}_std" and row.value is not None and (speed := speeds.get(one))
-    ]
-
-
-def _value(row: Published) -> float:
-    assert row.value is not None, row
-    return row.value
+    rows = [row for row in published_rows() if row.value is not None]
+    speeds = {row.trial: row.number for row in rows if row.metric == SPEED}
+    return [(speeds[row.trial], row.number) for row in rows if row.metric == f"{SPEED}_std" and row.trial in speeds]

@@ -1,7 +1,7 @@
 """What needs no measurement: shares of FLOPs, memory of logits and of attention outputs, bytes of the backward pass.
 
-Each formula of the paper's scripts stands beside the count of this project, which serves every other number here
-(`harness.metrics.flops`, `harness.spec.models`), so that a difference shows.
+Each number is counted as every other number here (`harness.metrics.flops`, `harness.spec.models`) and put beside the
+published one, so that a difference shows.
 """
 
 from __future__ import annotations
@@ -10,26 +10,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
-from pathlib import Path
 
-from cluster.files.document import Node
-from engine.settings import ModelShape, TrialSettings
+from engine.settings import BYTES_OF, ModelShape, TrialSettings
 from harness.metrics.flops import work_of
 from harness.metrics.throughput import GIB
 from harness.reproduce.entries import PUBLISHED_ROWS, Entry, model_text
 from harness.reproduce.figures import PaperFigure
 from harness.reproduce.published import Published
-from harness.spec.models import read_model
+from harness.spec.models import named_model
 
-BF16 = 2  # bytes
-FP32 = 4
-SLIP = 1.024  # 1024 tokens per k over 1000
+BF16, FP32 = BYTES_OF["bf16"], BYTES_OF["fp32"]
 
 
 @cache
 def shape(name: str) -> ModelShape:
-    """The model of that name, as published or as ours. Raises UsageError for one that no file describes."""
-    return read_model(Node(model_text(name), name), Path())
+    """The shipped model of that name, as published or as ours. Raises UsageError for one that no file describes."""
+    return named_model(model_text(name))
 
 
 def settings_of(model: ModelShape, seq_len: int, mask: str = "causal", task: str = "train") -> TrialSettings:
@@ -135,25 +131,6 @@ def backward_bytes(model: ModelShape, gradient: int = BF16) -> BackwardBytes:
         key_value=2 * keys * (BF16 + gradient),
         query=2 * query * BF16 + query * gradient + 2 * model.heads * FP32,
     )
-
-
-def paper_flops(model: ModelShape, seq_len: int, *, causal: bool = True) -> float:
-    """Model FLOPs of one sequence by the formula of the artifact's scripts (results/paper/models.yaml, `flops`).
-
-    F = 12 S L h^2 [1 + K/N + c S/h + 1.5 f/h + V/(2 L h)], c = 1/2 for causal attention. It counts S^2 / 2 pairs where
-    this project counts S (S + 1) / 2.
-    """
-    hidden, layers = model.hidden, model.layers
-    terms = (
-        1 + model.kv_heads / model.heads + (0.5 if causal else 1.0) * seq_len / hidden + 1.5 * model.ffn / hidden
-        + model.vocab / (2 * layers * hidden)
-    )  # fmt: skip
-    return 12.0 * seq_len * layers * hidden**2 * terms
-
-
-def as_plotted(model: ModelShape, seq_len: int, tokens_per_gpu_per_second: float) -> float:
-    """TFLOP/s per GPU as the artifact's scripts plot them: with the slip of 1024 tokens over 1000."""
-    return SLIP * paper_flops(model, seq_len) / seq_len * tokens_per_gpu_per_second / 1e12
 
 
 def _tokens(row: Published) -> int:

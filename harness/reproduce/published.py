@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from cluster.files.filesystem import read_text
 from harness.base.errors import UsageError
@@ -20,6 +21,7 @@ COLUMNS = (
     "source",
 )  # fmt: skip
 OUT_OF_MEMORY = "oom"
+SPEED, MEMORY = "tokens_per_gpu_per_second", "peak_memory_gib"  # metrics of training
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +47,17 @@ class Published:
     def derived(self) -> bool:
         """Whether the number was derived from another row when the file was made, rather than read."""
         return self.source.startswith("DERIVED")
+
+    @property
+    def number(self) -> float:
+        """The value of a row that has one."""
+        assert self.value is not None, self
+        return self.value
+
+    @property
+    def trial(self) -> tuple[Any, ...]:
+        """What rows of one published trial have in common: they differ in their metric."""
+        return (self.experiment, self.figure, self.gpus, self.model, self.seq_len, self.method)
 
     @property
     def note(self) -> str:

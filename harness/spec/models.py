@@ -22,20 +22,20 @@ def read_model(node: Node, experiment_dir: Path) -> ModelShape:
     name = convert(node, str, "model")
     if name.endswith((".yaml", ".yml")):
         return load_model(experiment_dir / name, node.place)
+    return named_model(name, experiment_dir, node.place)
+
+
+def named_model(name: str, experiment_dir: Path = MODELS_DIR, place: str = "") -> ModelShape:
+    """The shape with that name, shipped or beside the experiment; `place` is where it was asked for.
+
+    Raises UsageError with the nearest name.
+    """
     known = _known(experiment_dir)
     stem = model_name(name, experiment_dir)
     if stem not in known:
-        raise UsageError(f"{node.place}: unknown model {name}; {nearest(name, sorted(known))}")
-    return load_model(known[stem], node.place)
-
-
-def named_model(name: str) -> ModelShape:
-    """A shipped shape by its name. Raises UsageError with the nearest name."""
-    stem = model_name(name, MODELS_DIR)
-    known = _known(MODELS_DIR)
-    if stem not in known:
-        raise UsageError(f"unknown model {name}; {nearest(name, sorted(known))}")
-    return load_model(known[stem])
+        where = f"{place}: " if place else ""
+        raise UsageError(f"{where}unknown model {name}; {nearest(name, sorted(known))}")
+    return load_model(known[stem], place)
 
 
 def model_name(name: str, experiment_dir: Path) -> str:

@@ -63,9 +63,17 @@ def test_lists_settings_and_refusals_are_taken_as_written(capsys: pytest.Capture
     assert "40 heads" in str(refused["reason"])
 
 
+def test_a_setting_is_written_as_in_an_experiment_file(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "tiny", "--cp-size", "2", "--set", "learning_rate=1e-5", "--set", "seq_len=64k")
+    [row] = predicted(capsys, *words)
+    assert row["seq_len"] == 65536
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (["--set", "mlp_tiles=on"], "YAML reads the bare word on as a truth value"),
+        (["--set", "chekpoint.tail=1"], "did you mean checkpoint.tail?"),
         (["--set", "checkpoint.tali=1"], "did you mean tail?"),
         (["--set", "tail"], "expected NAME=VALUE"),
         (["--set", "checkpoint.tail=2"], "expected a fraction from 0"),

@@ -6,22 +6,41 @@ from dataclasses import replace
 
 import pytest
 
+from engine.settings import ModelShape
 from harness.metrics.flops import work_of
 from harness.reproduce.computed import (
     BF16,
     FP32,
     Digits,
-    as_plotted,
     backward_bytes,
     digits_of,
-    paper_flops,
     settings_of,
     shape,
 )
 from harness.reproduce.figures import paper_figures
 from harness.reproduce.published import published_rows
 
+SLIP = 1.024  # 1024 tokens per k over 1000
 COMPUTED = [figure for figure in paper_figures().values() if figure.computed]
+
+
+def paper_flops(model: ModelShape, seq_len: int) -> float:
+    """Model FLOPs of one causal sequence by the artifact's scripts (results/paper/models.yaml, `flops`).
+
+    F = 12 S L h^2 [1 + K/N + S/(2 h) + 1.5 f/h + V/(2 L h)]. It counts S^2 / 2 pairs where this project counts
+    S (S + 1) / 2.
+    """
+    hidden, layers = model.hidden, model.layers
+    terms = (
+        1 + model.kv_heads / model.heads + seq_len / (2 * hidden) + 1.5 * model.ffn / hidden
+        + model.vocab / (2 * layers * hidden)
+    )  # fmt: skip
+    return 12.0 * seq_len * layers * hidden**2 * terms
+
+
+def as_plotted(model: ModelShape, seq_len: int, tokens_per_gpu_per_second: float) -> float:
+    """TFLOP/s per GPU as the artifact's scripts plot them: with the slip of 1024 tokens over 1000."""
+    return SLIP * paper_flops(model, seq_len) / seq_len * tokens_per_gpu_per_second / 1e12
 
 
 def test_three_figures_need_no_measurement() -> None:
