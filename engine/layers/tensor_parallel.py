@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from engine.attention.comm.gather import GroupGather
 from engine.attention.context import ContextParallel
 from engine.lm_head.plain import IGNORE
+from engine.lm_head.tiles import runs_with_labels
 from engine.model import MLP, Attend, Attention, Decoder, Rotary, rotary_angles
 from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
 from engine.ops.runs import runs
@@ -118,16 +119,16 @@ class TensorParallel:
     def _loss_sum(
         self, hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, *, z_loss: float, tiled: bool
     ) -> Tensor:
-        """The sum of this rank's tokens' losses, of a vocabulary that all ranks hold between them."""
+        """The sum of this rank's tokens' losses, of a vocabulary that all ranks hold between them.
+
+        Raises ValueError for a label of this rank that is neither a word nor -100.
+        """
         words = weight_VE.shape[0]
+        runs_with_labels(labels_T, len(labels_T), words * self.size)  # before the copy: labels may be in host memory
+        labels_T = labels_T.to(hidden_TE.device, non_blocking=True)
         # One row of tokens, rank after rank: a sum has no order.
         hidden_TE = self.gathered(hidden_TE.unsqueeze(0)).squeeze(0)
         (labels_T,) = (whole.squeeze(0) for whole in self.gather_tokens(labels_T.unsqueeze(0)))
-        found = labels_T[labels_T != IGNORE]
-        if found.numel() and not 0 <= int(found.min()) <= int(found.max()) < words * self.size:
-            raise ValueError(
-                f"labels go from {int(found.min())} to {int(found.max())}; give {IGNORE} or a word's number"
-            )
         run = max(1, _TILE_LOGITS // words) if tiled else len(labels_T)
         loss: Tensor = _Loss.apply(hidden_TE, weight_VE, labels_T, self, z_loss, run)
         return loss
