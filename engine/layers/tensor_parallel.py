@@ -24,9 +24,10 @@ from torch.distributed.tensor import DTensor
 from engine.attention.comm.gather import GroupGather
 from engine.attention.context import ContextParallel
 from engine.lm_head.plain import IGNORE
-from engine.model import MLP, Attend, Attention, Decoder, Rotary, rotary_angles
+from engine.lm_head.tiles import runs_with_labels
+from engine.model import MLP, Attend, Attention, Decoder, Projected, Rotary, rotary_angles
 from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
-from engine.ops.runs import runs
+from engine.ops.runs import add_product, runs, zeros_for_sum
 from engine.settings import ModelShape, TrialSettings
 
 _TILE_LOGITS = 1 << 26  # of a rank's tile of the fused loss, 256 MiB in fp32
@@ -45,14 +46,12 @@ class TensorParallel:
     def __init__(self, cp: ContextParallel, settings: TrialSettings) -> None:
         assert cp.layout.name == "contiguous", "gathered tokens are in order of position"
         self.cp, self.size, self.rank, self._whole = cp, cp.size, cp.rank, settings.model
-        self._gather: GroupGather | None = None
         self._rotary: dict[object, Rotary] = {}
 
     @property
     def gather(self) -> GroupGather:
-        """Collective at first use, then kept."""
-        self._gather = self._gather or self.cp.gather()
-        return self._gather
+        """Collective at first use."""
+        return self.cp.gather()
 
     def shape(self) -> ModelShape:
         """Of the model that one rank holds."""
@@ -74,7 +73,7 @@ class TensorParallel:
         """Make a model of `shape()` compute its part of the whole; `attend` is for this rank's heads, all tokens."""
         model.embedding = _Embedding(model.embedding, self)
         for block in model.blocks:
-            block.attend, block.project, block.add_mlp, block.joins_sum = attend, self._project, self._add_mlp, False
+            block.attend, block.project, block.add_mlp = attend, self._project, self._add_mlp
             block.attention.output = _Output(block.attention.output, self)
         model.head.loss_sum = functools.partial(self._loss_sum, z_loss=settings.z_loss, tiled=settings.lm_head_fusion)
 
@@ -100,10 +99,8 @@ class TensorParallel:
             (own,) = self.gather.reduced((by_owner,))
         return own.to(whole_BSE.dtype)
 
-    def _project(
-        self, norm: nn.RMSNorm, attention: Attention, x_BLE: Tensor, rotary: Rotary
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys and values of this rank's heads, all tokens; then the residual stream."""
+    def _project(self, norm: nn.RMSNorm, attention: Attention, x_BLE: Tensor, rotary: Rotary) -> Projected:
+        """An `engine.model.Project`: queries, keys and values are those of this rank's heads, all tokens."""
         x_BSE = self.gathered(norm(x_BLE))
         key = (x_BSE.shape[1], x_BSE.device, rotary[0].dtype)
         if key not in self._rotary:
@@ -112,22 +109,24 @@ class TensorParallel:
             self._rotary = {key: angles}
         return (*attention.project(x_BSE, self._rotary[key]), x_BLE)
 
-    def _add_mlp(self, norm: nn.RMSNorm, mlp: MLP, x_BLE: Tensor) -> Tensor:
+    def _add_mlp(self, norm: nn.RMSNorm, mlp: MLP, x_BLE: Tensor, branch_BLE: Tensor | None = None) -> Tensor:
+        """An `engine.model.AddMLP`."""
+        x_BLE = x_BLE if branch_BLE is None else x_BLE + branch_BLE
         return x_BLE + self.summed(mlp(self.gathered(norm(x_BLE))))
 
     def _loss_sum(
         self, hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, *, z_loss: float, tiled: bool
     ) -> Tensor:
-        """The sum of this rank's tokens' losses, of a vocabulary that all ranks hold between them."""
+        """The sum of this rank's tokens' losses, of a vocabulary that all ranks hold between them.
+
+        Raises ValueError for a label of this rank that is neither a word nor -100.
+        """
         words = weight_VE.shape[0]
+        runs_with_labels(labels_T, len(labels_T), words * self.size)  # before the copy: labels may be in host memory
+        labels_T = labels_T.to(hidden_TE.device, non_blocking=True)
         # One row of tokens, rank after rank: a sum has no order.
         hidden_TE = self.gathered(hidden_TE.unsqueeze(0)).squeeze(0)
         (labels_T,) = (whole.squeeze(0) for whole in self.gather_tokens(labels_T.unsqueeze(0)))
-        found = labels_T[labels_T != IGNORE]
-        if found.numel() and not 0 <= int(found.min()) <= int(found.max()) < words * self.size:
-            raise ValueError(
-                f"labels go from {int(found.min())} to {int(found.max())}; give {IGNORE} or a word's number"
-            )
         run = max(1, _TILE_LOGITS // words) if tiled else len(labels_T)
         loss: Tensor = _Loss.apply(hidden_TE, weight_VE, labels_T, self, z_loss, run)
         return loss
@@ -135,7 +134,7 @@ class TensorParallel:
     def sum_replicated(self, model: Decoder) -> None:
         """Sum over the ranks the gradients of the parameters that all hold whole: each saw its own tokens, or heads."""
         gradients = [
-            _local(p.grad) for name, p in model.named_parameters() if not self.divided(name) and p.grad is not None
+            _local(p.grad) for name, p in model.named_parameters() if self.divided(name) is None and p.grad is not None
         ]
         for gradient in gradients:
             dist.all_reduce(gradient, group=self.cp.group)
@@ -249,7 +248,7 @@ class _Loss(torch.autograd.Function):
         hidden_TE, weight_VE, local_T, here_T, ignored_T, lse_T = ctx.saved_tensors
         dtype = lse_T.dtype
         dhidden_TE = torch.empty_like(hidden_TE)
-        dweight_VE = torch.zeros_like(weight_VE, dtype=dtype)
+        dweight_VE = zeros_for_sum(weight_VE)
         for tokens in runs(len(local_T), ctx.run):
             logits_TV = F.linear(hidden_TE[tokens], weight_VE).to(dtype)
             factor_T = 1.0 + 2.0 * ctx.z_loss * lse_T[tokens]
@@ -258,5 +257,5 @@ class _Loss(torch.autograd.Function):
             d_TV.masked_fill_(ignored_T[tokens].unsqueeze(1), 0.0)
             d_TV = (d_TV * dloss).to(hidden_TE.dtype)
             dhidden_TE[tokens] = d_TV @ weight_VE
-            dweight_VE += (d_TV.T @ hidden_TE[tokens]).to(dtype)
+            add_product(dweight_VE, d_TV, hidden_TE[tokens])
         return dhidden_TE, dweight_VE.to(weight_VE.dtype), None, None, None, None

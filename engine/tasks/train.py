@@ -153,8 +153,9 @@ class TrainTask:
         """Whether this rank keeps whole parameters; and over how many ranks hybrid sharding splits them, those of one
         node."""
         found = {"parameters": "kept" if keeps_whole(self.settings) else "gathered"}
-        hybrid = {"sharding_node_size": str(self.world.fsdp_mesh.size(-1))}
-        return found | (hybrid if self.settings.sharding == "hybrid" else {})
+        if self.settings.sharding == "hybrid":
+            found["sharding_node_size"] = str(self.world.fsdp_mesh.size(-1))
+        return found
 
     def step(self, index: int) -> Step:
         """One optimizer step on the batch of that index. Collective."""
@@ -162,7 +163,7 @@ class TrainTask:
         with record_function(STEP):
             total = self.gradients(index)
             with record_function(OPTIMIZER):
-                if self._tensor_parallel:
+                if self._tensor_parallel is not None:
                     norm = self._tensor_parallel.clip(self.model, self.recipe.max_grad_norm)
                     self.optimizer.step()
                 else:
