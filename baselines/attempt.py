@@ -2,8 +2,8 @@
 
 The paper's copies want Python 3.10 and torch 2.4. This runs them with the interpreter at hand instead: the adapter's
 own command, environment and files, with stand-ins of ours (`baselines/stand_ins`) in the place of packages that cannot
-be imported. It ends with the steps that the program printed, or with the file and line where it failed. Nothing in the
-system's folder is changed. No record is written: an attempt says how far a system comes, not how fast it is.
+be imported. It ends with the steps that the program printed, or with the file and line where it failed. No file of the
+system changes. No record is written: an attempt says how far a system comes, not how fast it is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 
 from baselines.install.places import Place
 from baselines.pin import FOLDER
-from baselines.stand_ins import FOLDER as STAND_INS
+from baselines.stand_ins import python_path
 from baselines.upstream import Printed, Upstream, foreign_environment, seconds_of
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 
@@ -178,15 +178,10 @@ def attempt(
     for path, content in rendered.files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(content, encoding="utf-8")
-    overlay = folder / "stand_ins"
-    overlay.mkdir()
-    for name in names:
-        choices = (STAND_INS / name / "sitecustomize.py", STAND_INS / f"{name}.py", STAND_INS / name)
-        target = next(path for path in choices if path.exists())
-        (overlay / target.name).symlink_to(target)
     environment = foreign_environment(os.environ, rendered.environment, []) | {
-        "PYTHONPATH": os.pathsep.join(map(str, [overlay, *paths])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [python_path(names), *map(str, paths)])),
         "PYTHONDONTWRITEBYTECODE": "1",
+        "FLASH_ATTN_STAND_IN": "2.6", "FLASH_ATTN_STAND_IN_ATTEMPT": "1",
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
         # InternEvo puts it in brackets, in which Python takes IPv6 alone since 3.11.4.
         "MASTER_ADDR": "::1" if system == "internevo" else "127.0.0.1",

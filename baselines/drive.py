@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import re
 import signal
@@ -23,7 +24,7 @@ from typing import IO, Any
 
 from baselines.install.places import Place
 from baselines.tokens import write_tokens
-from baselines.upstream import LOGS, RAN_FILE, Ran, Rendered, Upstream, foreign_environment, outputs, seconds_of
+from baselines.upstream import LOGS, RAN_FILE, Ran, Rendered, Upstream, foreign_environment, seconds_of
 from engine.atomic import write_atomic
 from engine.measurement import PROGRESS_FILE, write_json
 from engine.plain_json import read_json, to_json
@@ -88,31 +89,27 @@ def _run(method: Upstream, settings: TrialSettings, rendered: Rendered, trial_di
         stdin=subprocess.DEVNULL,
     )
     log = trial_dir / LOGS / f"rank{rank}.log"
-    with open(trial_dir / PROGRESS_FILE, "a", encoding="utf-8") as progress:
-        told, finished_at, ended = 0, 0.0, ""
-        while True:
-            try:
+    told, end_at, ended = 0, math.inf, ""
+    code: int | None = None
+    with open(trial_dir / PROGRESS_FILE, "a+", encoding="utf-8") as progress:
+        while code is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 code = process.wait(_LOOK_SECONDS)
-            except subprocess.TimeoutExpired:
-                told = _tell(method, settings, log, progress, told)
-                if finished_at or _has_finished(method, settings, trial_dir):
-                    finished_at = finished_at or time.monotonic()
-                    if time.monotonic() - finished_at > method.end_seconds:
-                        _end(process)
-                        code, ended = 0, f"was ended {method.end_seconds:g} s after its last step"
-                        break
-                continue
-            _tell(method, settings, log, progress, told)
-            break
+            told = _tell(method, settings, log, progress, told)
+            if end_at == math.inf and _has_finished(progress, method.steps(settings)):
+                end_at = time.monotonic() + method.end_seconds
+            if code is None and time.monotonic() > end_at:
+                _end(process)
+                code, ended = 0, f"was ended {method.end_seconds:g} s after its last step"
     if code and (found := _OUT_OF_MEMORY.search(_text(log))):
         _write_error(trial_dir, rank, "oom", " ".join(found[0].split())[:_REASON_CHARACTERS])
     return code, ended
 
 
-def _has_finished(method: Upstream, settings: TrialSettings, trial_dir: Path) -> bool:
-    """Whether some rank of this host has printed the last step."""
-    printed = (seconds_of(method.parse(text), settings) for text in outputs(trial_dir))
-    return any(len(seconds) >= method.steps(settings) for seconds in printed)
+def _has_finished(progress: IO[str], steps: int) -> bool:
+    """Whether some rank of this host has told the last step in progress.jsonl."""
+    progress.seek(0)
+    return f'"step": {steps}, ' in progress.read()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

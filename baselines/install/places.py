@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from baselines.cpu_stand_ins import STAND_INS
-from baselines.pin import FOLDER, Flavour, FlavourName, Pin, load_pin
+from baselines.pin import FOLDER, Flavour, FlavourName, Pin, load_pin, pinned_systems
+from baselines.stand_ins import ON_CPU_RANKS, python_path
 from cluster.files.errors import UsageError
 from cluster.files.filesystem import try_lock
 from engine.plain_json import from_json, read_json
@@ -74,7 +74,7 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that it runs with: those of the pin, its folder of extensions, the folder of stand-ins, and
+        """Variables that it runs with: those of the pin, its folder of extensions, the folders of stand-ins, and
         libraries beside torch that come before the machine's."""
         found = [path for name in self.pinned.preload if (path := self.folder / BORROWED / name).exists()]
         preload = {
@@ -83,7 +83,7 @@ class Place:
         }
         return {
             **self.pinned.environment,
-            **({"PYTHONPATH": str(STAND_INS)} if self.stand_ins else {}),
+            **({"PYTHONPATH": python_path(self.stand_ins)} if self.stand_ins else {}),
             "TORCH_EXTENSIONS_DIR": str(self.extensions),
             **(preload if found else {}),
         }
@@ -94,8 +94,7 @@ class Place:
         if "cpu" not in self.pinned.devices:
             return []
         modules = [name.replace("-", "_") for name in self.pinned.provided]
-        known = [name for name in modules if (STAND_INS / name).is_dir()]
-        return [name for name in known if not (self.folder / BORROWED / name).exists()]
+        return [name for name in modules if name in ON_CPU_RANKS and not (self.folder / BORROWED / name).exists()]
 
     @property
     def pin(self) -> Pin:
@@ -139,8 +138,6 @@ class Place:
 
 def places(system: str | None = None, base: Path = FOLDER) -> list[Place]:
     """Every flavour of every pinned system, or of one. Raises UsageError for an unknown one."""
-    from baselines.pin import pinned_systems
-
     systems = pinned_systems(base) if system is None else [system]
     return [
         Place(system=name, flavour=flavour, base=base) for name in systems for flavour in load_pin(name, base).flavours

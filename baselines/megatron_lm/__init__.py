@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from baselines.handicaps import applied_model, applied_options
 from baselines.install.places import Place
 from baselines.megatron_log import parse_iterations
-from baselines.programs import PROGRAMS
+from baselines.stand_ins import python_path
 from baselines.tokens import FOLDER, prefixes
 from baselines.upstream import Printed, Rendered, Upstream, arguments
 from engine.attention.geometry.layout import split_unsupported_reason
@@ -123,7 +123,7 @@ class MegatronLM(Upstream):
             environment={
                 **place.environment,
                 "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-                **({"PYTHONPATH": str(PROGRAMS / "standins")} if release else {}),
+                **({"PYTHONPATH": python_path(["fused_weight_gradient_mlp_cuda"])} if release else {}),
             },
             files={_NO_MAKE: "#!/bin/sh\nexit 0\n"} if release else {},
         )

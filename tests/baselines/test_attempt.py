@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from baselines.attempt import SYSTEMS, failing_line, main, write_burst_data, write_megatron_data
-from baselines.stand_ins import FOLDER
+from baselines.stand_ins import FOLDER, python_path
 
 PROGRAM = "BurstEngine/apps/llama/pretrain_llama_hug_tokenizer.py"
 STEP = "|mem_train_allocated: {0}.0000 |mem_train_reserved: 2.0000 | train: 0.5000 | tflops: 3.00 | toks: 4.00 | more |"
@@ -116,7 +116,7 @@ def test_the_data_of_attempts_have_the_systems_formats(tmp_path: Path) -> None:
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_stand_in_is_there_and_says_what_it_stands_for(system: str) -> None:
     for name in SYSTEMS[system]:
-        paths = [FOLDER / name / "sitecustomize.py", FOLDER / f"{name}.py", FOLDER / name / "__init__.py"]
+        paths = [FOLDER / name / path for path in ("sitecustomize.py", f"{name}.py", f"{name}/__init__.py")]
         path = next(each for each in paths if each.exists())
         assert path.read_text(encoding="utf-8").startswith('"""Stands for ')
 
@@ -172,7 +172,12 @@ print("all as they should be")
 def test_the_stand_in_for_flash_attention_computes_attention() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CHECK],
-        env={**os.environ, "PYTHONPATH": str(FOLDER)},
+        env={
+            **os.environ,
+            "PYTHONPATH": python_path(["flash_attn", "apex"]),
+            "FLASH_ATTN_STAND_IN": "2.6",
+            "FLASH_ATTN_STAND_IN_ATTEMPT": "1",
+        },
         capture_output=True,
         text=True,
         timeout=240,

@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from baselines.cpu_stand_ins.flash_attn import flash_attn_func
-from baselines.cpu_stand_ins.flash_attn import flash_attn_interface as stand_in
 from baselines.fidelity import run as fidelity
 from baselines.fidelity.attention import compared, error_of
 from baselines.fidelity.cases import SEQ_LEN, SYSTEMS
@@ -23,6 +21,8 @@ from baselines.fidelity.table import as_csv, as_markdown
 from baselines.fidelity.training_cases import TRAINING
 from baselines.install.places import Place
 from baselines.programs import attention_bytes
+from baselines.stand_ins.flash_attn.flash_attn import flash_attn_func
+from baselines.stand_ins.flash_attn.flash_attn import flash_attn_interface as stand_in
 from engine.attention.masks import Causal, Full
 from engine.attention.reference import dense_attention
 from engine.measurement import write_json

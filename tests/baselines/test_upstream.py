@@ -124,7 +124,7 @@ def test_the_command_of_megatron_lm() -> None:
     # Where it is installed, torch's own libraries are loaded before others, too.
     assert {name: value for name, value in environment.items() if not name.startswith("LD_")} == {
         "NVTE_FRAMEWORK": "pytorch", "TORCH_EXTENSIONS_DIR": "UPSTREAM/extensions",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": "BASELINES/programs/standins",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": "BASELINES/stand_ins/fused_weight_gradient_mlp_cuda",
     }  # fmt: skip
     assert files == {"bin/make": "#!/bin/sh\nexit 0\n"}
 

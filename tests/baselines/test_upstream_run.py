@@ -150,7 +150,7 @@ def test_a_ring_over_flash_attn_runs_on_cpu_ranks_with_the_stand_in(
     assert record.status == "ok", record.reason + (folder / "logs" / "rank0.log").read_text()
     assert record.measurement is not None
     assert len(record.measurement.step_seconds) == len(record.measurement.forward_seconds) == 2
-    assert record.measurement.extra["upstream"]["environment"]["PYTHONPATH"] == "BASELINES/cpu_stand_ins"
+    assert record.measurement.extra["upstream"]["environment"]["PYTHONPATH"] == "BASELINES/stand_ins/flash_attn"
 
 
 def needs_deepspeed(trial: TrialSettings) -> None:

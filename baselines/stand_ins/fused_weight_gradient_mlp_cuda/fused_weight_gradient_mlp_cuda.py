@@ -1,7 +1,6 @@
-"""In the place of apex's extension of this name, which no package index has and Megatron-LM's output layer uses.
+"""Stands for apex's extension of this name, which no package index has and Megatron-LM's output layer uses.
 
-The same product of matrices, added to the fp32 gradient by cuBLAS through TransformerEngine. It lies outside
-Megatron-LM and is found through PYTHONPATH.
+cuBLAS, through TransformerEngine, forms the same product of matrices and adds it to the fp32 gradient.
 """
 
 from transformer_engine.pytorch.cpp_extensions import general_gemm
