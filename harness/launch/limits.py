@@ -46,7 +46,7 @@ class JobLimits:
         """The limit that is passed at `now`, if any."""
         job, start = self._job, self._job.start_seconds
         if 0 not in job.own_ranks or start is None:
-            whole = job.deadline_seconds + (start or 0.0)
+            whole = longest_seconds(job)
             if now >= self._started + whole:
                 return Passed(limit="trial", seconds=whole)
         elif self._begun is None:

@@ -93,7 +93,7 @@ class Supervisor:
                 ranks.begin(job, {**self._environment, **job.environment})
                 watched.turn = ranks.turn
                 self._watch(ranks, job, watched, JobLimits(job, started), on_progress)
-                if watched.passed is not None or (watched.cancelled and self._stacks_wanted):
+                if self._wants_stacks(watched):
                     self._take_stacks(ranks, job, watched)
             finally:  # also at Ctrl-C, which then goes on
                 if not ranks.waiting:
@@ -176,6 +176,10 @@ class Supervisor:
                     watched.passed, watched.timed_out_at = passed, time.time()
                 return
 
+    def _wants_stacks(self, watched: Watched) -> bool:
+        """Whether the ranks are ended at a limit: of this host's part of the job, or of another host's."""
+        return watched.passed is not None or (watched.cancelled and self._stacks_wanted)
+
     def _take_stacks(self, ranks: Ranks, job: Job, watched: Watched) -> None:
         """Leave what the ranks were doing in the trial's directory, before they are ended."""
         folder = job.trial_dir / STACKS_DIRECTORY
@@ -194,7 +198,7 @@ class Supervisor:
             return
         exits, since = list(watched.exits), time.monotonic()
         logs = job.trial_dir / "logs"
-        sizes = log_sizes(set(ranks.pids) - set(watched.places), logs) if watched.passed is not None else {}
+        sizes = log_sizes(set(ranks.pids) - set(watched.places), logs) if self._wants_stacks(watched) else {}
         with contextlib.suppress(ServerLost):  # `sweep` raises it too
             if len(exits) < len(job.own_ranks):
                 ranks.server.terminate()

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -170,10 +171,15 @@ def _log(rank: int) -> str:
     return f"logs/rank{rank}.log"
 
 
-def _after(progress: dict[str, object]) -> str:
-    if not progress.get("step"):  # none, or step 0: start-up has ended
-        return " before its first step"
+def after_step(progress: Mapping[str, object]) -> str:
+    """The last step of a job for a sentence, by its last line of progress; empty before the first step."""
+    if not progress.get("step"):  # no line, or step 0: start-up has ended
+        return ""
     return f" after step {progress['step']} of {progress.get('of', '?')}"
+
+
+def _after(progress: Mapping[str, object]) -> str:
+    return after_step(progress) or " before its first step"
 
 
 def oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

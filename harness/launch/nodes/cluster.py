@@ -19,7 +19,7 @@ from cluster.inventory.nodes import Inventory, Node
 from cluster.ray_cluster.candidates import Candidate, Means, candidates, unfit_nodes
 from cluster.ray_cluster.down import end_cluster
 from cluster.ray_cluster.quarantine import Quarantine
-from cluster.ray_cluster.state import ClusterState, StateDirectory, default_directory
+from cluster.ray_cluster.state import ClusterState, StartedNode, StateDirectory, default_directory
 from cluster.ray_cluster.status import cluster_status
 from cluster.ray_cluster.up import start_cluster
 from cluster.transport.reach import connection
@@ -162,11 +162,10 @@ def _connect(state: ClusterState) -> Connect:
 
 def _machine(state: ClusterState, nodes: Sequence[Node]) -> Machine:
     started = {node.name: node for node in state.nodes}
-    described = [machine_of(json.loads(started[node.name].description)) for node in nodes]
-    return together(described, min(started[node.name].ranks for node in nodes))
+    return _machine_of([started[node.name] for node in nodes])
 
 
-def _machine_of(found: Sequence[Candidate]) -> Machine:
+def _machine_of(found: Sequence[Candidate | StartedNode]) -> Machine:
     return together([machine_of(json.loads(node.description)) for node in found], min(node.ranks for node in found))
 
 

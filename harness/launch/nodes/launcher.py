@@ -127,32 +127,28 @@ class ClusterLauncher:
 
     def _joined(self) -> Team:
         with self._lock:
-            return self._join()
-
-    def _join(self) -> Team:
-        if self._broken:
-            raise ClusterLost(self._broken)
-        if self._team is None:
-            self._guest = RayGuest(self._state, self._states)
-            self._team = Team(self._guest.ray)
-            addresses = {node.name: self._started[node.name].address for node in self._nodes}
-            for name, why in self._team.gather(addresses).items():
-                self._pool.without(name, why)
-        return self._team
+            if self._broken:
+                raise ClusterLost(self._broken)
+            if self._team is None:
+                self._guest = RayGuest(self._state, self._states)
+                self._team = Team(self._guest.ray)
+                addresses = {node.name: self._started[node.name].address for node in self._nodes}
+                for name, why in self._team.gather(addresses).items():
+                    self._pool.without(name, why)
+            return self._team
 
     def _take_losses(self, lost: Mapping[str, str]) -> None:
+        head = self._state.head.name
         with self._lock:
-            self._lose(lost)
-
-    def _lose(self, lost: Mapping[str, str]) -> None:
-        for name, why in lost.items():
-            self._pool.lose(name, why)
-            if self._team is not None and self._state.head.name not in lost:
-                self._team.drop(name)
-        if self._state.head.name in lost:
-            self._broken = f"the cluster's head {self._state.head.name} was lost ({lost[self._state.head.name]})"
-            self._team = None  # every call to Ray would now wait for the head; its nodes end their ranks by themselves
-            self.close()
+            for name, why in lost.items():
+                self._pool.lose(name, why)
+                if self._team is not None and head not in lost:
+                    self._team.drop(name)
+            if head in lost:
+                self._broken = f"the cluster's head {head} was lost ({lost[head]})"
+                # Every call to Ray would now wait for the head; its nodes end their ranks by themselves.
+                self._team = None
+                self.close()
 
 
 class ClusterLane:

@@ -13,7 +13,7 @@ from harness.launch.launcher import Job, Part
 from harness.launch.limits import longest_seconds
 from harness.launch.nodes.team import ENDING_SECONDS, HostLost, Member
 from harness.launch.ports import answers
-from harness.launch.verdict import Watched
+from harness.launch.verdict import Watched, after_step
 
 POLL_SECONDS = 0.2
 FAILURE_SECONDS = 4.0  # from one host's failure, for the other hosts to notice it and write their errors
@@ -166,6 +166,5 @@ def merged(seen: Mapping[str, Watched]) -> Watched:
 def lost_sentence(lost: Mapping[str, str], progress: Mapping[str, object], others: Sequence[str]) -> str:
     """Why a job ended whose hosts `lost` are gone."""
     gone = "; ".join(f"{host} was lost ({why})" for host, why in lost.items())
-    step = f" after step {progress['step']} of {progress.get('of', '?')}" if progress.get("step") else ""
     ended = f", the ranks on {', '.join(others)} were ended" if others else ""
-    return f"{gone}{step}{ended}; --resume --retry-failed runs it on other hosts"
+    return f"{gone}{after_step(progress)}{ended}; --resume --retry-failed runs it on other hosts"
