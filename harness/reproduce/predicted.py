@@ -11,11 +11,11 @@ from typing import Protocol
 
 from engine.settings import TrialSettings
 from harness.machine.this_machine import Machine, imagined
-from harness.metrics.flops import tokens_per_step, work_of
+from harness.metrics.flops import counted_flops, tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
 from harness.plan.forecast import assumed_speeds, forecast
 from harness.plan.matrix import plan
-from harness.plan.predict import Prediction, predict
+from harness.plan.predict import Prediction
 from harness.reproduce.entries import Entry, gpu_text, predicted_entry
 from harness.reproduce.figures import PaperFigure
 from harness.spec.experiment import load_experiment
@@ -39,14 +39,14 @@ class Predictor(Protocol):
 
 
 class Simulated:
-    """harness.predict's times (docs/prediction.md), and harness.plan's memory."""
+    """The times and the memory of `burst predict` (docs/prediction.md)."""
 
     name = "the schedule simulated, and the engine's tensors"
 
     def predict(self, settings: TrialSettings, hardware: Hardware) -> Prediction:
         found = forecast(settings, hardware, gpus_per_node=GPUS_PER_NODE)
         seconds = found.time.seconds if found.time else None
-        return replace(predict(settings, hardware), seconds=seconds)
+        return Prediction(seconds=seconds, gpu_gib=found.gpu_gib, reserved_gib=None, host_gib=None)
 
 
 PREDICTOR: Predictor = Simulated()
@@ -83,11 +83,10 @@ def predicted_entries(
 def _values(figure: PaperFigure, settings: TrialSettings, found: Prediction) -> dict[str, float]:
     values = {}
     if found.seconds:
-        work, gpu_seconds = work_of(settings), found.seconds * settings.world_size
-        counted = work.kernel if settings.task == "attention" else work.model
+        gpu_seconds = found.seconds * settings.world_size
         values = {
             "tokens_per_gpu_per_second": tokens_per_step(settings) / gpu_seconds,
-            "tflops_per_gpu": counted / gpu_seconds / 1e12,
+            "tflops_per_gpu": counted_flops(settings, work_of(settings)) / gpu_seconds / 1e12,
             "forward_backward_ms": found.seconds * 1e3,
         }
     if found.gpu_gib:
