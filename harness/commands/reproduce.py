@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -127,21 +128,20 @@ def _tables(arguments: argparse.Namespace) -> int:
     from harness.reproduce.measured import all_rows, runs_in
     from harness.reproduce.predicted import predictor_words
 
-    runs: list[Run] = []
+    page = arguments.out is not None
+    runs = runs_in() if page or arguments.figure != AUDIT else []
+    _say_bad(runs)
+    figures = _all_figures(runs) if page or arguments.figure is None else []
+    predictor = predictor_words(hardware_named(PAPER_HARDWARE))
     sentences: list[str] = []
     if arguments.figure == AUDIT:
         tables = [audit_table(recomputed_rows()), systems_table()]
+    elif arguments.figure == CLAIMS:
+        claims = judged(all_rows(runs))
+        tables, sentences = [claims_table(claims)], [*map(_claim_text, claims), *statements().values()]
     else:
-        runs = runs_in()
-        _say_bad(runs)
-        if arguments.figure == CLAIMS:
-            claims = judged(all_rows(runs))
-            tables, sentences = [claims_table(claims)], [*map(_claim_text, claims), *statements().values()]
-        else:
-            tables = [list_table(_all_figures(runs), predictor_words(hardware_named(PAPER_HARDWARE)))]
-            sentences = [
-                "`burst reproduce FIGURE` runs and draws one; `burst reproduce claims` and `audit` are tables."
-            ]
+        tables = [list_table(figures, predictor)]
+        sentences = ["`burst reproduce FIGURE` runs and draws one; `burst reproduce claims` and `audit` are tables."]
     if arguments.json:
         _print_json(tables)
     else:
@@ -149,11 +149,10 @@ def _tables(arguments: argparse.Namespace) -> int:
             _print_table(table)
         for sentence in sentences:
             print(shown(sentence))
-    if arguments.out is not None:
+    if page:
         from harness.reproduce.page import write_all
 
-        runs = runs or runs_in()
-        path = write_all(_all_figures(runs), runs, predictor_words(hardware_named(PAPER_HARDWARE)), arguments.out)
+        path = write_all(figures, runs, predictor, arguments.out)
         if not arguments.json:
             print(shown(f"Page: {path}"))
     return 0
@@ -175,8 +174,6 @@ def _all_figures(runs: Sequence[Run]) -> list[tuple[Beside, str]]:
 
 
 def _say_bad(runs: Sequence[Run]) -> None:
-    import sys
-
     for run in runs:
         for bad in run.bad:
             print(shown(f"burst: {bad.reason}; its row is left out"), file=sys.stderr)

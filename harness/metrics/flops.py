@@ -60,6 +60,11 @@ def visible_pairs(mask: str, seq_len: int) -> int:
     return parse_mask(mask).area(seq_len)
 
 
+def counted_flops(settings: TrialSettings, work: Work) -> float:
+    """FLOPs behind the TFLOP/s of a trial: of attention alone in the kernel convention, else model FLOPs."""
+    return work.kernel if settings.task == "attention" else work.model
+
+
 def attention_forward(settings: TrialSettings) -> float:
     """FLOPs of one attention forward over all replicas: 4 x N x D x visible pairs x sequences, whatever K is."""
     pairs = visible_pairs(settings.mask, settings.seq_len)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.metrics.ceilings import ceiling_of
-from harness.metrics.flops import tokens_per_step, work_of
+from harness.metrics.flops import counted_flops, tokens_per_step, work_of
 from harness.metrics.hardware import hardware_for
 from harness.metrics.intervals import median_interval
 from harness.records.record import Record
@@ -91,7 +91,7 @@ def metrics_of(record: Record) -> Metrics:
     interval = median_interval(record.step_seconds_by_round)
     tokens_per_rank = tokens_per_step(settings) / settings.world_size
     gpu_seconds = step * settings.world_size
-    counted = work.kernel if settings.task == "attention" else work.model
+    counted = counted_flops(settings, work)
 
     # The table of peaks holds the bf16 one only: a fraction of it has no meaning for an fp32 run.
     hardware = hardware_for(record.gpu or measured.device) if settings.dtype == "bf16" else None

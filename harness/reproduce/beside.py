@@ -9,7 +9,15 @@ from typing import Any, Literal
 from harness.base.lengths import format_length
 from harness.report.tables.table import Column, Table, significant, without_empty_columns
 from harness.reproduce.computed import computed_entries, digits_of
-from harness.reproduce.entries import UNIT_OF, Entry, gpu_text, measured_entries, published_entries, same_hardware
+from harness.reproduce.entries import (
+    ORIGINS,
+    UNIT_OF,
+    Entry,
+    gpu_text,
+    measured_entries,
+    published_entries,
+    same_hardware,
+)
 from harness.reproduce.figures import PaperFigure
 from harness.reproduce.measured import Run, rows_for
 from harness.reproduce.published import ARTIFACT
@@ -18,7 +26,6 @@ Verdict = Literal["reproduced", "partly", "not", "not comparable"]
 VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not", "not comparable")
 
 WITHIN = 0.10  # of the published value: what counts as reproduced, as a single sample is published without a spread
-CPU = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,13 +143,12 @@ def points_table(found: Beside) -> Table:
     for key, group in lines.items():
         for metric in found.figure.shows:
             rows += _lines(key, group, metric, along)
-    number = Column(header="", form=significant(4), numeric=True)
     columns = (
         Column(header="series"), Column(header="model"), Column(header="GPUs", numeric=True),
         Column(header="CP", numeric=True),
-        Column(header=along, numeric=True), Column(header="metric"), _headed(number, "published"), Column(header="by"),
-        _headed(number, "computed"), _headed(number, "measured"), Column(header="settings"), Column(header="on"),
-        _headed(number, "measured ÷ published"), _headed(number, "predicted"), Column(header="for"),
+        Column(header=along, numeric=True), Column(header="metric"), _number("published"), Column(header="by"),
+        _number("computed"), _number("measured"), Column(header="settings"), Column(header="on"),
+        _number("measured ÷ published"), _number("predicted"), Column(header="for"),
         Column(header="note"),
     )  # fmt: skip
     return without_empty_columns(
@@ -161,7 +167,7 @@ def _lines(key: tuple[Any, ...], group: Sequence[Entry], metric: str, along: str
     model, gpus, cp_size, at, series = key
     of = {
         origin: [one for one in group if one.origin == origin and (metric in one.values or one.status != "ok")]
-        for origin in ("published", "computed", "measured", "predicted")
+        for origin in ORIGINS
     }
     if not any(of.values()):
         return []
@@ -196,5 +202,5 @@ def _value(entry: Entry | None, metric: str) -> float | str | None:
     return entry.values.get(metric, entry.status if entry.status != "ok" else None)
 
 
-def _headed(column: Column, header: str) -> Column:
-    return Column(header=header, form=column.form, numeric=True)
+def _number(header: str) -> Column:
+    return Column(header=header, form=significant(4), numeric=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from harness.records.record import RECORD_FILE, BadRecord
@@ -44,14 +43,8 @@ def all_rows(runs: Sequence[Run]) -> list[tuple[Row, Path]]:
     return [one for run in runs for one in run.rows]
 
 
-@cache
-def _read(path: Path, state: tuple[int, float]) -> Run:
+def _run(path: Path) -> Run:
     records = RunRecords(path, path.as_posix())  # two runs may have folders of one name
     bad = records.read()
     rows = tuple((row, path / "trials" / row["trial_id"] / RECORD_FILE) for row in records.rows())
     return Run(path=path, rows=rows, bad=tuple(bad))
-
-
-def _run(path: Path) -> Run:
-    times = [file.stat().st_mtime for file in path.glob(f"trials/*/{RECORD_FILE}")]
-    return _read(path, (len(times), max(times, default=0.0)))

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from engine.settings import TrialSettings
 from harness.machine.this_machine import Machine, imagined
-from harness.metrics.flops import tokens_per_step, work_of
+from harness.metrics.flops import counted_flops, tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
 from harness.plan.forecast import forecast
 from harness.plan.matrix import plan
@@ -40,7 +40,7 @@ class Predictor(Protocol):
 
 
 class Simulated:
-    """harness.predict's times (docs/prediction.md), and harness.plan's memory."""
+    """The times and the memory of `burst predict` (docs/prediction.md)."""
 
     name = "the schedule simulated, and the engine's tensors"
 
@@ -84,11 +84,10 @@ def predicted_entries(
 def _values(figure: PaperFigure, settings: TrialSettings, found: Prediction) -> dict[str, float]:
     values = {}
     if found.seconds:
-        work, gpu_seconds = work_of(settings), found.seconds * settings.world_size
-        counted = work.kernel if settings.task == "attention" else work.model
+        gpu_seconds = found.seconds * settings.world_size
         values = {
             "tokens_per_gpu_per_second": tokens_per_step(settings) / gpu_seconds,
-            "tflops_per_gpu": counted / gpu_seconds / 1e12,
+            "tflops_per_gpu": counted_flops(settings, work_of(settings)) / gpu_seconds / 1e12,
             "forward_backward_ms": found.seconds * 1e3,
         }
     if found.gpu_gib:
