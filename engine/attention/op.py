@@ -117,7 +117,11 @@ def _gradients(
     delta_BNL = row_dot(dout_BLND, out_BLND)
     del out_BLND  # in a recomputed layer the last reference to O: the gradients need its memory
     if dlse_BNL is not None:
-        plan.check_takes_lse_gradient()
+        if not plan.kernel.takes_delta:
+            raise ValueError(
+                f"the LSE has a gradient and this plan for kernel {plan.kernel.name} was made for one without; plan it "
+                "with lse_gradient=True"
+            )
         delta_BNL -= dlse_BNL
     with plan.cp.collective():
         return plan.backward(saved, dout_BLND, lse_BNL, delta_BNL)

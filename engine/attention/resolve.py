@@ -1,11 +1,12 @@
 """From settings to a plan: every `auto` is resolved here, once for a shape, dtype and device.
 
-The result is an `engine.attention.algorithms.saved.AttentionPlan`: ring attention, or Ulysses around it. A context
-keeps the plans used last (`cached_plan`).
+The result is an `engine.attention.algorithms.saved.AttentionPlan`: ring attention, Ulysses around it, or attention over
+gathered keys. A context keeps the plans used last (`cached_plan`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -14,11 +15,11 @@ from engine.attention.algorithms.all_gather import AllGatherPlan, gathered_kinds
 from engine.attention.algorithms.ring import RingPlan
 from engine.attention.algorithms.saved import AttentionPlan
 from engine.attention.algorithms.ulysses import UlyssesPlan
-from engine.attention.comm.all_to_all import token_runs_in_order
+from engine.attention.comm.all_to_all import TokenRun, token_runs_in_order
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.ring import RingTraffic
 from engine.attention.inputs import check_inputs, check_mask, check_scale
-from engine.attention.kernels import Kernel, Problem, choose_kernel
+from engine.attention.kernels import Problem, choose_kernel
 from engine.attention.kernels.stand_in import AnyDelta
 from engine.attention.masks import Mask
 from engine.attention.planning.comm_plan import traffic_left
@@ -133,12 +134,8 @@ def plan_attention(
     if unsupported_reason:
         raise ValueError(unsupported_reason)
 
-    if schedule == ALL_GATHER:
-        if cp.size > 1:
-            narrows = "input" if narrow else "fp32"
-            return _all_gather_plan(
-                q_BLND, k_BLKD, mask, cp, scale, kernel, deterministic, narrows, lse_gradient, forward_streams
-            )
+    gathers = schedule == ALL_GATHER and cp.size > 1
+    if schedule == ALL_GATHER and not gathers:
         schedule = "ring"  # of one rank
     inner, shared_by, chunks = cp, 1, 1
     if schedule in ULYSSES_SCHEDULES:
@@ -153,18 +150,39 @@ def plan_attention(
                 f"schedule {schedule}; give a number that does"
             )
         ring = inner.ring("double_ring" if inner.node_size < inner.size else "ring")
-    else:
+    elif not gathers:
         ring = cp.ring(schedule)
+    if gathers:
+        kinds = gathered_kinds(mask, cp.layout, seq_len, cp.size)
+    else:
+        kinds = pair_table(mask, inner.layout, seq_len, inner.size).kinds
     problem = Problem(
         device=q_BLND.device,
         dtype=q_BLND.dtype,
         heads=heads // shared_by // chunks,
         kv_heads=kv_heads // shared_by // chunks,
         head_dim=head_dim,
-        bands=pair_table(mask, inner.layout, seq_len, inner.size).kinds,
+        bands=kinds,
         deterministic=deterministic,
     )
-    attend = _kernel(kernel, problem, lse_gradient)
+    attend = choose_kernel(kernel, problem)
+    if lse_gradient and not attend.takes_delta:
+        attend = AnyDelta(attend)
+    scale = head_dim**-0.5 if scale is None else scale
+    if gathers:
+        return AllGatherPlan(
+            cp=cp,
+            mask=mask,
+            gather=cp.gather(),
+            token_runs=_token_runs(cp, seq_len, range(cp.size)),
+            kernel=attend,
+            seq_len=seq_len,
+            shards=Shards.of(problem, attend, batch, tokens, "input" if narrow else "fp32"),
+            scale=scale,
+            deterministic=deterministic,
+            narrow_grads=narrow,
+            streams=streams_of(forward_streams, q_BLND.device),
+        )
     resolved_exchange = inner.choose_exchange(exchange, ring, q_BLND.device)
     ring_plan = RingPlan(
         cp=inner,
@@ -176,7 +194,7 @@ def plan_attention(
         backward_side="query" if backward == "auto" else backward,
         seq_len=seq_len,
         shards=Shards.of(problem, attend, batch, seq_len // inner.size, grad_comm_dtype),
-        scale=head_dim**-0.5 if scale is None else scale,
+        scale=scale,
         deterministic=deterministic,
         narrow_grads=narrowed(grad_comm_dtype),
         estimate=estimate,
@@ -188,59 +206,17 @@ def plan_attention(
         ring_plan = ring_plan.with_cheaper_backward(hardware)
     if schedule not in ULYSSES_SCHEDULES:
         return ring_plan
-    token_runs = token_runs_in_order(tuple(cp.layout.segments(seq_len, cp.size, rank) for rank in members))
     return UlyssesPlan(
         cp=cp,
         members=members,
         schedule=schedule,
         all_to_all=all_to_all,
-        token_runs=token_runs,
+        token_runs=_token_runs(cp, seq_len, members),
         inner=ring_plan,
         num_head_chunks=chunks,
     )
 
 
-def _kernel(name: str, problem: Problem, lse_gradient: bool) -> Kernel:
-    """The kernel, which with `lse_gradient` takes any delta."""
-    attend = choose_kernel(name, problem)
-    return AnyDelta(attend) if lse_gradient and not attend.takes_delta else attend
-
-
-def _all_gather_plan(
-    q_BLND: Tensor,
-    k_BLKD: Tensor,
-    mask: Mask,
-    cp: ContextParallel,
-    scale: float | None,
-    kernel: str,
-    deterministic: bool,
-    grad_comm_dtype: str,
-    lse_gradient: bool,
-    forward_streams: int,
-) -> AttentionPlan:
-    """Of several ranks, for shards that are runs of consecutive tokens."""
-    batch, tokens, heads, head_dim = q_BLND.shape
-    seq_len = tokens * cp.size
-    problem = Problem(
-        device=q_BLND.device,
-        dtype=q_BLND.dtype,
-        heads=heads,
-        kv_heads=k_BLKD.shape[2],
-        head_dim=head_dim,
-        bands=gathered_kinds(mask, cp.layout, seq_len, cp.size),
-        deterministic=deterministic,
-    )
-    attend = _kernel(kernel, problem, lse_gradient)
-    return AllGatherPlan(
-        cp=cp,
-        mask=mask,
-        gather=cp.gather(),
-        token_runs=token_runs_in_order(tuple(cp.layout.segments(seq_len, cp.size, rank) for rank in range(cp.size))),
-        kernel=attend,
-        seq_len=seq_len,
-        shards=Shards.of(problem, attend, batch, tokens, grad_comm_dtype),
-        scale=head_dim**-0.5 if scale is None else scale,
-        deterministic=deterministic,
-        narrow_grads=grad_comm_dtype == "input",
-        streams=streams_of(forward_streams, q_BLND.device),
-    )
+def _token_runs(cp: ContextParallel, seq_len: int, ranks: Iterable[int]) -> tuple[TokenRun, ...]:
+    """Runs of consecutive tokens of these ranks, in order of position."""
+    return token_runs_in_order(tuple(cp.layout.segments(seq_len, cp.size, rank) for rank in ranks))

@@ -13,12 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-import torch
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import GradAccumulator, OutputAccumulator
 from engine.attention.algorithms.saved import Saved
-from engine.attention.comm.all_to_all import TokenRun
+from engine.attention.comm.all_to_all import TokenRun, in_order, write_by_member
 from engine.attention.comm.gather import GroupGather
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import Layout, Segment
@@ -114,28 +113,14 @@ class AllGatherPlan:
 
     def _gathered(self, *shards: Tensor) -> list[Tensor]:
         """[B, L, K, D] of every rank -> the whole sequence in order of position, [B, S, K, D]."""
-        return [
-            torch.cat([by_rank[run.member, :, run.offset : run.offset + run.count] for run in self.token_runs], dim=1)
-            for by_rank in self.gather.start(shards)()
-        ]
+        return [in_order(by_rank, self.token_runs) for by_rank in self.gather.start(shards)()]
 
     def _by_owner(self, whole_BSKD: Tensor) -> Tensor:
         """[B, S, K, D] in order of position -> the tokens of every rank, [ranks, B, L, K, D]."""
         batch, tokens, *heads = whole_BSKD.shape
         by_rank = whole_BSKD.new_empty(self.cp.size, batch, tokens // self.cp.size, *heads)
-        start = 0
-        for run in self.token_runs:
-            by_rank[run.member, :, run.offset : run.offset + run.count] = whole_BSKD[:, start : start + run.count]
-            start += run.count
+        write_by_member(by_rank, whole_BSKD, self.token_runs)
         return by_rank
-
-    def check_takes_lse_gradient(self) -> None:
-        """Raise ValueError where the plan was made for an LSE without gradient and its kernel would ignore one."""
-        if not self.kernel.takes_delta:
-            raise ValueError(
-                f"the LSE has a gradient and this plan for kernel {self.kernel.name} was made for one without; plan it "
-                "with lse_gradient=True"
-            )
 
     def before(self, cut: int) -> AllGatherPlan:
         """The forward of the queries before global position `cut` alone: this rank's first rows."""

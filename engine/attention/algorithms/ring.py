@@ -77,14 +77,6 @@ class RingPlan:
         q_BLND, k_BLKD, v_BLKD = saved.tensors
         return _ring_backward(self, q_BLND, k_BLKD, v_BLKD, dout_BLND, lse_BNL, delta_BNL)
 
-    def check_takes_lse_gradient(self) -> None:
-        """Raise ValueError where the plan was made for an LSE without gradient and its kernel would ignore one."""
-        if not self.kernel.takes_delta:
-            raise ValueError(
-                f"the LSE has a gradient and this plan for kernel {self.kernel.name} was made for one without; plan it "
-                "with lse_gradient=True"
-            )
-
     def before(self, cut: int) -> RingPlan:
         """The forward of the queries before global position `cut` alone: this rank's first rows.
 

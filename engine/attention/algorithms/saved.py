@@ -67,10 +67,6 @@ class AttentionPlan(Protocol):
         """(dq_BLND, dk_BLKD, dv_BLKD) of this rank's shards, in the inputs' dtype."""
         ...
 
-    def check_takes_lse_gradient(self) -> None:
-        """Raise ValueError where the plan was made for an LSE without gradient and its kernel would ignore one."""
-        ...
-
     def before(self, cut: int) -> FirstRowsPlan:
         """The forward of the queries before global position `cut` alone: this rank's first rows."""
         ...

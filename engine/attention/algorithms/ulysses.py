@@ -119,10 +119,6 @@ class UlyssesPlan:
                 del results
         return exchange.results()
 
-    def check_takes_lse_gradient(self) -> None:
-        """Raise ValueError where the plan was made for an LSE without gradient and its kernel would ignore one."""
-        self.inner.check_takes_lse_gradient()
-
     def before(self, cut: int) -> UlyssesFirstRows:
         """The forward of the queries before global position `cut` alone: this rank's first rows."""
         return UlyssesFirstRows(plan=self, cut=cut)

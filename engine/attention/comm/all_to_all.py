@@ -42,6 +42,19 @@ def token_runs_in_order(shards: tuple[tuple[Segment, ...], ...]) -> tuple[TokenR
     return tuple(token_run for _start, token_run in sorted(runs, key=lambda run: run[0]))
 
 
+def in_order(by_member: Tensor, token_runs: tuple[TokenRun, ...]) -> Tensor:
+    """[members, B, L, H, ...] -> all members' tokens in order of position, [B, T, H, ...]."""
+    return torch.cat([by_member[run.member, :, run.offset : run.offset + run.count] for run in token_runs], dim=1)
+
+
+def write_by_member(by_member: Tensor, whole: Tensor, token_runs: tuple[TokenRun, ...]) -> None:
+    """The reverse of `in_order`: write the tokens of `whole`, [B, T, H, ...], into `by_member`."""
+    start = 0
+    for run in token_runs:
+        by_member[run.member, :, run.offset : run.offset + run.count] = whole[:, start : start + run.count]
+        start += run.count
+
+
 class HeadChunk(Protocol):
     """The whole group's tokens of one chunk of this rank's heads, as received."""
 
@@ -161,11 +174,8 @@ class _GroupPass:
             section.copy_(by_rank)
         # The list holds the received message only until its tokens have been put in order.
         receive = [self._all_to_all.exchange(rows)]
-        return lambda: _AllocatedChunk(tuple(self._in_order(section) for section in sections(receive.pop()(), specs)))
-
-    def _in_order(self, by_rank: Tensor) -> Tensor:
-        """[group, B, L, H, ...] -> the group's tokens in order, [B, T, H, ...]."""
-        return torch.cat([by_rank[r.member, :, r.offset : r.offset + r.count] for r in self._token_runs], dim=1)
+        runs = self._token_runs
+        return lambda: _AllocatedChunk(tuple(in_order(section, runs) for section in sections(receive.pop()(), specs)))
 
     def send_back(self, results: tuple[Tensor, ...], index: int) -> None:
         self._returning.append(self._send_back(results))
@@ -182,10 +192,7 @@ class _GroupPass:
         specs = tuple(TensorSpec((t.shape[0], t.shape[1] // size, *t.shape[2:]), t.dtype) for t in results)
         rows = message(specs, size, results[0].device)
         for section, result in zip(sections(rows, specs), results, strict=True):
-            start = 0
-            for run in self._token_runs:
-                section[run.member, :, run.offset : run.offset + run.count] = result[:, start : start + run.count]
-                start += run.count
+            write_by_member(section, result, self._token_runs)
         receive = self._all_to_all.exchange(rows)
         return lambda: tuple(section.movedim(0, 2) for section in sections(receive(), specs))
 

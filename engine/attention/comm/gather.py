@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import tensor_specs
-from engine.attention.comm.all_to_all import message, sections
+from engine.attention.comm.all_to_all import GroupAllToAll, message, sections
 from engine.attention.comm.p2p import Traffic, peers_needed
 from engine.ops.autograd import accumulation_dtype
 
@@ -25,7 +24,7 @@ class GroupGather:
     """Gathers and reduces among the ranks of a group, whose bytes are counted as sent to each other rank."""
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
-        self._group, self._traffic = group, traffic
+        self._group, self._traffic, self._all_to_all = group, traffic, GroupAllToAll(group, traffic)
         self.size = dist.get_world_size(group)
         self._peers = f"ranks {', '.join(map(str, dist.get_process_group_ranks(group)))}"
 
@@ -54,8 +53,5 @@ class GroupGather:
         rows = message(specs, self.size, by_owner[0].device)
         for section, tensor in zip(sections(rows, specs), by_owner, strict=True):
             section.copy_(tensor)
-        received = torch.empty_like(rows)
-        self._traffic.add(rows[1:])  # one row stays here
-        with peers_needed(self._group, self._peers):
-            dist.all_to_all_single(received, rows, group=self._group, async_op=True).wait()
-        return tuple(part.sum(dim=0, dtype=accumulation_dtype(part.dtype)) for part in sections(received, specs))
+        received = sections(self._all_to_all.exchange(rows)(), specs)
+        return tuple(part.sum(dim=0, dtype=accumulation_dtype(part.dtype)) for part in received)
