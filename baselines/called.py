@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from baselines.install.places import Place
 from baselines.programs import PROGRAMS
+from baselines.programs.program_parts import MARK
 from baselines.tokens import FOLDER, PLAIN
 from baselines.upstream import Printed, Rendered, Upstream
 from engine.attention.geometry.layout import split_unsupported_reason
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from engine.settings import Task, TrialSettings
 
 REQUEST_FILE = "attention.json"
-MARK = "UPSTREAM "
 # Of transformers' attention: what torch chooses, cuDNN's first, or FlashAttention-4 where it lies beside torch.
 KERNELS = ("auto", "cudnn", "fa4")
 _LINE = re.compile(rf"^{MARK}(\{{.*\}})$", re.MULTILINE)

@@ -1,4 +1,5 @@
-"""Programs of ours that the interpreter of a compared system runs, by path. They import none of our packages."""
+"""Programs of ours that the interpreter of a compared system runs, by path. They import none of our packages,
+and `program_parts` of this folder."""
 
 from pathlib import Path
 

@@ -17,23 +17,22 @@ import sys
 import time
 import traceback
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+from attention_bytes import counted
+from program_parts import leave, say, say_peaks
+
 sys.path[:1] = []  # the folder of this program, whose neighbours would hide modules of the same name
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-MARK = "UPSTREAM "
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FLUSH_BYTES = 1 << 28  # several times the L2 cache of any GPU, which no model leaves filled between two calls
-
-
 CASE_SECONDS = 60  # after which a rank no longer waits for another: some errors are raised on one rank alone
 
 
-def load(path, name="call"):
+def load(path):
     """The module at a path."""
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location("call", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -67,7 +66,7 @@ def compare(call, request, device):
         q, k, v = (own[name].requires_grad_() for name in "qkv")
         attend = call.prepare(request, dist.group.WORLD)
         dist.barrier()
-        with load(os.path.join(HERE, "attention_bytes.py"), "attention_bytes").counted() as sent:
+        with counted() as sent:
             out = attend(q, k, v)
             out.backward(own["dout"])
         tensors = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
@@ -88,10 +87,7 @@ def finish(cuda):
         dist.barrier()
     else:
         dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not by returning: a thread of gloo that drops tensors while the interpreter ends aborts the process.
-    os._exit(0)
+    leave()
 
 
 def main():
@@ -142,15 +138,8 @@ def main():
         attend(q, k, v).backward(gradient)
 
     for step in range(request["steps"]):
-        line = {"step": step + 1, "forward_seconds": timed(forward), "seconds": timed(both)}
-        if rank == 0:
-            print(MARK + json.dumps(line), flush=True)
-    peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if cuda else []
-    gathered = [None] * size
-    dist.all_gather_object(gathered, peaks)
-    if rank == 0:
-        allocated, reserved = ([each[kind] for each in gathered] if cuda else [] for kind in (0, 1))
-        print(MARK + json.dumps({"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}), flush=True)
+        say(rank, step=step + 1, forward_seconds=timed(forward), seconds=timed(both))
+    say_peaks(rank, size)
     finish(cuda)
 
 

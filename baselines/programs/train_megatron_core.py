@@ -5,24 +5,16 @@ parameters, their gradients, the loss, and the bytes it sent. Megatron asks for 
 tables; on CPU ranks the answer is the CPU.
 """
 
-import importlib.util
 import json
-import os
 import sys
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+from attention_bytes import counted
+from program_parts import leave
+
 sys.path[:1] = []  # the folder of this program
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-
-
-def load(name):
-    """A program of ours beside this one."""
-    spec = importlib.util.spec_from_file_location(name, os.path.join(HERE, name + ".py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def gpt(request):
@@ -79,7 +71,7 @@ def main():
     length = request["seq_len"]
     hidden = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
     positions = torch.arange(length).expand(len(drawn), -1)
-    with load("attention_bytes").counted() as sent:
+    with counted() as sent:
         loss = model(drawn[:, :-1], positions, hidden, labels=drawn[:, 1:].contiguous()).mean()
         loss.backward()
     kept = {
@@ -90,8 +82,7 @@ def main():
     }
     torch.save(kept, f"{request['left']}.rank{dist.get_rank()}.pt")
     dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # as attention.py ends, and for its reason
+    leave()
 
 
 main()

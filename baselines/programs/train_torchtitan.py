@@ -7,27 +7,17 @@ import dataclasses
 import json
 import sys
 
+from program_parts import batch, say
+
 sys.path[:1] = []  # the folder of this program
 
 import torch  # noqa: E402
-
-MARK = "UPSTREAM "
 
 
 def ffn_multiplier(hidden, ffn):
     """What torchtitan multiplies its own size of the MLP, 8/3 of hidden, with, and rounds up to a multiple of."""
     own = int(2 * 4 * hidden / 3)
     return ffn / own if int(ffn / own * own) == ffn else (ffn + 0.5) / own
-
-
-def batch(request, step, replica, replicas):
-    """Whole sequences of one step and replica from the trial's file of tokens: inputs, and the next tokens."""
-    size, length = request["batch_size"], request["seq_len"]
-    first = (step * replicas + replica) * size
-    with open(request["tokens"], "rb") as file:
-        file.seek(4 * first * length)
-        run = torch.frombuffer(bytearray(file.read(4 * (size * length + 1))), dtype=torch.int32).long()
-    return run[:-1].view(size, length), run[1:].view(size, length)
 
 
 def register(request):
@@ -57,7 +47,7 @@ def register(request):
         """Prints what is allocated, too: its own log has what is reserved."""
 
         def get_peak_stats(self):
-            print(MARK + json.dumps({"peak_allocated_bytes": [torch.cuda.max_memory_allocated()]}), flush=True)
+            say(0, peak_allocated_bytes=[torch.cuda.max_memory_allocated()])
             return super().get_peak_stats()
 
     metrics.DeviceMemoryMonitor = Peaks

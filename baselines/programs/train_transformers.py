@@ -14,50 +14,11 @@ import os
 import sys
 import time
 
+from program_parts import attention_name, batch, leave, llama_config, register_ulysses, say, say_peaks
+
 sys.path[:1] = []  # the folder of this program
 
 import torch  # noqa: E402
-
-MARK = "UPSTREAM "
-
-
-def say(rank, **line):
-    if rank == 0:
-        print(MARK + json.dumps(line), flush=True)
-
-
-def model_config(request):
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        vocab_size=request["vocab"],
-        hidden_size=request["hidden"],
-        intermediate_size=request["ffn"],
-        num_hidden_layers=request["layers"],
-        num_attention_heads=request["heads"],
-        num_key_value_heads=request["kv_heads"],
-        head_dim=request["head_dim"],
-        max_position_embeddings=request["seq_len"],
-        rms_norm_eps=request["norm_eps"],
-        rope_theta=request["rope_base"],
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-
-
-def batch(request, step, replica, replicas):
-    """Whole sequences of one step and replica from the trial's file of tokens: inputs, and the next tokens."""
-    size, length = request["batch_size"], request["seq_len"]
-    first = (step * replicas + replica) * size
-    with open(request["tokens"], "rb") as file:
-        file.seek(4 * first * length)
-        run = torch.frombuffer(bytearray(file.read(4 * (size * length + 1))), dtype=torch.int32).long()
-    return run[:-1].view(size, length), run[1:].view(size, length)
-
-
-def attention_name(request):
-    """Of transformers' attention functions."""
-    return "flash_attention_4" if request["kernel"] == "fa4" else "sdpa"
 
 
 def with_kernel(request):
@@ -88,7 +49,7 @@ def tile_mlp(tiles):
 def train_with_deepspeed(request):
     import deepspeed
     import deepspeed.comm as comm
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, UlyssesSPAttentionHF
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
     from transformers import LlamaForCausalLM
 
     cuda = torch.cuda.is_available()
@@ -98,16 +59,8 @@ def train_with_deepspeed(request):
     torch.manual_seed(request["seed"])
     if request["mlp_tiles"] > 1:
         tile_mlp(request["mlp_tiles"])
-    config = model_config(request)
-    config._attn_implementation = attention_name(request)
-    mpu = UlyssesSPAttentionHF.register_with_transformers(
-        model_name_or_path=type("Model", (), {"config": config}),
-        core_attn_implementation=attention_name(request),
-        sequence_parallel_size=cp_size,
-        micro_batch_size=request["batch_size"],
-        seq_length=request["seq_len"],
-        seq_length_is_variable=False,
-    )
+    config = llama_config(request)
+    mpu = register_ulysses(config, request)
     with deepspeed.zero.Init(config_dict_or_path=request["deepspeed"], mpu=mpu):
         model = LlamaForCausalLM(config)
     if request["recompute"]:
@@ -146,7 +99,7 @@ def train_with_deepspeed(request):
         norm = engine.get_global_grad_norm()
         line = {"step": step + 1, "seconds": slowest.item(), "loss": mean.item() / world}
         say(rank, **line, **({} if norm is None else {"grad_norm": float(norm)}))
-    peaks(rank, world)
+    finish(rank, world)
 
 
 def train_with_trl(request):
@@ -158,7 +111,7 @@ def train_with_trl(request):
 
     rank, world, cuda = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.cuda.is_available()
     torch.manual_seed(request["seed"])
-    model = LlamaForCausalLM._from_config(model_config(request), attn_implementation=attention_name(request))
+    model = LlamaForCausalLM._from_config(llama_config(request), attn_implementation=attention_name(request))
     unused = "t0"
     names = {f"t{number}": number for number in range(request["vocab"])}
     tokenizer = PreTrainedTokenizerFast(
@@ -221,26 +174,17 @@ def train_with_trl(request):
         callbacks=[Clock()],
     )
     trainer.train()
-    peaks(rank, world)
+    finish(rank, world)
 
 
-def peaks(rank, world):
-    """Each rank's peak of the allocator, printed by rank 0; the process ends then."""
+def finish(rank, world):
+    """Rank 0 prints the ranks' peaks; the process ends."""
     import torch.distributed as dist
 
-    cuda = torch.cuda.is_available()
-    own = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if cuda else []
-    gathered = [own] * world
-    if world > 1:
-        dist.all_gather_object(gathered, own)
-    allocated, reserved = ([each[kind] for each in gathered] if cuda else [] for kind in (0, 1))
-    say(rank, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved)
+    say_peaks(rank, world)
     if world > 1:
         dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not by returning: a thread of gloo that drops tensors while the interpreter ends aborts the process.
-    os._exit(0)
+    leave()
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ timed; this one keeps what can be compared.
 """
 
 import json
-import os
 import sys
+
+from program_parts import leave, llama_config, register_ulysses
 
 sys.path[:1] = []  # the folder of this program
 
@@ -27,36 +28,14 @@ def main():
         request = json.load(file)
     import deepspeed
     import deepspeed.comm as comm
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from deepspeed.utils import safe_get_full_grad
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     deepspeed.init_distributed("gloo")
     rank, size, length = comm.get_rank(), comm.get_world_size(), request["seq_len"]
     torch.manual_seed(request["seed"])
-    config = LlamaConfig(
-        vocab_size=request["vocab"],
-        hidden_size=request["hidden"],
-        intermediate_size=request["ffn"],
-        num_hidden_layers=request["layers"],
-        num_attention_heads=request["heads"],
-        num_key_value_heads=request["kv_heads"],
-        head_dim=request["head_dim"],
-        max_position_embeddings=length,
-        rms_norm_eps=request["norm_eps"],
-        rope_theta=request["rope_base"],
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-    config._attn_implementation = "sdpa"
-    mpu = UlyssesSPAttentionHF.register_with_transformers(
-        model_name_or_path=type("Model", (), {"config": config}),
-        core_attn_implementation="sdpa",
-        sequence_parallel_size=size,
-        micro_batch_size=request["batch_size"],
-        seq_length=length,
-        seq_length_is_variable=False,
-    )
+    config = llama_config(request)
+    mpu = register_ulysses(config, request)
     settings = {
         "train_micro_batch_size_per_gpu": request["batch_size"],
         "train_batch_size": request["batch_size"],
@@ -91,8 +70,7 @@ def main():
     if rank == 0:
         torch.save({"loss": losses, "parameters": first, "gradients": gradients}, f"{request['left']}.rank0.pt")
     comm.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # as attention.py ends, and for its reason
+    leave()
 
 
 main()

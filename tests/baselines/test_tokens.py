@@ -42,7 +42,10 @@ def engine_batches(settings: TrialSettings) -> list[list[tuple[torch.Tensor, tor
 
 
 @pytest.mark.parametrize("program", ["train_torchtitan.py", "train_transformers.py"])
-def test_programs_read_the_batches_of_the_engine(settings: TrialSettings, tmp_path: Path, program: str) -> None:
+def test_programs_read_the_batches_of_the_engine(
+    settings: TrialSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    monkeypatch.syspath_prepend(PROGRAMS)  # as where Python starts a program
     origin = write_tokens(settings, STEPS, "plain", tmp_path)
     assert origin == open_tokens(settings.data).describe()  # as the engine's own trials record it
     batch: Any = runpy.run_path(str(PROGRAMS / program))["batch"]

@@ -1,0 +1,87 @@
+"""What several programs of this folder need; a program imports it before it takes the folder off Python's path."""
+
+import json
+import os
+import sys
+
+MARK = "UPSTREAM "  # begins each line that `baselines.called` reads
+
+
+def say(rank, **line):
+    """Rank 0 prints one line of JSON."""
+    if rank == 0:
+        print(MARK + json.dumps(line), flush=True)
+
+
+def say_peaks(rank, world):
+    """Rank 0 prints each rank's peaks of the allocator, empty on CPU ranks. Collective over several ranks."""
+    import torch
+    import torch.distributed as dist
+
+    cuda = torch.cuda.is_available()
+    own = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if cuda else []
+    gathered = [own] * world
+    if world > 1:
+        dist.all_gather_object(gathered, own)
+    allocated, reserved = ([each[kind] for each in gathered] if cuda else [] for kind in (0, 1))
+    say(rank, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved)
+
+
+def leave():
+    """End the process, and not by returning: a thread of gloo that drops tensors while the interpreter ends aborts
+    it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def batch(request, step, replica, replicas):
+    """Whole sequences of one step and replica from the trial's file of tokens: inputs, and the next tokens."""
+    import torch
+
+    size, length = request["batch_size"], request["seq_len"]
+    first = (step * replicas + replica) * size
+    with open(request["tokens"], "rb") as file:
+        file.seek(4 * first * length)
+        run = torch.frombuffer(bytearray(file.read(4 * (size * length + 1))), dtype=torch.int32).long()
+    return run[:-1].view(size, length), run[1:].view(size, length)
+
+
+def llama_config(request):
+    """The trial's model as a Llama of transformers."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=request["vocab"],
+        hidden_size=request["hidden"],
+        intermediate_size=request["ffn"],
+        num_hidden_layers=request["layers"],
+        num_attention_heads=request["heads"],
+        num_key_value_heads=request["kv_heads"],
+        head_dim=request["head_dim"],
+        max_position_embeddings=request["seq_len"],
+        rms_norm_eps=request["norm_eps"],
+        rope_theta=request["rope_base"],
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+
+
+def attention_name(request):
+    """Of transformers' attention functions."""
+    return "flash_attention_4" if request["kernel"] == "fa4" else "sdpa"
+
+
+def register_ulysses(config, request):
+    """Have transformers attend by DeepSpeed's UlyssesSPAttentionHF over `cp_size` ranks; returns its process groups."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    config._attn_implementation = attention_name(request)
+    return UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=type("Model", (), {"config": config}),
+        core_attn_implementation=attention_name(request),
+        sequence_parallel_size=request["cp_size"],
+        micro_batch_size=request["batch_size"],
+        seq_length=request["seq_len"],
+        seq_length_is_variable=False,
+    )
