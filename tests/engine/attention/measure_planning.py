@@ -33,7 +33,7 @@ CACHES = (
     _window_tiles,
     _keys_seen,
     pair_table.pair_table,
-    comm_plan._ring_tables,
+    comm_plan.ring_tables,
     comm_plan.comm_plan,
     comm_plan.ring_traffic,
     comm_volume.group_backward_bytes,
