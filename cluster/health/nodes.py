@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from cluster.checks import AnyCheck, conclude, gpus
+from cluster.checks import AnyCheck, conclude
+from cluster.checks.gpu import gpus
 from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
