@@ -67,6 +67,7 @@ def network_drift(nodes: Sequence[NodeNetwork]) -> list[str]:
         *differ("MTUs of the socket interfaces differ, so large packets can get lost", _mtu),
         *differ("GPUs differ", _gpus),
         *differ("NVIDIA drivers differ", lambda node: node.facts.driver),
+        *differ("settings in nccl.conf differ", _nccl_conf),
         *differ("NCCL versions differ, which NCCL refuses or hangs on", lambda node: node.facts.nccl),
     ]
 
@@ -144,6 +145,12 @@ def _rates(node: NodeNetwork) -> str | None:
 def _mtu(node: NodeNetwork) -> str | None:
     interface = node.facts.interface(node.interface.name)
     return str(interface.mtu) if interface is not None and interface.mtu is not None else None
+
+
+def _nccl_conf(node: NodeNetwork) -> str:
+    """The first value of each name, which is the one that counts."""
+    settings = {setting.name: setting.value for setting in reversed(node.facts.nccl_conf)}
+    return ", ".join(f"{name}={value}" for name, value in sorted(settings.items())) or "none"
 
 
 def _gpus(node: NodeNetwork) -> str:
