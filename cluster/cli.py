@@ -12,12 +12,14 @@ from pathlib import Path
 from cluster import checks
 from cluster.active.fleet import Plan, run_active
 from cluster.active.pairing import Pair
+from cluster.active.rail_fleet import TEST, run_rails
 from cluster.check_arguments import chosen_nodes, chosen_part, parser
 from cluster.checks import AnyCheck
 from cluster.discovery.drift import version_drift
 from cluster.files.errors import shown
 from cluster.health import history
 from cluster.health.nodes import NodeReport, check_nodes
+from cluster.health.rails import find_rails
 from cluster.inventory.nodes import Node
 from cluster.probing.verdict import EXIT_CODES, worst_level
 from cluster.profiles import Profile, load_profiles
@@ -131,6 +133,10 @@ def _run_active(
         return {}
     plan = Plan(connect=connect, profiles=profiles, device=arguments.active, say=say)
     findings = run_active(free, plan)
+    if arguments.active == "cuda":
+        rails = find_rails(free, connect, arguments.timeout)
+        for name, verdict in run_rails(free, rails, plan).items():
+            reports[name] = reports[name].also(TEST, verdict)
     for name, tests in findings.verdicts.items():
         for test, verdict in tests.items():
             reports[name] = reports[name].also(test, verdict)
