@@ -108,8 +108,8 @@ class RingTables:
         own = np.eye(size, dtype=bool)[None, :, None, :]
         lengths = (self.used[..., 1] - self.used[..., 0]).reshape(shape)
         longest: Integers = np.where(own, 0, lengths).max(axis=(1, 3))
-        unreduced: NDArray[np.bool_] = (self.unreduced.reshape(shape) | own).all(axis=(1, 3))
-        return longest.T.tolist(), unreduced.T.tolist()
+        sums: NDArray[np.bool_] = np.asarray((~self.unreduced.reshape(shape) & ~own).any(axis=(1, 3)))
+        return longest.T.tolist(), (~sums).T.tolist()
 
 
 @lru_cache(maxsize=64)
