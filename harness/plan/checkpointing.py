@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.attention.masks import parse_mask
+from engine.attention.planning.cost_model import HardwareModel
 from engine.checkpoint.planning.cost import Speeds
 from engine.checkpoint.planning.memory import GIB
 from engine.checkpoint.planning.plan import Budget, planned
@@ -40,7 +41,7 @@ def with_plan(
     chosen, forecast = planned(
         settings,
         budget_of(settings, machine, hardware),
-        speeds_of(settings.kernel, hardware),
+        replace(speeds_of(settings.kernel, hardware), gather=_gather_speed(settings, machine)),
         correction=correction.factor,
         correction_source=correction.source,
     )
@@ -74,6 +75,13 @@ def speeds_of(kernel: Kernel, hardware: Hardware | None) -> Speeds:
     measured = hardware.kernel_ceilings
     ceiling = measured.get(kernel) or next(iter(measured.values()), {})
     return Speeds(gemm=(hardware.gemm_tflops or peak) * 1e12, attention=ceiling.get("forward", peak) * 1e12)
+
+
+def _gather_speed(settings: TrialSettings, machine: Machine) -> float:
+    """Bytes per second that a rank receives while parameters are gathered: the slowest link's on the way."""
+    spans = (machine.nodes_for(settings.world_size) or 1) > 1 and settings.sharding == "full"
+    links = HardwareModel()
+    return (links.across_gib if spans else links.inside_gib) * GIB
 
 
 def _step_seconds(settings: TrialSettings, hardware: Hardware | None, forecast: Forecast) -> float | None:
