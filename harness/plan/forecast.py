@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from engine.settings import TrialSettings
+from harness.machine.this_machine import Machine
 from harness.metrics.flops import tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB
 from harness.plan.predict import engine_memory
-from harness.predict.speeds import TERA, speeds_of
-from harness.predict.step import StepTime, step_time
+from harness.plan.times import ranks_of_node, time_or_reason
+from harness.predict.speeds import TERA
+from harness.predict.step import StepTime
 from harness.predict.validation import HELD_OUT, compare
-from harness.spec.methods import method_named
 
 USABLE = 0.96  # of a GPU's memory: the rest is the driver's, NCCL's and lost between blocks
 _INTERVAL = 0.9  # of the held-out configurations were predicted within the interval
@@ -66,14 +67,7 @@ def forecast(settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int 
     """Time and memory of a trial, or one sentence why there is none."""
     node_ranks = min(gpus_per_node or hardware.gpus_per_node, settings.world_size)
     memory = engine_memory(settings)
-    time: StepTime | None = None
-    reason = method_named(settings.method).refuse(settings) or ""
-    if not reason:
-        kernel = None if settings.kernel == "auto" else settings.kernel
-        try:
-            time = step_time(settings, speeds_of(hardware, kernel), node_ranks=node_ranks)
-        except ValueError as error:
-            reason = str(error)
+    time, reason = time_or_reason(settings, hardware, node_ranks=node_ranks)
     return Forecast(
         settings=settings, hardware=hardware, nodes=-(-settings.world_size // node_ranks), time=time, reason=reason,
         gpu_gib=memory.allocated / GIB if memory else None,
@@ -125,12 +119,15 @@ class Cost:
     unknown: int  # further trials, of which no time is predicted
 
 
-def cost_of(trials: Iterable[TrialSettings], hardware: Hardware, *, rounds: int = 1) -> Cost:
-    """Wall time and GPU-hours: start-up, warm-up and measured steps of each trial, in every round."""
+def cost_of(
+    trials: Iterable[TrialSettings], hardware: Hardware, *, rounds: int = 1, hosts: Machine | None = None
+) -> Cost:
+    """Wall time and GPU-hours: start-up, warm-up and measured steps of each trial, in every round; on these hosts, by
+    default on nodes as the hardware file has them."""
     seconds = gpu_seconds = 0.0
     count = unknown = 0
     for settings in trials:
-        time = forecast(settings, hardware).time
+        time = forecast(settings, hardware, gpus_per_node=ranks_of_node(settings, hosts)).time
         if time is None:
             unknown += 1
             continue

@@ -1,4 +1,5 @@
-"""What a predictor gives for the trials of a figure: times of the simulated schedule, and memory of the engine.
+"""What a predictor gives for the trials of a figure: times of the simulated schedule, and memory as the system holds it
+whose settings a trial has as published, otherwise the engine's.
 
 Another predictor takes its place by setting PREDICTOR: a name and one function from settings and hardware.
 """
@@ -9,14 +10,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from baselines.paper_cluster import GPUS_PER_NODE
 from engine.settings import TrialSettings
 from harness.machine.this_machine import Machine, imagined
 from harness.metrics.flops import counted_flops, tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
+from harness.metrics.throughput import GIB
 from harness.plan.forecast import forecast
 from harness.plan.matrix import plan
 from harness.plan.predict import Prediction
 from harness.predict.speeds import assumed
+from harness.predict.systems import SYSTEM_OF, system_memory
 from harness.reproduce.entries import Entry, gpu_text, predicted_entry
 from harness.reproduce.figures import PaperFigure
 from harness.spec.experiment import load_experiment
@@ -28,7 +32,6 @@ SHORT = {
     "tflops_per_gpu": "TFLOP/s",
     "forward_backward_ms": "times",
 }
-GPUS_PER_NODE = 8  # of the paper's cluster, and of most
 
 
 class Predictor(Protocol):
@@ -40,14 +43,18 @@ class Predictor(Protocol):
 
 
 class Simulated:
-    """The times and the memory of `burst predict` (docs/prediction.md)."""
+    """The times and the memory of docs/prediction.md."""
 
-    name = "the schedule simulated, and the engine's tensors"
+    name = "the schedule simulated; memory as published systems hold it, where their software was fitted, or the engine"
 
     def predict(self, settings: TrialSettings, hardware: Hardware) -> Prediction:
         found = forecast(settings, hardware, gpus_per_node=GPUS_PER_NODE)
-        seconds = found.time.seconds if found.time else None
-        return Prediction(seconds=seconds, gpu_gib=found.gpu_gib, reserved_gib=None, host_gib=None)
+        seconds, gib = found.time.seconds if found.time else None, found.gpu_gib
+        if found.time and settings.settings == "as_published" and settings.task == "train":
+            system = SYSTEM_OF.get(settings.method)
+            if system is not None and hardware.waiting_layers is not None:
+                gib = system_memory(settings, system, found.time.exchange, hardware.waiting_layers) / GIB
+        return Prediction(seconds=seconds, gpu_gib=gib, reserved_gib=None, host_gib=None)
 
 
 PREDICTOR: Predictor = Simulated()

@@ -15,7 +15,8 @@ from engine.attention.planning.comm_plan import comm_plan
 from engine.attention.planning.comm_volume import RingVolume, Shards, Widths
 from harness.metrics.hardware import Speeds
 from harness.metrics.throughput import GIB
-from harness.predict.attention import AttentionProblem, Exchange, attention_passes
+from harness.predict.attention import attention_passes
+from harness.predict.problem import AttentionProblem, Exchange
 from harness.predict.speeds import TERA
 
 FAST = Speeds(
