@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.plain_json import read_json
+from engine.plain_json import from_json, read_json, to_json
+from engine.settings import TrialSettings
 from harness.metrics.hardware import hardware_for
 from harness.metrics.throughput import GIB
 from harness.plan.checkpointing import is_native
@@ -66,8 +67,9 @@ def compared_records() -> list[Compared]:
             continue
         if "parameters" not in read_json(path)["settings"]:  # from before there was the choice: FSDP2 of one rank
             settings = replace(settings, parameters="gathered")
-        if settings.kernel == "auto" and measured.chosen.get("kernel") in hardware.kernel_ceilings:
-            settings = replace(settings, kernel=measured.chosen["kernel"])
+        chosen = measured.chosen.get("kernel", "")
+        if settings.kernel == "auto" and chosen in hardware.kernel_ceilings:
+            settings = from_json(TrialSettings, to_json(settings) | {"kernel": chosen})
         expected = predict(settings, hardware)
         if expected.seconds is None or expected.gpu_gib is None or expected.reserved_gib is None:
             continue

@@ -11,7 +11,7 @@ import math
 import random
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from baselines.paper_cluster import GPUS_PER_NODE
@@ -124,8 +124,10 @@ def fit(start: Speeds, *, seed: int = 0, tries: int = 4000) -> Speeds:
     least, width = _loss(chosen, best), 0.3
     for attempt in range(tries):
         name = generator.choice(FITTED)
-        tried = replace(best, **{name: getattr(best, name) * math.exp(generator.gauss(0, width))})
-        tried = replace(tried, attention_backward_tflops=BACKWARD_OF_FORWARD * tried.attention_forward_tflops)
+        values = {each: getattr(best, each) for each in SPEEDS}
+        values[name] *= math.exp(generator.gauss(0, width))
+        values["attention_backward_tflops"] = BACKWARD_OF_FORWARD * values["attention_forward_tflops"]
+        tried = Speeds(**values)
         if not _possible(tried):
             continue
         loss = _loss(chosen, tried)
@@ -133,7 +135,7 @@ def fit(start: Speeds, *, seed: int = 0, tries: int = 4000) -> Speeds:
             best, least = tried, loss
         if attempt % (tries // 10) == 0:
             width = max(0.01, width * 0.75)
-    return replace(best, **{name: float(f"{getattr(best, name):.4g}") for name in SPEEDS})
+    return Speeds(**{name: float(f"{getattr(best, name):.4g}") for name in SPEEDS})
 
 
 def _loss(chosen: Sequence[tuple[Configuration, list[PublishedTime]]], speeds: Speeds) -> float:

@@ -12,6 +12,7 @@ from engine.settings import TrialSettings
 from harness.cli import main
 from harness.metrics.hardware import hardware_named, load_hardware
 from harness.plan.forecast import cost_of, forecast, held_out_width, longest
+from harness.predict.speeds import speeds_of
 from harness.spec.models import named_model
 
 
@@ -136,6 +137,8 @@ def test_this_machine_is_measured_and_the_file_is_read_back(tmp_path: Path, caps
     hardware = load_hardware(path)
     assert {"gemm_tflops", "memory_gib", "inside_gib", "attention_forward_tflops"} <= hardware.speeds.keys()
     assert hardware.spread
+    assert hardware.kernel_tiles["cpu"].tokens == (128, 256)
+    assert speeds_of(hardware, "cpu").tiles == hardware.kernel_tiles["cpu"]
     assert any(name.startswith("attention cpu backward") for name in hardware.figures)
     before = path.read_bytes()
     assert main(["calibrate", "--out", str(path)]) == 2
