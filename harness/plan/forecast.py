@@ -17,6 +17,7 @@ from harness.plan.predict import engine_memory
 from harness.plan.times import ranks_of_node, time_or_reason
 from harness.predict.speeds import TERA
 from harness.predict.step import StepTime
+from harness.predict.systems import SYSTEM_OF, system_memory
 from harness.predict.validation import HELD_OUT, compare
 
 USABLE = 0.96  # of a GPU's memory: the rest is the driver's, NCCL's and lost between blocks
@@ -35,6 +36,7 @@ class Forecast:
     time: StepTime | None  # None where the trial is refused or not modelled
     reason: str  # why, else empty
     gpu_gib: float | None  # of the fullest rank; None for other tasks than train, and for other systems
+    system_gib: float | None = None  # with the same settings in the system that the method stands for, where known
 
     @property
     def fits(self) -> bool | None:
@@ -70,8 +72,16 @@ def forecast(settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int 
     time, reason = time_or_reason(settings, hardware, node_ranks=node_ranks)
     return Forecast(
         settings=settings, hardware=hardware, nodes=-(-settings.world_size // node_ranks), time=time, reason=reason,
-        gpu_gib=memory.allocated / GIB if memory else None,
+        gpu_gib=memory.allocated / GIB if memory else None, system_gib=_system_gib(settings, hardware, time),
     )  # fmt: skip
+
+
+def _system_gib(settings: TrialSettings, hardware: Hardware, time: StepTime | None) -> float | None:
+    """Of training in the published system, on a GPU type with which its software was fitted."""
+    system = SYSTEM_OF.get(settings.method)
+    if system is None or time is None or hardware.waiting_layers is None or settings.task != "train":
+        return None
+    return system_memory(settings, system, time.exchange, hardware.waiting_layers) / GIB
 
 
 @cache

@@ -127,7 +127,7 @@ def fit(start: Speeds, *, seed: int = 0, tries: int = 4000) -> Speeds:
         values = {each: getattr(best, each) for each in SPEEDS}
         values[name] *= math.exp(generator.gauss(0, width))
         values["attention_backward_tflops"] = BACKWARD_OF_FORWARD * values["attention_forward_tflops"]
-        tried = Speeds(**values)
+        tried = Speeds(**values, tiles=best.tiles)
         if not _possible(tried):
             continue
         loss = _loss(chosen, tried)
@@ -135,7 +135,7 @@ def fit(start: Speeds, *, seed: int = 0, tries: int = 4000) -> Speeds:
             best, least = tried, loss
         if attempt % (tries // 10) == 0:
             width = max(0.01, width * 0.75)
-    return Speeds(**{name: float(f"{getattr(best, name):.4g}") for name in SPEEDS})
+    return Speeds(**{name: float(f"{getattr(best, name):.4g}") for name in SPEEDS}, tiles=best.tiles)
 
 
 def _loss(chosen: Sequence[tuple[Configuration, list[PublishedTime]]], speeds: Speeds) -> float:

@@ -15,12 +15,10 @@ from engine.settings import TrialSettings
 from harness.machine.this_machine import Machine, imagined
 from harness.metrics.flops import counted_flops, tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
-from harness.metrics.throughput import GIB
 from harness.plan.forecast import forecast
 from harness.plan.matrix import plan
 from harness.plan.predict import Prediction
 from harness.predict.speeds import assumed
-from harness.predict.systems import SYSTEM_OF, system_memory
 from harness.reproduce.entries import Entry, gpu_text, predicted_entry
 from harness.reproduce.figures import PaperFigure
 from harness.spec.experiment import load_experiment
@@ -49,11 +47,10 @@ class Simulated:
 
     def predict(self, settings: TrialSettings, hardware: Hardware) -> Prediction:
         found = forecast(settings, hardware, gpus_per_node=GPUS_PER_NODE)
-        seconds, gib = found.time.seconds if found.time else None, found.gpu_gib
-        if found.time and settings.settings == "as_published" and settings.task == "train":
-            system = SYSTEM_OF.get(settings.method)
-            if system is not None and hardware.waiting_layers is not None:
-                gib = system_memory(settings, system, found.time.exchange, hardware.waiting_layers) / GIB
+        gib = found.gpu_gib
+        if settings.settings == "as_published" and found.system_gib is not None:
+            gib = found.system_gib
+        seconds = found.time.seconds if found.time else None
         return Prediction(seconds=seconds, gpu_gib=gib, reserved_gib=None, host_gib=None)
 
 

@@ -52,6 +52,19 @@ def test_memory_is_predicted_of_the_engines_own_methods_alone(capsys: pytest.Cap
     assert "torchtitan_upstream" in foreign["reason"]
 
 
+def test_memory_of_the_published_systems_stands_beside_the_engines_where_it_was_fitted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("--model", "14b", "--seq-len", "1M", "--cp-size", "32", "--set", "lm_head_fusion=true")
+    rows = predicted(capsys, *words, "--method", "burst,megatron_cp,loongtrain_usp")
+    burst, megatron, loongtrain = (float(str(row["system_gib"])) for row in rows)
+    assert burst == pytest.approx(loongtrain, rel=0.2)
+    assert megatron > 80  # all parameters and gradients on every rank
+    assert burst > float(str(rows[0]["gpu_gib"]))  # operators of torch's own, and layers that wait
+    assert main(["predict", "--hardware", "h200", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["system_gib"] is None
+
+
 def test_lists_settings_and_refusals_are_taken_as_written(capsys: pytest.CaptureFixture[str]) -> None:
     rows = predicted(capsys, "--seq-len", "64k,128k", "--cp-size", "2,4", "--set", "checkpoint.tail=0.5")
     assert [(row["seq_len"], row["cp_size"]) for row in rows] == [
