@@ -98,19 +98,27 @@ def compare_memory(waiting_layers: float | None = None) -> list[ComparedMemory]:
     """Every published configuration with a peak, at the committed constant or at another one."""
     if waiting_layers is None:
         waiting_layers = hardware_named(HARDWARE[FITTED_GPU]).waiting_layers or 0.0
-    by_name: dict[str, list[PublishedMemory]] = {}
+    return [_compared(name, rows, waiting_layers) for name, rows in _by_configuration()]
+
+
+@cache
+def _by_configuration() -> tuple[tuple[str, tuple[PublishedMemory, ...]], ...]:
+    """Rows by the name of their configuration."""
+    by_name: dict[str, tuple[PublishedMemory, ...]] = {}
     for row in published_memory():
-        by_name.setdefault(row.configuration.name, []).append(row)
-    return [_compared(rows, waiting_layers) for rows in by_name.values()]
+        name = row.configuration.name
+        by_name[name] = (*by_name.get(name, ()), row)
+    return tuple(by_name.items())
 
 
-def _compared(rows: Sequence[PublishedMemory], waiting_layers: float) -> ComparedMemory:
+def _compared(name: str, rows: Sequence[PublishedMemory], waiting_layers: float) -> ComparedMemory:
     first, peaks = rows[0], [row.gib for row in rows if row.gib is not None]
-    nbytes = system_memory(first.configuration.settings, first.system, first.configuration.exchange, waiting_layers)
+    configuration = first.configuration
+    nbytes = system_memory(configuration.settings, first.system, configuration.exchange, waiting_layers)
     return ComparedMemory(
-        configuration=first.configuration,
+        configuration=configuration,
         system=first.system,
-        side=split().get(first.configuration.name, side_of(first.configuration.name)),
+        side=split().get(name, side_of(name)),
         experiments="; ".join(sorted({row.experiment for row in rows})),
         methods="; ".join(sorted({row.method for row in rows})),
         rows=len(rows),

@@ -64,15 +64,11 @@ def test_a_group_on_one_node_sends_nothing_between_nodes() -> None:
     assert group.reduce(GIB) == (3.0, 0.0)
 
 
-@pytest.mark.parametrize("every", [0, 1])
-def test_tensor_parallel_ranks_send_as_often_as_predicted(
-    every: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tensor_parallel_ranks_send_as_often_as_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     experiment = tmp_path / "divided.yaml"
     experiment.write_text(
         "title: two ranks\nmodel: tiny\ntask: train\nsweep: {seq_len: [512]}\nsteps: {warmup: 1, measured: 1}\n"
-        "fixed: {method: megatron_tp, tp_size: 2, world_size: 2, dtype: fp32, "
-        f"checkpoint: {{every: {every}, tail: 1.0}}}}\n"
+        "fixed: {method: megatron_tp, tp_size: 2, world_size: 2, dtype: fp32, checkpoint: {every: 1, tail: 1.0}}\n"
     )
     assert main(["run", str(experiment), "--out", str(tmp_path / "run"), "--launcher", "local"]) == 0
     capsys.readouterr()
