@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from cluster.active.judge import TESTS
+from cluster.checks import discover
+from cluster.files.errors import UsageError, nearest
+from cluster.health.nodes import CLOCK, REACHABILITY
 from cluster.inventory.file import named_nodes
 from cluster.inventory.hosts import read_hosts
 from cluster.inventory.nodes import Node
+from cluster.inventory.ranges import expand
 from cluster.node_arguments import add_node_arguments
+from cluster.render.grouping import Selection
 
+# Verdicts that come from elsewhere than a file of cluster/checks.
+OTHERS = (REACHABILITY, CLOCK, "drift", "history", *TESTS)
 _EXIT_CODES_HELP = "exit codes: 0 all ok, 1 a warning, 2 a failure, 3 a node stayed unknown or the usage was wrong"
 
 
@@ -56,6 +66,12 @@ def parser(prog: str = "check_nodes.py") -> argparse.ArgumentParser:
     output.add_argument(
         "--free", action="store_true", help="only the names of usable nodes; why not the others: stderr"
     )
+    shown = result.add_argument_group("what is shown of it (all is looked at, and counts for the exit code)")
+    shown.add_argument("--only-faults", action="store_true", help="nothing that is ok")
+    shown.add_argument(
+        "--node", type=_names, default=(), metavar="NODE,...", help="only these nodes; ranges as gpu[01-04]"
+    )
+    shown.add_argument("--check", type=_names, default=(), metavar="CHECK,...", help="only these checks")
     form.add_argument("--html", type=Path, metavar="FILE", help="also write a page with all findings")
     return result
 
@@ -67,5 +83,22 @@ def chosen_nodes(arguments: argparse.Namespace) -> tuple[Node, ...]:
     return named_nodes(arguments).nodes
 
 
+def chosen_part(arguments: argparse.Namespace, nodes: Sequence[Node]) -> Selection:
+    """The part of the findings to show. Raises UsageError for a node or check that is not looked at."""
+    if (arguments.free or arguments.nagios) and (arguments.only_faults or arguments.node or arguments.check):
+        raise UsageError("--only-faults, --node and --check choose rows of tables, JSON and pages; leave --free out")
+    names = {node.name for node in nodes}
+    wanted = [name for pattern in arguments.node for name in expand(pattern)]
+    for name in wanted:
+        if name not in names:
+            raise UsageError(f"--node {name} is none of the {len(names)} nodes; {nearest(name, names)}")
+    known = {*discover(), *OTHERS}
+    for name in arguments.check:
+        if name not in known:
+            raise UsageError(f"there is no check {name!r}; {nearest(name, known)}")
+    return Selection(nodes=frozenset(wanted), checks=frozenset(arguments.check), only_faults=arguments.only_faults)
+
+
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    """Names between commas; a comma within brackets belongs to a range."""
+    return tuple(name.strip() for name in re.split(r",(?![^\[]*\])", text) if name.strip())

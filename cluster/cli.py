@@ -12,17 +12,20 @@ from pathlib import Path
 from cluster import checks
 from cluster.active.fleet import Plan, run_active
 from cluster.active.pairing import Pair
-from cluster.check_arguments import chosen_nodes, parser
+from cluster.active.rail_fleet import TEST, run_rails
+from cluster.check_arguments import chosen_nodes, chosen_part, parser
 from cluster.checks import AnyCheck
 from cluster.discovery.drift import version_drift
 from cluster.files.errors import shown
 from cluster.health import history
 from cluster.health.nodes import NodeReport, check_nodes
+from cluster.health.rails import find_rails
 from cluster.inventory.nodes import Node
 from cluster.probing.verdict import EXIT_CODES, worst_level
 from cluster.profiles import Profile, load_profiles
 from cluster.ray_cluster.quarantine import Quarantine
 from cluster.ray_cluster.state import default_directory
+from cluster.render.grouping import Selection
 from cluster.render.live import live_table
 from cluster.render.text import json_line, nagios_line, table, why_not
 from cluster.transport.reach import connection
@@ -44,9 +47,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "check_nodes.py") -> int
             known_hosts=arguments.known_hosts,
             accept_new_host_keys=arguments.accept_new_host_keys,
         )
+        part = chosen_part(arguments, nodes)
         if arguments.html and not arguments.html.parent.is_dir():
             raise ValueError(f"--html {arguments.html} is in no folder that exists; create it or name another")
-        code = _check(arguments, nodes, connect, chosen, profiles, prog)
+        code = _check(arguments, nodes, connect, chosen, profiles, part, prog)
         sys.stdout.flush()  # here, where a closed pipe can still be distinguished from a mistake
         return code
     except BrokenPipeError:
@@ -69,6 +73,7 @@ def _check(
     connect: Connect,
     chosen: Mapping[str, AnyCheck],
     profiles: Mapping[str, Profile],
+    part: Selection,
     prog: str,
 ) -> int:
     reports: dict[str, NodeReport] = {}
@@ -89,11 +94,11 @@ def _check(
         _let_in_again(reports.values(), prog)
     pairs = _run_active(arguments, nodes, connect, profiles, reports, prog) if arguments.active else {}
     in_order = [reports[node.name] for node in nodes]
-    _print(arguments, in_order)
+    _print(arguments, in_order, part)
     if arguments.html:
         from cluster.render.html import html_page, pair_map, write_page
 
-        write_page(arguments.html, html_page(in_order, [pair_map(pairs)] if pairs else []))
+        write_page(arguments.html, html_page(in_order, [pair_map(pairs)] if pairs else [], part))
     return EXIT_CODES[worst_level(report.level for report in in_order)]
 
 
@@ -128,17 +133,21 @@ def _run_active(
         return {}
     plan = Plan(connect=connect, profiles=profiles, device=arguments.active, say=say)
     findings = run_active(free, plan)
+    if arguments.active == "cuda":
+        rails = find_rails(free, connect, arguments.timeout)
+        for name, verdict in run_rails(free, rails, plan).items():
+            reports[name] = reports[name].also(TEST, verdict)
     for name, tests in findings.verdicts.items():
         for test, verdict in tests.items():
             reports[name] = reports[name].also(test, verdict)
     return findings.pairs
 
 
-def _print(arguments: argparse.Namespace, reports: Sequence[NodeReport]) -> None:
+def _print(arguments: argparse.Namespace, reports: Sequence[NodeReport], part: Selection) -> None:
     """Print the chosen form. Nothing is printed before all nodes have answered: some verdicts compare them."""
     if arguments.json:
-        for report in reports:
-            print(json_line(report))
+        for report in filter(part.holds, reports):
+            print(json_line(report, part))
     elif arguments.nagios:
         print(nagios_line(reports))
     elif arguments.free:
@@ -148,7 +157,7 @@ def _print(arguments: argparse.Namespace, reports: Sequence[NodeReport]) -> None
             else:
                 print(why_not(report), file=sys.stderr)
     else:
-        print(table(reports, every_check=arguments.all))
+        print(table(reports, part, every_check=arguments.all))
 
 
 def _open_history(folder: Path | None, prog: str) -> history.History | None:

@@ -27,23 +27,28 @@ class OnePassAdamW(torch.optim.AdamW):
     """
 
     gradient_scale: Tensor | None = None  # one element, fp32; None for 1. `step` uses it up
+    # Learning rates on the device, 0-dim in fp32, that the kernel reads in place of the parameter groups' own,
+    # one each: for a CUDA graph, in which a number of the host is a constant. None outside of its capture.
+    device_rates: list[Tensor] | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update of every parameter that has a gradient."""
         scale, self.gradient_scale = self.gradient_scale, None
         if closure is not None or not all(map(_in_kernel, self._with_gradient())):
+            assert self.device_rates is None, "torch's update takes the learning rate from the host"
             if scale is not None:
                 torch._foreach_mul_([parameter.grad for parameter in self._with_gradient()], scale)
             return super().step(closure)
-        for group in self.param_groups:
-            self._step(group, scale)
+        rates = self.device_rates or [group["lr"] for group in self.param_groups]
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            self._step(group, rate, scale)
         return None
 
     def _with_gradient(self) -> list[Tensor]:
         return [each for group in self.param_groups for each in group["params"] if each.grad is not None]
 
-    def _step(self, group: dict[str, Any], scale: Tensor | None) -> None:
+    def _step(self, group: dict[str, Any], rate: float | Tensor, scale: Tensor | None) -> None:
         found: tuple[list[Tensor], ...] = ([], [], [], [], [], [])
         self._init_group(group, *found)  # makes missing states
         parameters, gradients, exp_avgs, exp_avg_sqs, _, steps = found
@@ -51,9 +56,10 @@ class OnePassAdamW(torch.optim.AdamW):
             return
         torch._foreach_add_(steps, 1.0)
         counts_P = torch.stack(steps).to(parameters[0].device, torch.float64)  # in fp32, 1 - 0.999^t loses four digits
-        (beta1, beta2), corrections_P2 = group["betas"], torch.empty(len(steps), 2, device=counts_P.device)
-        corrections_P2[:, 0] = 1 - beta1**counts_P
-        corrections_P2[:, 1] = (1 - beta2**counts_P).sqrt()
+        (beta1, beta2), factors_P3 = group["betas"], torch.empty(len(steps), 3, device=counts_P.device)
+        factors_P3[:, 0] = 1 - beta1**counts_P
+        factors_P3[:, 1] = (1 - beta2**counts_P).sqrt()
+        factors_P3[:, 2] = rate
         for place, (parameter, gradient, exp_avg, exp_avg_sq) in enumerate(
             zip(parameters, gradients, exp_avgs, exp_avg_sqs, strict=True)
         ):
@@ -64,8 +70,7 @@ class OnePassAdamW(torch.optim.AdamW):
                 exp_avg_sq,
                 copy=copy_of(parameter),
                 scale=scale,
-                corrections=corrections_P2[place],
-                rate=group["lr"],
+                factors=factors_P3[place],
                 betas=(beta1, beta2),
                 epsilon=group["eps"],
                 decay=group["weight_decay"],

@@ -14,12 +14,16 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
+from cluster.active import rails
 from cluster.active.measurement import SIZES, Device, NodeSpeeds, line, speeds_line
+from cluster.active.rails import parse_rails
 
 _SIOCGIFADDR = 0x8915  # netdevice(7)
+_LISTEN_SECONDS = 2.0  # until the listeners have registered their memory; they do not say when
 _ANY_PORT = 9  # nothing is sent: connecting a datagram socket only chooses a route
 
 
@@ -48,23 +52,27 @@ def interface_towards(address: str) -> str | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """0 when the answer was measured, 1 when it is the reason why not."""
     parser = argparse.ArgumentParser(prog="python -m cluster.active", description=__doc__)
-    parser.add_argument("test", choices=["speeds", "pair"])
+    parser.add_argument("test", choices=["speeds", "pair", "rails"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--seconds", type=float, default=300.0, help="until a collective must have ended")
     parser.add_argument("--node", type=int, choices=[0, 1], help="which end of the pair this is")
     parser.add_argument("--peer", help="address of the other node")
     parser.add_argument("--port", type=int, default=0, help="of node 0's store")
+    parser.add_argument("--rails", type=parse_rails, help="ports with their GPUs: mlx5_0:1=0,mlx5_1:1=1")
+    parser.add_argument("--ports", help="of node 0's listeners, one for each rail")
     parser.add_argument("--attended", action="store_true", help="end when standard input ends")
     arguments = parser.parse_args(argv)
     if arguments.attended:
         threading.Thread(target=_end_with_input, daemon=True).start()
-    reason = _unavailable(arguments.device)
+    reason = rails.unavailable() if arguments.test == "rails" else _unavailable(arguments.device)
     if reason:
         print(line("unavailable", {"reason": reason}), flush=True)
         return 1
     try:
         if arguments.test == "speeds":
             print(speeds_line(_speeds(arguments.device, arguments.seconds)), flush=True)
+        elif arguments.test == "rails":
+            _rails(arguments.node, arguments.rails, arguments.peer, arguments.ports)
         else:
             speed = _exchange(arguments.device, arguments.node, arguments.peer, arguments.port, arguments.seconds)
             print(line("pair", {"gb_per_second": speed}), flush=True)
@@ -133,6 +141,22 @@ def _exchange(kind: Device, node: int, peer: str, port: int, seconds: float) -> 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
     print(line("port", {"port": store.port}), flush=True)
     return collective.exchange_gb_per_second(kind, "127.0.0.1", store.port, 0, ranks, seconds)
+
+
+def _rails(node: int, ours: Sequence[rails.Rail], peer: str, ports: str | None) -> None:
+    """Node 0 listens until every rail was called or it is ended; node 1 calls them one after the other."""
+    if node == 1:
+        assert ports is not None
+        numbers = [int(port) for port in ports.split(",")]
+        speeds = [rails.measure(rail, port, peer) for rail, port in zip(ours, numbers, strict=True)]
+        print(line("rails", {"speeds": speeds}), flush=True)
+        return
+    free = rails.free_ports(len(ours))
+    listeners = rails.listen(ours, free)
+    time.sleep(_LISTEN_SECONDS)
+    print(line("port", {"port": ",".join(map(str, free))}), flush=True)
+    for listener in listeners:
+        listener.wait()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cluster.active.judge import judge_pairs, judge_speeds
 from cluster.active.measurement import Device, NodeSpeeds, Unavailable, found, read_speeds
@@ -112,30 +113,53 @@ def _exchange_all(
 def exchange(plan: Plan, by_name: Mapping[str, Node], pair: Pair) -> float | str:
     """GB/s between two nodes, or the reason why there is none."""
     one, other = (by_name[name] for name in pair)
-    common = ("--device", plan.device, "--seconds", f"{plan.pair_seconds:g}")
+    conversation = Conversation(
+        opener=("pair",), caller=lambda port: ("pair", "--port", port), answer="pair", seconds=plan.pair_seconds
+    )
+    answer = converse(plan, one, other, conversation)
+    return answer if isinstance(answer, str) else float(answer["gb_per_second"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """Two workers: the opener prints the port, or ports, it listens at, and the caller is told them."""
+
+    opener: tuple[str, ...]
+    caller: Callable[[str], tuple[str, ...]]
+    answer: str  # the kind of line with the result, which the caller prints
+    seconds: float
+    both_answer: bool = True  # False: the opener only listens, and is ended when the caller has answered
+
+
+def converse(plan: Plan, one: Node, other: Node, conversation: Conversation) -> dict[str, Any] | str:
+    """The caller's answer, or the reason why there is none; `one` opens, `other` calls."""
+    common = ("--device", plan.device, "--seconds", f"{conversation.seconds:g}")
     with (
         plan.connect(one.host, _START_SECONDS) as first,
         plan.connect(other.host, _START_SECONDS) as second,
         _open_stdin() as line,
     ):
         opener = _Opener()
-        command = worker_command(one.site, "pair", *common, "--node", "0", "--peer", _address(other))
-        thread = threading.Thread(target=opener.run, args=(first, command, line, plan.pair_seconds), daemon=True)
+        command = worker_command(one.site, *conversation.opener, *common, "--node", "0", "--peer", _address(other))
+        thread = threading.Thread(target=opener.run, args=(first, command, line, conversation.seconds), daemon=True)
         thread.start()
         port = opener.wait_for_port(_START_SECONDS)
         if port is None:
             return f"{one.name}: {opener.why()}"
-        arguments = ("--node", "1", "--peer", _address(one), "--port", str(port))
-        command = worker_command(other.site, "pair", *common, *arguments)
+        arguments = (*conversation.caller(port), *common, "--node", "1", "--peer", _address(one))
         with _open_stdin() as other_line:
-            done = second.run(command, stdin=other_line, deadline_seconds=plan.pair_seconds)
-        answer = found(done.stdout, "pair")
+            done = second.run(
+                worker_command(other.site, *arguments), stdin=other_line, deadline_seconds=conversation.seconds
+            )
+        answer = found(done.stdout, conversation.answer)
         if answer is None:
             return f"{other.name}: {_why(done.stdout, done.stderr)}"
+        if not conversation.both_answer:
+            return answer
         thread.join(_START_SECONDS)
-        if found(opener.text, "pair") is None:
+        if found(opener.text, conversation.answer) is None:
             return f"{one.name}: {opener.why()}"
-        return float(answer["gb_per_second"])
+        return answer
 
 
 class _Opener:
@@ -154,10 +178,11 @@ class _Opener:
         finally:
             self._port_or_end.set()
 
-    def wait_for_port(self, seconds: float) -> int | None:
+    def wait_for_port(self, seconds: float) -> str | None:
+        """The port, or several with commas between them; None when none was printed."""
         self._port_or_end.wait(seconds)
         answer = found(self.text, "port")
-        return int(answer["port"]) if answer else None
+        return str(answer["port"]) if answer else None
 
     def why(self) -> str:
         return self._broken or _why(self.text, "")

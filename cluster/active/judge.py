@@ -20,6 +20,8 @@ _PAIR_TOLERANCE = 0.10
 # A fleet that is slow as a whole has a slow median: a speed below this share of the published one is a warning too.
 _OF_PUBLISHED = 0.80
 
+TESTS = ("active", "active_gemm", "active_copy", "active_peers", "active_all_reduce", "active_pairs", "active_rails")
+
 Answers = Mapping[str, NodeSpeeds | Unavailable]
 
 

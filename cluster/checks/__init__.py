@@ -1,6 +1,7 @@
 """Health checks, one file each: a probe that runs on the node and a pure judgement of its output.
 
-Every module here defines one `CHECK`; its file name is the check's name. Checks with the same probe share its run.
+Every module of the folders here, one per subject, defines one `CHECK`; its file name is the check's name. Checks with
+the same probe share its run.
 Imports `probing`, `profiles`, `inventory` and `files`: a check neither opens a connection nor imports another check.
 """
 
@@ -8,8 +9,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 
 from cluster.files.errors import UsageError, nearest
 from cluster.inventory.site import Site
@@ -26,6 +27,13 @@ class Rise:
     action: Action
     meaning: str  # ends the sentence "link_downed of mlx5_0:1 rose by 2 since ...: "
     least: int = 1  # growth below this is normal
+    least_of: Mapping[str, int] = field(default_factory=dict)  # the same for counters whose name ends with this word
+    per_hour: Mapping[str, int] = field(default_factory=dict)  # by that word: growth below this in an hour is normal
+
+    def is_meant(self, counter: str, growth: int, hours: float) -> bool:
+        """True when a counter that has grown by this much within `hours` matters."""
+        word = counter.rpartition(" ")[2]
+        return growth >= self.least_of.get(word, self.least) and growth >= self.per_hour.get(word, 0) * max(1.0, hours)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +65,14 @@ AnyCheck = Check | BoardCheck
 def discover() -> dict[str, AnyCheck]:
     """Every check by name, in alphabetical order."""
     checks: dict[str, AnyCheck] = {}
-    for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
-        check = importlib.import_module(f"{__name__}.{module.name}").CHECK
-        assert isinstance(check, Check | BoardCheck), module.name
-        checks[module.name] = check
-    return checks
+    for module in pkgutil.walk_packages(__path__, f"{__name__}."):
+        if not module.ispkg:
+            name = module.name.rpartition(".")[2]
+            check = importlib.import_module(module.name).CHECK
+            assert isinstance(check, Check | BoardCheck), module.name
+            assert name not in checks, f"two checks are named {name}"
+            checks[name] = check
+    return dict(sorted(checks.items()))
 
 
 def select(only: Collection[str], skip: Collection[str]) -> dict[str, AnyCheck]:

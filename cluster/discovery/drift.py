@@ -12,12 +12,18 @@ from cluster.discovery.hcas import HcaChoice
 from cluster.discovery.interface import InterfaceChoice
 from cluster.probing.verdict import Action, Level, Verdict, merge
 
-_VERSIONS = "gpu_versions"  # the check whose facts are compared
-# Fact, its name in a sentence, and the verdict on a difference. New firmware needs hands, new software an upgrade.
-_COMPARED: tuple[tuple[str, str, Level, Action], ...] = (
-    ("driver", "driver", "warn", "monitor"),
-    ("cuda", "CUDA", "warn", "monitor"),
-    ("vbios", "VBIOS", "fail", "isolate"),
+_VERSIONS = "gpu_versions"  # the check whose facts name the GPUs of a node
+# Check, its fact, the fact's name in a sentence, and the verdict on a difference.
+_COMPARED: tuple[tuple[str, str, str, Level, Action], ...] = (
+    (_VERSIONS, "driver", "driver", "warn", "monitor"),
+    (_VERSIONS, "cuda", "CUDA", "warn", "monitor"),
+    (_VERSIONS, "vbios", "VBIOS", "fail", "isolate"),
+    ("host_versions", "kernel", "kernel", "warn", "monitor"),
+    ("host_versions", "ofed", "OFED", "warn", "monitor"),
+    ("adapters", "firmware", "adapter firmware", "warn", "monitor"),
+    ("adapters", "mtu", "MTU of the adapters", "warn", "monitor"),
+    ("interface", "mtu", "MTU of the interface", "warn", "monitor"),
+    ("pkey", "pkeys", "partition keys", "warn", "monitor"),
 )
 _MAX_NAMES = 6
 
@@ -37,10 +43,12 @@ def version_drift(checked: Mapping[str, Mapping[str, Verdict]]) -> dict[str, Ver
     The value most nodes have is right, and nodes with another one are reported; without a majority all of them are.
     """
     verdicts: dict[str, Verdict] = {}
-    for group in _same_gpus(checked):
-        if len(group) > 1:
-            for node in group:
-                verdicts[node] = merge(_compare(node, group, *compared) for compared in _COMPARED)
+    for gpus, group in _same_gpus(checked):
+        compared = [_compare(group, *fact) for fact in _COMPARED]
+        for node in group if len(group) > 1 else ():
+            like = f"as {len(group) - 1} other nodes {gpus}"
+            found = [verdict[node] for verdict in compared if node in verdict]
+            verdicts[node] = merge(found) if found else Verdict(level="ok", summary=like)
     return verdicts
 
 
@@ -59,6 +67,7 @@ def network_drift(nodes: Sequence[NodeNetwork]) -> list[str]:
         *differ("MTUs of the socket interfaces differ, so large packets can get lost", _mtu),
         *differ("GPUs differ", _gpus),
         *differ("NVIDIA drivers differ", lambda node: node.facts.driver),
+        *differ("settings in nccl.conf differ", _nccl_conf),
         *differ("NCCL versions differ, which NCCL refuses or hangs on", lambda node: node.facts.nccl),
     ]
 
@@ -72,38 +81,48 @@ def _by_value(found: Mapping[str, str | None]) -> dict[str, list[str]]:
     return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
 
 
-def _same_gpus(checked: Mapping[str, Mapping[str, Verdict]]) -> list[dict[str, Mapping[str, object]]]:
-    """Facts by node, of nodes with the same GPU models together."""
-    groups: dict[str, dict[str, Mapping[str, object]]] = defaultdict(dict)
+def _same_gpus(checked: Mapping[str, Mapping[str, Verdict]]) -> list[tuple[str, dict[str, Mapping[str, Verdict]]]]:
+    """The GPUs in words, and the verdicts by node, of nodes with the same GPU models together; those without as well.
+
+    A node whose versions could not be read is in no group.
+    """
+    groups: dict[str, dict[str, Mapping[str, Verdict]]] = defaultdict(dict)
     for node, verdicts in checked.items():
-        verdict = verdicts.get(_VERSIONS)
-        vbios = verdict.facts.get("vbios") if verdict else None
-        if verdict and isinstance(vbios, Mapping):
-            groups[json.dumps(sorted(vbios))][node] = verdict.facts
-    return list(groups.values())
+        versions = verdicts.get(_VERSIONS)
+        vbios = versions.facts.get("vbios") if versions else None
+        if isinstance(vbios, Mapping):
+            groups[json.dumps(sorted(vbios))][node] = verdicts
+        elif versions is not None and versions.level == "ok":
+            groups[""][node] = verdicts
+    return [("with the same GPUs" if gpus else "without GPUs", group) for gpus, group in groups.items()]
 
 
 def _compare(
-    node: str, group: Mapping[str, Mapping[str, object]], fact: str, word: str, level: Level, action: Action
-) -> Verdict:
-    """One fact of one node beside those of its group."""
-    found: dict[str, str] = {name: _version(facts.get(fact)) for name, facts in group.items()}
-    groups = _by_value(found)
+    group: Mapping[str, Mapping[str, Verdict]], check: str, fact: str, word: str, level: Level, action: Action
+) -> dict[str, Verdict]:
+    """A verdict for each node of a group whose value of this fact is not that of most. No value is no difference."""
+    values = {name: verdicts[check].facts.get(fact) for name, verdicts in group.items() if check in verdicts}
+    found = {name: _version(value) for name, value in values.items() if value is not None}
+    groups = _by_value(dict(found))
+    if len(groups) < 2:
+        return {}
     common, names = next(iter(groups.items()))
-    majority = len(names) > len(group) / 2
-    if len(groups) == 1 or (majority and found[node] == common):
-        return Verdict(level="ok", summary=f"as {len(group) - 1} other nodes with the same GPUs")
-    if majority:
-        others = f"{len(names)} of {len(group)} nodes have {common}"
-    else:
-        others = "others have " + ", ".join(sorted(groups.keys() - {found[node]}))
-    return Verdict(level=level, summary=f"{word} {found[node]}, but {others}", action=action)
+    majority = len(names) > len(found) / 2
+    verdicts = {}
+    for node, value in found.items():
+        if majority and value == common:
+            continue
+        others = f"{len(names)} of {len(found)} nodes have {common}"
+        if not majority:
+            others = "others have " + ", ".join(sorted(groups.keys() - {value}))
+        verdicts[node] = Verdict(level=level, summary=f"{word} {value}, but {others}", action=action)
+    return verdicts
 
 
 def _version(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(" and ".join(map(str, versions)) for _, versions in sorted(value.items()))
-    return "unstated" if value is None else str(value)
+    return " and ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _names(names: Sequence[str]) -> str:
@@ -126,6 +145,12 @@ def _rates(node: NodeNetwork) -> str | None:
 def _mtu(node: NodeNetwork) -> str | None:
     interface = node.facts.interface(node.interface.name)
     return str(interface.mtu) if interface is not None and interface.mtu is not None else None
+
+
+def _nccl_conf(node: NodeNetwork) -> str:
+    """The first value of each name, which is the one that counts."""
+    settings = {setting.name: setting.value for setting in reversed(node.facts.nccl_conf)}
+    return ", ".join(f"{name}={value}" for name, value in sorted(settings.items())) or "none"
 
 
 def _gpus(node: NodeNetwork) -> str:

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cluster.discovery.facts import Device, Gpu, Interface, LinkLayer, NodeFacts, Port, Route
-from cluster.discovery.script import NVIDIA_FIELDS, probes
+from cluster.discovery.facts import Device, Gpu, Interface, LinkLayer, NodeFacts, Port, Route, Setting
+from cluster.discovery.script import NCCL_PATHS, NVIDIA_FIELDS, probes
 from cluster.inventory.site import Site
 from cluster.probing import nvidia_smi
 from cluster.probing.probe import Output, parse_outputs, render_script
@@ -27,7 +27,14 @@ def read_node(
     """Facts of one node. `head` is the head node's IPv4 address, None on a machine that works alone; `root` is put
     before /sys and /proc. Raises Unreachable when the connection breaks or the node's shell runs nothing."""
     python = site.software.python or sys.executable
-    questions = probes(head=head, storage=site.storage.servers, python=python, root=root)
+    questions = probes(
+        head=head,
+        storage=site.storage.servers,
+        python=python,
+        nccl_conf=site.environment.get("NCCL_CONF_FILE", ""),
+        files=[value for name in NCCL_PATHS if (value := site.environment.get(name, "")).startswith("/")],
+        root=root,
+    )
     mark = secrets.token_hex(8)
     completed = runner.run(["sh", "-s"], stdin=render_script(questions, mark), deadline_seconds=deadline_seconds)
     outputs = parse_outputs(completed.stdout, mark)
@@ -67,7 +74,9 @@ def parse(node: str, outputs: Mapping[str, Output]) -> NodeFacts:
         storage_routes=tuple(dict.fromkeys(storage)),
         driver=rows[0]["driver_version"] if rows else None,
         nccl=text.get("nccl", "").strip() or None,
-        unread=tuple(_unread(outputs, smi)),
+        nccl_conf=tuple(_settings(text.get("nccl_conf", ""))),
+        absent=tuple(dict.fromkeys(line for line in text.get("absent", "").splitlines() if line.startswith("/"))),
+        unread=(*_unread(outputs, smi), *_no_settings(text.get("nccl_conf", ""))),
     )
 
 
@@ -196,6 +205,25 @@ def _gpus(text: str, rows: list[dict[str, str]]) -> Iterable[Gpu]:
             name=row["name"],
             compute_capability=float(capability[0]) if capability else None,
         )
+
+
+_SETTING = re.compile(r"([^\t]+)\t(\d+)\t([A-Za-z_][A-Za-z0-9_]*)=(.*)")
+_REMARK = re.compile(r"[^\t]+\t\d+\t\s*(#.*)?")
+
+
+def _settings(text: str) -> Iterable[Setting]:
+    """Lines `file TAB number TAB line` that set a variable, as NCCL reads them: without blanks around the name."""
+    for line in text.splitlines():
+        if match := _SETTING.fullmatch(line):
+            yield Setting(file=match[1], line=int(match[2]), name=match[3], value=match[4])
+
+
+def _no_settings(text: str) -> Iterable[str]:
+    """A sentence for each line that NCCL cannot understand."""
+    for line in text.splitlines():
+        if not _SETTING.fullmatch(line) and not _REMARK.fullmatch(line) and line.count("\t") >= 2:
+            file, number, content = line.split("\t", 2)
+            yield f"line {number} of {file} is {content[:60]!r}; NCCL expects NAME=VALUE without blanks around the name"
 
 
 _UP, _REJECT = 0x1, 0x200  # RTF_UP, RTF_REJECT

@@ -56,15 +56,39 @@ _ROUTE = """\
 route() { printf '%s\\t' "$1"; ip -4 -json route get "$1" 2>/dev/null || echo; }
 """
 
+# NCCL reads NCCL_CONF_FILE, else ~/.nccl.conf, and then /etc/nccl.conf; the first value of a name counts.
+_NCCL_CONF = """\
+chosen=${chosen:-${NCCL_CONF_FILE:-}}
+case $chosen in
+"") user=$HOME/.nccl.conf ;;
+"~/"*) user=$HOME/${chosen#"~/"} ;;
+*) user=$chosen ;;
+esac
+for file in "$user" /etc/nccl.conf; do
+    [ -r "$root$file" ] && awk -v file="$file" '{ print file "\\t" NR "\\t" $0 }' "$root$file"
+done
+"""
+# Variables whose value can be the path of a file on the node.
+NCCL_PATHS = ("NCCL_TOPO_FILE", "NCCL_TUNER_CONFIG_PATH", "NCCL_TUNER_PLUGIN", "NCCL_NET_PLUGIN")
 NVIDIA_FIELDS = ("pci.bus_id", "name", "compute_cap", "driver_version")
 
 
-def probes(*, head: str | None, storage: Sequence[str] = (), python: str, root: str = "") -> dict[str, Probe]:
+def probes(
+    *,
+    head: str | None,
+    storage: Sequence[str] = (),
+    python: str,
+    nccl_conf: str = "",
+    files: Sequence[str] = (),
+    root: str = "",
+) -> dict[str, Probe]:
     """Probes of a node by name. `head` is the head node's IPv4 address, `storage` those of file servers known
-    beforehand; `python` is the node's interpreter, whose NCCL version is read."""
+    beforehand; `python` is the node's interpreter, whose NCCL version is read; `nccl_conf` the site's NCCL_CONF_FILE,
+    and `files` those that its variables name for NCCL."""
     begin = f"root={shlex.quote(root)}\n{_SHELL}"
     addresses = " ".join(map(shlex.quote, storage))
     mounts = "|".join(STORAGE_MOUNTS)
+    settings = f"chosen={shlex.quote(nccl_conf)}\n{_NCCL_CONF}"
     return {
         # nproc would take the caller's OMP_NUM_THREADS for the number of cores.
         "cores": Probe(script="unset OMP_NUM_THREADS OMP_THREAD_LIMIT; nproc"),
@@ -85,6 +109,15 @@ for server in {addresses} $some; do route "$server"; done
         "ports": Probe(script=begin + _PORTS),
         "pci": Probe(script=begin + _GPUS),
         "nvidia_smi": Probe(script=nvidia_smi.REQUIRE + nvidia_smi.query(NVIDIA_FIELDS), seconds=nvidia_smi.SECONDS),
+        "nccl_conf": Probe(script=f"{begin}{settings}:"),
+        "absent": Probe(
+            script=f"""{begin}absent() {{ [ -r "$root$1" ] || printf '%s\\n' "$1"; }}
+for file in {" ".join(map(shlex.quote, files))}; do absent "$file"; done
+{{ {settings}}} | sed -nE 's,^[^\t]*\t[0-9]+\t({"|".join(NCCL_PATHS)})=(/.*),\\2,p' |
+    while IFS= read -r file; do absent "$file"; done
+:
+"""
+        ),
         "nccl": Probe(script=f"{shlex.quote(python)} -c {shlex.quote(_NCCL)} 2>/dev/null || :"),
     }
 

@@ -12,6 +12,7 @@ from cluster.discovery.drift import NodeNetwork
 from cluster.discovery.facts import NodeFacts
 from cluster.discovery.hcas import choose_hcas
 from cluster.discovery.interface import choose_interface
+from cluster.environment.nccl import LeftAlone, configured, left_alone
 from cluster.environment.ranks import DEFAULT_METHOD, adapter_values, process_values, socket_values, trial_values
 from cluster.environment.rules import concern
 from cluster.environment.value import Value, overlaid, variables
@@ -30,6 +31,13 @@ class NodeEnvironment:
     values: tuple[Value, ...]
     network: NodeNetwork
     warnings: tuple[str, ...]
+    configured: tuple[Value, ...] = ()  # what NCCL takes from its own files, which env.sh need not repeat
+
+    @property
+    def left_alone(self) -> list[LeftAlone]:
+        """Variables of NCCL that nothing here sets; none on a node that does not use NCCL."""
+        names = [value.name for value in (*self.values, *self.configured)]
+        return left_alone(names) if self.network.facts.gpus or self.network.hcas.ports else []
 
     @property
     def node(self) -> str:
@@ -70,10 +78,15 @@ def render_node(
     )
     own, warnings = site_variables(site)
     concerns = [sentence for name, value in own.items() if (sentence := concern(name, value))]
+    rendered = overlaid(values, own, by="set by the site file", origin="site")
+    taken, replaced = configured(facts.nccl_conf, rendered)
+    concerns += [f"{value.reason}: {said}" for value in taken if (said := concern(value.name, value.value))]
+    concerns += [f"NCCL is given {path}, which cannot be read on this node; install it there" for path in facts.absent]
     return NodeEnvironment(
-        values=overlaid(values, own, by="set by the site file", origin="site"),
+        values=rendered,
         network=NodeNetwork(facts=facts, interface=interface, hcas=hcas),
-        warnings=(*facts.unread, *interface.warnings, *hcas.warnings, *warnings, *concerns),
+        warnings=(*facts.unread, *interface.warnings, *hcas.warnings, *warnings, *replaced, *concerns),
+        configured=taken,
     )
 
 

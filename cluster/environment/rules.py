@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from cluster.environment.nccl import setting_problem
+
 _BARE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]*")
 
 PER_METHOD = {
@@ -50,6 +52,8 @@ def _problem(name: str, value: str) -> str:
         return "replaces the node's own, also for compilers and nvidia-smi; software.python needs no entry there"
     if name == "LD_PRELOAD":
         return "is loaded into every rank and each program it starts; where a file is absent, ld.so goes on without it"
+    if problem := setting_problem(name, value):
+        return problem
     if name.startswith(("UCX_", "OMPI_", "I_MPI_")):
         return "matters to UCX and MPI alone, which take no part here"
     return ""

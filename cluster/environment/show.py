@@ -12,9 +12,17 @@ from cluster.environment.value import shown
 from cluster.probing.probe import printable
 
 
-def table(environment: NodeEnvironment) -> str:
-    """The node's name, a row per variable, a row per port of its adapters, a line per warning."""
-    values = [(value.name, shown(value.name, value.value), value.origin, value.reason) for value in environment.values]
+def table(environment: NodeEnvironment, *, every_one: bool = False) -> str:
+    """The node's name, a row per variable, a row per port of its adapters, a line per warning.
+
+    `every_one`: also a row for each variable that is left to NCCL.
+    """
+    values = [
+        (value.name, shown(value.name, value.value), value.origin, value.reason)
+        for value in (*environment.values, *environment.configured)
+    ]
+    if every_one:
+        values += [(left.name, f"({left.default})", "left alone", left.reason) for left in environment.left_alone]
     ports = [
         (port.name, "used" if port.kept else "not used", "", port.reason) for port in environment.network.hcas.ports
     ]
@@ -53,6 +61,13 @@ def _node(environment: NodeEnvironment, survey: Survey) -> dict[str, Any]:
         ],
         "ports": [
             {"name": port.name, "used": port.kept, "reason": port.reason} for port in environment.network.hcas.ports
+        ],
+        "nccl_conf": [
+            {"name": value.name, "value": shown(value.name, value.value), "place": value.reason}
+            for value in environment.configured
+        ],
+        "left_alone": [
+            {"name": left.name, "default": left.default, "reason": left.reason} for left in environment.left_alone
         ],
         "warnings": list(environment.warnings),
         "installed": installed and {"path": installed.path, "what": installed.what, "kept": installed.kept or None},

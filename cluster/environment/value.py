@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Origin = Literal["default", "method", "discovered", "site", "user"]
+Origin = Literal["default", "method", "discovered", "site", "user", "file"]
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

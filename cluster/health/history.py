@@ -59,12 +59,13 @@ def judge(before: Entry | None, now: Entry, checks: Mapping[str, AnyCheck]) -> V
     if before is None:
         return Verdict(level="ok", summary="first check of this node, so nothing to compare with")
     verdicts = []
+    hours = _hours(before.time, now.time)
     for name, counters in now.counters.items():
         rise = checks[name].rise if name in checks else None
         grown = {
             counter: growth
             for counter, growth in rises(before.counters.get(name, {}), counters).items()
-            if rise and growth >= rise.least
+            if rise and rise.is_meant(counter, growth, hours)
         }
         if rise and grown:
             listed = ", ".join(f"{counter} by {growth}" for counter, growth in sorted(grown.items()))
@@ -77,6 +78,14 @@ def judge(before: Entry | None, now: Entry, checks: Mapping[str, AnyCheck]) -> V
                 )
             )
     return merge(verdicts) if verdicts else Verdict(level="ok", summary=f"no counter rose since {before.time}")
+
+
+def _hours(before: str, now: str) -> float:
+    """Hours between two entries; 0 where a time cannot be read, or the clock was set back."""
+    try:
+        return max(0.0, (datetime.fromisoformat(now) - datetime.fromisoformat(before)).total_seconds() / 3600)
+    except (ValueError, TypeError):  # the second where only one of them has a time zone
+        return 0.0
 
 
 class History:

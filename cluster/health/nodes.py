@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from cluster.checks import AnyCheck, conclude, gpus
+from cluster.checks import AnyCheck, conclude
+from cluster.checks.gpu import gpus
 from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
@@ -32,6 +33,7 @@ class NodeReport:
     host: Host
     verdicts: Mapping[str, Verdict]  # by check; reachability always, the others only when the node answered
     seconds: float
+    site: str = ""  # the name of the site it was judged by; empty for a machine without one
 
     @property
     def level(self) -> Level:
@@ -79,7 +81,7 @@ def check_nodes(
     work = partial(check_node, connect=connect, checks=checks, profiles=profiles, timeout_seconds=timeout_seconds)
     for node, answer in on_each(nodes, work, timeout_seconds):
         if isinstance(answer, Unreachable):
-            yield _unreachable(node.host, str(answer), time.monotonic() - started)
+            yield _unreachable(node, str(answer), time.monotonic() - started)
         else:
             yield answer
 
@@ -108,7 +110,7 @@ def check_node(
             )
             received = time.time()
     except Unreachable as error:
-        return _unreachable(host, str(error), time.monotonic() - started)
+        return _unreachable(node, str(error), time.monotonic() - started)
     outputs = parse_outputs(completed.stdout, mark)
     complaint = Output(text=completed.stderr).first_line
     begun, ended = parse_times(completed.stdout, mark)
@@ -126,7 +128,12 @@ def check_node(
 
     board = _board(verdict(_GPUS, gpus.CHECK, Board()), site, profiles)
     verdicts |= {name: verdict(name, check, board) for name, check in checks.items()}
-    return NodeReport(host=host, verdicts=verdicts, seconds=time.monotonic() - started)
+    return NodeReport(host=host, verdicts=verdicts, seconds=time.monotonic() - started, site=_site_name(site))
+
+
+def _site_name(site: Site) -> str:
+    """The name of a site that was named; the default of a single machine has none."""
+    return "" if site.name == Site().name else site.name
 
 
 def _carriers(probes: Mapping[str, Probe]) -> dict[Probe, str]:
@@ -148,6 +155,6 @@ def _board(found: Verdict, site: Site, profiles: Mapping[str, Profile]) -> Board
     return Board()
 
 
-def _unreachable(host: Host, summary: str, seconds: float) -> NodeReport:
+def _unreachable(node: Node, summary: str, seconds: float) -> NodeReport:
     verdict = Verdict(level="unknown", summary=summary, action="monitor")
-    return NodeReport(host=host, verdicts={REACHABILITY: verdict}, seconds=seconds)
+    return NodeReport(host=node.host, verdicts={REACHABILITY: verdict}, seconds=seconds, site=_site_name(node.site))

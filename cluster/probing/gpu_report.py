@@ -18,8 +18,9 @@ from cluster.probing.verdict import Verdict, merge
 
 # Top-level entries of a GPU that some check reads; the rest of some 300 lines per GPU stays on the node.
 _SECTIONS = (
-    "Product Name|VBIOS Version|GPU Recovery Action|ECC |Remapped Rows|Temperature|GPU Power Readings|Power Readings|"
-    "Clocks Event Reasons|Clocks Throttle Reasons|Max Clocks|Applications Clocks|Default Applications Clocks|Fabric"
+    "Product Name|Persistence Mode|VBIOS Version|GPU Recovery Action|ECC |Remapped Rows|Temperature|GPU Power Readings|"
+    "Power Readings|Clocks Event Reasons|Clocks Throttle Reasons|Max Clocks|Applications Clocks|"
+    "Default Applications Clocks|Fabric"
 )
 PROBE = Probe(
     script=f"""{nvidia_smi.REQUIRE}
@@ -64,7 +65,7 @@ class GpuReport:
         }
 
 
-@functools.lru_cache(maxsize=64)  # seven checks read the same report, and nodes are judged side by side
+@functools.lru_cache(maxsize=64)  # eight checks read the same report, and nodes are judged side by side
 def parse(text: str) -> tuple[Mapping[str, str], tuple[GpuReport, ...]]:
     """The report's entries for the node (`Driver Version`, `CUDA Version`), and for each GPU in order."""
     node: dict[str, str] = {}

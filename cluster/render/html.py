@@ -13,10 +13,16 @@ from pathlib import Path
 from cluster.active.pairing import Pair, nodes_of
 from cluster.files.errors import UsageError
 from cluster.health.nodes import NodeReport
-from cluster.render.text import headline, summary_line, worst_first
+from cluster.render.grouping import EVERYTHING, Selection, faults, of_sites, well
+from cluster.render.text import headline, summary_line
 
 
-def html_page(reports: Sequence[NodeReport], heat_maps: Sequence[HeatMap] = (), now: datetime | None = None) -> str:
+def html_page(
+    reports: Sequence[NodeReport],
+    heat_maps: Sequence[HeatMap] = (),
+    selection: Selection = EVERYTHING,
+    now: datetime | None = None,
+) -> str:
     """The page. Everything a node printed is escaped. Raises UsageError without jinja2."""
     try:
         import jinja2
@@ -29,12 +35,16 @@ def html_page(reports: Sequence[NodeReport], heat_maps: Sequence[HeatMap] = (), 
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    checks = list(dict.fromkeys(name for report in reports for name in report.verdicts))
+    shown = selection.shown(reports)
+    checks = list(dict.fromkeys(name for _, verdicts in shown for name, _ in sorted(verdicts)))
     return environment.get_template("summary.html.j2").render(
         time=(now or datetime.now(UTC)).isoformat(sep=" ", timespec="seconds"),
         summary=summary_line(reports),
         checks=checks,
-        nodes=[(report, headline(report), worst_first(report)) for report in reports],
+        sites=of_sites(reports),
+        faults=faults(reports, selection),
+        well=well(reports, selection),
+        nodes=[(report, headline(report), verdicts, dict(verdicts)) for report, verdicts in shown],
         heat_maps=heat_maps,
     )
 

@@ -7,44 +7,47 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from cluster.health.nodes import REACHABILITY, NodeReport
+from cluster.health.nodes import NodeReport
 from cluster.probing.probe import printable
-from cluster.probing.verdict import LEVELS, Level, Verdict, worst_level
+from cluster.probing.verdict import LEVELS, Level, worst_level
+from cluster.render.grouping import EVERYTHING, Group, Selection, faults, of_sites, well, worst_first
 
 _HEADER = ("NODE", "CHECK", "VERDICT", "ACTION", "FINDING")
-# Always shown, because they identify the node.
-_ALWAYS = (REACHABILITY, "gpus")
 
 
-def table(reports: Sequence[NodeReport], *, every_check: bool = False) -> str:
-    """Rows per node, the worst first, then one line that counts. `every_check`: also one row for each that is ok."""
+def table(reports: Sequence[NodeReport], selection: Selection = EVERYTHING, *, every_check: bool = False) -> str:
+    """Faults first, nodes with the same ones together; then one row for what is well, and one line that counts.
+
+    `every_check`: a row for each check of each node instead.
+    """
     rows = [_HEADER]
-    for report in reports:
-        for number, (name, level, action, finding) in enumerate(_findings(report, every_check)):
-            rows.append((report.host.name if number == 0 else "", name, level, action, finding))
+    if every_check:
+        groups = [
+            Group(nodes=(report.host.name,), rows=tuple(verdicts)) for report, verdicts in selection.shown(reports)
+        ]
+    else:
+        groups = [*faults(reports, selection), *well(reports, selection)]
+    for group in groups:
+        for number, (name, verdict) in enumerate(group.rows):
+            rows.append((group.name if number == 0 else "", name, verdict.level, verdict.action, verdict.summary))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER) - 1)]
     lines = []
-    for row in rows:
+    for row in rows if groups else ():
         cells = [printable(cell) for cell in row]
         padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)]
         lines.append("  ".join([*padded, cells[-1]]).rstrip())
-    return "\n".join([*lines, "", summary_line(reports)])
+    return "\n".join([*lines, *([""] if lines else []), summary_line(reports)])
 
 
 def summary_line(reports: Sequence[NodeReport]) -> str:
-    """`4 nodes: 2 ok, 1 warn, 1 unknown; 2 usable`."""
+    """`4 nodes of h200x8: 2 ok, 1 warn, 1 unknown; 2 usable`."""
     levels = Counter(report.level for report in reports)
     counts = ", ".join(f"{levels[level]} {level}" for level in LEVELS if levels[level])
     nodes = "1 node" if len(reports) == 1 else f"{len(reports)} nodes"
-    return f"{nodes}: {counts}; {sum(report.usable for report in reports)} usable"
-
-
-def worst_first(report: NodeReport) -> list[tuple[str, Verdict]]:
-    """The verdicts of a node by how serious they are; equal ones stay in their order."""
-    return sorted(report.verdicts.items(), key=lambda item: -LEVELS.index(item[1].level))
+    return printable(f"{nodes}{of_sites(reports)}: {counts}; {sum(report.usable for report in reports)} usable")
 
 
 def headline(report: NodeReport) -> str:
@@ -67,24 +70,14 @@ def why_not(report: NodeReport) -> str:
     return printable(f"{report.host.name} is not usable; " + "; ".join(reasons))
 
 
-def _findings(report: NodeReport, every_check: bool) -> Iterator[tuple[str, str, str, str]]:
-    """Check, verdict, action and finding of each row of a node."""
-    well = []
-    for name, verdict in worst_first(report):
-        if verdict.level != "ok" or every_check or name in _ALWAYS:
-            yield name, verdict.level, verdict.action, verdict.summary
-        else:
-            well.append(name)
-    if well:
-        yield f"({len(well)} more)", "ok", "none", ", ".join(well)
-
-
-def json_line(report: NodeReport) -> str:
-    """One node as one line of JSON; keys are only ever added."""
+def json_line(report: NodeReport, selection: Selection = EVERYTHING) -> str:
+    """One node as one line of JSON, with the checks that are shown; keys are only ever added."""
     host = report.host
+    shown = {name for name, _ in selection.verdicts(report)}
     node: dict[str, Any] = {
         "node": host.name,
         "target": host.target or None,
+        "site": report.site or None,
         "verdict": report.level,
         "action": report.action,
         "usable": report.usable,
@@ -98,6 +91,7 @@ def json_line(report: NodeReport) -> str:
                 "facts": dict(verdict.facts),
             }
             for name, verdict in report.verdicts.items()
+            if name in shown
         },
     }
     return json.dumps(node, allow_nan=False)

@@ -27,11 +27,13 @@ def reset_peaks(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def usage(device: torch.device, sent_bytes: int, window_bytes: int) -> Usage:
-    """Peaks since `reset_peaks`. `window_bytes` of GPU memory are outside the allocator and held throughout."""
+def usage(device: torch.device, sent_bytes: int, window_bytes: int, captured_bytes: int = 0) -> Usage:
+    """Peaks since `reset_peaks`. `window_bytes` of GPU memory are outside the allocator and held throughout;
+    `captured_bytes` are the peak of work that CUDA graphs replay, in memory the allocator counts as reserved alone."""
     on_gpu = device.type == "cuda"
+    allocated = max(torch.cuda.max_memory_allocated(device), captured_bytes) if on_gpu else 0
     return Usage(
-        allocated_bytes=torch.cuda.max_memory_allocated(device) + window_bytes if on_gpu else None,
+        allocated_bytes=allocated + window_bytes if on_gpu else None,
         reserved_bytes=torch.cuda.max_memory_reserved(device) + window_bytes if on_gpu else None,
         rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts KiB
         sent_bytes=sent_bytes,

@@ -16,8 +16,8 @@ WARPS = 4
 
 @triton.jit
 def _adamw_kernel(  # type: ignore[no-untyped-def]
-    parameter, gradient, exp_avg, exp_avg_sq, copy, scale, corrections,
-    elements, rate, beta1, rest1, beta2, rest2, epsilon, decay,
+    parameter, gradient, exp_avg, exp_avg_sq, copy, scale, factors,
+    elements, beta1, rest1, beta2, rest2, epsilon, decay,
     SCALED: tl.constexpr, COPIED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -28,8 +28,9 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     v = tl.load(exp_avg_sq + at, mask=live, other=0.0)
     if SCALED:
         g *= tl.load(scale)
-    correction1 = tl.load(corrections)
-    root2 = tl.load(corrections + 1)
+    correction1 = tl.load(factors)
+    root2 = tl.load(factors + 1)
+    rate = tl.load(factors + 2)
     p -= rate * decay * p
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * g * g
@@ -49,16 +50,15 @@ def adamw(
     *,
     copy: Tensor | None,
     scale: Tensor | None,
-    corrections: Tensor,
-    rate: float,
+    factors: Tensor,
     betas: tuple[float, float],
     epsilon: float,
     decay: float,
 ) -> None:
     """One update in place; `copy` is written, the gradient is read as multiplied by `scale`, and stays.
 
-    All contiguous and in fp32, the copy in any dtype. `scale` has one element; `corrections` has two: 1 - beta1^t and
-    the root of 1 - beta2^t, where t counts this step.
+    All contiguous and in fp32, the copy in any dtype. `scale` has one element; `factors` has three: 1 - beta1^t, the
+    root of 1 - beta2^t, where t counts this step, and the learning rate.
     """
     for tensor in (parameter, gradient, exp_avg, exp_avg_sq, *([] if copy is None else [copy])):
         assert tensor.is_contiguous()
@@ -66,8 +66,8 @@ def adamw(
     if elements:
         _adamw_kernel[(triton.cdiv(elements, BLOCK),)](
             parameter, gradient, exp_avg, exp_avg_sq, parameter if copy is None else copy,
-            corrections if scale is None else scale, corrections,
+            factors if scale is None else scale, factors,
             # 1 - beta formed here: from a beta rounded to fp32, 1 - 0.999 would be off by 1e-5.
-            elements, rate, betas[0], 1.0 - betas[0], betas[1], 1.0 - betas[1], epsilon, decay,
+            elements, betas[0], 1.0 - betas[0], betas[1], 1.0 - betas[1], epsilon, decay,
             SCALED=scale is not None, COPIED=copy is not None, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip

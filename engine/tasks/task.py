@@ -97,15 +97,23 @@ def read_gpus(world: World) -> list[Gpu]:
 
 
 def measured(
-    world: World, cp: ContextParallel, before: Sequence[Gpu], after: Sequence[Gpu], **figures: Any
+    world: World,
+    cp: ContextParallel,
+    before: Sequence[Gpu],
+    after: Sequence[Gpu],
+    *,
+    captured_bytes: int = 0,
+    **figures: Any,
 ) -> Measurement:
     """The trial's measurement: `figures`, and memory and sent bytes of each rank since the last resets. Collective.
 
-    `before` and `after` are the GPUs before the warm-up and right after the last measured step.
+    `before` and `after` are the GPUs before the warm-up and right after the last measured step, `captured_bytes` the
+    peak of a step that CUDA graphs replayed.
     """
     traffic = cp.traffic
     driver = next((gpu.driver for gpu in after if gpu.driver), "")
-    ranks = cast(list[Usage], world.gather(usage(world.device, traffic.sent_bytes, traffic.window_bytes)))
+    used = usage(world.device, traffic.sent_bytes, traffic.window_bytes, captured_bytes)
+    ranks = cast(list[Usage], world.gather(used))
     return Measurement(
         peak_allocated_bytes=[rank.allocated_bytes for rank in ranks if rank.allocated_bytes is not None],
         peak_reserved_bytes=[rank.reserved_bytes for rank in ranks if rank.reserved_bytes is not None],

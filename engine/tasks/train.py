@@ -3,13 +3,17 @@
 Loss and gradients are those of the mean over all target tokens of all sequences of the step, for any division into
 ranks and micro-batches: every rank contributes the sum over its tokens divided by the count of the whole step, and
 FSDP2 adds the ranks' gradients.
+
+A short step of one GPU is launched by the host once and then replayed as CUDA graphs (setting `cuda_graph`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,24 +31,19 @@ from engine.memory.limit import limit_memory
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
 from engine.ops.ranges import OPTIMIZER, STEP
-from engine.optimizer import adamw, clip_and_step
+from engine.optimizer import OnePassAdamW, adamw, clip_and_step
 from engine.parallelize import build_model, sum_across_nodes
 from engine.recipe import Recipe
 from engine.settings import TrialSettings, keeps_whole, vocabulary_unsupported_reason
+from engine.tasks.captured import choice
+from engine.tasks.captured.batch import Batch, page_locked, to_device
+from engine.tasks.captured.step import CapturedStep, Work
 from engine.tasks.clock import StepClock
 from engine.tasks.gemm_speeds import gemm_figures
 from engine.tasks.link_probes import LinkProbes
 from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured, read_gpus
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """This rank's tokens of one micro-batch."""
-
-    tokens_BL: Tensor
-    positions_L: Tensor  # of the tokens in the whole sequence
-    labels_BL: Tensor  # in host memory: the LM head asks on the host which of them count
-    targets: Tensor  # how many labels count, over all ranks and micro-batches of the step; 0-dim
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +71,10 @@ class TrainTask:
         """`sequences` are the training data, by default those of the settings in order; `recipe` is the optimizer's."""
         self.settings, self.world, self.recipe = settings, world, recipe or Recipe()
         self.store: Sequences = sequences or open_tokens(settings.data)
-        if unsupported_reason := vocabulary_unsupported_reason(settings, self.store.vocabulary):
+        if unsupported_reason := (
+            vocabulary_unsupported_reason(settings, self.store.vocabulary)
+            or choice.unsupported_reason(settings, world.device.type)
+        ):
             raise ValueError(unsupported_reason)
         limit_memory(settings.memory, world.device)
         self.cp: ContextParallel = context_parallel(settings, method, world)
@@ -88,6 +90,9 @@ class TrainTask:
         )
         self.cp.segments(settings.steps.warmup_seq_len or settings.seq_len)  # raises for a length that does not split
         self._clock = StepClock(world.device)
+        # Why the host launches every step; empty where it launches the first one, and the others are replayed.
+        self._not_captured = choice.not_captured_reason(settings, world.device.type) or ""
+        self._captured: CapturedStep | None = None  # after the first step
         self._ahead: tuple[int, list[Batch]] | None = None  # a step that comes next, and its batches
 
     def run(self, on_progress: OnProgress, around_step: AroundStep = nullcontext) -> Measurement:
@@ -123,8 +128,9 @@ class TrainTask:
             forward_seconds=self.world.slowest([step.forward_seconds for step in timed]),
             loss=[step.loss for step in steps],
             grad_norm=[step.grad_norm for step in steps],
-            chosen=self.attend.resolved() | self._parameters(),
+            chosen=self.attend.resolved() | self._parameters() | self._cuda_graph(),
             data=self.store.describe(),
+            captured_bytes=self.captured_bytes,
         )
         # Last, because each would raise every peak.
         figures.extra |= link.figures()
@@ -157,18 +163,29 @@ class TrainTask:
             found["sharding_node_size"] = str(self.world.fsdp_mesh.size(-1))
         return found
 
+    def _cuda_graph(self) -> dict[str, str]:
+        """Whether the steps were replayed as CUDA graphs, and why not."""
+        if self.settings.cuda_graph != "auto":
+            return {"cuda_graph": self.settings.cuda_graph}
+        reason = self._not_captured
+        return {"cuda_graph": "none", "cuda_graph_reason": reason} if reason else {"cuda_graph": "step"}
+
+    @property
+    def captured_bytes(self) -> int:
+        """Peak of the GPU memory of a step that is replayed, whose allocator no longer counts it; 0 for others."""
+        return 0 if self._captured is None else self._captured.allocated_bytes
+
     def step(self, index: int) -> Step:
         """One optimizer step on the batch of that index. Collective."""
         self._clock.start()
         with record_function(STEP):
-            total = self.gradients(index)
-            with record_function(OPTIMIZER):
-                if self._tensor_parallel is not None:
-                    norm = self._tensor_parallel.clip(self.model, self.recipe.max_grad_norm)
-                    self.optimizer.step()
-                else:
-                    norm = clip_and_step(self.model, self.optimizer, self.recipe.max_grad_norm)
-                self.optimizer.zero_grad()
+            batches = self._next_batches(index)
+            if self._captured is not None:
+                total, norm = self._timed(self._captured.run(batches))
+            elif self._not_captured:
+                total, norm = self._timed(self._whole_step(batches))
+            else:
+                total, norm = self._before_capture(batches)
             # Read while the device still computes, which would otherwise wait for the next step's tokens.
             self._ahead = index + 1, self.batches(index + 1)
             forward_seconds, step_seconds = self._clock.stop()
@@ -182,19 +199,84 @@ class TrainTask:
                 f"step {index + 1} has loss {outcome.loss} and gradient norm {outcome.grad_norm}; try a learning_rate "
                 f"below {self.settings.learning_rate}"
             )
+        if self._captured is None and not self._not_captured:
+            self._capture(batches)
         return outcome
+
+    def _next_batches(self, index: int) -> list[Batch]:
+        """Those of step `index`, which the step before may have read."""
+        ahead, self._ahead = self._ahead, None
+        return ahead[1] if ahead is not None and ahead[0] == index else self.batches(index)
+
+    def _timed(self, work: Generator[None, None, Result]) -> Result:
+        """The result of `work`, whose stops become marks of the clock."""
+        while True:
+            try:
+                next(work)
+            except StopIteration as end:
+                result: Result = end.value
+                return result
+            self._clock.mark()
+
+    def _before_capture(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+        """A step that the host launches, on the stream that is to capture the next one."""
+        current = torch.cuda.current_stream(self.world.device)
+        self._stream = torch.cuda.Stream(self.world.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            found = self._timed(self._whole_step(batches))
+        current.wait_stream(self._stream)
+        return found
+
+    def _capture(self, batches: Sequence[Batch]) -> None:
+        """Make the later steps replays of one like that on `batches`; raises RuntimeError where that cannot be.
+
+        With `cuda_graph: auto`, only for kernels of attention whose captures are tested.
+        """
+        kernel = self.attend.resolved().get("kernel", "unknown")
+        if self.settings.cuda_graph == "auto" and kernel not in choice.KERNELS:
+            self._not_captured = f"auto captures no step with attention kernel {kernel}"
+            return
+        assert isinstance(self.optimizer, OnePassAdamW), "parameters are kept whole, and their states beside them"
+        try:
+            self._captured = CapturedStep(
+                self._whole_step, batches, self.optimizer, self.settings.model.vocab, self._stream
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a step with attention kernel {kernel} could not be captured as a CUDA graph "
+                f"({str(error).strip().splitlines()[0]}); set cuda_graph to none"
+            ) from error
 
     def gradients(self, index: int) -> Tensor:
         """Form the gradients of step `index`; returns this rank's share of the mean loss, 0-dim. Collective."""
+        return self._timed(self._gradients(self._next_batches(index)))
+
+    def _whole_step(self, batches: Sequence[Batch]) -> Work:
+        """Gradients and update: this rank's share of the mean loss, and the global norm of the gradients before
+        clipping, both 0-dim. Stops where `_gradients` does. Collective."""
+        total = yield from self._gradients(batches)
+        with record_function(OPTIMIZER):
+            if self._tensor_parallel is not None:
+                norm = self._tensor_parallel.clip(self.model, self.recipe.max_grad_norm)
+                self.optimizer.step()
+            else:
+                norm = clip_and_step(self.model, self.optimizer, self.recipe.max_grad_norm)
+            self.optimizer.zero_grad()
+        return total, norm
+
+    def _gradients(self, batches: Sequence[Batch]) -> Generator[None, None, Tensor]:
+        """Form the gradients; returns what `gradients` does. Stops after every forward, and before each but the first
+        one."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        ahead, self._ahead = self._ahead, None
-        batches = ahead[1] if ahead is not None and ahead[0] == index else self.batches(index)
         for number, batch in enumerate(batches):
             if number:
-                self._clock.mark()
+                yield
             sum_across_nodes(self.model, now=batch is batches[-1])  # gradients cross the slow links once per step
             loss = self.forward(batch)
-            self._clock.mark()
+            yield
             loss.backward()
             total += loss.detach()
         if self._tensor_parallel is not None:
@@ -236,13 +318,3 @@ class TrainTask:
         """Tokens of a sequence of step `index`: warm-up steps may be shorter."""
         steps = self.settings.steps
         return (index < steps.warmup and steps.warmup_seq_len) or self.settings.seq_len
-
-
-def page_locked(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor in host memory that a GPU copies from while the host goes on, contiguous; itself for a CPU."""
-    return tensor.contiguous().pin_memory() if device.type == "cuda" else tensor
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device. The host does not wait for the copy, nor for work before it."""
-    return page_locked(tensor, device).to(device, non_blocking=True)

@@ -101,7 +101,8 @@ class TrainingRun:
         done = task.step(self.steps_done)
         self.steps_done += 1
 
-        used = usage(self.world.device, task.cp.traffic.sent_bytes, task.cp.traffic.window_bytes)
+        traffic = task.cp.traffic
+        used = usage(self.world.device, traffic.sent_bytes, traffic.window_bytes, task.captured_bytes)
         # One reduction for all of it: the largest of each over the ranks, so that all agree on whether to stop.
         seconds, allocated, resident, asked = self.world.slowest(
             [done.step_seconds, float(used.allocated_bytes or 0), float(used.rss_bytes), float(self._stop.asked)]

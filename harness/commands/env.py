@@ -36,6 +36,7 @@ class Env:
             "--logs", metavar="DIR", help="folder on the nodes for NCCL's and the flight recorder's files"
         )
         parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+        parser.add_argument("--all", action="store_true", help="also what is left to NCCL on purpose, with the reasons")
         output = parser.add_mutually_exclusive_group()
         output.add_argument("--write", type=Path, metavar="DIR", help="leave DIR/<node>/env.sh on this machine")
         output.add_argument(
@@ -81,7 +82,7 @@ def _render(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(as_json(found), indent=1, allow_nan=False))
     else:
-        print("\n\n".join(table(environment) for environment in found.environments))
+        print("\n\n".join(table(environment, every_one=arguments.all) for environment in found.environments))
     said = [f"warning: {sentence}" for sentence in found.drift]
     said += [f"{node}: {installed.sentence}" for node, installed in found.installed.items()]
     said += [f"{node}: {reason}" for node, reason in found.silent.items()]

@@ -31,6 +31,7 @@ from engine.settings import (
     to_json,
     vocabulary_unsupported_reason,
 )
+from engine.tasks.captured import choice
 from harness.base.errors import UsageError
 from harness.machine.this_machine import Machine
 from harness.metrics.flops import work_of
@@ -134,6 +135,7 @@ def unsupported_reason(settings: TrialSettings, machine: Machine) -> str | None:
         or _schedule_unsupported_reason(settings, machine)
         or _head_unsupported_reason(settings, machine)
         or _device_unsupported_reason(settings, machine)
+        or choice.unsupported_reason(settings, machine.device)
         or _memory_unsupported_reason(settings, machine)
         or unavailable_reason(method, machine.device)
     )

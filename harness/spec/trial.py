@@ -15,7 +15,7 @@ from harness.spec.table import NOTHING_FILLED, FromTable
 # Settings that came after runs had been published, and what every run was until then: so these can still be resumed.
 _LATER = {
     "checkpoint.replay": "hold", "checkpoint.whole_layers": 0, "checkpoint.mlp": 1.0, "projection_tiles": 1,
-    "parameters": "auto",
+    "parameters": "auto", "cuda_graph": "auto",
     "settings": "equal",
     "repeat_kv_heads": True, "overlap_projections": False,
     "checkpoint.plan": "hand", "memory": "", "planned": "",

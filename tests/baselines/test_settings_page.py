@@ -41,4 +41,4 @@ def test_no_entry_of_a_native_form_names_a_setting_that_the_page_leaves_out() ->
         if (entry := entry_of(method, variant))
         for name in entry.choices
     }
-    assert named <= {*SHOWN, "exchange"}  # which `burst` alone chooses
+    assert named <= {*SHOWN, "exchange", "checkpoint.plan"}  # which `burst` alone chooses

@@ -111,6 +111,10 @@ class FakeNode:
         with open(self._root / "proc/mounts", "a") as file:
             file.write(line + "\n")
 
+    def file(self, path: str, text: str) -> None:
+        """A file of the node, at this absolute path."""
+        self._write(path.lstrip("/"), text)
+
     def without_ip(self) -> None:
         """As on a node where iproute2 is missing."""
         self.program("ip", "exit 127")

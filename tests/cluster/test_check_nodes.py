@@ -77,6 +77,9 @@ def test_a_site_with_gpus_fails_a_machine_without(
         (["--timeout", "soon"], "invalid float value"),
         (["--timeout", "nan"], "expected seconds above 0"),
         (["--json", "--free"], "not allowed with"),
+        (["--free", "--only-faults"], "leave --free out"),
+        (["--node", "gpu07"], "--node gpu07 is none of the 1 nodes"),
+        (["--check", "discs"], "there is no check 'discs'; did you mean disk?"),
         (["gpu[3-1]"], "counts down"),
         (["--hosts", "/absent"], "no such hosts file"),
         (["--site", "/absent.yaml"], "no such site file"),
@@ -245,10 +248,17 @@ def test_a_fleet_reports_every_node_in_order_and_frees_only_the_good_ones(
     table = capsys.readouterr().out
     assert [line.split()[0] for line in table.splitlines() if line.startswith("127.")] == [
         "127.0.0.3",
-        "127.0.0.1",
-        "127.0.0.2",
+        "127.0.0.[1-2]",
     ]
     assert "3 nodes: 2 ok, 1 unknown; 2 usable" in table
+    assert main([*arguments, "--json"]) == 3
+    names = [json.loads(line)["node"] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["127.0.0.3", "127.0.0.1", "127.0.0.2"], "in the order in which they were named"
+    assert main([*arguments, "--json", "--only-faults"]) == 3
+    [faulty] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (faulty["node"], set(faulty["checks"])) == ("127.0.0.3", {"reachability"})
+    assert main([*arguments, "--node", "127.0.0.[1,2]", "--check", "disk,drift", "--json"]) == 3
+    assert [set(json.loads(line)["checks"]) for line in capsys.readouterr().out.splitlines()] == [{"disk", "drift"}] * 2
 
 
 def test_an_inventory_judges_each_node_by_its_own_expectations(

@@ -2,7 +2,8 @@
 
 import pytest
 
-from cluster.checks import disk, host_memory
+from cluster.checks.host import host_memory
+from cluster.checks.storage import disk
 from cluster.inventory.site import DiskLimit, HostMemoryLimit, Site
 from cluster.probing.probe import Output
 from cluster.transport.reach import LocalRunner

@@ -55,6 +55,42 @@ def test_only_nodes_with_the_same_gpus_are_compared() -> None:
     assert levels(node("a"), old[0]) == {}
 
 
+@pytest.mark.parametrize(
+    ("check", "fact", "usual", "other", "words"),
+    [
+        ("host_versions", "kernel", "6.8.0-31", "6.8.0-45", "kernel 6.8.0-45, but 2 of 3 nodes have 6.8.0-31"),
+        ("host_versions", "ofed", "23.10", "24.04", "OFED 24.04, but 2 of 3"),
+        ("adapters", "firmware", {"MT_1": ["28.39"]}, {"MT_1": ["28.36"]}, "adapter firmware 28.36, but 2 of 3"),
+        ("adapters", "mtu", "4092", "2044", "MTU of the adapters 2044, but 2 of 3"),
+        ("interface", "mtu", 9000, 1500, "MTU of the interface 1500, but 2 of 3 nodes have 9000"),
+        ("pkey", "pkeys", ["0x8001 0xffff"], ["0xffff"], "partition keys 0xffff, but 2 of 3 nodes have 0x8001 0xffff"),
+    ],
+)
+def test_whatever_must_match_between_nodes_is_compared(
+    check: str, fact: str, usual: object, other: object, words: str
+) -> None:
+    nodes = dict([node("a"), node("b"), node("c")])
+    for name, value in (("a", usual), ("b", other), ("c", usual)):
+        nodes[name][check] = Verdict(level="ok", summary="", facts={fact: value})
+    verdicts = version_drift(nodes)
+    assert {name: verdict.level for name, verdict in verdicts.items()} == {"a": "ok", "b": "warn", "c": "ok"}
+    assert verdicts["b"].summary.startswith(words)
+    nodes["b"][check] = Verdict(level="ok", summary="")
+    assert version_drift(nodes)["b"].level == "ok", "a node without the value differs from none"
+
+
+def test_nodes_without_gpus_are_compared_among_themselves() -> None:
+    nodes = {}
+    for name, kernel in (("x", "6.1"), ("y", "6.1"), ("z", "6.8")):
+        nodes[name] = {
+            "gpu_versions": Verdict(level="ok", summary="no GPU"),
+            "host_versions": Verdict(level="ok", summary="", facts={"kernel": kernel}),
+        }
+    verdicts = version_drift({**nodes, **dict([node("a")])})
+    assert {name: verdict.level for name, verdict in verdicts.items()} == {"x": "ok", "y": "ok", "z": "warn"}
+    assert verdicts["x"].summary == "as 2 other nodes without GPUs"
+
+
 def test_nodes_without_versions_are_left_out() -> None:
     silent = ("z", {"reachability": Verdict(level="unknown", summary="")})
     assert levels(node("a"), silent) == {}

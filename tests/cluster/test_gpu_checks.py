@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.checks import conclude, gpu_memory, gpus
+from cluster.checks import conclude
+from cluster.checks.gpu import gpu_memory, gpus
 from cluster.inventory.site import GpuExpectation, GpuMemoryLimit, Site
 from cluster.probing.probe import Output, parse_outputs, render_script
 from cluster.probing.verdict import Verdict

@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.checks import (
-    BoardCheck,
-    Check,
+from cluster.checks import BoardCheck, Check
+from cluster.checks.gpu import (
     gpu_clocks,
     gpu_ecc,
-    gpu_fabric,
+    gpu_persistence,
     gpu_recovery,
     gpu_rows,
     gpu_thermal,
     gpu_versions,
 )
+from cluster.checks.links import gpu_fabric
 from cluster.inventory.site import GpuExpectation, Site
 from cluster.probing.gpu_report import PROBE, parse
 from cluster.probing.probe import Output, parse_outputs, render_script
@@ -25,7 +25,7 @@ from cluster.transport.reach import LocalRunner
 from tests.cluster.gpu_outputs import EIGHT, MODELS, OUTPUTS, STRANGER, board, judge, report, setting
 from tests.patience import AMPLE
 
-CHECKS = [gpu_clocks, gpu_ecc, gpu_fabric, gpu_recovery, gpu_rows, gpu_thermal, gpu_versions]
+CHECKS = [gpu_clocks, gpu_ecc, gpu_fabric, gpu_persistence, gpu_recovery, gpu_rows, gpu_thermal, gpu_versions]
 EVERY_CHECK = pytest.mark.parametrize(
     "check", [module.CHECK for module in CHECKS], ids=[module.__name__.rpartition(".")[2] for module in CHECKS]
 )
@@ -220,3 +220,11 @@ def test_a_report_cut_in_the_middle_is_not_taken_for_health() -> None:
         cut = text[: text.index("    VBIOS Version")]
         assert judge(check, cut, Site(), board("h200", 1)).level == "unknown"
     assert gpu_versions.judge(Output(text="Driver Version : 1"), Site()).level == "unknown"
+
+
+def test_persistence_mode_that_is_off_is_a_warning_and_unstated_unknown() -> None:
+    off = judge(gpu_persistence.CHECK, report("h200", setting("Persistence Mode", "Disabled")), EIGHT, board("h200"))
+    assert (off.level, off.action) == ("warn", "monitor")
+    assert off.summary.startswith("GPU 2 has persistence mode disabled; start nvidia-persistenced")
+    unstated = judge(gpu_persistence.CHECK, report("h200", setting("Persistence Mode", "N/A")), EIGHT, board("h200"))
+    assert unstated.level == "unknown"

@@ -58,8 +58,42 @@ def test_every_check_that_counts_says_what_a_rise_means() -> None:
         "gpu_rows",
         "infiniband",
         "nvlink",
+        "port_errors",
+        "sxid",
         "xid",
     }
+
+
+@pytest.mark.parametrize(
+    ("counter", "growth", "hours", "level"),
+    [
+        ("mlx5_0:1 symbol_error", 9, 1, "ok"),
+        ("mlx5_0:1 symbol_error", 10, 1, "warn"),
+        ("mlx5_0:1 symbol_error", 10, 24, "ok"),
+        ("mlx5_0:1 symbol_error", 240, 24, "warn"),
+        ("mlx5_0:1 port_xmit_discards", 99, 1, "ok"),
+        ("mlx5_0:1 port_xmit_discards", 100, 0, "warn"),
+    ],
+)
+def test_errors_of_a_port_are_judged_by_how_many_an_hour(counter: str, growth: int, hours: int, level: str) -> None:
+    later = Entry(
+        time=f"2026-11-{20 + (12 + hours) // 24}T{(12 + hours) % 24:02d}:00:00+00:00",
+        verdict="ok",
+        counters={"port_errors": {counter: 5 + growth}},
+    )
+    verdict = judge(entry("port_errors", **{counter: 5}), later, CHECKS)
+    assert verdict.level == level
+
+
+def test_one_recovery_of_a_link_matters_and_four_repeated_packets_do_not() -> None:
+    before = entry("nvlink", **{"gpu0 replay": 0, "gpu0 recovery": 0})
+    assert judge(before, entry("nvlink", **{"gpu0 replay": 4, "gpu0 recovery": 0}), CHECKS).level == "ok"
+    assert judge(before, entry("nvlink", **{"gpu0 replay": 0, "gpu0 recovery": 1}), CHECKS).level == "warn"
+
+
+def test_a_history_whose_time_cannot_be_read_still_counts() -> None:
+    before = Entry(time="yesterday", verdict="ok", counters={"port_errors": {"a symbol_error": 0}})
+    assert judge(before, entry("port_errors", **{"a symbol_error": 10}), CHECKS).level == "warn"
 
 
 def report(**counters: int) -> NodeReport:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-from cluster.checks import cpu_governor, numa_balancing, processes
+from cluster.checks.host import cpu_governor, cpu_idle, host_versions, hugepages, numa_balancing, processes
 from cluster.inventory.site import Site
 from cluster.probing.probe import Output, Probe
 from cluster.profiles import NO_GPUS
@@ -91,6 +93,55 @@ def test_numa_balancing_is_off_where_gpus_copy(text: str, gpus: bool, level: str
     assert numa_balancing.judge(Output(text=text), Site(), board("h200") if gpus else NO_GPUS).level == level
 
 
+@pytest.mark.parametrize(
+    ("states", "gpus", "level", "words"),
+    [
+        ("    128 state 1|0|C1\n    128 state 10|0|C1E\n    128 state 133|0|C6", True, "warn", "C6 (133 us)"),
+        ("    128 state 1|0|C1\n    128 state 10|0|C1E\n    128 state 133|1|C6", True, "ok", "allowed: 10 us"),
+        ("    128 state 0|0|POLL\n    100 state 400|1|C2\n     28 state 400|0|C2", True, "warn", "C2 (400 us)"),
+        ("    128 state 133|0|C6", False, "ok", "allowed: 133 us"),
+        ("", True, "ok", "hypervisor"),
+    ],
+)
+def test_cores_that_feed_gpus_do_not_sleep_deeply(states: str, gpus: bool, level: str, words: str) -> None:
+    output = Output(text=f"{states}\nend".lstrip("\n"))
+    verdict = cpu_idle.judge(output, Site(), board("h200") if gpus else NO_GPUS)
+    assert verdict.level == level
+    assert words in verdict.summary
+
+
+MEMINFO = (
+    "MemTotal:       1056000000 kB\nHugePages_Total:   {total}\nHugePages_Free:    {free}\nHugepagesize:       2048 kB"
+)
+
+
+@pytest.mark.parametrize(("total", "free", "level"), [(0, 0, "ok"), (102400, 1024, "ok"), (102400, 102400, "warn")])
+def test_huge_pages_that_nothing_uses_are_a_waste(total: int, free: int, level: str) -> None:
+    text = MEMINFO.format(total=total, free=free) + "\ntransparent always [madvise] never"
+    verdict = hugepages.judge(Output(text=text), Site())
+    assert verdict.level == level
+    assert verdict.facts["transparent"] == "madvise"
+
+
+def test_versions_of_the_host_are_facts_to_compare() -> None:
+    text = "kernel 5.15.0-1064-nvidia\nsystem Ubuntu 22.04.5 LTS\nofed MLNX_OFED_LINUX-23.10-0.5.5.0"
+    verdict = host_versions.judge(Output(text=text), Site())
+    assert verdict.facts == {
+        "kernel": "5.15.0-1064-nvidia",
+        "system": "Ubuntu 22.04.5 LTS",
+        "ofed": "MLNX_OFED_LINUX-23.10-0.5.5.0",
+    }
+    assert host_versions.judge(Output(text="kernel 6.1\nsystem \nofed "), Site()).facts["ofed"] is None
+
+
+@pytest.mark.parametrize("check", [cpu_idle, hugepages, host_versions])
+def test_a_probe_that_prints_nothing_is_unknown(check: Any) -> None:
+    assert check.judge(Output(text=""), Site()).level == "unknown"
+
+
 def test_these_probes_answer_on_any_linux() -> None:
+    assert cpu_idle.judge(run(cpu_idle.PROBE), Site()).level == "ok"
+    assert hugepages.judge(run(hugepages.PROBE), Site()).level in ("ok", "warn")
+    assert host_versions.judge(run(host_versions.PROBE), Site()).facts["kernel"] == platform.release()
     assert cpu_governor.judge(run(cpu_governor.PROBE), Site()).level == "ok"
     assert numa_balancing.judge(run(numa_balancing.PROBE), Site()).level == "ok"

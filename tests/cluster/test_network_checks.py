@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.checks import infiniband, interface, memlock, peermem
+from cluster.checks.network import infiniband, interface, memlock, peermem
 from cluster.inventory.site import NetworkExpectation, Site
 from cluster.probing.probe import Output
 from cluster.profiles import NO_GPUS

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.checks import fabric_manager, nvlink, pcie
+from cluster.checks.links import fabric_manager, nvlink, pcie
 from cluster.inventory.site import Site
 from cluster.probing.probe import Output, parse_outputs, render_script
 from cluster.profiles import NO_GPUS
@@ -49,7 +49,30 @@ def test_five_errors_are_worth_a_look_and_counted(errors: int, level: str) -> No
         links("h200", errors=lambda gpu: gpu.replace("Link 17: Replay Errors: 0", change)), EIGHT, board("h200")
     )
     assert verdict.level == level
-    assert verdict.facts["counters"]["gpu2 errors"] == errors  # type: ignore[index]
+    assert verdict.facts["counters"]["gpu2 replay"] == errors  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("line", "level", "action", "words"),
+    [
+        ("Link 4: Recovery Errors: 1", "warn", "monitor", "link 4: 1 recovery"),
+        ("Link 4: CRC Errors: 7", "warn", "monitor", "link 4: 7 crc"),
+        ("Link 4: CRC Errors: 4", "ok", "none", "18 links up"),
+        ("Link 4: Link recovery failed events: 1", "fail", "reset", "link 4: 1 unrecovered"),
+    ],
+)
+def test_errors_of_a_link_are_told_apart_by_class(line: str, level: str, action: str, words: str) -> None:
+    verdict = nvlink.judge(links("h200", errors=lambda gpu: f"{gpu}\t {line}\n"), EIGHT, board("h200"))
+    assert (verdict.level, verdict.action) == (level, action)
+    assert words in verdict.summary
+
+
+def test_newer_drivers_count_corrections_and_totals_that_are_no_errors() -> None:
+    status = Output(
+        text=gpu_outputs.nvlink("h200", "s") + "errors\n" + (OUTPUTS / "blackwell_nvlink_e.txt").read_text()
+    )
+    verdict = nvlink.judge(status, EIGHT, board("h200"))
+    assert verdict.summary == "GPU 0 counts errors on link 0: 2 recovery"
 
 
 def test_a_lone_gpu_needs_no_links_but_the_last_of_eight_does() -> None:

@@ -6,6 +6,7 @@ import html
 import io
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,9 +19,11 @@ from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
 from cluster.inventory.site import Site
 from cluster.probing.verdict import Verdict
+from cluster.render.grouping import Selection
 from cluster.render.html import heat_map, html_page, write_page
 from cluster.render.live import live_table, progress_table
 from cluster.render.text import headline, json_line, nagios_line, table, why_not
+from tests.browser import Browser, chromium
 
 OK = Verdict(level="ok", summary="fine")
 BUSY = Verdict(level="warn", summary="busy: by alice", busy=True, action="monitor")
@@ -43,10 +46,58 @@ FLEET = [GOOD, TAKEN, BAD, GONE]
 def test_the_table_shows_what_is_wrong_first_and_what_is_well_in_one_line() -> None:
     lines = [line.split(maxsplit=4) for line in table([GOOD, BAD]).splitlines()]
     assert lines[0] == ["NODE", "CHECK", "VERDICT", "ACTION", "FINDING"]
-    assert [line[:2] for line in lines[1:4]] == [["gpu01", "reachability"], ["gpus", "ok"], ["(2", "more)"]]
-    assert lines[4] == ["gpu03", "gpus", "fail", "reboot", "7 of 8 | GPUs"]
-    assert lines[5][0] == "disk"
+    assert lines[1] == ["gpu03", "gpus", "fail", "reboot", "7 of 8 | GPUs"]
+    assert lines[2] == ["disk", "warn", "none", "91%", "full"]
+    assert lines[3] == ["gpu01", "4", "checks", "ok", "none    8 x NVIDIA H200"]
+    assert lines[4][:4] == ["gpu03", "1", "check", "ok"]
     assert table(FLEET).endswith("4 nodes: 1 ok, 1 warn, 1 unknown, 1 fail; 1 usable")
+
+
+def many(count: int, **verdicts: Verdict) -> list[NodeReport]:
+    return [report(f"gpu{number:02}", **{**GOOD.verdicts, **verdicts}) for number in range(1, count + 1)]
+
+
+def test_sixty_four_healthy_nodes_are_one_line_and_the_same_fault_of_several_is_another() -> None:
+    lines = table(many(64)).splitlines()
+    assert len(lines) == 4
+    assert lines[1].split() == ["gpu[01-64]", "4", "checks", "ok", "none", "8", "x", "NVIDIA", "H200"]
+    faulty = [report("gpu65", disk=Verdict(level="fail", summary="full")), *many(60), *many(64, xid=BUSY)[60:]]
+    lines = table(faulty).splitlines()
+    assert [line.split()[:3] for line in lines[1:5]] == [
+        ["gpu65", "disk", "fail"],
+        ["gpu[61-64]", "xid", "warn"],
+        ["gpu65", "1", "check"],
+        ["gpu[01-64]", "3-4", "checks"],
+    ]
+
+
+def test_nodes_that_no_range_expresses_are_named_in_part() -> None:
+    names = [f"{letter}{number}" for number, letter in enumerate("abcdef")]
+    assert table([report(name) for name in names]).splitlines()[1].startswith("a0, b1, c2, d3 and 2 more  1 check")
+
+
+@pytest.mark.parametrize(
+    ("selection", "nodes"),
+    [
+        (Selection(only_faults=True), ["gpu03", "gpu04", "gpu02"]),
+        (Selection(nodes=frozenset({"gpu01", "gpu02"})), ["gpu02", "gpu01", "gpu02"]),
+        (Selection(checks=frozenset({"disk"})), ["gpu03", "gpu01", "gpu02"]),
+        (Selection(checks=frozenset({"disk"}), only_faults=True), ["gpu03"]),
+        (Selection(checks=frozenset({"xid"}), only_faults=True), []),
+    ],
+)
+def test_a_part_is_shown_and_everything_counted(selection: Selection, nodes: list[str]) -> None:
+    *rows, summary = table(FLEET, selection).splitlines()
+    assert re.findall(r"^gpu\S+", "\n".join(rows), re.MULTILINE) == nodes
+    assert summary == "4 nodes: 1 ok, 1 warn, 1 unknown, 1 fail; 1 usable"
+
+
+def test_the_names_of_the_sites_are_told() -> None:
+    judged = [replace(GOOD, site="h200x8"), replace(TAKEN, site="a800x8"), GONE]
+    assert table(judged).endswith("3 nodes of a800x8 and h200x8: 1 ok, 1 warn, 1 unknown; 1 usable")
+    assert json.loads(json_line(judged[0]))["site"] == "h200x8"
+    assert json.loads(json_line(GOOD))["site"] is None
+    assert "<h1>Nodes of a800x8 and h200x8</h1>" in html_page(judged)
 
 
 def test_why_a_node_is_not_usable_begins_with_what_is_worst() -> None:
@@ -109,7 +160,7 @@ class _Tags(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.seen.add(tag)
         assert not {name for name, _ in attrs} & {"src", "onclick"}
-        if tag not in ("meta",):
+        if tag not in ("meta", "input"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -129,6 +180,30 @@ def test_the_page_is_whole_self_contained_and_escaped() -> None:
     assert not re.search(r"(src|href)=[\"']?http", page)
     for name in ("gpu01", "gpu02", "gpu03", "gpu04", "gpu05"):
         assert f"<th>{name}</th>" in page
+    assert page.index("<h2>Faults</h2>") < page.index("7 of 8 | GPUs") < page.index("<h2>In order</h2>")
+    part = html_page(FLEET, selection=Selection(only_faults=True))
+    assert "<th>gpu03</th>" in part
+    assert "gpu01" not in part
+
+
+def test_a_page_fits_a_phone_and_shows_faults_until_asked_for_all(tmp_path: Path) -> None:
+    program, reason = chromium()
+    if program is None:
+        pytest.skip(reason)
+    page = tmp_path / "page.html"
+    long = Verdict(level="fail", summary="/a/path/without/any/space" * 12)
+    speeds = {frozenset((f"gpu{one:02}", f"gpu{other:02}")): 40.0 for one in range(20) for other in range(one)}
+    matrix = heat_map("GB/s", [f"gpu{number:02}" for number in range(20)], speeds, 40.0)
+    page.write_text(html_page([*many(64), report("gpu99", disk=long, xid=OK)], [matrix]))
+    with Browser(program) as browser:
+        for width in (360, 1280):
+            browser.open(page, width=width, height=800, script=False)
+            assert browser.value("document.documentElement.scrollWidth") <= width
+            assert browser.value("document.documentElement.innerText.includes('gpu[01-64]')")
+            assert not browser.value("document.querySelector('main').innerText.includes('gpu33')")
+            browser.value("document.getElementById('faults').click()")
+            assert browser.value("document.querySelector('main').innerText.includes('gpu33')")
+        assert browser.complaints == []
 
 
 def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

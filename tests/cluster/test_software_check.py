@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.checks import software
+from cluster.checks.host import software
 from cluster.inventory.site import Container, Site, Software
 from cluster.probing.probe import Output
 from cluster.probing.verdict import Verdict

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.checks import docker, shared_memory, shared_storage
+from cluster.checks.host import docker, shared_memory
+from cluster.checks.storage import shared_storage
 from cluster.inventory.site import Container, SharedPath, Site, Storage
 from cluster.probing.probe import Output
 from cluster.probing.verdict import Verdict

@@ -3,7 +3,7 @@
     python -m tests.engine.measure_step                        # 1b shape at 16K, 32K and 64K; on a CPU a tiny one
     python -m tests.engine.measure_step --lengths 16384 --variants today gathered --steps 10
     python -m tests.engine.measure_step --products             # the three projections as one product, and MLP's two
-    python -m tests.engine.measure_step --short                # 1K to 8K: eager, and one CUDA graph of the whole step
+    python -m tests.engine.measure_step --short                # 1K to 8K: launched by the host, and as CUDA graphs
 
 Nothing is recomputed (`checkpoint: {every: 0}`), kernel FlashAttention-4 where it is installed. Each variant switches
 one thing off and is one trial of this process; the order turns from length to length. A line holds the median step of
@@ -38,7 +38,7 @@ from engine.lm_head import fused
 from engine.model import project_whole
 from engine.ops import norm, residual_norm, swiglu
 from engine.ops.copies import product
-from engine.optimizer import OnePassAdamW, clip_and_step
+from engine.optimizer import OnePassAdamW
 from engine.profile.timeline import breakdown_of
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from engine.tasks.train import TrainTask
@@ -278,47 +278,15 @@ def _ms(call: Callable[[], object], repeats: int = 20) -> float:
 
 
 def measure_short(world: World, steps: int) -> None:
-    """Short sequences, where the host's launches are the bound: eager, then one CUDA graph of the whole step."""
-    for length in SHORT if world.device.type == "cuda" else (64,):
-        with task_of(world, length, {}) as task:
-            for index in range(3):
-                task.step(index)
-            eager = statistics.median(task.step(3 + index).step_seconds for index in range(steps))
-            print(f"{length:6d} eager {1e3 * eager:8.2f} ms {length / eager / 1e3:7.2f}K tok/s", flush=True)
-            if world.device.type != "cuda":
-                continue
-            try:
-                seconds = graph_seconds(task, steps)
-                print(f"{length:6d} graph {1e3 * seconds:8.2f} ms {length / seconds / 1e3:7.2f}K tok/s", flush=True)
-            except (RuntimeError, AssertionError) as error:
-                print(f"{length:6d} graph: not captured: {str(error).splitlines()[0]}", flush=True)
-                return  # a failed capture leaves the allocator in a state of its own
-
-
-def graph_seconds(task: TrainTask, steps: int) -> float:
-    """Seconds of a replayed step, whose batch stays the same."""
-    [batch] = task.batches(0)
-    task.optimizer.zero_grad()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        task.forward(batch).backward()
-        clip_and_step(task.model, task.optimizer)
-        task.optimizer.zero_grad()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = task.forward(batch)
-        loss.backward()
-        clip_and_step(task.model, task.optimizer)
-    found = []
-    for _ in range(steps + 1):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        graph.replay()
-        torch.cuda.synchronize()
-        found.append(time.perf_counter() - started)
-    return statistics.median(found[1:])
+    """Short sequences, where the host's launches are the bound: launched by the host, then replayed as CUDA graphs."""
+    on_gpu = world.device.type == "cuda"
+    for length in SHORT if on_gpu else (64,):
+        for how in ("none", "step") if on_gpu else ("none",):
+            with task_of(world, length, {"cuda_graph": how}) as task:
+                for index in range(3):
+                    task.step(index)
+                seconds = statistics.median(task.step(3 + index).step_seconds for index in range(steps))
+                print(f"{length:6d} {how} {1e3 * seconds:8.2f} ms {length / seconds / 1e3:7.2f}K tok/s", flush=True)
 
 
 def main() -> None:

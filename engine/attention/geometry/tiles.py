@@ -59,13 +59,8 @@ class Tile:
 
     def shifted(self, q_offset: int, k_offset: int) -> Tile:
         """The same rectangle at another corner."""
-        return replace(
-            self,
-            q_start=self.q_start + q_offset,
-            q_stop=self.q_stop + q_offset,
-            k_start=self.k_start + k_offset,
-            k_stop=self.k_stop + k_offset,
-        )
+        q_start, q_stop = self.q_start + q_offset, self.q_stop + q_offset
+        return Tile(q_start, q_stop, self.k_start + k_offset, self.k_stop + k_offset, self.band)
 
     def area(self) -> int:
         """Visible (query, key) pairs."""
@@ -144,7 +139,8 @@ def square_causal(tile: Tile) -> list[Tile]:
         return [tile]
     assert tile.rows > tile.columns, "trimming left columns no row sees"
     middle = tile.q_start + tile.columns
-    return [replace(tile, q_stop=middle), replace(tile, q_start=middle, band=FULL)]
+    below = Tile(middle, tile.q_stop, tile.k_start, tile.k_stop)
+    return [Tile(tile.q_start, middle, tile.k_start, tile.k_stop, CAUSAL), below]
 
 
 def without_upper_bands(tile: Tile) -> list[Tile]:
@@ -156,8 +152,9 @@ def without_upper_bands(tile: Tile) -> list[Tile]:
     if hi == 0:
         return square_causal(tile)
     # The first hi columns are visible to all rows; the rest of the diagonal starts in the corner.
-    past = replace(tile, k_stop=tile.k_start + hi, band=FULL)
-    return [past, *square_causal(replace(tile, k_start=past.k_stop, band=CAUSAL))]
+    middle = tile.k_start + hi
+    past = Tile(tile.q_start, tile.q_stop, tile.k_start, middle)
+    return [past, *square_causal(Tile(tile.q_start, tile.q_stop, middle, tile.k_stop, CAUSAL))]
 
 
 def join(tiles: list[Tile]) -> list[Tile]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.attention.geometry.shard_table import Integers, ShardTable, by_pair
 from engine.attention.masks.blocks import BlockMask, Run
@@ -72,6 +73,21 @@ class BlockSparse(BlockMask):
             keys = np.concatenate((ranks, first % pattern.stride), axis=1)
         _, hi = shards.limits(None, 0 if self.causal else None)
         return by_pair(ranks, keys, np.clip(apart, -near, near), hi)
+
+    def shown(self, queries: Integers, keys: Integers) -> NDArray[np.bool_]:
+        return self.pattern.shown(queries[:, None], keys)
+
+    def keys_seen(self, seq_len: int) -> tuple[tuple[int, int], ...]:
+        size, blocks = self.block_size, -(-seq_len // self.block_size)
+        each = np.arange(blocks)
+        whole = size * self.pattern.visible_before(each, each if self.causal else np.full_like(each, blocks))
+        own = size * self.pattern.shown(each, each) if self.causal else np.zeros_like(each)
+        missing = blocks * size - seq_len  # the last block is shorter
+        if self.causal:
+            own[-1] -= missing if own[-1] else 0
+        else:
+            whole -= missing * self.pattern.shown(each, np.full_like(each, blocks - 1))
+        return tuple(zip(whole.tolist(), own.tolist(), strict=True))
 
     def block_at(self, position: int) -> int:
         return position // self.block_size

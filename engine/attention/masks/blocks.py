@@ -16,15 +16,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.attention.geometry.layout import Segment
-from engine.attention.geometry.shard_table import Integers, ShardTable, by_pair
+from engine.attention.geometry.shard_table import Integers, ShardTable
 from engine.attention.geometry.tiles import Tile, band_area, join, trim, without_upper_bands
 from engine.attention.masks.mask import PairSpans
 
 # A kernel call per tile: beyond this many between two shards, launching them would take longer than a dense sequence.
 MAX_TILES = 4096
 _FEW_RECTANGLES = 256  # up to so many are also formed column by column
+_FEW_CELLS = 256  # up to so many pairs of blocks are looked at one by one
 
 Run = tuple[int, int]  # [start, stop)
 
@@ -71,8 +73,10 @@ class BlockMask:
         ranks, cuts = np.broadcast_arrays(np.arange(len(shards.segments))[:, None], firsts)
         runs = shards.rows_before(ranks, cuts)
         _, kinds = np.unique(runs, axis=0, return_inverse=True)
-        kinds = kinds.reshape(-1, 1)
-        return by_pair(kinds, kinds, np.sign(shards.start[:, None, 0] - shards.start[None, :, 0]))
+        queries, keys = np.broadcast_arrays(kinds.reshape(-1, 1), kinds.reshape(1, -1))
+        # The diagonal of a rank with itself is that with the ranks before it.
+        later = self.causal & (shards.start[:, None, 0] < shards.start[None, :, 0])
+        return np.stack((queries, keys, later), axis=-1)
 
     def pair_spans(self, shards: ShardTable) -> PairSpans | None:
         return None
@@ -91,6 +95,23 @@ class BlockMask:
     def visible(self, block: int, first: int, last: int) -> Iterator[Run]:
         """Runs of key blocks, ascending and within [first, last), that the queries of `block` see."""
         raise NotImplementedError
+
+    def shown(self, queries: Integers, keys: Integers) -> NDArray[np.bool_]:
+        """Whether each of these query blocks sees each of these key blocks, but for `causal`: [queries, keys]."""
+        raise NotImplementedError
+
+    def keys_seen(self, seq_len: int) -> tuple[tuple[int, int], ...]:
+        """For each query block: keys that all its queries see, and keys of its own that a causal mask shows in
+        part."""
+        blocks = self.block_at(seq_len - 1) + 1
+        starts = [*(self.first_position(block) for block in range(blocks)), seq_len]
+        seen = []
+        for block in range(blocks):
+            limit = block if self.causal else blocks
+            whole = sum(starts[last] - starts[first] for first, last in self.visible(block, 0, limit))
+            own = self.causal and any(self.visible(block, block, block + 1))
+            seen.append((whole, starts[block + 1] - starts[block] if own else 0))
+        return tuple(seen)
 
     def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
         """Work of the shard `q` against the shard `k`. Raises TooManyTiles when there are too many of them."""
@@ -142,16 +163,12 @@ class BlockMask:
 
 @lru_cache(maxsize=64)
 def _keys_seen(mask: BlockMask, seq_len: int) -> tuple[tuple[int, int], ...]:
-    """For each query block: keys that all its queries see, and keys of its own that a causal mask shows in part."""
-    blocks = mask.block_at(seq_len - 1) + 1
-    starts = [*(mask.first_position(block) for block in range(blocks)), seq_len]
-    seen = []
-    for block in range(blocks):
-        limit = block if mask.causal else blocks
-        whole = sum(starts[last] - starts[first] for first, last in mask.visible(block, 0, limit))
-        own = mask.causal and any(mask.visible(block, block, block + 1))
-        seen.append((whole, starts[block + 1] - starts[block] if own else 0))
-    return tuple(seen)
+    return mask.keys_seen(seq_len)
+
+
+@lru_cache(maxsize=1024)
+def _local_blocks(mask: BlockMask, segments: tuple[Segment, ...]) -> list[BlockRun]:
+    return mask.local_blocks(segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +205,10 @@ def _segment_pairs(q: tuple[Segment, ...], k: tuple[Segment, ...], causal: bool)
 
 def _pair_tiles(mask: BlockMask, pair: _SegmentPair) -> Iterator[Tile]:
     hi = pair.hi
-    for top, bottom, left, right in rectangles(_visible_rows(mask, pair)):
+    queries, keys = _local_blocks(mask, pair.q), _local_blocks(mask, pair.k)
+    many = len(queries) * len(keys) > _FEW_CELLS
+    found = _rectangles_in_arrays(mask, pair) if many else rectangles(_visible_rows(mask, pair))
+    for top, bottom, left, right in found:
         tile = trim(bottom - top, right - left, None, None if hi is None else hi + top - left)
         if tile is not None:
             yield from without_upper_bands(tile.shifted(pair.q_offset + top, pair.k_offset + left))
@@ -196,14 +216,15 @@ def _pair_tiles(mask: BlockMask, pair: _SegmentPair) -> Iterator[Tile]:
 
 def _visible_rows(mask: BlockMask, pair: _SegmentPair) -> list[tuple[int, int, list[Run]]]:
     """(first query, last query, runs of visible keys), in the pair's own indices."""
-    keys = mask.local_blocks(pair.k)
+    keys = _local_blocks(mask, pair.k)
     if not keys:
         return []
     blocks, columns = [run.block for run in keys], keys[-1].stop
+    stretches = list(_stretches(blocks))  # no block between them is asked for
     rows = []
-    for queries in mask.local_blocks(pair.q):
+    for queries in _local_blocks(mask, pair.q):
         runs: list[Run] = []
-        for first, last in mask.visible(queries.block, blocks[0], blocks[-1] + 1):
+        for first, last in itertools.chain.from_iterable(mask.visible(queries.block, *each) for each in stretches):
             start, stop = bisect_left(blocks, first), bisect_left(blocks, last)
             if start == stop:
                 continue  # none of these blocks has a token in this shard
@@ -218,6 +239,17 @@ def _visible_rows(mask: BlockMask, pair: _SegmentPair) -> list[tuple[int, int, l
             runs.append(run)
         rows.append((queries.start, queries.stop, runs))
     return rows
+
+
+def _stretches(blocks: list[int]) -> Iterator[Run]:
+    """Runs of ascending blocks that follow one another."""
+    start = before = blocks[0]
+    for block in blocks[1:]:
+        if block != before + 1:
+            yield start, before + 1
+            start = block
+        before = block
+    yield start, before + 1
 
 
 def rectangles(rows: Sequence[tuple[int, int, list[Run]]]) -> list[Rectangle]:
@@ -245,11 +277,56 @@ def _sweep(rows: Sequence[tuple[int, int, list[Run]]]) -> list[Rectangle]:
 def _transposed(found: list[Rectangle]) -> list[tuple[int, int, list[Run]]]:
     """The same area, column by column."""
     cuts = sorted({cut for r in found for cut in (r.left, r.right)})
-    columns = []
-    for left, right in itertools.pairwise(cuts):
-        runs: list[Run] = []
-        for r in found:  # ascending in `top`
-            if r.left <= left and right <= r.right:
-                runs.append((runs.pop()[0], r.bottom) if runs and runs[-1][1] == r.top else (r.top, r.bottom))
-        columns.append((left, right, runs))
+    place = {cut: index for index, cut in enumerate(cuts)}
+    columns: list[tuple[int, int, list[Run]]] = [(left, right, []) for left, right in itertools.pairwise(cuts)]
+    for r in found:  # ascending in `top`
+        for _, _, runs in columns[place[r.left] : place[r.right]]:
+            runs.append((runs.pop()[0], r.bottom) if runs and runs[-1][1] == r.top else (r.top, r.bottom))
     return columns
+
+
+def _rectangles_in_arrays(mask: BlockMask, pair: _SegmentPair) -> list[Rectangle]:
+    """`rectangles(_visible_rows(mask, pair))` where there are many blocks."""
+    queries, keys = (np.array(_local_blocks(mask, segments)) for segments in (pair.q, pair.k))
+    shown = mask.shown(queries[:, 0], keys[:, 0])
+    if pair.hi is not None:
+        rows, first, last = _runs_of_rows(shown)
+        future = queries[rows, 2] + pair.hi  # first key that no query of this row sees
+        seen, to_the_end = keys[first, 1] < future, keys[last, 2] >= future
+        rows, first, last = rows[seen], first[seen], np.where(to_the_end, len(keys) - 1, last)[seen]
+        steps = np.zeros((len(queries), len(keys) + 1), dtype=np.int8)
+        steps[rows, first] += 1
+        steps[rows, last + 1] -= 1
+        shown = steps[:, :-1].cumsum(axis=1) > 0
+    cuts = [np.append(blocks[:, 1], blocks[-1, 2]) for blocks in (queries, keys)]
+    by_rows = _sweep_arrays(shown, *cuts)
+    if len(by_rows) > _FEW_RECTANGLES:
+        return by_rows
+    by_columns = [Rectangle(r.left, r.right, r.top, r.bottom) for r in _sweep_arrays(shown.T, *reversed(cuts))]
+    return min(by_rows, by_columns, key=len)
+
+
+def _runs_of_rows(shown: NDArray[np.bool_]) -> tuple[Integers, Integers, Integers]:
+    """(row, first column, last column) of each run of visible cells."""
+    edges = np.diff(shown.astype(np.int8), axis=1, prepend=0, append=0)
+    rows, first = np.nonzero(edges > 0)
+    return rows, first, np.nonzero(edges < 0)[1] - 1
+
+
+def _sweep_arrays(shown: NDArray[np.bool_], row_cuts: Integers, column_cuts: Integers) -> list[Rectangle]:
+    """`_sweep` of a grid of cells between these cuts."""
+    rows, first, last = _runs_of_rows(shown)
+    ends = np.full((shown.shape[0] + 2, shown.shape[1]), -1)  # where the run that starts in a cell ends, between rows
+    ends[rows + 1, first] = last  # without any
+    turned = ends.T  # so that the rows of one rectangle follow each other
+    present, same = turned[:, 1:-1] >= 0, turned[:, 1:] == turned[:, :-1]
+    left, top = np.nonzero(present & ~same[:, :-1])
+    _, bottom = np.nonzero(present & ~same[:, 1:])
+    found = zip(
+        row_cuts[top].tolist(),
+        row_cuts[bottom + 1].tolist(),
+        column_cuts[left].tolist(),
+        column_cuts[turned[left, top + 1] + 1].tolist(),
+        strict=True,
+    )
+    return sorted(map(Rectangle._make, found))

@@ -195,6 +195,9 @@ class Documents(BlockMask):
         repeat, index = divmod(block, len(self.lengths))
         return repeat * self.tokens + self._starts[index]
 
+    def shown(self, queries: Integers, keys: Integers) -> NDArray[np.bool_]:
+        return queries[:, None] == keys
+
     def visible(self, block: int, first: int, last: int) -> Iterator[Run]:
         if first <= block < last:
             yield block, block + 1

@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.attention.geometry.shard_table import Integers
 from engine.old_names import renamed_fields
 
 
@@ -19,6 +23,14 @@ class Pattern(Protocol):
 
     def visible(self, block: int, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Runs [start, stop) of key blocks within [first, last) that a query block sees, ascending."""
+        ...
+
+    def shown(self, blocks: Integers, keys: Integers) -> NDArray[np.bool_]:
+        """Whether query block `blocks[i]` sees key block `keys[i]`; the arrays are broadcast."""
+        ...
+
+    def visible_before(self, blocks: Integers, limits: Integers) -> Integers:
+        """How many key blocks in front of block `limits[i]` the query block `blocks[i]` sees."""
         ...
 
     def __hash__(self) -> int: ...
@@ -66,6 +78,19 @@ class Grid:
         for run in re.finditer("1+", self.rows[block][first:last]):
             yield first + run.start(), first + run.end()
 
+    def cells(self) -> NDArray[np.bool_]:
+        """The grid as an array, [query blocks, key blocks]."""
+        return np.frombuffer("".join(self.rows).encode(), dtype=np.uint8).reshape(len(self.rows), -1) == ord("1")
+
+    def shown(self, blocks: Integers, keys: Integers) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = self.cells()[blocks, keys]
+        return found
+
+    def visible_before(self, blocks: Integers, limits: Integers) -> Integers:
+        counts = np.zeros((len(self.rows), len(self.rows) + 1), dtype=np.int64)
+        np.cumsum(self.cells(), axis=1, out=counts[:, 1:])
+        return counts[blocks, limits]
+
     def __str__(self) -> str:
         return "/".join(self.rows)
 
@@ -95,6 +120,14 @@ class LocalGlobal:
             yield first, last
             return
         yield from _within([(0, self.global_blocks), (block - self.reach, block + self.reach + 1)], first, last)
+
+    def shown(self, blocks: Integers, keys: Integers) -> NDArray[np.bool_]:
+        return (abs(blocks - keys) <= self.reach) | (blocks < self.global_blocks) | (keys < self.global_blocks)
+
+    def visible_before(self, blocks: Integers, limits: Integers) -> Integers:
+        everywhere = np.minimum(self.global_blocks, limits)
+        start, stop = np.maximum(blocks - self.reach, everywhere), np.minimum(blocks + self.reach + 1, limits)
+        return np.where(blocks < self.global_blocks, limits, everywhere + np.maximum(0, stop - start))
 
     def __str__(self) -> str:
         return f"local_global-{self.reach}-{self.global_blocks}"
@@ -134,6 +167,14 @@ class Strided:
         column = max(stop + 1, first)
         for after in range(column - (column + 1) % -stride, last, stride):
             yield after, after + 1
+
+    def shown(self, blocks: Integers, keys: Integers) -> NDArray[np.bool_]:
+        return (abs(blocks - keys) < self.stride) | ((keys + 1) % self.stride == 0)
+
+    def visible_before(self, blocks: Integers, limits: Integers) -> Integers:
+        stop = np.minimum(blocks + self.stride, limits)
+        start = np.minimum(np.maximum(blocks - self.stride + 1, 0), stop)
+        return limits // self.stride + (stop - start) - (stop // self.stride - start // self.stride)
 
     def __str__(self) -> str:
         return f"strided-{self.stride}"

@@ -1,7 +1,8 @@
 """One rank's tiles at every step of a ring, and the tokens that are sent for them: computed once per problem.
 
 Integer code. What is sent between other ranks comes from a table of all pairs (`engine.attention.planning.pair_table`);
-tiles are formed for this rank's own steps alone, when they are first asked for.
+tiles are formed for this rank's own steps alone, each when it is first reached: while the device computes the step
+before.
 """
 
 from __future__ import annotations
@@ -34,21 +35,29 @@ class ChunkRanges:
     held: tuple[TokenRange, ...] | None = None  # by local rank, the part of its chunk at the start; None: all of it
 
 
-@dataclass(frozen=True, slots=True)
+KernelCall = tuple[slice, slice, Band]  # local query tokens, local key tokens, visible band
+
+
+@dataclass(frozen=True)
 class RingStep:
     """One step of a ring: the chunk that this rank holds, and the kernel calls on it."""
 
     owner: int  # CP rank of the chunk
     outer_step: int  # the double ring's step between nodes; 0 on a flat ring
     inner_step: int  # the step inside the node
-    tiles: tuple[tuple[slice, slice, Band], ...]  # local query tokens, local key tokens, visible band
+    _pairs: PairTable
+    _ranks: tuple[int, int]  # of queries and keys
+
+    @cached_property
+    def tiles(self) -> tuple[KernelCall, ...]:
+        """The kernel calls."""
+        return self._pairs.calls(*self._ranks)
 
 
 @dataclass(frozen=True)
 class CommPlan:
     """One rank's work along a ring: the steps with their tiles, and the token ranges sent in each inner ring."""
 
-    inner_rings: tuple[ChunkRanges, ...]  # by outer step
     leaving: tuple[
         TokenRange, ...
     ]  # by outer step, tokens that later nodes need of the chunk that this rank then holds
@@ -56,25 +65,29 @@ class CommPlan:
     given_unreduced: tuple[bool, ...]  # by outer step, those gradients are as kernels wrote them
     returned: tuple[TokenRange, ...]  # by outer step, this rank's own tokens whose gradients the node of the chunk then
     returned_unreduced: tuple[bool, ...]  # computes, and whether those are as kernels wrote them
-    _tables: _RingTables
+    tables: RingTables  # of all ranks
     _cp_rank: int
+
+    @cached_property
+    def inner_rings(self) -> tuple[ChunkRanges, ...]:
+        """By outer step, what the ranks of this rank's node then need of the chunks that they hold."""
+        return _inner_rings(self.tables, self._cp_rank)
 
     @cached_property
     def steps(self) -> tuple[RingStep, ...]:
         """This rank's kernel calls, step by step."""
-        tables, ring = self._tables, self._tables.ring
+        tables, ring, rank = self.tables, self.tables.ring, self._cp_rank
 
         def step(index: int) -> RingStep:
-            owner = ring.owner(self._cp_rank, index)
-            pair = (owner, self._cp_rank) if tables.sends_queries else (self._cp_rank, owner)
-            work = tuple((tile.q, tile.k, tile.band) for tile in tables.pairs.tiles(*pair))
-            return RingStep(owner, *divmod(index, ring.node_size), work)
+            owner = ring.owner(rank, index)
+            pair = (owner, rank) if tables.sends_queries else (rank, owner)
+            return RingStep(owner, *divmod(index, ring.node_size), tables.pairs, pair)
 
-        return tuple(step(index) for index in range(ring.cp_size))
+        return tuple(map(step, range(ring.cp_size)))
 
 
 @dataclass(frozen=True, eq=False)
-class _RingTables:
+class RingTables:
     """What all ranks' plans along one ring share; the arrays are by CP rank, and ranges are [..., start and stop]."""
 
     ring: Ring
@@ -86,9 +99,21 @@ class _RingTables:
     needed: Integers  # [owners, outer steps]: then or later
     unreduced_across: NDArray[np.bool_]  # [owners, outer steps]
 
+    @cached_property
+    def in_nodes(self) -> tuple[list[list[int]], list[list[bool]]]:
+        """[nodes that compute, nodes that own]: most tokens that a rank of the node sends another one of such a chunk,
+        and whether no gradient between them is a sum."""
+        size, nodes = self.ring.node_size, self.ring.nodes
+        shape = (nodes, size, nodes, size)  # owners' nodes and local ranks, workers' nodes and local ranks
+        own = np.eye(size, dtype=bool)[None, :, None, :]
+        lengths = (self.used[..., 1] - self.used[..., 0]).reshape(shape)
+        longest = np.where(own, 0, lengths).max(axis=(1, 3))
+        return longest.T.tolist(), (self.unreduced.reshape(shape) | own).all(axis=(1, 3)).T.tolist()
+
 
 @lru_cache(maxsize=64)
-def _ring_tables(mask: Mask, layout: Layout, ring: Ring, seq_len: int, sends_queries: bool) -> _RingTables:
+def ring_tables(mask: Mask, layout: Layout, ring: Ring, seq_len: int, sends_queries: bool) -> RingTables:
+    """Those of one side that is sent along a ring."""
     pairs = pair_table(mask, layout, seq_len, ring.cp_size)
     side = pairs.queries if sends_queries else pairs.keys
     used, unreduced = np.stack((side.start, side.stop), axis=-1), side.unreduced
@@ -100,9 +125,9 @@ def _ring_tables(mask: Mask, layout: Layout, ring: Ring, seq_len: int, sends_que
     outer_steps = np.arange(nodes)
     node_then = (owners // size + outer_steps) % nodes
     touched = by_node[owners, node_then]
-    needed = np.stack([_hulls(touched[:, step:], axis=1) for step in outer_steps], axis=1)
+    needed = _later_hulls(touched)
     across = unreduced[owners, node_then] if size == 1 else np.zeros((ring.cp_size, nodes), dtype=bool)
-    return _RingTables(ring, sends_queries, pairs, used, unreduced, touched, needed, across)
+    return RingTables(ring, sends_queries, pairs, used, unreduced, touched, needed, across)
 
 
 def _hulls(ranges: Integers, axis: int) -> Integers:
@@ -113,6 +138,15 @@ def _hulls(ranges: Integers, axis: int) -> Integers:
     return np.stack((np.where(stop > 0, start, 0), stop), axis=-1)
 
 
+def _later_hulls(ranges: Integers) -> Integers:
+    """For each range along axis 1, the hull of it and all later ones; (0, 0) where all are empty."""
+    filled = ranges[..., 1] > ranges[..., 0]
+    start = np.where(filled, ranges[..., 0], np.iinfo(np.int64).max)[:, ::-1]
+    start = np.minimum.accumulate(start, axis=1)[:, ::-1]
+    stop = np.maximum.accumulate(np.where(filled, ranges[..., 1], 0)[:, ::-1], axis=1)[:, ::-1]
+    return np.stack((np.where(stop > 0, start, 0), stop), axis=-1)
+
+
 def _ranges(of_steps: Integers) -> tuple[TokenRange, ...]:
     return tuple((start, stop) for start, stop in of_steps.tolist())
 
@@ -120,39 +154,46 @@ def _ranges(of_steps: Integers) -> tuple[TokenRange, ...]:
 @lru_cache(maxsize=256)
 def comm_plan(mask: Mask, layout: Layout, ring: Ring, seq_len: int, cp_rank: int, sends_queries: bool) -> CommPlan:
     """Tiles and sent tokens of `cp_rank` when the query side's chunks, or the key side's, move along `ring`."""
-    tables = _ring_tables(mask, layout, ring, seq_len, sends_queries)
-    (node, local_rank), size, nodes = divmod(cp_rank, ring.node_size), ring.node_size, ring.nodes
-    outer_steps = np.arange(nodes)
-    held_here = (node - outer_steps) % nodes * size + local_rank  # whose chunk this rank holds
-    later = np.concatenate((tables.needed[:, 1:], np.zeros((ring.cp_size, 1, 2), dtype=np.int64)), axis=1)
+    tables = ring_tables(mask, layout, ring, seq_len, sends_queries)
+    outer_steps, held_here = chunks_held(ring, cp_rank)
     return CommPlan(
-        inner_rings=tuple(_chunk_ranges(tables, cp_rank, outer_step) for outer_step in range(nodes)),
-        leaving=_ranges(later[held_here, outer_steps][:-1]),
+        leaving=_ranges(tables.needed[held_here[:-1], outer_steps[1:]]),
         given=_ranges(tables.touched[held_here, outer_steps]),
         given_unreduced=tuple(tables.unreduced_across[held_here, outer_steps].tolist()),
         returned=_ranges(tables.touched[cp_rank]),
         returned_unreduced=tuple(tables.unreduced_across[cp_rank].tolist()),
-        _tables=tables,
+        tables=tables,
         _cp_rank=cp_rank,
     )
 
 
-def _chunk_ranges(tables: _RingTables, cp_rank: int, outer_step: int) -> ChunkRanges:
-    """Between the ranks of this rank's node, whose chunks are then those of another node."""
+def chunks_held(ring: Ring, cp_rank: int) -> tuple[Integers, Integers]:
+    """The outer steps, and whose chunk `cp_rank` holds at the start of each."""
+    (node, local_rank), outer_steps = divmod(cp_rank, ring.node_size), np.arange(ring.nodes)
+    return outer_steps, (node - outer_steps) % ring.nodes * ring.node_size + local_rank
+
+
+def _inner_rings(tables: RingTables, cp_rank: int) -> tuple[ChunkRanges, ...]:
+    """Between the ranks of this rank's node, whose chunks are in each outer step those of another node."""
     size, nodes = tables.ring.node_size, tables.ring.nodes
     node, here = divmod(cp_rank, size)
-    first, workers = (node - outer_step) % nodes * size, slice(node * size, (node + 1) * size)
-    used = tables.used[first : first + size, workers]
-    unreduced = tables.unreduced[first : first + size, workers]
-    between = ~np.eye(size, dtype=bool)
-    lengths = used[..., 1] - used[..., 0]
+    workers, nodes_held = slice(node * size, (node + 1) * size), (node - np.arange(nodes)) % nodes
+    owners = nodes_held[:, None] * size + np.arange(size)
     pairs = [*((here, worker) for worker in range(size)), *((owner, here) for owner in range(size))]
-    return ChunkRanges(
-        dict(zip(pairs, (*_ranges(used[here]), *_ranges(used[:, here])), strict=True)),
-        dict(zip(pairs, (*unreduced[here].tolist(), *unreduced[:, here].tolist()), strict=True)),
-        longest=int(lengths[between].max(initial=0)),
-        all_unreduced=bool(unreduced[between].all()),
-        held=_ranges(tables.needed[first : first + size, outer_step]) if outer_step else None,
+    used = np.concatenate((tables.used[owners[:, here], workers], tables.used[owners, cp_rank]), axis=1)
+    unreduced = np.concatenate((tables.unreduced[owners[:, here], workers], tables.unreduced[owners, cp_rank]), axis=1)
+    used, unreduced = used.tolist(), unreduced.tolist()
+    held = tables.needed[owners, np.arange(nodes)[:, None]].tolist()
+    longest, all_unreduced = (table[node] for table in tables.in_nodes)
+    return tuple(
+        ChunkRanges(
+            dict(zip(pairs, map(tuple, used[step]), strict=True)),
+            dict(zip(pairs, unreduced[step], strict=True)),
+            longest=longest[owning],
+            all_unreduced=all_unreduced[owning],
+            held=tuple(map(tuple, held[step])) if step else None,
+        )
+        for step, owning in enumerate(nodes_held.tolist())
     )
 
 
@@ -176,7 +217,7 @@ def ring_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int) -> RingTr
 
 
 def _rank_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int, rank: int) -> tuple[float, float, float]:
-    tables = _ring_tables(mask, layout, ring, seq_len, False)
+    tables = ring_tables(mask, layout, ring, seq_len, False)
     (node, local_rank), size, nodes = divmod(rank, ring.node_size), ring.node_size, ring.nodes
     tokens, lengths = seq_len // ring.cp_size, (tables.used[:, rank, 1] - tables.used[:, rank, 0])
     others = np.arange(ring.cp_size) % size != local_rank

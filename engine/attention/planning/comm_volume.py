@@ -6,15 +6,17 @@ counts the same number while it runs, to the byte. The choice of the backward si
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring
+from engine.attention.geometry.shard_table import Integers
 from engine.attention.masks import Mask
-from engine.attention.planning.comm_plan import ChunkRanges, CommPlan, comm_plan, length
+from engine.attention.planning.comm_plan import CommPlan, chunks_held, comm_plan
 from engine.attention.planning.cost_model import BACKWARD_SIDES, GIB, HardwareModel
 
 if TYPE_CHECKING:  # reports count bytes too, and start without torch
@@ -156,18 +158,57 @@ class RingVolume:
     exchange: str  # relay, direct or copy_engine
 
     def chunks(self, work: CommPlan, cp_rank: int, tokens: int, token_bytes: int) -> Sent:
-        """Bytes of chunks that `cp_rank` sends, its own and those it forwards."""
-        return self._counted(cp_rank, ((to, count * token_bytes) for to, count in self._posted(work, cp_rank, tokens)))
+        """Bytes of chunks that `cp_rank` sends, its own and those it forwards; `tokens` are those of a shard."""
+        tables, ring = work.tables, self.ring
+        outer_steps, own = chunks_held(ring, cp_rank)
+        workers = self._of_node(cp_rank)
+        counts = np.zeros(ring.cp_size, dtype=np.int64)  # tokens by the rank that they are sent to
+        if self.exchange == "relay":
+            held = own[:, None] // ring.node_size * ring.node_size + workers % ring.node_size
+            ranges = tables.needed[held, outer_steps[:, None]]
+            lengths = ranges[..., 1] - ranges[..., 0]
+            lengths[0] = tokens  # nothing is cut off before the first inner ring
+            # Every chunk is passed on but that of the next rank, which arrives last.
+            after = workers[(cp_rank + 1) % ring.node_size]
+            if len(workers) > 1:
+                counts[after] = lengths[:, workers != after].sum()
+        else:
+            ranges = tables.used[own[:, None], workers]
+            counts[workers] = (ranges[..., 1] - ranges[..., 0]).sum(axis=0)
+            counts[cp_rank] = 0
+        if ring.nodes > 1:
+            leaving = tables.needed[own[:-1], outer_steps[1:]]
+            counts[(cp_rank + ring.node_size) % ring.cp_size] += (leaving[:, 1] - leaving[:, 0]).sum()
+        return self._counted(cp_rank, counts * token_bytes)
 
     def gradients(self, work: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool) -> Sent:
         """Bytes of gradients that `cp_rank` sends to the ranks that own the chunks."""
-        return self._counted(
-            cp_rank,
-            (
-                (to, count * shards.gradient(sends_queries, element_bytes))
-                for to, count, element_bytes in self._returned(work, cp_rank, shards)
-            ),
-        )
+        tables, ring = work.tables, self.ring
+        outer_steps, own = chunks_held(ring, cp_rank)
+        workers = self._of_node(cp_rank)
+        nbytes = np.zeros(ring.cp_size, dtype=np.int64)  # per element of a token, by the rank that they are sent to
+        widths = [shards.inside(int(step)) for step in outer_steps]
+        summed = np.array([each.summed for each in widths])
+        if self.exchange == "relay":
+            if len(workers) > 1:
+                after = workers[(cp_rank + 1) % ring.node_size]
+                nbytes[after] = (len(workers) - 1) * shards.tokens * summed.sum()
+        else:
+            owners = own[:, None] // ring.node_size * ring.node_size + workers % ring.node_size
+            ranges, unreduced = tables.used[owners, cp_rank], tables.unreduced[owners, cp_rank]
+            width = np.where(unreduced, np.array([each.unreduced for each in widths])[:, None], summed[:, None])
+            nbytes[workers] = ((ranges[..., 1] - ranges[..., 0]) * width).sum(axis=0)
+            nbytes[cp_rank] = 0
+        given, unreduced = tables.touched[own, outer_steps], tables.unreduced_across[own, outer_steps]
+        across = np.where(unreduced, shards.inter_node.unreduced, shards.inter_node.summed)
+        returned = (given[:, 1] - given[:, 0]) * across
+        nbytes[own[1:]] += returned[1:]
+        return self._counted(cp_rank, nbytes * shards.gradient(sends_queries, 1))
+
+    def _of_node(self, cp_rank: int) -> Integers:
+        """The ranks of a rank's inner ring."""
+        size = self.ring.node_size
+        return cp_rank // size * size + np.arange(size)
 
     def backward(self, work: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool) -> Sent:
         """Bytes that `cp_rank` sends in backward with one side, chunks and gradients; `work` is that side's plan."""
@@ -183,44 +224,11 @@ class RingVolume:
             self.backward(backward, cp_rank, shards, sends_queries),
         )
 
-    def _posted(self, work: CommPlan, cp_rank: int, tokens: int) -> Iterator[tuple[int, int]]:
-        """(rank sent to, tokens of a shard) of each message."""
-        ring, (node, local_rank) = self.ring, divmod(cp_rank, self.ring.node_size)
-        for outer_step, ranges in enumerate(work.inner_rings):
-            if outer_step + 1 < ring.nodes:
-                yield (node + 1) % ring.nodes * ring.node_size + local_rank, length(work.leaving[outer_step])
-            for step in range(1, ring.node_size):
-                if self.exchange == "relay":
-                    to, count = local_rank + 1, _held(ranges, (local_rank - step + 1) % ring.node_size, tokens)
-                else:
-                    to = local_rank + step
-                    count = length(ranges.used[local_rank, to % ring.node_size])
-                yield node * ring.node_size + to % ring.node_size, count
-
-    def _returned(self, work: CommPlan, cp_rank: int, shards: Shards) -> Iterator[tuple[int, int, int]]:
-        """(rank sent to, tokens of its gradient, bytes per element) of each message."""
-        ring, (node, local_rank) = self.ring, divmod(cp_rank, self.ring.node_size)
-        for outer_step, ranges in enumerate(work.inner_rings):
-            for step in range(1, ring.node_size):
-                if self.exchange == "relay":
-                    to = node * ring.node_size + (local_rank + 1) % ring.node_size
-                    yield to, shards.tokens, shards.inside(outer_step).summed
-                else:
-                    owner = (local_rank - step) % ring.node_size
-                    width = shards.inside(outer_step).of(ranges.unreduced[owner, local_rank])
-                    yield node * ring.node_size + owner, length(ranges.used[owner, local_rank]), width
-            if outer_step:
-                owner = (node - outer_step) % ring.nodes * ring.node_size + local_rank
-                yield owner, length(work.given[outer_step]), shards.inter_node.of(work.given_unreduced[outer_step])
-
-    def _counted(self, cp_rank: int, messages: Iterator[tuple[int, int]]) -> Sent:
-        near = far = 0
-        for to, nbytes in messages:
-            if to // self.node_size == cp_rank // self.node_size:
-                near += nbytes
-            else:
-                far += nbytes
-        return Sent(near, far)
+    def _counted(self, cp_rank: int, nbytes: Integers) -> Sent:
+        """Bytes by the rank that they are sent to, as those of this node and of others."""
+        node, total = cp_rank // self.node_size, int(nbytes.sum())
+        near = int(nbytes[node * self.node_size : (node + 1) * self.node_size].sum())
+        return Sent(near, total - near)
 
 
 def all_to_all_bytes(
@@ -285,8 +293,3 @@ def cheaper_backward(
         for side in BACKWARD_SIDES
     }
     return min(BACKWARD_SIDES, key=lambda side: seconds[side])
-
-
-def _held(ranges: ChunkRanges, local_rank: int, tokens: int) -> int:
-    """Tokens of its chunk that a local rank holds when this inner ring starts."""
-    return tokens if ranges.held is None else length(ranges.held[local_rank])

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from engine.attention.accumulate import WAITING_PARTS
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.shard_table import Integers, ShardTable, shard_table
-from engine.attention.geometry.tiles import Tile
+from engine.attention.geometry.tiles import Band, Tile
 from engine.attention.masks import Mask, rank_pair_tiles
 from engine.attention.masks.mask import PairSpans
 
@@ -45,6 +45,7 @@ class PairTable:
     _problem: tuple[Mask, Layout, int, int]
     _kind_of: Integers | None = None  # [query ranks, key ranks], into `_tiles`
     _tiles: list[tuple[Tile, ...]] = field(default_factory=list)
+    _calls: dict[int, tuple[tuple[slice, slice, Band], ...]] = field(default_factory=dict)  # by kind
 
     def tiles(self, q_rank: int, k_rank: int) -> tuple[Tile, ...]:
         """Tiles of one pair."""
@@ -53,6 +54,16 @@ class PairTable:
         if self._kind_of is not None and (kind := self._kind_of[q_rank, k_rank]) >= 0:
             return self._tiles[kind]
         return rank_pair_tiles(*self._problem, q_rank, k_rank)
+
+    def calls(self, q_rank: int, k_rank: int) -> tuple[tuple[slice, slice, Band], ...]:
+        """Tiles of one pair as kernel calls: queries, keys, band. Pairs of one kind share them."""
+        kind = -1 if self._kind_of is None else int(self._kind_of[q_rank, k_rank])
+        if kind < 0 or kind not in self._calls:
+            found = tuple((tile.q, tile.k, tile.band) for tile in self.tiles(q_rank, k_rank))
+            if kind < 0:
+                return found
+            self._calls[kind] = found
+        return self._calls[kind]
 
 
 @lru_cache(maxsize=64)

@@ -13,7 +13,7 @@ from cluster.inventory.site import Site
 from cluster.probing.probe import Output, Probe
 from cluster.probing.verdict import Verdict
 
-_HERE = Path(__file__).resolve().parents[2]  # the checkout this program runs from
+_HERE = Path(__file__).resolve().parents[3]  # the checkout this program runs from
 PACKAGES = ("ray", "torch")
 _ANSWER = "versions "  # begins the line with the packages' versions as JSON
 

@@ -7,47 +7,21 @@ from collections import Counter
 
 from cluster.checks import BoardCheck, Rise
 from cluster.inventory.site import Site
-from cluster.probing.probe import Output, Probe
+from cluster.probing.kernel_log import PROBE, read
+from cluster.probing.probe import Output
 from cluster.probing.verdict import Verdict, merge, with_facts
 from cluster.profiles import NO_GPUS, Board
 
 WINDOW_SECONDS = 7200
-# Both logs with seconds since boot, so that one parser reads both and the window is judged here, not by their clocks.
-PROBE = Probe(
-    script="""
-read -r uptime rest </proc/uptime && printf 'uptime %s\\n' "$uptime"
-if [ -n "$(journalctl -k -q -n 1 --no-pager 2>/dev/null)" ]; then
-    echo 'source journal'
-    journalctl -k -q --no-pager -o short-monotonic --since '2 hours ago' | grep 'NVRM: Xid' | tail -n 500
-    exit 0
-fi
-log=$(dmesg 2>&1) || { printf 'denied %s\\n' "$log" | head -n 1; exit 0; }
-echo 'source dmesg'
-printf '%s\\n' "$log" | grep 'NVRM: Xid' | tail -n 500
-exit 0
-"""
-)
-_XID = re.compile(r"\[\s*(\d+\.\d+)\].*NVRM: Xid \(PCI:([0-9A-Fa-f:.]+)\): (\d+)")
+_XID = re.compile(r"NVRM: Xid \(PCI:([0-9A-Fa-f:.]+)\): (\d+)")
 
 
 def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
     """Fails on numbers that ask for a reset or a reboot of this model, warns on all others."""
-    lines = output.text.splitlines()
-    denied = next((line for line in lines if line.startswith("denied ")), None)
-    uptime = next((line.split()[1] for line in lines if re.fullmatch(r"uptime \d+(\.\d+)?", line)), None)
-    if denied:
-        if not board.count and not site.gpus.count:
-            return Verdict(level="ok", summary="no GPU, so no XIDs to look for")
-        return Verdict(
-            level="warn",
-            summary="this user may not read the kernel log, so XIDs stay unseen; add the user to the group adm",
-            action="monitor",
-        )
-    if uptime is None or not any(line.startswith("source ") for line in lines):
-        return Verdict(level="unknown", summary=f"the kernel log cannot be read ({output.first_line})")
-    begin = float(uptime) - WINDOW_SECONDS
-    seen = [match for line in lines if (match := _XID.search(line)) and float(match[1]) >= begin]
-    counts = Counter((int(match[3]), match[2]) for match in seen)
+    log = read(output, "XIDs", warns=bool(board.count or site.gpus.count))
+    if isinstance(log, Verdict):
+        return log
+    counts = Counter((int(match[2]), match[1]) for match in log.within(_XID, WINDOW_SECONDS))
     if not counts:
         return Verdict(level="ok", summary="no XID within 2 hours", facts={"counters": {}})
     by_number: dict[int, list[str]] = {}
@@ -72,7 +46,7 @@ def _judge(number: int, where: list[str], board: Board) -> Verdict:
 
 
 CHECK = BoardCheck(
-    source="NVIDIA Xid catalog; actions in cluster/profiles; 2 hours: Azure/azurehpc-health-checks",
+    source="NVIDIA Xid catalog; numbers that fail and 2 hours: Azure/azurehpc-health-checks; actions: cluster/profiles",
     probe=lambda site: PROBE,
     judge=judge,
     rise=Rise(level="warn", action="monitor", meaning="the GPU goes on failing"),

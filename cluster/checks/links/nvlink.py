@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import Literal
 
 from cluster.checks import BoardCheck, Rise
 from cluster.inventory.site import Site
@@ -25,8 +27,16 @@ exit 0
 )
 _GPU = re.compile(r"GPU (\d+):")
 _LINK = re.compile(r"\s+Link (\d+): (.+)")
-_ERRORS = re.compile(r"(.*error.*): (\d+)$", re.IGNORECASE)
+# "Replay Errors: 3", of newer drivers also "Link recovery failed events: 1". FEC counts by how many symbols were
+# corrected, which is normal; a total counts what others count already.
+_ERRORS = re.compile(r"(?!FEC |Total )(.*(?:error|recovery).*): (\d+)$", re.IGNORECASE)
 _SPEED = re.compile(r"([\d.]+) GB/s")
+
+
+# replay: a packet was sent again. crc: a packet arrived damaged. recovery: the link stopped and was trained again.
+# unrecovered: it could not be. other: what newer drivers count beside these.
+ErrorClass = Literal["replay", "crc", "recovery", "unrecovered", "other"]
+_CLASSES: tuple[ErrorClass, ...] = ("replay", "crc", "recovery", "unrecovered", "other")
 
 
 @dataclass(slots=True)
@@ -35,19 +45,22 @@ class _Links:
 
     up: set[int] = field(default_factory=set)
     down: set[int] = field(default_factory=set)
-    errors: int = 0
+    errors: Counter[ErrorClass] = field(default_factory=Counter)
     worst: set[int] = field(default_factory=set)  # links that counted errors
 
 
 def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
-    """Fails when a link of a GPU is down or missing, warns on counted errors. A lone GPU needs no links."""
+    """Fails when a link of a GPU is down, missing or could not recover; warns on recoveries, and on many other errors.
+
+    A lone GPU needs no links.
+    """
     blocked = nvidia_smi.blocked(output, site)
     if blocked:
         return blocked
     gpus = _read(output.text)
     if not gpus:
         return Verdict(level="unknown", summary=f"nvidia-smi nvlink lists no GPU ({output.first_line})")
-    counters = {f"gpu{index} errors": gpu.errors for index, gpu in gpus.items()}
+    counters = {f"gpu{index} {kind}": gpu.errors[kind] for index, gpu in gpus.items() for kind in _CLASSES}
     if len(gpus) == 1 and (site.gpus.count or 1) == 1:
         return Verdict(level="ok", summary="one GPU, so no links to others", facts={"counters": counters})
     if board.profile is None:
@@ -61,9 +74,13 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
                 f"GPU {index} has {len(gpu.up)} of {wanted.links} links up{named}: reset it, then look at the board"
             )
             verdicts.append(Verdict(level="fail", summary=summary, action="reset"))
-        elif gpu.errors >= wanted.warn_errors:
-            summary = f"GPU {index} counts {gpu.errors} errors on link {', '.join(map(str, sorted(gpu.worst)))}"
-            verdicts.append(Verdict(level="warn", summary=summary, action="monitor"))
+        elif gpu.errors["unrecovered"] or gpu.errors["recovery"] or gpu.errors.total() >= wanted.warn_errors:
+            counted = ", ".join(f"{gpu.errors[kind]} {kind}" for kind in _CLASSES if gpu.errors[kind])
+            summary = f"GPU {index} counts errors on link {', '.join(map(str, sorted(gpu.worst)))}: {counted}"
+            if gpu.errors["unrecovered"]:
+                verdicts.append(Verdict(level="fail", summary=summary, action="reset"))
+            else:
+                verdicts.append(Verdict(level="warn", summary=summary, action="monitor"))
     if not verdicts:
         verdicts.append(Verdict(level="ok", summary=f"{wanted.links} links up on each of {len(gpus)} GPUs"))
     return with_facts(merge(verdicts), counters=counters)
@@ -83,14 +100,28 @@ def _read(text: str) -> dict[int, _Links]:
                     speed = _SPEED.match(value)
                     (gpu.up if speed and float(speed[1]) > 0 else gpu.down).add(link)
                 elif counted := _ERRORS.match(value):
-                    gpu.errors += int(counted[2])
-                    gpu.worst.add(link)
+                    gpu.errors[_class_of(counted[1].lower())] += int(counted[2])
+                    if int(counted[2]):
+                        gpu.worst.add(link)
     return gpus
 
 
+def _class_of(name: str) -> ErrorClass:
+    """The class of a counter by its name in lower case."""
+    if "recovery" in name:
+        return "unrecovered" if "failed" in name else "recovery"
+    return "replay" if "replay" in name else "crc" if "crc" in name else "other"
+
+
 CHECK = BoardCheck(
-    source="nvidia-smi nvlink -s and -e; links and errors of the model in cluster/profiles",
+    source="nvidia-smi nvlink -s and -e; classes: NVIDIA DCGM, gcm; links of the model: cluster/profiles",
     probe=lambda site: PROBE,
     judge=judge,
-    rise=Rise(level="warn", action="monitor", meaning="the link repeats transfers and slows its ring down", least=5),
+    rise=Rise(
+        level="warn",
+        action="monitor",
+        meaning="the link repeats transfers and slows its ring down",
+        least=5,
+        least_of={"recovery": 1, "unrecovered": 1},
+    ),
 )

@@ -1,0 +1,120 @@
+"""Rails of a fleet: every node with one other, or with itself where it is alone; and the verdict on its rails."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from cluster.active import rails as node_rails
+from cluster.active.fleet import Conversation, Plan, converse
+from cluster.active.pairing import Pair, rounds
+from cluster.active.rails import Rail
+from cluster.inventory.nodes import Node
+from cluster.probing.verdict import Verdict
+from cluster.transport.fleet import on_each
+
+TEST = "active_rails"
+_TOLERANCE = 0.10  # below the median of the fleet's rails, by this project's judgement
+_OF_RATE = 0.90  # of the port's rate: Azure/azurehpc-health-checks expects 360 of 400 Gb/s
+
+Speed = float | str  # Gb/s, or the reason why there is none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RailSpeed:
+    """One rail of a node."""
+
+    rail: Rail
+    other: str  # the node, and its port
+    speed: Speed
+
+
+def run_rails(nodes: Sequence[Node], rails: Mapping[str, Sequence[Rail]], plan: Plan) -> dict[str, Verdict]:
+    """A verdict for each of these nodes that has rails. They must be free."""
+    able = [node.name for node in nodes if rails.get(node.name)]
+    if not able:
+        return {}
+    plan.say(f"active tests: the adapters of {len(able)} nodes, one after the other")
+    pairs = rounds(able, most=1)[0] if len(able) > 1 else []
+    alone = [name for name in able if not any(name in pair for pair in pairs)]
+    group: list[Pair] = [*pairs, *((name, name) for name in alone)]
+    by_name = {node.name: node for node in nodes}
+    # A rail takes its seconds and a little; the ends start once.
+    seconds = plan.pair_seconds + max(len(rails[name]) for name in able) * (node_rails.SECONDS + 5.0)
+    work = partial(_measure_pair, plan, by_name, rails, seconds)
+    speeds: dict[str, list[RailSpeed]] = {}
+    missing: dict[str, str] = {}
+    for pair, answer in on_each(group, work, seconds):
+        if isinstance(answer, list):
+            for node, speed in answer:
+                speeds.setdefault(node, []).append(speed)
+        else:
+            missing |= dict.fromkeys(pair, str(answer))
+    return judge_rails(speeds, missing)
+
+
+def _measure_pair(
+    plan: Plan, by_name: Mapping[str, Node], rails: Mapping[str, Sequence[Rail]], seconds: float, pair: Pair
+) -> list[tuple[str, RailSpeed]] | str:
+    """The rails of two nodes, first with first, second with second; or the reason why there are none."""
+    one, other = pair
+    count = min(len(rails[one]), len(rails[other]))
+    ours, theirs = rails[one][:count], rails[other][:count]
+    conversation = Conversation(
+        opener=("rails", "--rails", ",".join(rail.argument for rail in ours)),
+        caller=lambda ports: ("rails", "--rails", ",".join(rail.argument for rail in theirs), "--ports", ports),
+        answer="rails",
+        both_answer=False,
+        seconds=seconds,
+    )
+    answer = converse(plan, by_name[one], by_name[other], conversation)
+    if isinstance(answer, str):
+        return answer
+    speeds: list[tuple[str, RailSpeed]] = []
+    for ours_rail, theirs_rail, speed in zip(ours, theirs, answer["speeds"], strict=False):
+        speeds.append((one, RailSpeed(rail=ours_rail, other=f"{other} {theirs_rail.port}", speed=speed)))
+        if other != one:
+            speeds.append((other, RailSpeed(rail=theirs_rail, other=f"{one} {ours_rail.port}", speed=speed)))
+    return speeds
+
+
+def judge_rails(speeds: Mapping[str, Sequence[RailSpeed]], missing: Mapping[str, str]) -> dict[str, Verdict]:
+    """Warns on rails far below the fleet's median or their own rate, and on those without a result.
+
+    `missing`: nodes of which none was measured, with the reason; a program that is not installed is no fault.
+    """
+    good = [one.speed for rails in speeds.values() for one in rails if isinstance(one.speed, float)]
+    median = statistics.median(good) if good else None
+    verdicts = {node: _judge_node(rails, median) for node, rails in speeds.items()}
+    for node, reason in missing.items():
+        summary = f"adapters were not measured one by one ({reason})"
+        absent = node_rails.ABSENT in reason
+        verdicts[node] = Verdict(
+            level="ok" if absent else "warn", summary=summary, action="none" if absent else "monitor"
+        )
+    return verdicts
+
+
+def _judge_node(rails: Sequence[RailSpeed], median: float | None) -> Verdict:
+    facts = {
+        "gbps": {one.rail.port: one.speed if isinstance(one.speed, float) else None for one in rails},
+        "fleet_median": median,
+    }
+    silent = [f"{one.rail.port} with {one.other} ({one.speed})" for one in rails if isinstance(one.speed, str)]
+    slow = [
+        f"{one.rail.port} {one.speed:.4g} with {one.other}"
+        for one in rails
+        if isinstance(one.speed, float) and median is not None and _is_slow(one.speed, median, one.rail.rate_gbps)
+    ]
+    parts = [f"slow: {', '.join(slow)} Gb/s; the fleet's median is {median:.4g}"] if slow and median else []
+    parts += [f"no result: {', '.join(silent)}"] if silent else []
+    if parts:
+        return Verdict(level="warn", summary="; ".join(parts), action="monitor", facts=facts)
+    lowest = min(one.speed for one in rails if isinstance(one.speed, float))
+    return Verdict(level="ok", summary=f"{lowest:.4g} Gb/s or more over each of {len(rails)} adapters", facts=facts)
+
+
+def _is_slow(speed: float, median: float, rate: float | None) -> bool:
+    return speed < median * (1 - _TOLERANCE) or (rate is not None and speed < rate * _OF_RATE)

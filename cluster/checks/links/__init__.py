@@ -1,0 +1,1 @@
+"""Checks of the links between GPUs, and from them to the host."""
