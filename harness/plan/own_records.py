@@ -65,8 +65,13 @@ def compared_records() -> list[Compared]:
         hardware = hardware_for(record.gpu)
         if measured is None or hardware is None or not measured.peak_reserved_bytes:
             continue
-        if "parameters" not in read_json(path)["settings"]:  # from before there was the choice: FSDP2 of one rank
+        written = read_json(path)[
+            "settings"
+        ]  # without settings that came later: what was done before there was a choice
+        if "parameters" not in written:
             settings = replace(settings, parameters="gathered")
+        if "cuda_graph" not in written:
+            settings = replace(settings, cuda_graph="none")
         chosen = measured.chosen.get("kernel", "")
         if settings.kernel == "auto" and chosen in hardware.kernel_ceilings:
             settings = from_json(TrialSettings, to_json(settings) | {"kernel": chosen})

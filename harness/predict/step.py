@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from engine.attention.geometry.layout import layout_named
 from engine.attention.masks import parse_mask
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole
+from engine.tasks.captured.choice import not_captured_reason
 from harness.metrics.flops import Work, work_of
 from harness.metrics.hardware import Speeds
 from harness.metrics.throughput import GIB
@@ -34,6 +35,9 @@ _ONE_PASS_BYTES, _SHARDED_BYTES = 28 + 2 + 4, 28 + 4 + 8
 # Bytes per parameter that FSDP2 copies in the GPU's own memory around its transfers. Of gathering: the shard cast and
 # copied to its place; all shards copied to the parameters. Of reducing: gradients cast and copied in; the sum copied.
 _GATHER_OF_SHARD, _GATHER_OF_ALL, _REDUCE_OF_ALL, _REDUCE_OF_SHARD = 4 + 2 + 2 + 2, 2 + 2, 2 + 4, 8 + 8
+# Of the host for all kernels of a layer, forward and backward: 0.070 to 0.074 s for 16 layers of up to 4096 tokens on
+# one GPU (results/published/h200x1/short_sequences). A step that is not replayed as CUDA graphs takes at least as long.
+_LAUNCH_SECONDS = 0.0045
 _MOMENTS_BYTES = 8  # of AdamW's moments each way, where they live on the host; both directions at once
 
 
@@ -97,6 +101,8 @@ def step_time(
         copied = _copied_bytes(settings) * settings.model.parameters / settings.tp_size * calls
         phases["parameters"] += copied / (speeds.memory_gib * GIB)
     phases["host copies"] = layers * 2 * max(0.0, _offload_bytes(settings) / (speeds.host_gib * GIB) - computing)
+    if not_captured_reason(settings, "cuda") is not None:
+        phases["waiting for launches"] = max(0.0, layers * _LAUNCH_SECONDS - sum(phases.values()))
     return StepTime(phases=_ordered(phases), exchange=exchange, attention_forward=forward.seconds)
 
 
@@ -133,7 +139,7 @@ _WAITING = {"inside": "waiting inside nodes", "across": "waiting between nodes",
 _ORDER = (
     "matrix products", "matrix products again", "attention forward", "attention again", "attention backward",
     "elementwise", "LM head", "optimizer", "schedule's steps", "waiting inside nodes", "waiting between nodes",
-    "parameters", "host copies",
+    "parameters", "host copies", "waiting for launches",
 )  # fmt: skip
 
 
