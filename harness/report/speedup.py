@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.metrics.intervals import Interval, Verdict, median_ratio
 from harness.report.results import Row, given_names, method_rank
-from harness.report.variants import OWN_METHOD, pooled
+from harness.report.variants import OWN_METHOD, pooled, setting_of
 
 ONE_ROUND = "one round"  # why there is no interval
 
@@ -109,12 +109,13 @@ def contested_points(rows: Iterable[Row]) -> list[Point]:
 def point_of(row: Row) -> tuple[Any, ...]:
     """Key of trials whose speeds may be compared: same run, and equal settings but for method, seed and steps.
 
-    Under `settings: as_published` or `tuned` each method has its own values of what the table fills.
+    Under `settings: as_published` or `tuned` each method has its own values of what the table fills, and under
+    `checkpoint: auto` of what the planner chose.
     """
     settings = tuple(
-        (name, row[name])
+        (name, setting_of(row, name))
         for name in given_names(row)
-        if name not in ("method", "seed") and not name.startswith("steps.")
+        if name not in ("method", "seed", "planned") and not name.startswith("steps.")
     )
     return (row["run"], row["experiment"], settings)
 

@@ -73,6 +73,28 @@ def test_values_set_by_hand_stay_part_of_what_must_be_equal() -> None:
     assert varying_settings(rows) == ["checkpoint.tail"]
 
 
+def test_what_the_planner_chose_differs_by_method_and_is_compared_all_the_same() -> None:
+    names = "checkpoint.every checkpoint.whole_layers"
+    planned = [
+        equal(method, planned=names, checkpoint=Checkpoint(plan="auto", every=1, whole_layers=layers))
+        for method, layers in (("burst", 4), ("megatron_cp", 2))
+    ]
+    [point] = contested_points(rows_of(planned))
+    assert set(point.by_method) == {"burst", "megatron_cp"}
+
+
+def test_a_real_system_which_has_no_planner_is_compared_with_what_ours_planned() -> None:
+    plan = ("checkpoint.plan",)
+    planned = Checkpoint(plan="auto", every=0)
+    trials = [
+        published("burst", by_hand=plan, checkpoint=planned, planned="checkpoint.every"),
+        published("burst", by_hand=plan, checkpoint=Checkpoint(every=1)),
+        published("torchtitan_upstream", by_hand=plan, checkpoint=Checkpoint(every=1)),
+    ]
+    [point] = contested_points(rows_of(trials))
+    assert [row["checkpoint.plan"] for row in point.by_method["burst"]] == ["auto"]
+
+
 def test_a_series_is_named_by_its_set_up_and_not_by_every_value_of_it() -> None:
     rows = rows_of([equal("burst"), published("burst", **BURST), equal("ulysses"), published("ulysses", **MEGATRON)])
     assert [name for name, _ in series_of(rows)] == [
