@@ -14,6 +14,7 @@ from pathlib import Path
 
 from baselines.handicaps import NCCL_VARIABLES, applied_environment, handicaps, published
 from baselines.install.places import Place
+from baselines.paper_cluster import GPUS_PER_NODE
 from baselines.pin import FOLDER
 from baselines.upstream import Upstream
 from cluster.discovery.facts import Gpu, NodeFacts, Port
@@ -22,7 +23,6 @@ from cluster.files.errors import UsageError
 from cluster.inventory.site import Site
 from engine.settings import Checkpoint, ModelShape, Schedule, Steps, TrialSettings
 
-GPUS_PER_NODE = 8
 ROOT = "/burst"  # the checkout's folder on the nodes
 TRIAL = "paper-setup"  # folder of the set-up's files, below the checkout
 _A800 = 8.0  # compute capability

@@ -16,5 +16,5 @@ class Forecast:
     reserved_bytes: int
     host_bytes: int
     added_seconds: float  # of a step, by repeated work and copies
-    step_seconds: float | None = None  # at least, by measured speeds of this hardware; None where there are none
+    step_seconds: float | None = None  # of a step, as `burst predict` says; None where it says nothing
     correction: float = 1.0  # that earlier trials of this machine and shape gave

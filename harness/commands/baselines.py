@@ -162,7 +162,7 @@ def _show_setup(arguments: argparse.Namespace) -> int:
     """The set-up of each node as a shell script on stdout, and the handicaps on stderr."""
     from dataclasses import asdict
 
-    from baselines import setups
+    from baselines import paper_cluster, setups
     from cluster.inventory.site import load_site
     from harness.base.errors import UsageError
     from harness.base.lengths import parse_length
@@ -172,7 +172,11 @@ def _show_setup(arguments: argparse.Namespace) -> int:
     if not path.is_file():
         known = ", ".join(sorted(each.stem for each in MODELS_DIR.glob("*.yaml")))
         raise UsageError(f"--model is {arguments.model}; choose one of {known}")
-    nodes = max(1, -(-arguments.cp // setups.GPUS_PER_NODE)) if arguments.node_count is None else arguments.node_count
+    nodes = (
+        max(1, -(-arguments.cp // paper_cluster.GPUS_PER_NODE))
+        if arguments.node_count is None
+        else arguments.node_count
+    )
     if not 1 <= nodes <= _MAX_NODES:
         raise UsageError(f"--nodes is {nodes}; expected 1 to {_MAX_NODES}")
     if not arguments.root.startswith("/"):

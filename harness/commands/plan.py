@@ -70,7 +70,8 @@ class Plan:
                 from harness.plan.forecast import cost_of
 
                 fitting = [trial.settings for trial, row in zip(trials, rows, strict=True) if _runs(row)]
-                print(_cost(cost_of(fitting, hardware, rounds=experiment.repetition.rounds)))
+                hosts = machine if arguments.nodes else None
+                print(_cost(cost_of(fitting, hardware, rounds=experiment.repetition.rounds, hosts=hosts)))
                 if sentence := _too_large(rows, hardware.memory_gib):
                     print(sentence)
         if problem := nothing_can_run(trials):

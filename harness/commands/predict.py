@@ -142,7 +142,7 @@ def _row(found: Forecast) -> dict[str, Any]:
         "hardware": found.hardware.name, "seconds": time.seconds if time else None,
         "interval": list(found.interval) if found.interval else None,
         "tokens_per_gpu_per_second": found.tokens_per_gpu_per_second, "mfu": found.mfu, "gpu_gib": found.gpu_gib,
-        "fits": found.fits, "schedule": time.exchange.schedule if time else None,
+        "system_gib": found.system_gib, "fits": found.fits, "schedule": time.exchange.schedule if time else None,
         "backward": time.exchange.backward if time else None, "bottleneck": time.bottleneck if time else None,
         "phases": dict(time.phases) if time else None, "reason": found.reason,
     }  # fmt: skip
@@ -160,7 +160,9 @@ def _print(found: list[Forecast], *, phases: bool) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("method", "model"):
         table.add_column(name, no_wrap=True)
-    for name in ("tokens", "CP", "nodes", "step s", "from", "to", "tok/s/GPU", "MFU %", "GiB"):
+    published = any(each.system_gib is not None for each in found)
+    memory = ("GiB", "published GiB") if published else ("GiB",)
+    for name in ("tokens", "CP", "nodes", "step s", "from", "to", "tok/s/GPU", "MFU %", *memory):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("fits", "schedule", "most time"):
         table.add_column(name, no_wrap=True)
@@ -172,7 +174,8 @@ def _print(found: list[Forecast], *, phases: bool) -> None:
         else:
             cells += [three(value) for value in (time.seconds, *each.interval, each.tokens_per_gpu_per_second)]
             cells.append(three(100 * each.mfu))
-        cells.append("" if each.gpu_gib is None else three(each.gpu_gib))
+        sizes = (each.gpu_gib, each.system_gib) if published else (each.gpu_gib,)
+        cells += ["" if size is None else three(size) for size in sizes]
         cells.append({None: "", True: "yes", False: "no"}[each.fits])
         cells += [time.exchange.schedule, time.bottleneck] if time else ["", each.reason]
         table.add_row(*map(str, cells))
@@ -184,6 +187,8 @@ def _print(found: list[Forecast], *, phases: bool) -> None:
                 print(f"{each.settings.method}, {format_length(each.settings.seq_len)} tokens:")
                 for name, seconds in each.time.phases.items():
                     print(f"  {name:24} {seconds:10.4g} s  {100 * seconds / each.time.seconds:5.1f}%")
+    if published:
+        print("Published GiB: of the paper's own program of that method with these settings; GiB: of this engine.")
     print("From and to: nine of ten published configurations that were held out lay within (docs/prediction.md).")
 
 

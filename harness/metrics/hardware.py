@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import datetime
+import itertools
+import math
 import typing
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 
+from baselines.paper_cluster import GPUS_PER_NODE
 from cluster.files.document import Node, read_yaml
 from cluster.files.errors import nearest, one_of
 from engine.settings import Kernel
 from harness.base.errors import UsageError
 from harness.spec.schema import build, check_keys, convert
 
-MEASURABLE = ("memory_gib", "gemm_tflops", "kernel_ceilings", "speeds")  # may be measured rather than published
+# Figures that may be measured rather than published.
+MEASURABLE = ("memory_gib", "gemm_tflops", "kernel_ceilings", "kernel_tiles", "speeds")
 HARDWARE_DIR = Path(__file__).parents[2] / "experiments" / "hardware"
 
 
@@ -25,6 +29,25 @@ class Measured:
     when: str  # the day, as 2026-11-20
     where: str  # machine and software
     what: str  # sizes of the problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """TFLOP/s of one attention kernel by the tokens of a causal tile, which rise."""
+
+    tokens: tuple[float, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]  # in the kernel convention: five products
+
+    def tflops(self, tokens: float, *, backward: bool) -> float:
+        """Between two measured tiles by the logarithm of their tokens; outside of all, the nearest one's."""
+        speeds = self.backward if backward else self.forward
+        if tokens <= self.tokens[0]:
+            return speeds[0]
+        for (least, slower), (most, faster) in itertools.pairwise(zip(self.tokens, speeds, strict=True)):
+            if tokens <= most:
+                return slower + (faster - slower) * math.log(tokens / least) / math.log(most / least)
+        return speeds[-1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,14 +63,15 @@ class Speeds:
     across_default_gib: float  # the same with NCCL's own defaults
     ring_step_seconds: float  # that one more step of a ring adds to a pass: launches, merge, waiting for its message
     host_gib: float = 24.0  # to or from pinned host memory, every GPU of a node at once
+    tiles: Tiles | None = None  # of the attention kernel, where they were measured; then they stand for its two speeds
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if not getattr(self, each.name) > 0:
-                raise ValueError(f"{each.name} is {getattr(self, each.name)}; expected a number above 0")
+        for name in SPEEDS:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a number above 0")
 
 
-SPEEDS = tuple(each.name for each in fields(Speeds))
+SPEEDS = tuple(each.name for each in fields(Speeds) if each.name != "tiles")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +89,11 @@ class Hardware:
     measured: dict[str, Measured] = field(default_factory=dict)  # by figure, where its file says more than the source
     speeds: dict[str, float] = field(default_factory=dict)  # constants of the prediction that the file gives
     spread: dict[str, float] = field(default_factory=dict)  # of those measured: (largest - least) / median
-    gpus_per_node: int = 8
+    gpus_per_node: int = GPUS_PER_NODE
+    kernel_tiles: dict[str, Tiles] = field(default_factory=dict)  # attention kernel -> its speeds by tile
+    # Layers whose gathered parameters and gradients wait for their stream in the published systems; fitted to their
+    # memory (docs/prediction.md). None: not known of this GPU type.
+    waiting_layers: float | None = None
     figures: dict[str, str] = field(default_factory=dict)  # everything `burst calibrate` measured, as it wrote it
 
     def source_of(self, figure: str) -> str:
@@ -114,7 +142,10 @@ def load_hardware(path: Path) -> Hardware:
     entries = root.mapping("the hardware file")
     known = [each.name for each in fields(Hardware) if each.name != "name"]
     check_keys(entries, known, "the hardware file")
-    optional = ("gemm_tflops", "kernel_ceilings", "measured", "speeds", "spread", "gpus_per_node", "figures")
+    optional = (
+        "gemm_tflops", "kernel_ceilings", "kernel_tiles", "measured", "speeds", "spread", "gpus_per_node", "figures",
+        "waiting_layers",
+    )  # fmt: skip
     missing = [key for key in known if key not in entries and key not in optional]
     if missing:
         raise UsageError(f"{path}: the hardware file lacks {', '.join(missing)}; add what is missing")
@@ -137,9 +168,15 @@ def load_hardware(path: Path) -> Hardware:
             key: convert(node, str, f"figures.{key}")
             for key, node in (entries["figures"].mapping("figures") if "figures" in entries else {}).items()
         },
-        gpus_per_node=convert(entries["gpus_per_node"], int, "gpus_per_node") if "gpus_per_node" in entries else 8,
+        gpus_per_node=(
+            convert(entries["gpus_per_node"], int, "gpus_per_node") if "gpus_per_node" in entries else GPUS_PER_NODE
+        ),
+        kernel_tiles=_tiles(entries["kernel_tiles"]) if "kernel_tiles" in entries else {},
+        waiting_layers=(
+            _positive(entries["waiting_layers"], "waiting_layers") if "waiting_layers" in entries else None
+        ),
     )
-    figures = {key for key in ("peak_bf16_tflops", *MEASURABLE) if key in entries}
+    figures = {key for key in ("peak_bf16_tflops", "waiting_layers", *MEASURABLE) if key in entries}
     check_keys(entries["sources"].mapping("sources"), figures, "sources")
     if unsourced := sorted(figures - hardware.sources.keys()):
         raise UsageError(f"{entries['sources'].place}: sources lacks {', '.join(unsourced)}; say where they come from")
@@ -165,6 +202,28 @@ def _ceilings(node: Node) -> dict[str, dict[str, float]]:
             )
         ceilings[kernel] = given
     return ceilings
+
+
+def _tiles(node: Node) -> dict[str, Tiles]:
+    """Speeds per attention kernel by the tokens of a tile."""
+    kernels = node.mapping("kernel_tiles")
+    check_keys(kernels, typing.get_args(Kernel), "kernel_tiles")
+    found = {}
+    for kernel, entry in kernels.items():
+        label = f"kernel_tiles.{kernel}"
+        given = entry.mapping(label)
+        names = [each.name for each in fields(Tiles)]
+        check_keys(given, names, label)
+        if missing := [name for name in names if name not in given]:
+            raise UsageError(f"{entry.place}: {label} lacks {', '.join(missing)}; add what is missing")
+        columns = {name: tuple(_positive(each, f"{label}.{name}") for each in given[name].items()) for name in names}
+        counts = {name: len(column) for name, column in columns.items()}
+        if len(set(counts.values())) != 1 or not columns["tokens"]:
+            raise UsageError(f"{entry.place}: {label} has {counts}; expected as many speeds as tokens, at least one")
+        if list(columns["tokens"]) != sorted(set(columns["tokens"])):
+            raise UsageError(f"{entry.place}: {label}.tokens do not rise; list each tile once, the shortest first")
+        found[kernel] = Tiles(**columns)
+    return found
 
 
 def _numbers(node: Node, label: str) -> dict[str, float]:

@@ -13,13 +13,12 @@ from engine.forecast import Forecast
 from engine.method import Method
 from engine.settings import Kernel, TrialSettings, size_in_bytes
 from harness.machine.this_machine import Machine
-from harness.metrics.ceilings import kernel_bound_seconds
-from harness.metrics.flops import work_of
 from harness.metrics.hardware import Hardware, hardware_for
+from harness.plan.times import ranks_of_node, time_or_reason
+from harness.predict.speeds import TERA, speeds_of
 from harness.records.forecasts import NO_CORRECTION, Correction
 
 _CONTEXT_GIB = 1.5  # of a GPU, what CUDA and NCCL hold outside the allocator: where no file says what is left
-_OF_PEAK = 0.75  # a kernel's share of the datasheet's peak where it was not measured
 
 
 def is_native(method: Method) -> bool:
@@ -41,11 +40,11 @@ def with_plan(
     chosen, forecast = planned(
         settings,
         budget_of(settings, machine, hardware),
-        replace(speeds_of(settings.kernel, hardware), gather=_gather_speed(settings, machine)),
+        replace(planner_speeds(settings.kernel, hardware), gather=_gather_speed(settings, machine)),
         correction=correction.factor,
         correction_source=correction.source,
     )
-    return chosen, replace(forecast, step_seconds=_step_seconds(chosen, hardware, forecast))
+    return chosen, replace(forecast, step_seconds=_step_seconds(chosen, machine, hardware))
 
 
 def budget_of(settings: TrialSettings, machine: Machine, hardware: Hardware | None) -> Budget:
@@ -67,14 +66,17 @@ def budget_of(settings: TrialSettings, machine: Machine, hardware: Hardware | No
     return Budget(gpu=own, host=host, source=source)
 
 
-def speeds_of(kernel: Kernel, hardware: Hardware | None) -> Speeds:
-    """The speeds that work done again is weighed by."""
+def planner_speeds(kernel: Kernel, hardware: Hardware | None) -> Speeds:
+    """The speeds that work done again, sums and copies are weighed by: those of the prediction, for long tiles."""
     if hardware is None:
         return Speeds()
-    peak = _OF_PEAK * hardware.peak_bf16_tflops
-    measured = hardware.kernel_ceilings
-    ceiling = measured.get(kernel) or next(iter(measured.values()), {})
-    return Speeds(gemm=(hardware.gemm_tflops or peak) * 1e12, attention=ceiling.get("forward", peak) * 1e12)
+    found = speeds_of(hardware, None if kernel == "auto" else kernel)
+    return Speeds(
+        gemm=found.gemm_tflops * TERA,
+        attention=found.attention_forward_tflops * TERA,
+        memory=found.memory_gib * GIB,
+        host_link=found.host_gib * GIB,
+    )
 
 
 def _gather_speed(settings: TrialSettings, machine: Machine) -> float:
@@ -84,10 +86,10 @@ def _gather_speed(settings: TrialSettings, machine: Machine) -> float:
     return (links.across_gib if spans else links.inside_gib) * GIB
 
 
-def _step_seconds(settings: TrialSettings, hardware: Hardware | None, forecast: Forecast) -> float | None:
-    """Seconds of a step at least: everything once at measured speeds, and what the plan adds."""
-    if hardware is None or settings.dtype != "bf16" or not hardware.kernel_ceilings:
+def _step_seconds(settings: TrialSettings, machine: Machine, hardware: Hardware | None) -> float | None:
+    """Seconds of a step as `burst predict` says; None where it says nothing."""
+    if hardware is None:
         return None
-    kernel = settings.kernel if settings.kernel != "auto" else next(iter(hardware.kernel_ceilings))
-    once = kernel_bound_seconds(work_of(settings), hardware, kernel)
-    return None if once is None else once / settings.world_size + forecast.added_seconds
+    ranks = min(ranks_of_node(settings, machine) or settings.world_size, hardware.gpus_per_node)
+    time, _ = time_or_reason(settings, hardware, node_ranks=ranks)
+    return time.seconds if time else None

@@ -9,14 +9,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from engine.settings import TrialSettings
+from harness.machine.this_machine import Machine
 from harness.metrics.flops import tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB
 from harness.plan.predict import engine_memory
-from harness.predict.speeds import TERA, speeds_of
-from harness.predict.step import StepTime, step_time
+from harness.plan.times import ranks_of_node, time_or_reason
+from harness.predict.speeds import TERA
+from harness.predict.step import StepTime
+from harness.predict.systems import SYSTEM_OF, system_memory
 from harness.predict.validation import HELD_OUT, compare
-from harness.spec.methods import method_named
 
 USABLE = 0.96  # of a GPU's memory: the rest is the driver's, NCCL's and lost between blocks
 _INTERVAL = 0.9  # of the held-out configurations were predicted within the interval
@@ -34,6 +36,7 @@ class Forecast:
     time: StepTime | None  # None where the trial is refused or not modelled
     reason: str  # why, else empty
     gpu_gib: float | None  # of the fullest rank; None for other tasks than train, and for other systems
+    system_gib: float | None = None  # with the same settings in the system that the method stands for, where known
 
     @property
     def fits(self) -> bool | None:
@@ -66,18 +69,19 @@ def forecast(settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int 
     """Time and memory of a trial, or one sentence why there is none."""
     node_ranks = min(gpus_per_node or hardware.gpus_per_node, settings.world_size)
     memory = engine_memory(settings)
-    time: StepTime | None = None
-    reason = method_named(settings.method).refuse(settings) or ""
-    if not reason:
-        kernel = None if settings.kernel == "auto" else settings.kernel
-        try:
-            time = step_time(settings, speeds_of(hardware, kernel), node_ranks=node_ranks)
-        except ValueError as error:
-            reason = str(error)
+    time, reason = time_or_reason(settings, hardware, node_ranks=node_ranks)
     return Forecast(
         settings=settings, hardware=hardware, nodes=-(-settings.world_size // node_ranks), time=time, reason=reason,
-        gpu_gib=memory.allocated / GIB if memory else None,
+        gpu_gib=memory.allocated / GIB if memory else None, system_gib=_system_gib(settings, hardware, time),
     )  # fmt: skip
+
+
+def _system_gib(settings: TrialSettings, hardware: Hardware, time: StepTime | None) -> float | None:
+    """Of training in the published system, on a GPU type with which its software was fitted."""
+    system = SYSTEM_OF.get(settings.method)
+    if system is None or time is None or hardware.waiting_layers is None or settings.task != "train":
+        return None
+    return system_memory(settings, system, time.exchange, hardware.waiting_layers) / GIB
 
 
 @cache
@@ -125,12 +129,15 @@ class Cost:
     unknown: int  # further trials, of which no time is predicted
 
 
-def cost_of(trials: Iterable[TrialSettings], hardware: Hardware, *, rounds: int = 1) -> Cost:
-    """Wall time and GPU-hours: start-up, warm-up and measured steps of each trial, in every round."""
+def cost_of(
+    trials: Iterable[TrialSettings], hardware: Hardware, *, rounds: int = 1, hosts: Machine | None = None
+) -> Cost:
+    """Wall time and GPU-hours: start-up, warm-up and measured steps of each trial, in every round; on these hosts, by
+    default on nodes as the hardware file has them."""
     seconds = gpu_seconds = 0.0
     count = unknown = 0
     for settings in trials:
-        time = forecast(settings, hardware).time
+        time = forecast(settings, hardware, gpus_per_node=ranks_of_node(settings, hosts)).time
         if time is None:
             unknown += 1
             continue

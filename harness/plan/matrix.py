@@ -39,6 +39,7 @@ from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB
 from harness.plan.checkpointing import is_native, with_plan
 from harness.plan.predict import predict
+from harness.plan.times import ranks_of_node
 from harness.records.forecasts import correction_of
 from harness.records.record import Record
 from harness.spec.experiment import Experiment
@@ -196,8 +197,8 @@ def plan_table(
 
     `model_tflop` is what one step or call computes over all ranks, in 1e12 model FLOPs. With `hosts`, several as one
     machine, also how many of them a trial takes and its ranks on each, empty where it does not spread. With `hardware`,
-    the prediction of `harness.plan.predict`: seconds of a step or call at least, GiB of a rank on its GPU and on the
-    host, and whether the GPU has the former; None where there is no prediction. Where the planner chose for some of the
+    the prediction of `harness.plan.predict`: seconds of a step or call, GiB of a rank on its GPU and on the host, and
+    whether the GPU has the former; None where there is no prediction. Where the planner chose for some of the
     trials, what it chose and why, in words.
 
     A row of `settings: as_published` or `tuned` says in `from_table` which settings came from the table, with their
@@ -216,7 +217,7 @@ def plan_table(
             | {"model_tflop": _model_tflop(trial.settings)}
             | (_origin(trial, flat) if trial.settings.settings != EQUAL else {})
             | (_spread(trial.settings.world_size, hosts) if hosts else {})
-            | (_predicted(trial.settings, hardware) if hardware else {})
+            | (_predicted(trial.settings, hardware, hosts) if hardware else {})
             | ({"checkpoint_plan": trial.plan.words if trial.plan else None} if planning else {})
             | {"can_run": trial.unsupported_reason is None, "reason": trial.unsupported_reason or ""}
         )
@@ -237,8 +238,8 @@ def _spread(ranks: int, hosts: Machine) -> dict[str, Any]:
     return {"nodes": count or "", "ranks_per_node": ranks // count if count else ""}
 
 
-def _predicted(settings: TrialSettings, hardware: Hardware) -> dict[str, Any]:
-    found = predict(settings, hardware)
+def _predicted(settings: TrialSettings, hardware: Hardware, hosts: Machine | None) -> dict[str, Any]:
+    found = predict(settings, hardware, node_ranks=ranks_of_node(settings, hosts))
     return {
         "predicted_seconds": found.seconds,
         "predicted_gpu_gib": found.gpu_gib,

@@ -9,88 +9,15 @@ between nodes with the outer step, and one chunk ahead may be held.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
 
 from engine.attention.geometry.layout import Gathered, Layout
 from engine.attention.geometry.ring import Ring
-from engine.attention.masks import Mask
 from engine.attention.planning.comm_plan import ChunkRanges, comm_plan, length
-from engine.attention.planning.comm_volume import Shards, Widths, all_to_all_bytes
-from engine.attention.planning.pair_table import pair_table
-from harness.metrics.flops import ATTENTION_KERNEL_BACKWARD
+from engine.attention.planning.comm_volume import all_to_all_bytes
 from harness.metrics.hardware import Speeds
 from harness.metrics.throughput import GIB
-from harness.predict.speeds import TERA
-
-Side = Literal["query", "key_value"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionProblem:
-    """Attention over one sequence on ranks that are spread over nodes."""
-
-    mask: Mask
-    layout: Layout
-    seq_len: int
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    input_bytes: int  # per element of Q, K and V
-    cp_size: int
-    node_size: int  # context-parallel ranks of a node
-
-    @property
-    def nodes(self) -> int:
-        return self.cp_size // self.node_size
-
-    @property
-    def pair_flops(self) -> float:
-        """Of one visible (query, key) pair in forward, over batch and heads."""
-        return 4.0 * self.batch * self.heads * self.head_dim
-
-    def shards(self, gradient_bytes: int, *, tokens: int, shared_by: int = 1) -> Shards:
-        """Of a rank that holds `tokens` of the sequence and `1 / shared_by` of the heads, at least one of each kind."""
-        widths = Widths(unreduced=gradient_bytes, summed=gradient_bytes)
-        return Shards(
-            batch=self.batch, tokens=tokens, heads=max(1, self.heads // shared_by),
-            kv_heads=max(1, self.kv_heads // shared_by), head_dim=self.head_dim, input_bytes=self.input_bytes,
-            intra_node=widths, inter_node=widths,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange:
-    """How a method moves chunks and heads."""
-
-    schedule: str  # ring, double_ring, ulysses, usp or usp_transposed
-    backward: Side
-    gradient_bytes: int  # per element of a partial gradient between ranks
-    tuned_links: bool = True  # NCCL set up for the site, rather than its defaults
-    head_chunks: int = 1  # of an all-to-all: all but one overlap with compute
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pass:
-    """Seconds of one pass on the slowest of the simulated ranks, and what it waited for."""
-
-    kernels: float
-    inside: float = 0.0  # waiting for transfers inside the node
-    across: float = 0.0  # waiting for transfers between nodes
-    steps: float = 0.0  # what the steps of a ring add
-
-    @property
-    def seconds(self) -> float:
-        return self.kernels + self.inside + self.across + self.steps
-
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(
-            kernels=self.kernels + other.kernels,
-            inside=self.inside + other.inside,
-            across=self.across + other.across,
-            steps=self.steps + other.steps,
-        )
+from harness.predict.gathering import all_gather_passes
+from harness.predict.problem import AttentionProblem, Exchange, Pass, kernel_seconds, step_areas
 
 
 def within_a_node(schedule: str) -> str:
@@ -109,18 +36,15 @@ def attention_passes(problem: AttentionProblem, exchange: Exchange, speeds: Spee
         return _RingOfRanks(
             problem=problem, exchange=exchange, speeds=speeds, across=across, ring=ring, layout=problem.layout
         ).passes()
+    if exchange.schedule == "all_gather":
+        return all_gather_passes(problem, exchange, speeds, across)
     return _all_to_all_passes(problem, exchange, speeds, across)
 
 
 def _alone(problem: AttentionProblem, speeds: Speeds, backward: bool) -> Pass:
-    flops = problem.pair_flops * problem.mask.area(problem.seq_len) / problem.cp_size
-    return Pass(kernels=_kernel_seconds(flops, speeds, backward))
-
-
-def _kernel_seconds(forward_flops: float, speeds: Speeds, backward: bool) -> float:
-    if backward:
-        return ATTENTION_KERNEL_BACKWARD * forward_flops / (speeds.attention_backward_tflops * TERA)
-    return forward_flops / (speeds.attention_forward_tflops * TERA)
+    """All visible pairs in one call, of a share of the heads."""
+    pairs = problem.mask.area(problem.seq_len)
+    return Pass(kernels=kernel_seconds(problem.pair_flops * pairs / problem.cp_size, pairs, speeds, backward))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +77,7 @@ class _RingOfRanks:
         problem, ring = self.problem, self.ring
         sends_queries = backward and self.exchange.backward == "query"
         plan = comm_plan(problem.mask, self.layout, ring, problem.seq_len, rank, sends_queries)
-        areas = _areas(problem.mask, self.layout, problem.seq_len, ring, rank, sends_queries)
+        areas = step_areas(problem.mask, self.layout, problem.seq_len, ring, rank, sends_queries)
         part = problem.shards(
             self.exchange.gradient_bytes, tokens=problem.seq_len // ring.cp_size, shared_by=self.shared_by
         )
@@ -174,7 +98,7 @@ class _RingOfRanks:
                 if inner_step + 1 < ring.node_size:
                     tokens = _received(ranges, local_rank, inner_step, ring.node_size, part.tokens)
                     following = clock.near(max(arrived, clock.previous), tokens * chunk_bytes)
-                seconds = _kernel_seconds(flops_of_pair * area, self.speeds, backward)
+                seconds = kernel_seconds(flops_of_pair * area, area, self.speeds, backward)
                 added = self.speeds.ring_step_seconds if (outer_step or inner_step) and area else 0.0
                 kernels, steps = kernels + seconds, steps + added
                 clock.compute(arrived, seconds + added, from_afar=bool(outer_step) and not inner_step)
@@ -187,18 +111,6 @@ class _RingOfRanks:
         waited = max(0.0, clock.finish() - kernels - steps)
         share = 1.0 if self.spans else clock.far_share
         return Pass(kernels=kernels, steps=steps, inside=waited * (1 - share), across=waited * share)
-
-
-@lru_cache(maxsize=512)
-def _areas(mask: Mask, layout: Layout, seq_len: int, ring: Ring, rank: int, sends_queries: bool) -> tuple[int, ...]:
-    """Visible pairs of each of a rank's steps."""
-    pairs = pair_table(mask, layout, seq_len, ring.cp_size)
-    areas = []
-    for step in range(ring.cp_size):
-        owner = ring.owner(rank, step)
-        q_rank, k_rank = (owner, rank) if sends_queries else (rank, owner)
-        areas.append(sum(tile.area() for tile in pairs.tiles(q_rank, k_rank)))
-    return tuple(areas)
 
 
 class _Clock:
@@ -270,8 +182,8 @@ def _all_to_all_passes(
     }.get(schedule)
     if members is None:
         raise ValueError(
-            f"schedule {schedule!r} is unknown to the prediction; choose ring, double_ring, ulysses, usp or "
-            "usp_transposed"
+            f"schedule {schedule!r} is unknown to the prediction; choose ring, double_ring, all_gather, "
+            "ulysses, usp or usp_transposed"
         )
     shared_by = len(members)
     inner = _inner_passes(problem, exchange, speeds, across, shared_by)

@@ -33,6 +33,7 @@ _CPU_REQUEST = {
     "message_bytes": [1 << 10, 1 << 20],
 }  # fmt: skip
 _LOG_LINES = 3
+_MEASURED = ("gemm_tflops", "kernel_ceilings", "kernel_tiles", "speeds")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +140,16 @@ def fastest_kernel(found: Calibrated) -> str | None:
     return max(speeds, key=lambda name: speeds[name], default=None)
 
 
+def _tile_sizes(found: Calibrated) -> dict[str, list[int]]:
+    """Tokens of the tiles that a kernel was measured on both ways, the shortest first."""
+    sizes: dict[str, list[int]] = {}
+    for name in found.figures:
+        match = re.fullmatch(r"attention (\S+) forward (\d+)", name)
+        if match and f"attention {match[1]} backward {match[2]}" in found.figures:
+            sizes.setdefault(match[1], []).append(int(match[2]))
+    return {kernel: sorted(tokens) for kernel, tokens in sizes.items()}
+
+
 def _slowest(found: Calibrated, pattern: str) -> Figure | None:
     fitting = [figure for name, figure in found.figures.items() if re.fullmatch(pattern, name)]
     return min(fitting, key=lambda figure: figure.median, default=None)
@@ -160,6 +171,16 @@ def hardware_document(found: Calibrated, *, memory_gib: float, gpus_per_node: in
     for name, figure in found.figures.items():
         if match := re.fullmatch(r"attention (\S+) (forward|backward) \d+", name):
             ceilings.setdefault(match[1], {})[match[2]] = _rounded(figure.median)  # the longest tile comes last
+    tiles = {
+        kernel: {
+            "tokens": sizes_of,
+            **{
+                way: [_rounded(found.figures[f"attention {kernel} {way} {tokens}"].median) for tokens in sizes_of]
+                for way in ("forward", "backward")
+            },
+        }
+        for kernel, sizes_of in _tile_sizes(found).items()
+    }
     sizes = "; ".join(sorted({figure.what for figure in found.figures.values()}))
     document: dict[str, Any] = {
         "title": f"{shipped.title if shipped else found.device}, measured",
@@ -169,21 +190,23 @@ def hardware_document(found: Calibrated, *, memory_gib: float, gpus_per_node: in
         "gpus_per_node": gpus_per_node,
         "gemm_tflops": _rounded(speeds["gemm_tflops"]),
         "kernel_ceilings": ceilings,
+        "kernel_tiles": tiles,
         "speeds": {name: _rounded(value) for name, value in speeds.items()},
         "spread": {name: _rounded(value) for name, value in spread.items()},
         "measured": {
-            key: {"when": day, "where": where, "what": sizes} for key in ("gemm_tflops", "kernel_ceilings", "speeds")
+            key: {"when": day, "where": where, "what": sizes} for key in _MEASURED
         },
         "sources": {
             "peak_bf16_tflops": shipped.sources["peak_bf16_tflops"] if shipped
             else "not a datasheet's: the measured GEMM over 0.75; put the datasheet's figure here",
             "memory_gib": "what this machine has",
-            **dict.fromkeys(("gemm_tflops", "kernel_ceilings", "speeds"), f"measured {day} by burst calibrate"),
+            **dict.fromkeys(_MEASURED, f"measured {day} by burst calibrate"),
         },
     }  # fmt: skip
     if not ceilings:
         for part in (document, document["measured"], document["sources"]):
             part.pop("kernel_ceilings")
+            part.pop("kernel_tiles")
     document["figures"] = {
         name: f"{_rounded(each.median):g} {each.unit} ({_rounded(each.least):g} to {_rounded(each.largest):g}, "
         f"{each.samples} samples): {each.what}"

@@ -16,7 +16,8 @@ from engine.attention.planning.cost_model import (
 from engine.method import Method, schedule_of
 from engine.settings import TrialSettings
 from harness.metrics.hardware import Speeds
-from harness.predict.attention import AttentionProblem, Exchange, Side, within_a_node
+from harness.predict.attention import within_a_node
+from harness.predict.problem import AttentionProblem, Exchange, Side
 from harness.spec.methods import all_methods, method_named
 
 
@@ -36,6 +37,11 @@ def exchange_of(settings: TrialSettings, problem: AttentionProblem, speeds: Spee
     gradient_bytes = problem.input_bytes if narrow else max(4, problem.input_bytes)
     if settings.method == "burst":
         return _burst(settings, problem, speeds, gradient_bytes)
+    if getattr(method, "tensor_parallel", False):
+        return Exchange(
+            schedule="tensor_parallel", backward="key_value", gradient_bytes=gradient_bytes,
+            tuned_links=settings.settings != "as_published",
+        )  # fmt: skip
     # Ulysses states no schedule: the plan's check of heads is not its own, which lets it repeat K and V.
     schedule = "ulysses" if settings.method == "ulysses" else schedule_of(method, settings)
     return Exchange(
@@ -47,8 +53,8 @@ def exchange_of(settings: TrialSettings, problem: AttentionProblem, speeds: Spee
 
 
 def _is_modelled(method: Method) -> bool:
-    """A native method whose ranks share a sequence: the engine runs it, and it divides no matrix."""
-    return getattr(method, "layout", None) is not None and not getattr(method, "tensor_parallel", False)
+    """A native method: the engine runs it."""
+    return getattr(method, "layout", None) is not None
 
 
 def _burst(settings: TrialSettings, problem: AttentionProblem, speeds: Speeds, gradient_bytes: int) -> Exchange:

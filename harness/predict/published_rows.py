@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from baselines.paper_cluster import GPUS_PER_NODE
 from engine.plain_json import to_json
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
-from harness.predict.attention import Exchange, Side, within_a_node
+from harness.predict.attention import within_a_node
+from harness.predict.problem import Exchange, Side
 from harness.spec.models import MODELS_DIR, load_model
 
 REFERENCE = Path(__file__).parents[2] / "results" / "paper" / "reference.csv"
-NODE_RANKS = 8  # GPUs of every published node
 TRAINING, ATTENTION = "tokens_per_gpu_per_second", ("forward_ms", "forward_backward_ms")
 END_TO_END = ("e2e_main", "ablation", "checkpointing", "cp_scaling")
 # Head counts and masks of the attention benchmarks, from results/paper/experiments.yaml.
@@ -90,8 +91,8 @@ def published_times() -> tuple[PublishedTime, ...]:
             configuration: Configuration | None = None
             reason = ""
             try:
-                configuration = _configuration(row)
-            except _NotSaid as why:
+                configuration = configuration_of_row(row)
+            except RowSaysTooLittle as why:
                 reason = str(why)
             found.append(
                 PublishedTime(
@@ -103,24 +104,38 @@ def published_times() -> tuple[PublishedTime, ...]:
     return tuple(found)
 
 
-class _NotSaid(Exception):
+class RowSaysTooLittle(Exception):
     """The source does not say what a prediction needs."""
 
 
-def _configuration(row: dict[str, str]) -> Configuration:
+def configuration_of_row(row: dict[str, str]) -> Configuration:
     if row["experiment"] in _BENCH_HEADS:
         return _benchmark(row)
     if row["experiment"] == "sparse":
-        raise _NotSaid("window and GPU count are not stated")
+        raise RowSaysTooLittle("window and GPU count are not stated")
     if "unlabelled" in row["experiment"] or "unlabelled" in row["method"]:
-        raise _NotSaid("the method is not named")
+        raise RowSaysTooLittle("the method is not named")
     if "no header; meaning unknown" in row["source"]:
-        raise _NotSaid("the column has no header")
+        raise RowSaysTooLittle("the column has no header")
     if not row["gpus"]:
-        raise _NotSaid("the GPU count is not stated")
+        raise RowSaysTooLittle("the GPU count is not stated")
     gpus, seq_len = int(float(row["gpus"])), int(float(row["seq_len"]))
     words = row["method"]
     cp_size = _context_size(words, gpus)
+    if "megatron-tp" in words.casefold():
+        return Configuration(
+            settings=TrialSettings(
+                task="train",
+                method="megatron_tp",
+                model=_model(row["model"]),
+                seq_len=seq_len,
+                tp_size=cp_size,
+                world_size=gpus,
+                lm_head_fusion=False,
+                checkpoint=Checkpoint(every=1, tail=0.0),
+            ),
+            exchange=Exchange(schedule="tensor_parallel", backward="key_value", gradient_bytes=2, tuned_links=False),
+        )
     method, schedule, side, tail, fused = _way(words, row["experiment"])
     return Configuration(
         settings=TrialSettings(
@@ -141,7 +156,7 @@ def _configuration(row: dict[str, str]) -> Configuration:
 
 def _exchange(schedule: str, side: Side, cp_size: int, *, tuned: bool) -> Exchange:
     """Inside one node a double ring is a ring, and both mixed forms are an all-to-all."""
-    if cp_size <= NODE_RANKS:
+    if cp_size <= GPUS_PER_NODE:
         schedule = within_a_node(schedule)
     return Exchange(schedule=schedule, backward=side, gradient_bytes=2, tuned_links=tuned)
 
@@ -151,15 +166,13 @@ def _context_size(words: str, gpus: int) -> int:
     if said:
         return int(said.group(1))
     if "sp unstated" in words:
-        raise _NotSaid("the context-parallel size is not stated")
+        raise RowSaysTooLittle("the context-parallel size is not stated")
     return gpus
 
 
 def _way(words: str, experiment: str) -> tuple[str, str, Side, float, bool]:
     """(whose links, schedule, backward side, tail, fused head) by the source's name of the method."""
     name = words.casefold()
-    if "megatron-tp" in name:
-        raise _NotSaid("tensor parallelism is not predicted")
     kept = 0.0 if experiment not in ("e2e_main", "cp_scaling") else 1.0
     if "half-ckpt" in name or "sl-ckpt" in name or "sl_ckpt" in name:
         kept = 0.5
@@ -181,7 +194,7 @@ def _way(words: str, experiment: str) -> tuple[str, str, Side, float, bool]:
         return "burst", "usp", "query", kept, True
     if name.startswith("burst"):
         return "burst", "double_ring", "query", kept, True
-    raise _NotSaid("the method is not one of those compared")
+    raise RowSaysTooLittle("the method is not one of those compared")
 
 
 def _benchmark(row: dict[str, str]) -> Configuration:
@@ -190,7 +203,7 @@ def _benchmark(row: dict[str, str]) -> Configuration:
     causal = row["experiment"] == "kernel_bench"
     batch = re.search(r"batch[ =](\d+)", f"{row['figure']} {row['source']} {row['method']}")
     if row["experiment"] == "burstattention_batch_scaling" and batch is None:
-        raise _NotSaid("the batch is not stated in the row")
+        raise RowSaysTooLittle("the batch is not stated in the row")
     tuned, schedule = True, "double_ring"
     side: Side = "query"
     if "head-first" in name or "ring-first" in name:
@@ -216,7 +229,7 @@ def _benchmark(row: dict[str, str]) -> Configuration:
 def _model(name: str) -> ModelShape:
     path = MODELS_DIR / f"{name}.yaml"
     if not path.exists():
-        raise _NotSaid(f"the shape of {name} is not among experiments/models")
+        raise RowSaysTooLittle(f"the shape of {name} is not among experiments/models")
     return load_model(path)
 
 

@@ -1,6 +1,8 @@
 """Speeds of a GPU type and its links, as the prediction reads them: none is of a method or of a trial.
 
-Eight of them may be fitted to measurements; the speed of copies to host memory comes from the bus's specification.
+At most eight constants of a GPU type are fitted to measurements: seven of these, and the layers that wait in the memory
+of the published systems. The speed of copies to host memory comes from the bus's specification, that of attention's
+backward from the forward's where a file gives that alone.
 """
 
 from __future__ import annotations
@@ -11,15 +13,18 @@ from harness.metrics.hardware import SPEEDS, Hardware, Speeds
 
 TERA = 1e12
 
-FITTED = tuple(name for name in SPEEDS if name != "host_gib")
+# Of the speeds, those that are fitted.
+FITTED = tuple(name for name in SPEEDS if name not in ("host_gib", "attention_backward_tflops"))
 
 # Where a hardware file gives no speed: shares of its datasheet's peak that kernels of its time reach.
 _GEMM_SHARE = 0.75
-_ATTENTION_SHARE = {"forward": 0.65, "backward": 0.6}
+_FORWARD_SHARE = 0.65
+BACKWARD_OF_FORWARD = 0.92  # attention's: FlashAttention's own tables of an A100 and an H100, long causal sequences
 
 
 def speeds_of(hardware: Hardware, kernel: str | None = None) -> Speeds:
-    """The constants of a hardware file; those of attention are the named kernel's where the file has them measured.
+    """The constants of a hardware file; those of attention are the named kernel's where the file has them measured, by
+    tile where it has that.
 
     A figure that the file lacks follows from its peak; `assumed` names them.
     """
@@ -29,22 +34,21 @@ def speeds_of(hardware: Hardware, kernel: str | None = None) -> Speeds:
     ceilings = hardware.kernel_ceilings
     chosen: Mapping[str, float] = ceilings.get(kernel or "", {})
     if not chosen and "attention_forward_tflops" not in given and ceilings:
-        chosen = next(iter(ceilings.values()))
-    for direction, share in _ATTENTION_SHARE.items():
-        name = f"attention_{direction}_tflops"
-        if direction in chosen:
-            given[name] = chosen[direction]
-        given.setdefault(name, share * peak)
+        kernel = next(iter(ceilings))
+        chosen = ceilings[kernel]
+    given |= {f"attention_{direction}_tflops": tflops for direction, tflops in chosen.items()}
+    forward = given.setdefault("attention_forward_tflops", _FORWARD_SHARE * peak)
+    given.setdefault("attention_backward_tflops", BACKWARD_OF_FORWARD * forward)
     for name, value in _COMMON.items():
         given.setdefault(name, value)
     given.setdefault("across_default_gib", given["across_gib"])
-    return Speeds(**given)
+    return Speeds(**given, tiles=hardware.kernel_tiles.get(kernel or "") if chosen else None)
 
 
 def assumed(hardware: Hardware) -> tuple[str, ...]:
     """Constants that no file gives, for which a common value stands."""
     known = set(hardware.speeds) | ({"gemm_tflops"} if hardware.gemm_tflops else set())
-    if hardware.kernel_ceilings:
+    if hardware.kernel_ceilings or "attention_forward_tflops" in known:
         known |= {"attention_forward_tflops", "attention_backward_tflops"}
     return tuple(name for name in SPEEDS if name not in known)
 

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 
 from engine.attention.geometry.layout import layout_named
 from engine.attention.masks import parse_mask
-from engine.settings import BYTES_OF, TrialSettings
+from engine.settings import BYTES_OF, TrialSettings, keeps_whole
+from engine.tasks.captured.choice import not_captured_reason
 from harness.metrics.flops import Work, work_of
 from harness.metrics.hardware import Speeds
 from harness.metrics.throughput import GIB
-from harness.predict.attention import AttentionProblem, Exchange, Pass, attention_passes
+from harness.predict.attention import attention_passes
 from harness.predict.exchanges import exchange_of
+from harness.predict.gathering import tensor_parallel_seconds
+from harness.predict.problem import AttentionProblem, Exchange, Pass
 from harness.predict.speeds import TERA
 from harness.spec.methods import method_named
 
@@ -26,8 +29,15 @@ _FORWARD_HIDDEN = 4 + 6  # two norms, two sums with the residual
 _BACKWARD_HIDDEN = 10 + 6  # the norms' gradients and their weights', the sums of gradients
 _FORWARD_MLP, _BACKWARD_MLP = 3, 8  # the product of gate and up; its gradient, and the product once more
 _ROTARY = 2  # read and written, of queries and keys
-# Bytes per parameter of a rank's shard and step: AdamW in fp32, the gradient's norm and clipping, casts both ways.
-_OPTIMIZER_BYTES = 28 + 12 + 12
+# Bytes per parameter of a rank's shard and step. In one pass over whole parameters: AdamW in fp32, which clips as it
+# reads and writes the copy, and the gradient's norm. Sharded: AdamW, the norm, clipping in a pass of its own.
+_ONE_PASS_BYTES, _SHARDED_BYTES = 28 + 2 + 4, 28 + 4 + 8
+# Bytes per parameter that FSDP2 copies in the GPU's own memory around its transfers. Of gathering: the shard cast and
+# copied to its place; all shards copied to the parameters. Of reducing: gradients cast and copied in; the sum copied.
+_GATHER_OF_SHARD, _GATHER_OF_ALL, _REDUCE_OF_ALL, _REDUCE_OF_SHARD = 4 + 2 + 2 + 2, 2 + 2, 2 + 4, 8 + 8
+# Of the host for all kernels of a layer, forward and backward: 0.070 to 0.074 s for 16 layers of up to 4096 tokens on
+# one GPU (results/published/h200x1/short_sequences). A step that is not replayed as CUDA graphs takes at least as long.
+_LAUNCH_SECONDS = 0.0045
 _MOMENTS_BYTES = 8  # of AdamW's moments each way, where they live on the host; both directions at once
 
 
@@ -73,18 +83,26 @@ def step_time(
     _add(phases, "attention forward", forward, layers)
     _add(phases, "attention again", forward, layers * again)
     _add(phases, "attention backward", backward, layers)
+    across = speeds.across_gib if exchange.tuned_links else speeds.across_default_gib
+    _add(phases, "", tensor_parallel_seconds(settings, speeds, node_ranks, across), 1.0)
     gemm = speeds.gemm_tflops * TERA * ranks
     phases["matrix products"] = 3 * work.layers / gemm
     phases["matrix products again"] = work.recomputed_layers / gemm
     phases["elementwise"] = _elementwise_bytes(settings, work) / (speeds.memory_gib * GIB)
     phases["LM head"] = 3 * work.head / gemm + _logits_bytes(settings) / (speeds.memory_gib * GIB)
     shard = settings.model.parameters / ranks
-    phases["optimizer"] = shard * _OPTIMIZER_BYTES / (speeds.memory_gib * GIB)
+    whole = keeps_whole(settings)
+    phases["optimizer"] = shard * (_ONE_PASS_BYTES if whole else _SHARDED_BYTES) / (speeds.memory_gib * GIB)
     if settings.optimizer_offload:
         phases["optimizer"] += shard * _MOMENTS_BYTES / (speeds.host_gib * GIB)
     computing = sum(phases.values()) / layers / 3  # of one layer in one direction, about
     phases["parameters"] = layers * 3 * max(0.0, _gather_seconds(settings, speeds, node_ranks, exchange) - computing)
+    if not whole:
+        copied = _copied_bytes(settings) * settings.model.parameters / settings.tp_size * calls
+        phases["parameters"] += copied / (speeds.memory_gib * GIB)
     phases["host copies"] = layers * 2 * max(0.0, _offload_bytes(settings) / (speeds.host_gib * GIB) - computing)
+    if not_captured_reason(settings, "cuda") is not None:
+        phases["waiting for launches"] = max(0.0, layers * _LAUNCH_SECONDS - sum(phases.values()))
     return StepTime(phases=_ordered(phases), exchange=exchange, attention_forward=forward.seconds)
 
 
@@ -117,17 +135,21 @@ def attention_problem(settings: TrialSettings, node_size: int) -> AttentionProbl
     )
 
 
-_WAITING = {"inside": "waiting inside nodes", "across": "waiting between nodes", "steps": "ring steps"}
+_WAITING = {"inside": "waiting inside nodes", "across": "waiting between nodes", "steps": "schedule's steps"}
 _ORDER = (
     "matrix products", "matrix products again", "attention forward", "attention again", "attention backward",
-    "elementwise", "LM head", "optimizer", "ring steps", "waiting inside nodes", "waiting between nodes", "parameters",
-    "host copies",
+    "elementwise", "LM head", "optimizer", "schedule's steps", "waiting inside nodes", "waiting between nodes",
+    "parameters", "host copies", "waiting for launches",
 )  # fmt: skip
 
 
 def _add(phases: dict[str, float], name: str, one: Pass, count: float) -> None:
-    """A pass of attention, `count` times: its kernels under `name`, what it waited for under that."""
-    phases[name] = one.kernels * count
+    """A pass of attention, `count` times: its kernels under `name`, what it waited for under that.
+
+    Tensor parallelism is one without kernels.
+    """
+    if one.kernels:
+        phases[name] = one.kernels * count
     for part, phase in _WAITING.items():
         phases[phase] = phases.get(phase, 0.0) + getattr(one, part) * count
 
@@ -136,20 +158,35 @@ def _ordered(phases: Mapping[str, float]) -> dict[str, float]:
     return {name: phases[name] for name in _ORDER if phases.get(name)}
 
 
+def _sharing(settings: TrialSettings) -> int:
+    """Ranks among which the elements of one sequence's states are divided: by tokens, or by columns."""
+    return settings.cp_size * settings.tp_size
+
+
 def _elementwise_bytes(settings: TrialSettings, work: Work) -> float:
     """Bytes that a rank's elementwise passes read and write in a step."""
     model, item = settings.model, BYTES_OF[settings.dtype]
-    tokens = settings.seq_len * settings.batch_size * settings.gradient_accumulation / settings.cp_size
+    tokens = settings.seq_len * settings.batch_size * settings.gradient_accumulation / _sharing(settings)
     rotary = _ROTARY * (model.heads + model.kv_heads) * model.head_dim
     forward = _FORWARD_HIDDEN * model.hidden + _FORWARD_MLP * model.ffn + rotary
     backward = _BACKWARD_HIDDEN * model.hidden + _BACKWARD_MLP * model.ffn + rotary
     again = work.recomputed_layers / work.layers if work.layers else 0.0
-    return item * tokens * model.layers * ((1 + again) * forward + backward)
+    return item * tokens * model.layers * ((1 + again) * forward + backward) + _tile_bytes(settings)
+
+
+def _tile_bytes(settings: TrialSettings) -> float:
+    """Bytes of the sums of weights' gradients that tiles of a layer read and write, once per tile and micro-batch."""
+    model = settings.model
+    mlp = (3 if model.gated else 2) * model.hidden * model.ffn if settings.mlp_tiles > 1 else 0
+    projections = model.hidden * (model.heads + 2 * model.kv_heads) * model.head_dim
+    projected = projections if settings.projection_tiles > 1 else 0
+    of_layer = settings.mlp_tiles * mlp + settings.projection_tiles * projected
+    return 2.0 * max(4, BYTES_OF[settings.dtype]) * settings.gradient_accumulation * model.layers * of_layer
 
 
 def _logits_bytes(settings: TrialSettings) -> float:
     """Bytes of logits that are read and written beside the products: several times where the head is not fused."""
-    tokens = settings.seq_len * settings.batch_size * settings.gradient_accumulation / settings.cp_size
+    tokens = settings.seq_len * settings.batch_size * settings.gradient_accumulation / _sharing(settings)
     passes = 2 * BYTES_OF[settings.dtype] if settings.lm_head_fusion else 4 * (4 + BYTES_OF[settings.dtype])
     return float(passes) * tokens * settings.model.vocab
 
@@ -157,12 +194,18 @@ def _logits_bytes(settings: TrialSettings) -> float:
 def _gather_seconds(settings: TrialSettings, speeds: Speeds, node_ranks: int, exchange: Exchange) -> float:
     """Of gathering one layer's parameters, or of reducing its gradients: each node receives what others hold, over
     the links of all its GPUs."""
-    ranks = settings.world_size
-    nbytes = settings.model.layer_parameters * BYTES_OF[settings.dtype]
-    nodes = max(1, -(-ranks // node_ranks))
+    ranks, node_ranks = settings.world_size // settings.tp_size, max(1, node_ranks // settings.tp_size)
+    nbytes = settings.model.layer_parameters * BYTES_OF[settings.dtype] / settings.tp_size
+    nodes = -(-ranks // node_ranks)
     inside = nbytes * (min(ranks, node_ranks) - 1) / min(ranks, node_ranks) / (speeds.inside_gib * GIB)
     across = speeds.across_gib if exchange.tuned_links else speeds.across_default_gib
     return inside + (nbytes * (nodes - 1) / nodes / (across * GIB * node_ranks) if nodes > 1 else 0.0)
+
+
+def _copied_bytes(settings: TrialSettings) -> float:
+    """Bytes per parameter that a rank copies to gather all in forward and in backward and to reduce their gradients."""
+    ranks = settings.world_size / settings.tp_size
+    return 2 * (_GATHER_OF_SHARD / ranks + _GATHER_OF_ALL) + _REDUCE_OF_ALL + _REDUCE_OF_SHARD / ranks
 
 
 def _offload_bytes(settings: TrialSettings) -> float:
@@ -170,7 +213,7 @@ def _offload_bytes(settings: TrialSettings) -> float:
     checkpoint, model = settings.checkpoint, settings.model
     if checkpoint.offload == "none" or not checkpoint.every:
         return 0.0
-    tokens = settings.seq_len * settings.batch_size / settings.cp_size
+    tokens = settings.seq_len * settings.batch_size / _sharing(settings)
     elements = model.hidden / checkpoint.every
     if checkpoint.offload == "all":
         elements += checkpoint.tail * model.heads * model.head_dim

@@ -11,19 +11,19 @@ import math
 import random
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 
-from harness.metrics.hardware import Speeds, hardware_named
+from baselines.paper_cluster import GPUS_PER_NODE
+from harness.metrics.hardware import SPEEDS, Speeds, hardware_named
 from harness.predict.published_rows import (
     END_TO_END,
-    NODE_RANKS,
     REFERENCE,
     Configuration,
     PublishedTime,
     configurations,
 )
-from harness.predict.speeds import FITTED, speeds_of
+from harness.predict.speeds import BACKWARD_OF_FORWARD, FITTED, speeds_of
 from harness.predict.step import step_time
 
 SPLIT_FILE = REFERENCE.with_name("prediction_split.csv")
@@ -90,7 +90,7 @@ def _committed(gpu: str) -> Speeds:
 
 def _compared(configuration: Configuration, rows: Sequence[PublishedTime], speeds: Speeds) -> Iterable[Compared]:
     settings = configuration.settings
-    time = step_time(settings, speeds, node_ranks=NODE_RANKS, exchange=configuration.exchange)
+    time = step_time(settings, speeds, node_ranks=GPUS_PER_NODE, exchange=configuration.exchange)
     for metric in sorted({row.metric for row in rows}):
         of_metric = [row for row in rows if row.metric == metric]
         yield Compared(
@@ -117,14 +117,17 @@ def median_error(rows: Iterable[Compared]) -> float:
 
 
 def fit(start: Speeds, *, seed: int = 0, tries: int = 4000) -> Speeds:
-    """The constants of A800 GPUs under which the fitted half is predicted best: the mean absolute logarithm of
+    """The speeds of A800 GPUs under which the fitted half is predicted best: the mean absolute logarithm of
     predicted over published, every experiment with the same weight, by random steps that shrink."""
     chosen = [(c, rows) for c, rows in configurations() if rows[0].gpu == FITTED_GPU and side_of(c.name) == FIT]
     generator, best = random.Random(seed), start  # noqa: S311 - no secret
     least, width = _loss(chosen, best), 0.3
     for attempt in range(tries):
         name = generator.choice(FITTED)
-        tried = Speeds(**asdict(best) | {name: getattr(best, name) * math.exp(generator.gauss(0, width))})
+        values = {each: getattr(best, each) for each in SPEEDS}
+        values[name] *= math.exp(generator.gauss(0, width))
+        values["attention_backward_tflops"] = BACKWARD_OF_FORWARD * values["attention_forward_tflops"]
+        tried = Speeds(**values, tiles=best.tiles)
         if not _possible(tried):
             continue
         loss = _loss(chosen, tried)
@@ -132,7 +135,7 @@ def fit(start: Speeds, *, seed: int = 0, tries: int = 4000) -> Speeds:
             best, least = tried, loss
         if attempt % (tries // 10) == 0:
             width = max(0.01, width * 0.75)
-    return Speeds(**{each.name: float(f"{getattr(best, each.name):.4g}") for each in fields(Speeds)})
+    return Speeds(**{name: float(f"{getattr(best, name):.4g}") for name in SPEEDS}, tiles=best.tiles)
 
 
 def _loss(chosen: Sequence[tuple[Configuration, list[PublishedTime]]], speeds: Speeds) -> float:

@@ -84,8 +84,8 @@ def speedup(claimed: Claimed, rows: Rows) -> Evidence:
         return Evidence(verdict="not", numbers=numbers)
     mine, other = _telling(points, claimed, lambda row: row[SPEED], max)
     ours = mine[SPEED] / other[SPEED]
-    numbers |= {"ours": ours, "other": other["method"], **_about(mine)}
-    records = _records_of(rows, [mine, other])
+    numbers |= {"ours": ours, "other": other["method"], **about(mine)}
+    records = records_of(rows, [mine, other])
     if not _is_setup(mine, claimed):
         return Evidence(verdict="not comparable", numbers=numbers, records=records)
     verdict: Verdict = "reproduced" if ours >= ENOUGH * (claimed.value or 1.0) else "partly"
@@ -105,8 +105,8 @@ def memory(claimed: Claimed, rows: Rows) -> Evidence:
         return Evidence(verdict="not comparable", numbers=numbers)
     mine, other = _telling(points, claimed, lambda row: row[MEMORY], min)
     ours = 1 - mine[MEMORY] / other[MEMORY]
-    numbers |= {"ours": ours, "other": other["method"], **_about(mine)}
-    records = _records_of(rows, [mine, other])
+    numbers |= {"ours": ours, "other": other["method"], **about(mine)}
+    records = records_of(rows, [mine, other])
     if ours <= 0:
         return Evidence(verdict="not", numbers=numbers, records=records)
     enough = ours >= ENOUGH * (claimed.value or 0.0) and _is_setup(mine, claimed)
@@ -127,7 +127,7 @@ def backward_bytes_of(claimed: Claimed, rows: Rows) -> Evidence:
                 f" Trials on {mine['world_size']} GPUs at {format_length(mine['seq_len'])} tokens counted {share:.1%} "
                 "fewer bytes, forward included."
             )
-            records = _records_of(rows, [mine, theirs[0]])
+            records = records_of(rows, [mine, theirs[0]])
             break
     close = abs(bf16 - (claimed.value or 0.0)) <= ABOUT
     numbers = {"bf16": bf16, "fp32": fp32, "counted": counted}
@@ -145,11 +145,11 @@ def longest(claimed: Claimed, rows: Rows) -> Evidence:
     if not trained:
         return Evidence(verdict="not comparable")
     row = max(trained, key=lambda one: (one["mask"] == "causal" and one["seq_len"] >= wanted, one["seq_len"]))
-    numbers = {**_about(row), "tokens": row["seq_len"], "mask": row["mask"]}
+    numbers = {**about(row), "tokens": row["seq_len"], "mask": row["mask"]}
     verdict: Verdict = "not"
     if row["seq_len"] >= wanted:
         verdict = "reproduced" if row["mask"] == "causal" else "partly"
-    return Evidence(verdict=verdict, numbers=numbers, records=_records_of(rows, [row]))
+    return Evidence(verdict=verdict, numbers=numbers, records=records_of(rows, [row]))
 
 
 def scaling(claimed: Claimed, rows: Rows) -> Evidence:
@@ -174,12 +174,12 @@ def scaling(claimed: Claimed, rows: Rows) -> Evidence:
     few, many = lines[key][min(lines[key])], lines[key][max(lines[key])]
     numbers |= {
         "first": few["mfu"], "last": many["mfu"], "few": few["world_size"], "many": many["world_size"],
-        **_about(many), "per_gpu": format_length(key[-1]),
+        **about(many), "per_gpu": format_length(key[-1]),
     }  # fmt: skip
     verdict: Verdict = "not"
     if many["mfu"] >= ENOUGH * few["mfu"]:
         verdict = "reproduced" if many["world_size"] >= (claimed.value or 0) else "partly"
-    return Evidence(verdict=verdict, numbers=numbers, records=_records_of(rows, [few, many]))
+    return Evidence(verdict=verdict, numbers=numbers, records=records_of(rows, [few, many]))
 
 
 def overlap(claimed: Claimed, rows: Rows) -> Evidence:
@@ -196,16 +196,16 @@ def overlap(claimed: Claimed, rows: Rows) -> Evidence:
                 found.append((share, row))
     if not found:
         return Evidence(verdict="not comparable")
-    share, row = max(found, key=lambda one: (_real_nodes(one[1]), one[1]["seq_len"], one[0]))
-    numbers = {"share": share, "lost": 1 / share - 1, "nodes": _real_nodes(row), **_about(row)}
+    share, row = max(found, key=lambda one: (real_nodes(one[1]), one[1]["seq_len"], one[0]))
+    numbers = {"share": share, "lost": 1 / share - 1, "nodes": real_nodes(row), **about(row)}
     verdict: Verdict = "not"
     if share >= HIDDEN:
-        verdict = "reproduced" if _real_nodes(row) > 1 else "partly"
-    return Evidence(verdict=verdict, numbers=numbers, records=_records_of(rows, [row]))
+        verdict = "reproduced" if real_nodes(row) > 1 else "partly"
+    return Evidence(verdict=verdict, numbers=numbers, records=records_of(rows, [row]))
 
 
 def unmeasured(claimed: Claimed, rows: Rows) -> Evidence:
-    """A claim about a baseline that is not among our methods: tensor parallelism with FlashAttention."""
+    """A claim about a baseline of which no record is ours: tensor parallelism with FlashAttention."""
     return Evidence(verdict="not comparable")
 
 
@@ -253,7 +253,8 @@ def _is_setup(row: Row, claimed: Claimed) -> bool:
     )
 
 
-def _about(row: Row) -> dict[str, Any]:
+def about(row: Row) -> dict[str, Any]:
+    """Length, model and machine of a trial, as the words of a verdict name them."""
     return {
         "tokens": format_length(row["seq_len"]),
         "model": row["model"],
@@ -295,9 +296,11 @@ def _share_of_other_run(row: Row, rows: Sequence[Row]) -> float | None:
     return float(fastest / row["world_size"] / row["step_seconds_median"])
 
 
-def _real_nodes(row: Row) -> int:
+def real_nodes(row: Row) -> int:
+    """Hosts of a trial, of which emulated nodes are none."""
     return (row["nodes"] or 1) // max(1, row["emulate_nodes"])
 
 
-def _records_of(rows: Rows, wanted: Sequence[Row]) -> list[Path]:
+def records_of(rows: Rows, wanted: Sequence[Row]) -> list[Path]:
+    """Files of the trials of these rows."""
     return [path for one in wanted for row, path in rows if row is one]

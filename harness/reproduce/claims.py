@@ -16,6 +16,7 @@ from typing import Any
 from cluster.files.document import Node, read_yaml
 from harness.base.errors import UsageError, nearest
 from harness.report.tables.table import Column, Table
+from harness.reproduce.abstract import PARTS
 from harness.reproduce.audit import recomputed_rows, slips
 from harness.reproduce.beside import VERDICTS, Verdict
 from harness.reproduce.checks import (
@@ -32,6 +33,7 @@ from harness.reproduce.published import ARTIFACT, MEMORY, SPEED, only, published
 from harness.spec.references import PAPER_DIR
 
 CLAIMS_FILE = "claims.yaml"
+ALL_CHECKS = {**CHECKS, **PARTS}
 CUMULATIVE = "Burst-Baseline w. bwd_opt & double & sl_loss"  # row of the ablation before its last step
 
 
@@ -87,10 +89,10 @@ def read_claims(path: Path) -> Claims:
     found = {}
     for name, node in root["claims"].mapping("claims").items():
         found[name] = described(Claim, node, f"claim {name}")
-        _known(found[name].check, CHECKS, node, "check")
+        _known(found[name].check, ALL_CHECKS, node, "check")
     words = root["words"].mapping("words")
     for check, node in words.items():
-        _known(check, CHECKS, node, "check")
+        _known(check, ALL_CHECKS, node, "check")
         for verdict, said in node.mapping("words").items():
             _known(verdict, VERDICTS, said, "verdict")
     statements = root["statements"].mapping("statements")
@@ -114,7 +116,7 @@ def judged(rows: Rows) -> list[Judged]:
     found = []
     for name, claim in held.claims.items():
         claimed = claim.claimed()
-        evidence = CHECKS[claim.check](claimed, rows)
+        evidence = ALL_CHECKS[claim.check](claimed, rows)
         numbers = {"value": claimed.value} | dict(evidence.numbers)
         found.append(
             Judged(

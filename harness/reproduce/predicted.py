@@ -1,4 +1,5 @@
-"""What a predictor gives for the trials of a figure: times of the simulated schedule, and memory of the engine.
+"""What a predictor gives for the trials of a figure: times of the simulated schedule, and memory as the system holds it
+whose settings a trial has as published, otherwise the engine's.
 
 Another predictor takes its place by setting PREDICTOR: a name and one function from settings and hardware.
 """
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from baselines.paper_cluster import GPUS_PER_NODE
 from engine.settings import TrialSettings
 from harness.machine.this_machine import Machine, imagined
 from harness.metrics.flops import counted_flops, tokens_per_step, work_of
@@ -28,7 +30,6 @@ SHORT = {
     "tflops_per_gpu": "TFLOP/s",
     "forward_backward_ms": "times",
 }
-GPUS_PER_NODE = 8  # of the paper's cluster, and of most
 
 
 class Predictor(Protocol):
@@ -40,14 +41,17 @@ class Predictor(Protocol):
 
 
 class Simulated:
-    """The times and the memory of `burst predict` (docs/prediction.md)."""
+    """The times and the memory of docs/prediction.md."""
 
-    name = "the schedule simulated, and the engine's tensors"
+    name = "the schedule simulated; memory as published systems hold it, where their software was fitted, or the engine"
 
     def predict(self, settings: TrialSettings, hardware: Hardware) -> Prediction:
         found = forecast(settings, hardware, gpus_per_node=GPUS_PER_NODE)
+        gib = found.gpu_gib
+        if settings.settings == "as_published" and found.system_gib is not None:
+            gib = found.system_gib
         seconds = found.time.seconds if found.time else None
-        return Prediction(seconds=seconds, gpu_gib=found.gpu_gib, reserved_gib=None, host_gib=None)
+        return Prediction(seconds=seconds, gpu_gib=gib, reserved_gib=None, host_gib=None)
 
 
 PREDICTOR: Predictor = Simulated()

@@ -15,8 +15,9 @@ from engine.settings import Checkpoint, TrialSettings
 from harness.base.errors import UsageError
 from harness.machine.this_machine import Machine, imagined
 from harness.metrics.hardware import hardware_named
-from harness.plan.checkpointing import budget_of, speeds_of
+from harness.plan.checkpointing import budget_of, planner_speeds
 from harness.plan.matrix import plan, planned_again
+from harness.predict.speeds import speeds_of
 from harness.records.forecasts import correction_of, outcome_in_words
 from harness.records.record import Record, read_record, write_record
 from harness.report.results import row_of
@@ -131,12 +132,17 @@ def test_the_budget_is_the_smaller_of_the_gpu_and_the_setting() -> None:
     assert budget_of(dataclasses.replace(asked, memory="1GiB"), LAPTOP, None).bytes == GIB
 
 
-def test_speeds_are_those_of_the_kernel_that_runs() -> None:
-    h200 = hardware_named("h200")
-    assert speeds_of("fa4", h200).attention == speeds_of("auto", h200).attention == 660e12
-    assert speeds_of("cudnn", h200).attention == 555e12
-    assert speeds_of("fa4", h200).gemm == 796e12
-    assert speeds_of("fa2", hardware_named("a100")).attention < hardware_named("a100").peak_bf16_tflops * 1e12
+def test_the_planner_weighs_work_by_the_speeds_of_the_prediction() -> None:
+    for name in ("h200", "h100", "a100", "a800"):
+        hardware = hardware_named(name)
+        for kernel in ("auto", "fa4", "cudnn", "fa2"):
+            found = planner_speeds(kernel, hardware)
+            expected = speeds_of(hardware, kernel)
+            assert found.gemm == expected.gemm_tflops * 1e12
+            assert found.attention == expected.attention_forward_tflops * 1e12
+            assert found.memory == expected.memory_gib * GIB
+            assert found.host_link == expected.host_gib * GIB
+    assert planner_speeds("cudnn", hardware_named("h200")).attention == 555e12
 
 
 def test_a_peak_above_the_prediction_corrects_the_next_plan_of_that_machine_and_shape(tmp_path: Path) -> None:

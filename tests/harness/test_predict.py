@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +11,26 @@ import pytest
 import yaml
 
 from engine.checkpoint.planning.memory import memory_of
-from engine.old_names import current_settings
-from engine.settings import Checkpoint, ModelShape, TrialSettings, from_json
+from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.metrics.hardware import hardware_named
 from harness.metrics.throughput import GIB
+from harness.plan.forecast import START_SECONDS, cost_of, forecast
 from harness.plan.predict import predict
 
-PUBLISHED = Path(__file__).parents[2] / "results" / "published" / "h200x4"
 H200 = hardware_named("h200")
 SHAPE = ModelShape(name="s", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256)
 LONG = TrialSettings(task="train", method="burst", model=SHAPE, seq_len=1 << 20, cp_size=4)
 
 
-@cache
-def published() -> list[tuple[TrialSettings, dict[str, Any]]]:
-    """Settings and measurement of every trial that gave a number."""
-    records = [
-        json.loads(path.read_text(encoding="utf-8")) for path in sorted(PUBLISHED.glob("*/trials/*/record.json"))
-    ]
-    return [
-        (from_json(TrialSettings, current_settings(record["settings"])), record["measurement"])
-        for record in records
-        if record["status"] == "ok"
-    ]
-
-
-def test_no_published_step_was_faster_than_predicted_and_long_ones_were_near_it() -> None:
-    for settings, measured in published():
-        if settings.emulate_nodes > 1:
-            continue
-        seconds = predict(settings, H200).seconds
-        assert seconds is not None
-        shortest = min(measured["step_seconds"])
-        # A tile of an attention kernel alone was up to a tenth faster than the long ones that the ceiling is made of.
-        assert seconds < shortest * (1.0 if settings.task == "train" else 1.1), settings
-        if settings.task == "train" and settings.mask == "causal" and settings.seq_len >= 1 << 18:
-            assert seconds > 0.85 * shortest, settings
+def test_what_a_plan_predicts_is_what_burst_predict_says_of_the_same_trial() -> None:
+    for changes in ({}, {"cp_size": 8}, {"method": "megatron_cp", "cp_size": 16}, {"kernel": "cudnn"}):
+        settings = dataclasses.replace(LONG, **changes, world_size=int(changes.get("cp_size", 4)))
+        found = forecast(settings, H200)
+        assert found.time is not None
+        assert predict(settings, H200).seconds == found.time.seconds, changes
+        cost = cost_of([settings], H200)
+        steps = settings.steps.warmup + settings.steps.measured
+        assert cost.seconds == pytest.approx(START_SECONDS + steps * found.time.seconds)
 
 
 def test_the_memory_page_shows_what_is_predicted_for_a_million_tokens() -> None:
@@ -100,15 +82,17 @@ def test_what_leaves_the_gpu_is_on_the_host() -> None:
     assert host(checkpoint=Checkpoint(every=0, offload="all")) == base  # nothing is offloaded where nothing is kept
 
 
-def test_nothing_is_predicted_where_nothing_was_measured() -> None:
+def test_no_time_is_predicted_in_other_dtypes_and_no_memory_of_what_the_engine_does_not_hold() -> None:
     fp32 = predict(dataclasses.replace(LONG, dtype="fp32"), H200)
     assert fp32.seconds is None
     assert fp32.gpu_gib is not None
+    assert "bf16" in forecast(dataclasses.replace(LONG, dtype="fp32"), H200).reason
     attention = predict(dataclasses.replace(LONG, task="attention"), H200)
     assert attention.gpu_gib is attention.host_gib is None
     assert attention.seconds is not None
-    assert predict(LONG, hardware_named("a100")).seconds is None  # no kernel's speed is known there
-    assert predict(dataclasses.replace(LONG, kernel="flex"), H200).seconds is None
+    divided = dataclasses.replace(LONG, method="megatron_tp", cp_size=1, tp_size=4, layout="contiguous")
+    assert predict(divided, H200).gpu_gib is None
+    assert predict(divided, H200).seconds is not None
 
 
 def test_repeated_work_takes_its_time() -> None:
@@ -118,6 +102,8 @@ def test_repeated_work_takes_its_time() -> None:
         return found
 
     assert seconds(every=0) < seconds(every=1) < seconds(every=4) < seconds(every=4, replay="bisect")
-    forward = 4 * 32 * 128 * (1 << 20) * ((1 << 20) + 1) / 2 * 32 / 660e12 / 4  # attention's, of all layers
-    assert seconds(tail=0) - seconds(tail=1) == pytest.approx(forward)
-    assert seconds(tail=0.5) - seconds(tail=1) == pytest.approx(forward / 4, rel=1e-3)
+    whole, half, kept = (seconds(tail=tail) for tail in (0, 0.5, 1))
+    phases = forecast(LONG, H200).time
+    assert phases is not None
+    assert whole - kept == pytest.approx(phases.phases["attention forward"], rel=0.01)
+    assert half - kept == pytest.approx((whole - kept) / 4, rel=1e-2)

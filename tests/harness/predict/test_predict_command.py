@@ -12,6 +12,7 @@ from engine.settings import TrialSettings
 from harness.cli import main
 from harness.metrics.hardware import hardware_named, load_hardware
 from harness.plan.forecast import cost_of, forecast, held_out_width, longest
+from harness.predict.speeds import speeds_of
 from harness.spec.models import named_model
 
 
@@ -49,6 +50,19 @@ def test_memory_is_predicted_of_the_engines_own_methods_alone(capsys: pytest.Cap
     assert own["gpu_gib"] is not None
     assert foreign["gpu_gib"] is foreign["seconds"] is foreign["fits"] is None
     assert "torchtitan_upstream" in foreign["reason"]
+
+
+def test_memory_of_the_published_systems_stands_beside_the_engines_where_it_was_fitted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("--model", "14b", "--seq-len", "1M", "--cp-size", "32", "--set", "lm_head_fusion=true")
+    rows = predicted(capsys, *words, "--method", "burst,megatron_cp,loongtrain_usp")
+    burst, megatron, loongtrain = (float(str(row["system_gib"])) for row in rows)
+    assert burst == pytest.approx(loongtrain, rel=0.2)
+    assert megatron > 80  # all parameters and gradients on every rank
+    assert burst > float(str(rows[0]["gpu_gib"]))  # operators of torch's own, and layers that wait
+    assert main(["predict", "--hardware", "h200", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["system_gib"] is None
 
 
 def test_lists_settings_and_refusals_are_taken_as_written(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,6 +150,8 @@ def test_this_machine_is_measured_and_the_file_is_read_back(tmp_path: Path, caps
     hardware = load_hardware(path)
     assert {"gemm_tflops", "memory_gib", "inside_gib", "attention_forward_tflops"} <= hardware.speeds.keys()
     assert hardware.spread
+    assert hardware.kernel_tiles["cpu"].tokens == (128, 256)
+    assert speeds_of(hardware, "cpu").tiles == hardware.kernel_tiles["cpu"]
     assert any(name.startswith("attention cpu backward") for name in hardware.figures)
     before = path.read_bytes()
     assert main(["calibrate", "--out", str(path)]) == 2

@@ -15,14 +15,15 @@ from engine.attention.planning.comm_plan import comm_plan
 from engine.attention.planning.comm_volume import RingVolume, Shards, Widths
 from harness.metrics.hardware import Speeds
 from harness.metrics.throughput import GIB
-from harness.predict.attention import AttentionProblem, Exchange, attention_passes
+from harness.predict.attention import attention_passes
+from harness.predict.problem import AttentionProblem, Exchange
 from harness.predict.speeds import TERA
 
 FAST = Speeds(
-    gemm_tflops=200, attention_forward_tflops=200, attention_backward_tflops=180, memory_gib=1000, inside_gib=1e9,
+    gemm_tflops=200, attention_forward_tflops=200, attention_backward_tflops=180, memory_gib=1e6, inside_gib=1e9,
     across_gib=1e9, across_default_gib=1e9, ring_step_seconds=1e-12,
 )  # fmt: skip
-SCHEDULES = ("ring", "double_ring", "ulysses", "usp", "usp_transposed")
+SCHEDULES = ("ring", "double_ring", "all_gather", "ulysses", "usp", "usp_transposed")
 
 
 def problem(cp_size: int = 8, node_size: int = 4, seq_len: int = 1 << 14, **changes: object) -> AttentionProblem:

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from cluster.files.document import Node
+from engine.settings import Checkpoint
 from harness.base.errors import UsageError
 from harness.report.results import row_of
+from harness.reproduce.abstract import PARTS
 from harness.reproduce.beside import VERDICTS
 from harness.reproduce.checks import CHECKS, Claimed
 from harness.reproduce.claims import claims, claims_table, headline, judged, read_claims, samples, slip, statements
@@ -21,6 +23,7 @@ from tests.harness.synthetic_records import H200, record, with_memory
 ROOT = Path(__file__).parents[3]
 SEVEN = read_model(Node("7b", "here"), Path())
 A800 = "NVIDIA A800-SXM4-80GB"
+PART_NAMES = {"topology", "sequence_level_checkpointing", "fused_head", "balance", "falling_utilisation"}
 
 
 def rows_of(*records, run: str = "one"):
@@ -158,3 +161,52 @@ def test_a_wrong_file_of_claims_gives_one_sentence_with_its_line(tmp_path, old, 
     path.write_text(text.replace(old, new, 1), encoding="utf-8")
     with pytest.raises(UsageError, match=rf"claims.yaml:\d+: .*{message}"):
         read_claims(path)
+
+
+def test_every_part_that_the_abstract_names_has_a_verdict_from_records_or_a_count(ours) -> None:
+    verdicts = {one.name: one.verdict for one in ours}
+    assert verdicts["topology"] == "partly"
+    assert verdicts["sequence_level_checkpointing"] == "reproduced"
+    assert verdicts["fused_head"] == "reproduced"
+    assert verdicts["balance"] == "reproduced"
+    assert verdicts["falling_utilisation"] == "not comparable"
+    for one in ours:
+        if one.name in PART_NAMES:
+            assert one.records, one.name
+    alone = {one.name: one.verdict for one in judged([])}
+    assert {alone[name] for name in PART_NAMES - {"balance"}} == {"not comparable"}
+    assert alone["balance"] == "reproduced"
+
+
+def kept(tail: float, seconds: float, gib: float):
+    checkpoint = Checkpoint(every=1, tail=tail)
+    return with_memory(gib, seconds, method="burst", model=SEVEN, seq_len=1 << 20, cp_size=8, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("half_seconds", "half_gib", "verdict"), [(9.0, 20.0, "reproduced"), (9.0, 26.0, "not"), (11.0, 20.0, "not")]
+)
+def test_kept_outputs_lower_memory_and_save_time_or_the_claim_is_not_reproduced(
+    half_seconds: float, half_gib: float, verdict: str
+) -> None:
+    rows = rows_of(kept(0.0, 10.0, 18.0), kept(0.5, half_seconds, half_gib), kept(1.0, 8.0, 25.0))
+    found = PARTS["kept_outputs"](Claimed(value=None), rows)
+    assert found.verdict == verdict
+    assert len(found.records) == 3
+    assert found.numbers["half"] == pytest.approx(half_gib)
+
+
+def test_a_flat_ring_that_is_faster_contradicts_the_double_ring() -> None:
+    def over_nodes(schedule: str, seconds: float):
+        one = record(
+            method="megatron_cp", seconds=seconds, task="attention", model=SEVEN, dtype="bf16", gpu=A800,
+            seq_len=1 << 18, cp_size=4, emulate_nodes=2,
+        )  # fmt: skip
+        one.measurement.chosen = {"schedule": schedule}
+        return one
+
+    slower = PARTS["topology"](Claimed(value=None), rows_of(over_nodes("ring", 1.0), over_nodes("double_ring", 2.0)))
+    assert slower.verdict == "not"
+    assert slower.numbers["faster"] == pytest.approx(0.5)
+    faster = PARTS["topology"](Claimed(value=None), rows_of(over_nodes("ring", 2.0), over_nodes("double_ring", 1.0)))
+    assert faster.verdict == "partly"

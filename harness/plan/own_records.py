@@ -1,0 +1,152 @@
+"""`python -m harness.plan.own_records`: every training record of this engine, predicted, into results/published.
+
+Records of the engine of today are judged; older ones are listed. An engine changes, and a record of an earlier one says
+little of it: docs/memory.md says what came since.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.plain_json import from_json, read_json, to_json
+from engine.settings import TrialSettings
+from harness.metrics.hardware import hardware_for
+from harness.metrics.throughput import GIB
+from harness.plan.checkpointing import is_native
+from harness.plan.predict import predict
+from harness.predict.validation_table import write_block, write_table
+from harness.records.record import read_record
+from harness.spec.methods import method_named
+
+PUBLISHED = Path(__file__).parents[2] / "results" / "published"
+TABLE_FILE = PUBLISHED / "predicted.csv"
+BLOCK = "errors on records"
+TODAY = ("h200x1",)  # folders whose records are of the engine of today
+WITHIN = {"seconds": 0.05, "allocated": 0.04, "reserved": 0.08}  # aims: of the median error of today's records
+HEADER = [
+    "record", "judged", "method", "model", "seq_len", "cp_size", "kernel", "seconds", "predicted_seconds",
+    "seconds_error_percent", "allocated_gib", "predicted_allocated_gib", "allocated_error_percent", "reserved_gib",
+    "predicted_reserved_gib", "reserved_error_percent",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """One record: each figure as (measured, predicted). Seconds are the median step, GiB the fullest rank's."""
+
+    record: str  # its folder below results/published
+    judged: bool
+    method: str
+    model: str
+    seq_len: int
+    cp_size: int
+    kernel: str
+    seconds: tuple[float, float]
+    allocated: tuple[float, float]
+    reserved: tuple[float, float]
+
+    def error(self, figure: str) -> float:
+        """Predicted over measured, less one."""
+        measured, predicted = getattr(self, figure)
+        return float(predicted / measured - 1)
+
+
+def compared_records() -> list[Compared]:
+    """All training records of the engine's own methods on GPUs that gave figures, in order of their folders."""
+    found = []
+    for path in sorted(PUBLISHED.glob("h*/*/trials/*/record.json")):
+        record = read_record(path)
+        settings, measured = record.settings, record.measurement
+        if settings.task != "train" or record.status != "ok" or not is_native(method_named(settings.method)):
+            continue
+        hardware = hardware_for(record.gpu)
+        if measured is None or hardware is None or not measured.peak_reserved_bytes:
+            continue
+        written = read_json(path)[
+            "settings"
+        ]  # without settings that came later: what was done before there was a choice
+        if "parameters" not in written:
+            settings = replace(settings, parameters="gathered")
+        if "cuda_graph" not in written:
+            settings = replace(settings, cuda_graph="none")
+        chosen = measured.chosen.get("kernel", "")
+        if settings.kernel == "auto" and chosen in hardware.kernel_ceilings:
+            settings = from_json(TrialSettings, to_json(settings) | {"kernel": chosen})
+        expected = predict(settings, hardware)
+        if expected.seconds is None or expected.gpu_gib is None or expected.reserved_gib is None:
+            continue
+        found.append(
+            Compared(
+                record=str(path.parent.relative_to(PUBLISHED)),
+                judged=path.relative_to(PUBLISHED).parts[0] in TODAY,
+                method=settings.method,
+                model=settings.model.name,
+                seq_len=settings.seq_len,
+                cp_size=settings.cp_size,
+                kernel=settings.kernel,
+                seconds=(statistics.median(measured.step_seconds), expected.seconds),
+                allocated=(max(measured.peak_allocated_bytes) / GIB, expected.gpu_gib),
+                reserved=(max(measured.peak_reserved_bytes) / GIB, expected.reserved_gib),
+            )
+        )
+    return found
+
+
+def table_rows() -> list[list[str]]:
+    """The table with its header; judged records first, in each part the worst time last."""
+    rows = sorted(compared_records(), key=lambda row: (not row.judged, abs(row.error("seconds")), row.record))
+    return [
+        HEADER,
+        *(
+            [
+                row.record, "yes" if row.judged else "no", row.method, row.model, str(row.seq_len), str(row.cp_size),
+                row.kernel,
+            ]
+            + [
+                cell
+                for figure in WITHIN
+                for cell in (*(f"{value:.4g}" for value in getattr(row, figure)), f"{100 * row.error(figure):+.1f}")
+            ]
+            for row in rows
+        ),
+    ]  # fmt: skip
+
+
+def median_error(rows: list[Compared], figure: str) -> float:
+    return statistics.median(abs(row.error(figure)) for row in rows)
+
+
+def summary() -> str:
+    """Markdown: errors of each figure, of the records that are judged and of the others."""
+    rows = compared_records()
+    lines = [
+        "| records | count | figure | median error | largest error | aim, of the median |",
+        "|---|---|---|---|---|---|",
+    ]
+    of_figure: dict[str, str] = {"seconds": "time", "allocated": "memory allocated", "reserved": "memory reserved"}
+    parts: dict[str, Callable[[Compared], bool]] = {
+        "of today's engine": lambda row: row.judged,
+        "older, listed alone": lambda row: not row.judged,
+    }
+    for label, belongs in parts.items():
+        chosen = [row for row in rows if belongs(row)]
+        for figure, aim in WITHIN.items():
+            largest = max(abs(row.error(figure)) for row in chosen)
+            aimed = f"{100 * aim:.0f}%" if belongs is parts["of today's engine"] else ""
+            median = 100 * median_error(chosen, figure)
+            lines.append(
+                f"| {label} | {len(chosen)} | {of_figure[figure]} | {median:.1f}% | {100 * largest:.1f}% | {aimed} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    write_table(TABLE_FILE, table_rows())
+    write_block(BLOCK, summary())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""The time of a trial on given GPUs, for everything that plans: the same answer wherever it is asked."""
+
+from __future__ import annotations
+
+from engine.settings import TrialSettings
+from harness.machine.this_machine import Machine
+from harness.metrics.hardware import Hardware
+from harness.predict.speeds import speeds_of
+from harness.predict.step import StepTime, step_time
+from harness.spec.methods import method_named
+
+
+def time_or_reason(
+    settings: TrialSettings, hardware: Hardware, *, node_ranks: int | None = None
+) -> tuple[StepTime | None, str]:
+    """(time by phase, "") or (None, one sentence why there is none). `node_ranks`: of a node; by default as many as the
+    hardware file says, and no more than there are."""
+    if reason := method_named(settings.method).refuse(settings):
+        return None, reason
+    if settings.dtype != "bf16":
+        return None, f"times are predicted in bf16 alone, found dtype {settings.dtype}"
+    ranks = min(node_ranks or hardware.gpus_per_node, settings.world_size)
+    kernel = None if settings.kernel == "auto" else settings.kernel
+    try:
+        return step_time(settings, speeds_of(hardware, kernel), node_ranks=ranks), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def ranks_of_node(settings: TrialSettings, machine: Machine | None) -> int | None:
+    """Ranks of a trial on each of these hosts; None where there are none, or the ranks do not spread evenly."""
+    nodes = machine.nodes_for(settings.world_size) if machine else None
+    return settings.world_size // nodes if nodes else None

@@ -1,0 +1,108 @@
+"""One layer's attention as the prediction sees it: the problem, how a method moves tensors, and what a pass takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from engine.attention.geometry.layout import Layout
+from engine.attention.geometry.ring import Ring
+from engine.attention.masks import Mask
+from engine.attention.planning.comm_volume import Shards, Widths
+from engine.attention.planning.pair_table import pair_table
+from harness.metrics.flops import ATTENTION_KERNEL_BACKWARD
+from harness.metrics.hardware import Speeds
+from harness.predict.speeds import TERA
+
+Side = Literal["query", "key_value"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionProblem:
+    """Attention over one sequence on ranks that are spread over nodes."""
+
+    mask: Mask
+    layout: Layout
+    seq_len: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    input_bytes: int  # per element of Q, K and V
+    cp_size: int
+    node_size: int  # context-parallel ranks of a node
+
+    @property
+    def nodes(self) -> int:
+        return self.cp_size // self.node_size
+
+    @property
+    def pair_flops(self) -> float:
+        """Of one visible (query, key) pair in forward, over batch and heads."""
+        return 4.0 * self.batch * self.heads * self.head_dim
+
+    def shards(self, gradient_bytes: int, *, tokens: int, shared_by: int = 1) -> Shards:
+        """Of a rank that holds `tokens` of the sequence and `1 / shared_by` of the heads, at least one of each kind."""
+        widths = Widths(unreduced=gradient_bytes, summed=gradient_bytes)
+        return Shards(
+            batch=self.batch, tokens=tokens, heads=max(1, self.heads // shared_by),
+            kv_heads=max(1, self.kv_heads // shared_by), head_dim=self.head_dim, input_bytes=self.input_bytes,
+            intra_node=widths, inter_node=widths,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """How a method moves chunks and heads."""
+
+    schedule: (
+        str  # ring, double_ring, all_gather, ulysses, usp, usp_transposed; tensor_parallel moves none in attention
+    )
+    backward: Side
+    gradient_bytes: int  # per element of a partial gradient between ranks
+    tuned_links: bool = True  # NCCL set up for the site, rather than its defaults
+    head_chunks: int = 1  # of an all-to-all: all but one overlap with compute
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """Seconds of one pass on the slowest of the simulated ranks, and what it waited for."""
+
+    kernels: float
+    inside: float = 0.0  # waiting for transfers inside the node
+    across: float = 0.0  # waiting for transfers between nodes
+    steps: float = 0.0  # what the steps of a ring add
+
+    @property
+    def seconds(self) -> float:
+        return self.kernels + self.inside + self.across + self.steps
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(
+            kernels=self.kernels + other.kernels,
+            inside=self.inside + other.inside,
+            across=self.across + other.across,
+            steps=self.steps + other.steps,
+        )
+
+
+def kernel_seconds(forward_flops: float, pairs: float, speeds: Speeds, backward: bool) -> float:
+    """Of one call: at the speed of the causal tile with as many visible pairs where speeds are known by tile."""
+    tflops = speeds.attention_backward_tflops if backward else speeds.attention_forward_tflops
+    if speeds.tiles is not None:
+        tflops = speeds.tiles.tflops(math.sqrt(2 * pairs), backward=backward)
+    return (ATTENTION_KERNEL_BACKWARD if backward else 1.0) * forward_flops / (tflops * TERA)
+
+
+@lru_cache(maxsize=512)
+def step_areas(mask: Mask, layout: Layout, seq_len: int, ring: Ring, rank: int, sends_queries: bool) -> tuple[int, ...]:
+    """Visible pairs of each of a rank's steps."""
+    pairs = pair_table(mask, layout, seq_len, ring.cp_size)
+    areas = []
+    for step in range(ring.cp_size):
+        owner = ring.owner(rank, step)
+        q_rank, k_rank = (owner, rank) if sends_queries else (rank, owner)
+        areas.append(sum(tile.area() for tile in pairs.tiles(q_rank, k_rank)))
+    return tuple(areas)

@@ -1,0 +1,71 @@
+"""The prediction beside this engine's own training records: today's are judged, older ones listed."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+
+from engine.settings import Checkpoint, TrialSettings
+from harness.metrics.hardware import hardware_named
+from harness.plan.forecast import forecast
+from harness.plan.own_records import (
+    BLOCK,
+    PUBLISHED,
+    TABLE_FILE,
+    TODAY,
+    WITHIN,
+    compared_records,
+    median_error,
+    summary,
+    table_rows,
+)
+from harness.predict.validation_table import PAGE, marks
+from harness.records.record import read_record
+from harness.spec.models import named_model
+
+
+def test_records_of_todays_engine_are_predicted_within_the_aims() -> None:
+    judged = [row for row in compared_records() if row.judged]
+    assert len(judged) >= 40
+    assert {row.kernel for row in judged} >= {"fa4", "cudnn"}
+    for figure, aim in WITHIN.items():
+        assert median_error(judged, figure) < aim, figure
+        assert max(abs(row.error(figure)) for row in judged) < 1.7 * aim, figure
+
+
+def test_every_training_record_of_the_engine_on_gpus_is_listed() -> None:
+    listed = {row.record for row in compared_records()}
+    for path in PUBLISHED.glob("h*/*/trials/*/record.json"):
+        record = read_record(path)
+        if (
+            record.settings.task == "train"
+            and record.status == "ok"
+            and not record.settings.method.endswith("upstream")
+        ):
+            assert str(path.parent.relative_to(PUBLISHED)) in listed
+    assert {row.record.split("/")[0] for row in compared_records() if row.judged} == set(TODAY)
+
+
+def test_the_committed_table_is_what_the_prediction_gives_today() -> None:
+    with TABLE_FILE.open(encoding="utf-8", newline="") as file:
+        assert list(csv.reader(file)) == table_rows()
+    begin, end = marks(BLOCK)
+    assert PAGE.read_text(encoding="utf-8").partition(begin)[2].partition(end)[0].strip() == summary()
+
+
+def test_a_short_step_takes_its_launches_unless_it_is_replayed() -> None:
+    launched, replayed = (
+        TrialSettings(
+            task="train", method="burst", model=named_model("1b"), seq_len=1024, cuda_graph=graph,
+            checkpoint=Checkpoint(every=0),
+        )
+        for graph in ("none", "step")
+    )  # fmt: skip
+    slow, fast = (forecast(each, hardware_named("h200")).time for each in (launched, replayed))
+    assert slow is not None
+    assert fast is not None
+    assert slow.bottleneck == "waiting for launches"
+    assert "waiting for launches" not in fast.phases
+    long = forecast(replace(launched, seq_len=1 << 16), hardware_named("h200")).time
+    assert long is not None
+    assert "waiting for launches" not in long.phases
