@@ -28,14 +28,19 @@ def repeated_products(
 
     Tiled projections repeat queries and keys where these are normed, since their norm's gradient needs its input.
     """
-    again = checkpoint.layers_again(model.layers)
-    runs = again + _for_inputs(checkpoint, again)
+    again, runs = checkpoint.layers_again(model.layers), layers_run_again(model, checkpoint)
     weights = float(runs * matmul_parameters(model) - again * model.ffn * model.hidden)
     kept = round(checkpoint.mlp * rank_tokens) / rank_tokens
     weights += (model.layers - again) * (1 - kept) * (2 if model.gated else 1) * model.hidden * model.ffn
     if model.qk_norm and projection_tiles > 1:
         weights += model.layers * model.hidden * (model.heads + model.kv_heads) * model.head_dim
     return 2.0 * tokens * weights
+
+
+def layers_run_again(model: ModelShape, checkpoint: Checkpoint) -> int:
+    """Runs of a layer's forward in backward: its own recomputation, and those for the next layer's input."""
+    again = checkpoint.layers_again(model.layers)
+    return again + _for_inputs(checkpoint, again)
 
 
 def repeated_attention(checkpoint: Checkpoint, layers: int, head_share: float) -> float:

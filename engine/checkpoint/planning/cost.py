@@ -10,12 +10,22 @@ from engine.attention.masks import parse_mask
 from engine.checkpoint.counts import group_starts
 from engine.checkpoint.planning.choice import Choice
 from engine.checkpoint.planning.memory import own_tile_tokens
-from engine.checkpoint.repeated import head_share, matmul_parameters, repeated_attention, repeated_products
+from engine.checkpoint.repeated import (
+    head_share,
+    layers_run_again,
+    matmul_parameters,
+    repeated_attention,
+    repeated_products,
+)
 from engine.settings import BYTES_OF, TrialSettings
 
 # Of the time of copies to the host and back, what a step grows by although computation hides them: the 1b model at 128K
 # tokens on two H200 takes 1.8% longer with `offload: all` (results/published/h200x4/memory_levers).
 CONTENTION = 0.12
+# Hidden states that a layer's elementwise work reads or writes when it runs again: norms, rotary embedding, sums,
+# SwiGLU and the copies between them. Fitted to three plans of the 1b model at 64K tokens on one H200
+# (results/published/h200x1/memory_budget, 40 GiB): by its products alone such a layer takes half of what it takes.
+PASSES_AGAIN = 75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +57,8 @@ class CostModel:
         self._copy_attention = (
             self._tokens * model.heads * (item * model.head_dim + 4) / speeds.host_link
         )  # of output and LSE
-        self._layer = 2.0 * self._tokens * matmul_parameters(model) / speeds.gemm + self._attention
+        self._passes = PASSES_AGAIN * item * self._tokens * model.hidden / speeds.memory  # of one layer's forward
+        self._layer = 2.0 * self._tokens * matmul_parameters(model) / speeds.gemm + self._passes + self._attention
         self._moments = 2 * wide * model.parameters / settings.world_size / speeds.host_link
         per_run = 2 * wide * micro / speeds.memory  # a sum is read and written once per run
         self._mlp_run = per_run * model.layers * (3 if model.gated else 2) * model.hidden * model.ffn
@@ -116,7 +127,7 @@ class CostModel:
         """Of it, repeated work, and the copies of what is offloaded."""
         checkpoint, model = choice.checkpoint, self._settings.model
         products = repeated_products(model, checkpoint, choice.projection_tiles, self._tokens, self._rank_tokens)
-        added = products / self._speeds.gemm
+        added = products / self._speeds.gemm + layers_run_again(model, checkpoint) * self._passes
         again = checkpoint.layers_again(model.layers)
         if not again:
             return added

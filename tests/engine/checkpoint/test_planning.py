@@ -175,7 +175,7 @@ LARGE_HEAD = ModelShape(
 
 
 def test_layers_are_gathered_further_ahead_where_the_head_takes_long_to_gather_and_memory_is_left() -> None:
-    trial, slow = settings(LARGE_HEAD, 1 << 16, world_size=8), Speeds(gather=20e9)
+    trial, slow = settings(LARGE_HEAD, 1 << 16, world_size=8), Speeds(gather=10e9)
     assert planned(trial, Budget(gpu=139 * GIB), slow)[0].gather_ahead > 1
     assert planned(trial, Budget(gpu=139 * GIB), Speeds(gather=1e13))[0].gather_ahead == 1
     by_hand = settings(LARGE_HEAD, 1 << 16, ("gather_ahead",), world_size=8)
