@@ -1,0 +1,80 @@
+"""The part of a connection that runs on the node, as the one task of a step. Standard library only, no import of ours.
+
+Slurm ends whatever a step's task leaves running as soon as the task ends. So a command that leaves something, as
+`ray start` does, keeps its step: the task adopts it and waits for its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+
+_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>: orphans below this process become its children
+_TERM_SECONDS = 1.0  # from TERM to KILL
+NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as a shell says it
+DEADLINE = "deadline"  # in place of an exit status
+# Of Slurm's variables these stay: the others describe this step, and programs would take their rank from them.
+_KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID", "SLURMD_NODENAME")
+
+
+def main(mark: str, seconds: float, command: list[str]) -> None:
+    """Run the command with our streams. A line of `mark` and "+" precedes its output; "-" follows, then its status."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or not name.startswith(("SLURM", "SRUN", "PMI"))
+    }
+    for stream in (1, 2):
+        _say(stream, f"{mark}+\n")  # Slurm forwards whole lines
+    status = _run(command, environment, seconds)
+    _say(2, f"{mark}-\n")
+    _say(1, f"{mark}-{status}{' and more' if _has_children() else ''}\n")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _run(command: list[str], environment: dict[str, str], seconds: float) -> int | str:
+    """The command's exit status, with 128 added to the signal that ended it; DEADLINE where it was ended here."""
+    try:
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+    except OSError as error:
+        _say(2, f"{command[0]}: {error.strerror}\n")
+        return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+    try:
+        status = process.wait(seconds)
+        return status if status >= 0 else 128 - status
+    except subprocess.TimeoutExpired:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_TERM_SECONDS)
+        return DEADLINE
+
+
+def _has_children() -> bool:
+    """Whether something runs that the command has left; what has ended is reaped."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _say(stream: int, text: str) -> None:
+    with contextlib.suppress(OSError):  # the reader has gone
+        os.write(stream, text.encode())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]), sys.argv[3:])
