@@ -12,7 +12,6 @@ import os
 import secrets
 import socket
 import subprocess
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -143,7 +142,7 @@ class Slurm:
             "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nJobAcctGatherType=jobacct_gather/none\n"
             "AccountingStorageType=accounting_storage/none\nSwitchType=switch/none\nMpiDefault=none\n"
             "SelectType=select/cons_tres\nSelectTypeParameters=CR_Core\nGresTypes=gpu\n"
-            "SchedulerParameters=sched_interval=1,batch_sched_delay=1\nKillWait=10\nReturnToService=2\nInactiveLimit=0\n"
+            "SchedulerParameters=sched_interval=1,batch_sched_delay=1\nKillWait=30\nOverTimeLimit=1\nReturnToService=2\nInactiveLimit=0\n"
             f"SlurmdTimeout=300\nMessageTimeout=60\nTCPTimeout=20\n{hosts}\n"
             "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO\n"
         )

@@ -141,8 +141,7 @@ def distinct(hosts: Iterable[Host]) -> list[Host]:
 
 
 def _split_port(rest: str) -> tuple[str, str | None]:
-    """Address and the text after its last colon; the colons of an IPv6 address, and of a range's step, are part of it.
-    """
+    """Address and the text after its last colon; colons of an IPv6 address, and of a range's step, are part of it."""
     inside = rest.partition("]")[0].removeprefix("[")
     if rest.startswith("[") and ":" in inside and not ranges.is_range(inside):
         address, _, tail = rest[1:].partition("]")

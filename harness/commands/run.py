@@ -121,7 +121,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add_cluster_arguments(
         parser,
         nodes_help="inventory or list of hosts: run on those of them that burst cluster up has started, "
-        "or, where no cluster is up, on one started for this run",
+        "or, where no cluster is up, on one started for this run; slurm: the nodes of the Slurm job around",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="directory of the run (default: results/runs/<experiment>)"

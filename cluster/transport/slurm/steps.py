@@ -224,8 +224,9 @@ class Bracketed:
         if before:
             self._buffer = mark + after
             return before
-        if after.endswith(b"\n"):
-            self.trailer = after.decode("ascii", errors="replace").strip()
+        line, end, _ = after.partition(b"\n")
+        if end:
+            self.trailer = line.decode("ascii", errors="replace").strip()
             self._ended = True
         return b""
 
