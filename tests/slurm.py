@@ -22,8 +22,7 @@ from tests.patience import AMPLE, wait_until
 
 PROGRAMS = (("slurmctld", "slurmctld"), ("slurmd", "slurmd"), ("munged", "munge"), ("sbatch", "slurm-client"))
 STARTING_SECONDS = 120.0  # of an idle machine, until every slurmd has registered
-# Debian has slurmctld and slurmd of one version; older ones lack `srun --overlap`.
-CPUS = 2
+CPUS = 2  # of each host; all hosts share those of this machine
 
 
 def unavailable() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -164,7 +165,8 @@ def test_commands_and_files_reach_a_node_by_steps_of_the_job(site):
     assert found["left"] == "sleep\x00601\x00"
     assert "lab2 in job 999 (Unable to confirm allocation for job 999: Invalid job id specified)" in found["job"]
     assert found["node"].startswith(f"srun cannot run a step on absent in job {job} (")
-    assert found["end"] == float(site.slurm.run("date", "-d", site.slurm.fact(job, "StartTime"), "+%s")) + 30 * 60
+    started = datetime.fromisoformat(site.slurm.fact(job, "StartTime"))
+    assert found["end"] == (started + timedelta(minutes=30)).timestamp()
 
 
 def test_programs_that_take_nodes_take_those_of_the_job(site):
@@ -178,8 +180,27 @@ def test_programs_that_take_nodes_take_those_of_the_job(site):
     assert site.ended(job, "programs") == "COMPLETED", site.output("programs")
     first, *others = site.output("programs").splitlines()
     assert first == "lab2"
-    assert [json.loads(line)["host"] for line in others if line.startswith("{")] == ["lab1", "lab2"]
+    assert [json.loads(line)["node"] for line in others if line.startswith("{")] == ["lab1", "lab2"]
     assert others[-1].endswith("can run on the nodes (2 x 1 ranks)")
+
+
+def test_a_cluster_that_is_started_in_a_job_serves_its_runs_until_it_is_ended(site):
+    file = site.folder / "kept.yaml"
+    file.write_text(EXPERIMENT.format(steps=2, seeds="0"))
+    burst = '"$PYTHON" -m harness'
+    script = site.folder / "kept.sh"
+    script.write_text(
+        f"#!/bin/sh -e\n{burst} cluster up slurm\n{burst} cluster status\nsqueue --steps --noheader --format=step%j\n"
+        f'{burst} run {file} --nodes slurm --out "$RUN"\n{burst} cluster down\n'
+    )
+    job = site.submit("kept", *REQUEST, str(script), run="kept")
+    assert site.ended(job, "kept") == "COMPLETED", site.output("kept")
+    said = site.output("kept")
+    assert "2 nodes are up with room for 2 ranks, head lab1" in said
+    assert said.count("stepburst") == 2  # one for Ray on each node
+    assert "no cluster is up" not in said
+    assert [(record["status"], record["hosts"]) for record in site.records("kept")] == [("ok", ["lab1", "lab2"])]
+    assert said.endswith("2 nodes ended; no process or file of burst is left on them\n")
 
 
 def test_a_submitted_sweep_runs_over_both_nodes_of_its_job(site):

@@ -1,5 +1,6 @@
 """Commands as steps of a Slurm job: what is sent to srun, and what comes back from the program on the node."""
 
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ from cluster.transport.reach import address_of, connection
 from cluster.transport.runner import Unreachable
 from cluster.transport.slurm.limit import job_end
 from cluster.transport.slurm.steps import Bracketed, srun_command, srun_environment
-from tests.patience import AMPLE, scaled, wait_for_end
+from tests.patience import AMPLE, running, scaled, wait_for_end
 
 NODE = Host(name="gpu01", address="gpu01", slurm_job="7", ranks=8)
 MARK = "0123abcd"
@@ -95,6 +96,20 @@ def test_a_step_lasts_as_long_as_something_that_its_command_has_left() -> None:
         assert process.poll() is None
         subprocess.run(["kill", pid], check=True)
         assert process.wait(AMPLE) == 0
+
+
+def test_the_end_of_a_step_ends_all_that_its_command_has_left_before_its_task() -> None:
+    """Also what ignores TERM and what has a session of its own: Slurm may not find it after the task."""
+    leaves = "trap '' TERM; setsid sleep 600 > /dev/null 2>&1 & echo $!"
+    with started(AMPLE, "sh", "-c", leaves) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.close()
+        reader = Bracketed(process.stdout.read1, MARK)  # type: ignore[attr-defined]
+        pid = int(content(reader))
+        process.terminate()
+        assert process.wait(AMPLE) == 128 + signal.SIGTERM
+        assert not running(pid)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1 << 16])
