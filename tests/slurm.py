@@ -148,16 +148,17 @@ class Slurm:
 
     def _start(self, program: str, arguments: list[str], log: str = "") -> None:
         found = _program(program, dict(PROGRAMS).get(program, "iproute2"))
+        with_us = [_program("setpriv", "util-linux"), "--pdeathsig=TERM"]  # also where the tests are killed
         with open(self.folder / f"{log or program}.out", "ab") as output:
             self._programs.append(
                 subprocess.Popen(
-                    [found, *arguments], env=self.environment, stdin=subprocess.DEVNULL,
+                    [*with_us, found, *arguments], env=self.environment, stdin=subprocess.DEVNULL,
                     stdout=output, stderr=output, start_new_session=True,
                 )
             )  # fmt: skip
 
     def _log(self) -> str:
-        """The end of what the programs have said."""
+        """The last lines of all programs."""
         logs = [*self.folder.glob("*.out"), *self.folder.glob("*.log")]
         return "\n".join(f"{path.name}: {path.read_text(errors='replace')[-1500:]}" for path in logs)
 
