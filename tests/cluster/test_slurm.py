@@ -214,7 +214,7 @@ def test_a_submitted_sweep_runs_over_both_nodes_of_its_job(site):
 
 
 def test_a_run_that_slurm_interrupts_goes_on_when_it_is_submitted_or_requeued(site):
-    job = site.sweep("broken", 300, "0, 1")
+    job = site.sweep("broken", 500, "0, 1")
     wait_until(lambda: site.measuring("broken"), f"nothing measured: {site.output('broken')}", 3 * SOON)
     site.slurm.run("scancel", "--signal=USR1", "--batch", job)  # as --signal=B:USR1 does it
     assert site.ended(job, "broken") == "FAILED", site.output("broken")
@@ -222,7 +222,7 @@ def test_a_run_that_slurm_interrupts_goes_on_when_it_is_submitted_or_requeued(si
     (first,) = site.records("broken")
     assert first["status"] == "interrupted"
 
-    job = site.sweep("broken", 300, "0, 1")
+    job = site.sweep("broken", 500, "0, 1")
     wait_until(lambda: site.measuring("broken"), f"nothing measured again: {site.output('broken')}", 3 * SOON)
     site.slurm.run("scontrol", "requeue", job)
     assert site.ended(job, "broken") == "COMPLETED", site.output("broken")

@@ -12,7 +12,7 @@ from cluster.inventory.hosts import Host
 from cluster.transport.reach import address_of, connection
 from cluster.transport.runner import Unreachable
 from cluster.transport.slurm.limit import job_end
-from cluster.transport.slurm.steps import Bracketed, srun_command, srun_environment
+from cluster.transport.slurm.steps import Bracketed, srun_command, srun_environment, step_input
 from tests.patience import AMPLE, running, scaled, wait_for_end
 
 NODE = Host(name="gpu01", address="gpu01", slurm_job="7", ranks=8)
@@ -53,7 +53,7 @@ def content(reader: Bracketed) -> bytes:
 def answered(seconds: float, *command: str, stdin: bytes = b"", **variables: str) -> tuple[bytes, bytes, str]:
     """Output, error output and trailer of a command."""
     with started(seconds, *command, **variables) as process:
-        out, err = process.communicate(stdin, timeout=AMPLE)
+        out, err = process.communicate(b"".join(step_input([stdin])), timeout=AMPLE)
     assert process.returncode == 0
     stdout, stderr = bracketed(out), bracketed(err)
     return content(stdout), content(stderr), stdout.trailer
@@ -89,7 +89,8 @@ def test_a_step_lasts_as_long_as_something_that_its_command_has_left() -> None:
     with started(AMPLE, "sh", "-c", leaves) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.close()
+        with process.stdin as pipe:
+            pipe.writelines(step_input(""))
         reader = Bracketed(process.stdout.read1, MARK)  # type: ignore[attr-defined]
         pid = content(reader).decode().strip()
         assert reader.trailer == "0 and more"
@@ -104,7 +105,8 @@ def test_the_end_of_a_step_ends_all_that_its_command_has_left_before_its_task() 
     with started(AMPLE, "sh", "-c", leaves) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.close()
+        with process.stdin as pipe:
+            pipe.writelines(step_input(""))
         reader = Bracketed(process.stdout.read1, MARK)  # type: ignore[attr-defined]
         pid = int(content(reader))
         process.terminate()

@@ -7,6 +7,7 @@ output with a random mark, so that what srun and a site's prolog print is told a
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import subprocess
@@ -21,11 +22,16 @@ from cluster.inventory.hosts import Host
 from cluster.transport import processes
 from cluster.transport.runner import MAX_OUTPUT_BYTES, Completed, Runner, Unreachable
 from cluster.transport.slurm.step_program import DEADLINE
-from cluster.transport.streams import Collector, LineReader, Reader, drain_all
+from cluster.transport.streams import Collector, LineReader, Reader, chunks, drain_all
 
 _PROLOG_BYTES = 65536  # kept of what is printed before the command
 # The interpreter that runs this program, where the node has it at the same path; else the one on its PATH.
 _INTERPRETER = 'python=$1; shift; [ -x "$python" ] || python=python3; exec "$python" -I -S "$@"'
+# A command line with the whole program would fill the lists of processes on the nodes.
+_BOOTSTRAP = """import os, sys
+size, source = int(sys.argv.pop(1)), b""
+while len(source) < size: source += os.read(0, size - len(source)) or sys.exit(1)
+exec(source)"""
 _NO_BINDING = "lacks support for cpu binding"  # srun's only answer to --cpu-bind=none without a task plugin
 _END_SECONDS = 5.0  # for srun to end after its command
 # All others would be taken for options of srun; NONE of SLURM_EXPORT_ENV would empty the command's environment.
@@ -40,8 +46,10 @@ def connect_steps(host: Host, seconds: float) -> Iterator[Runner]:
 
 
 def srun_command(host: Host, mark: str, seconds: float, command: Sequence[str]) -> list[str]:
-    """The command line that runs a command on the node, and ends it there after so many seconds."""
-    program = resources.files(__package__).joinpath("step_program.py").read_text(encoding="utf-8")
+    """The command line that runs a command on the node, and ends it there after so many seconds.
+
+    Its standard input is `step_input`.
+    """
     return [
         "srun",
         f"--jobid={host.slurm_job}",
@@ -55,8 +63,19 @@ def srun_command(host: Host, mark: str, seconds: float, command: Sequence[str]) 
         "--job-name=burst",
         "--quiet",
         *("sh", "-c", _INTERPRETER, "sh", sys.executable),
-        *("-c", program, mark, f"{seconds:.3f}", *command),
+        *("-c", _BOOTSTRAP, str(len(_program())), mark, f"{seconds:.3f}", *command),
     ]
+
+
+def step_input(stdin: str | Iterable[bytes]) -> Iterator[bytes]:
+    """The program of the step, then the input of its command."""
+    yield _program()
+    yield from chunks(stdin)
+
+
+@functools.cache
+def _program() -> bytes:
+    return resources.files(__package__).joinpath("step_program.py").read_bytes()
 
 
 def srun_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -130,7 +149,7 @@ class _Step:
 
     def begin(self, stdin: str | Iterable[bytes]) -> None:
         """Send the input, and give up when the node does not begin in time."""
-        processes.feed(self._process, stdin)
+        processes.feed(self._process, step_input(stdin))
         self._timer.start()
 
     def finish(self, readers: Sequence[Reader]) -> int | None:
