@@ -102,6 +102,19 @@ class Slurm:
         """Submit a job; its number."""
         return self.run("sbatch", "--parsable", *arguments, environment=environment).strip()
 
+    def allocate(self, *arguments: str) -> str:
+        """Output of a program in the shell of salloc on this machine, which is no node."""
+        done = subprocess.run(
+            [_program("salloc", "slurm-client"), "--quiet", *arguments],
+            env={**self.environment, "PYTHONPATH": str(Path(__file__).resolve().parents[1])},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=AMPLE,
+        )
+        assert done.returncode == 0, (arguments, done.stdout, done.stderr, self._log())
+        return done.stdout
+
     def state(self, job: str) -> str:
         """The state of a job, such as RUNNING."""
         return self.fact(job, "JobState")

@@ -69,6 +69,7 @@ for name, wrong in (("job", {"slurm_job": "999"}), ("node", {"name": "absent"}))
         found[name] = str(error)
 found["hosts"] = [[host.name, host.ranks] for host in hosts]
 found["end"] = job_end(print).timestamp()
+found["number"] = hosts[0].slurm_job
 print(json.dumps(found))
 """
 
@@ -146,14 +147,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield Site(slurm)
 
 
-def test_commands_and_files_reach_a_node_by_steps_of_the_job(site):
+@pytest.mark.parametrize("place", ["a node of the job", "the shell of salloc"])
+def test_commands_and_files_reach_a_node_by_steps_of_the_job(site, place):
     program = site.folder / "connection.py"
     program.write_text(CONNECTION)
-    script = site.folder / "connection.sh"
-    script.write_text(f'#!/bin/sh\nexec "$PYTHON" {program} {site.folder}\n')
-    job = site.submit("connection", "--nodes=2", "--gpus-per-node=1", "--time=30", str(script))
-    assert site.ended(job, "connection") == "COMPLETED", site.output("connection")
-    found = json.loads(site.output("connection"))
+    request = (*REQUEST, "--time=30")
+    if place == "a node of the job":
+        script = site.folder / "connection.sh"
+        script.write_text(f'#!/bin/sh\nexec "$PYTHON" {program} {site.folder}\n')
+        job = site.submit("connection", *request, str(script))
+        assert site.ended(job, "connection") == "COMPLETED", site.output("connection")
+        found = json.loads(site.output("connection"))
+    else:
+        found = json.loads(site.slurm.allocate(*request, sys.executable, str(program), str(site.folder)))
+        job = found["number"]
     assert found["hosts"] == [["lab1", 1], ["lab2", 1]]
     assert found["name"] == "lab2\n"
     assert found["words"] == "a b|$HOME|'q'||*|--nodes=9|"
