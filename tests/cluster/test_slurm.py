@@ -6,6 +6,7 @@ Submitted is the example that docs/slurm.md shows.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from datetime import datetime, timedelta
@@ -81,6 +82,12 @@ class Site:
         self.slurm = slurm
         self.folder = slurm.lab.folder
 
+    def close(self) -> None:
+        """Remove what Ray left in /tmp where Slurm ended it."""
+        for state in self.folder.glob("state/burst/slurm/*/cluster.json"):
+            for node in json.loads(state.read_text())["nodes"]:
+                shutil.rmtree(node["directory"], ignore_errors=True)
+
     def submit(self, name: str, *arguments: str, run: str = "") -> str:
         """Submit a job whose output is `name`.out; its number."""
         return self.slurm.submit(
@@ -144,7 +151,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     if reason := slurm_module.unavailable():
         pytest.skip(reason)
     with open_slurm(2, tmp_path_factory.mktemp("slurm")) as slurm:
-        yield Site(slurm)
+        site = Site(slurm)
+        yield site
+        site.close()
 
 
 @pytest.mark.parametrize("place", ["a node of the job", "the shell of salloc"])
