@@ -31,6 +31,7 @@ from cluster.files import strict_yaml
 from cluster.files.document import Node as Value
 from cluster.files.document import merge, read_yaml
 from cluster.files.errors import UsageError, nearest
+from cluster.inventory.allocation import ALLOCATED, SLURM, allocated_hosts, allotted, hosts_of
 from cluster.inventory.hosts import SSH_PORT, Host, expand, expand_addresses, parse_hosts, read_hosts, this_machine
 from cluster.inventory.nodes import Inventory, Node, from_hosts, opened_by, reached
 from cluster.inventory.site import Site, load_site
@@ -50,10 +51,13 @@ class _Member:
 
 
 def read_inventory(path: Path, site_file: Path | None = None) -> Inventory:
-    """An inventory of either form: YAML by its ending, any other file is a plain list of targets.
+    """An inventory of either form: YAML by its ending, any other file is a plain list of targets; the word `slurm` is
+    the nodes of the Slurm job that this program runs in.
 
     `site_file` replaces the site that the file names. Raises ValueError with file and line.
     """
+    if str(path) == SLURM:
+        return from_hosts(allocated_hosts(), load_site(site_file) if site_file else ALLOCATED, SLURM)
     if path.suffix in (".yaml", ".yml"):
         return load_inventory(path, site_file)
     return from_hosts(read_hosts(path), load_site(site_file) if site_file else Site(), path.name)
@@ -163,7 +167,8 @@ def _nodes(base: Value, members: Iterable[_Member]) -> tuple[Node, ...]:
             for layer in member.layers:
                 merged = merge(merged, layer)
             sites[said] = strict_yaml.build(Site, merged)
-        nodes.append(Node(host=reached(member.host, sites[said]), site=sites[said]))
+        host = reached(member.host, sites[said])
+        nodes.append(Node(host=host, site=allotted(host, sites[said])))
     return tuple(nodes)
 
 
@@ -202,7 +207,7 @@ def _names(pattern: str, place: str, members: Mapping[str, _Member]) -> list[str
 
 
 def _hosts(target: Value) -> list[Host]:
-    return _at(target, parse_hosts, "a node")
+    return _at(target, hosts_of, "a node")
 
 
 def _at(node: Value, read: Callable[[str], T], what: str) -> T:
@@ -241,11 +246,12 @@ def _inventory(targets: Sequence[str], site_file: Path | None) -> Inventory:
     if not targets:
         return Inventory(name="this machine", nodes=(Node(host=this_machine(), site=site),))
     first, *others = targets
-    if _is_file(first):
+    if first == SLURM or _is_file(first):
         inventory = read_inventory(Path(first), site_file)
         return inventory.select(others) if others else inventory
-    if misplaced := next(filter(_is_file, others), None):
-        raise UsageError(f"{misplaced} is a file behind hosts; give one inventory, then the names of nodes in it")
+    if misplaced := next((target for target in others if target == SLURM or _is_file(target)), None):
+        what = "the allocation" if misplaced == SLURM else "a file"
+        raise UsageError(f"{misplaced} is {what} behind hosts; give one inventory, then the names of nodes in it")
     return from_hosts([host for target in targets for host in parse_hosts(target)], site)
 
 

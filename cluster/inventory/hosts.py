@@ -15,13 +15,17 @@ from cluster.inventory import ranges
 
 SSH_PORT = 22
 
+_BRACKETS = re.compile(r"\[[^\[\]]*\]")
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\$?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """One node. An empty address is this machine, reached without SSH; None leaves the choice to SSH's defaults."""
+    """One node. An empty address is this machine, reached without SSH; None leaves the choice to SSH's defaults.
+
+    A node of a Slurm job is reached by the job's steps, and user, port, key and jump are not used.
+    """
 
     name: str  # its name in tables and `--free`
     address: str = ""  # DNS name or IP address
@@ -29,6 +33,8 @@ class Host:
     port: int | None = None
     key: Path | None = None  # private key file
     jump: Host | None = None  # the host to go through
+    slurm_job: str | None = None  # number of the Slurm job that it is allocated to
+    ranks: int | None = None  # of one trial, by its allocation
 
     @property
     def is_local(self) -> bool:
@@ -54,10 +60,15 @@ def this_machine() -> Host:
 
 
 def parse_hosts(target: str) -> list[Host]:
-    """Hosts of one target: `[user@]address[:port]`, where a name may hold ranges such as `gpu[01-04,07]`.
+    """Hosts of one target: `[user@]address[:port]`, where a name may hold ranges such as `gpu[01-04,07]`, or of several
+    with commas between, each with its own user and port.
 
     An IPv6 address with a port is written `[fe80::1]:2222`. Raises ValueError for anything else.
     """
+    return [host for part in ranges.split_list(target) for host in _parse_target(part)]
+
+
+def _parse_target(target: str) -> list[Host]:
     user, at, rest = target.rpartition("@")
     if at and not is_user(user):
         raise ValueError(f"{target!r} has the user {user!r}; expected letters, digits, '_', '-' or '.' before the '@'")
@@ -130,14 +141,16 @@ def distinct(hosts: Iterable[Host]) -> list[Host]:
 
 
 def _split_port(rest: str) -> tuple[str, str | None]:
-    """Address and the text after its last colon; the colons of an IPv6 address are part of it."""
-    if rest.startswith("[") and ":" in rest.partition("]")[0]:
+    """Address and the text after its last colon; colons of an IPv6 address, and of a range's step, are part of it."""
+    inside = rest.partition("]")[0].removeprefix("[")
+    if rest.startswith("[") and ":" in inside and not ranges.is_range(inside):
         address, _, tail = rest[1:].partition("]")
         return address, tail.removeprefix(":") if tail else None
-    if rest.count(":") > 1:
+    colons = _BRACKETS.sub("", rest).count(":")
+    if colons != 1:
         return rest, None
-    address, colon, port = rest.partition(":")
-    return address, port if colon else None
+    address, _, port = rest.rpartition(":")
+    return address, port
 
 
 def _parse_port(text: str, target: str) -> int:

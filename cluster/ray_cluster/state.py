@@ -19,6 +19,7 @@ from urllib.parse import quote
 from cluster.files import strict_yaml
 from cluster.files.errors import UsageError
 from cluster.files.filesystem import state_folder, try_lock
+from cluster.inventory.allocation import slurm_run
 from cluster.inventory.hosts import Host
 
 SCHEMA = 1
@@ -104,8 +105,9 @@ class ClusterState:
 
 
 def default_directory() -> Path:
-    """The default folder for state."""
-    return state_folder("cluster")
+    """The default folder for state; in a Slurm job one of its own, because many jobs share a home directory."""
+    run = slurm_run()
+    return state_folder("cluster") if run is None else state_folder("slurm") / run
 
 
 class StateDirectory:

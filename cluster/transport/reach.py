@@ -1,9 +1,7 @@
-"""How hosts are reached: this machine by subprocesses, all others over SSH."""
+"""How hosts are reached: this machine by subprocesses, the nodes of a Slurm job by its steps, all others over SSH."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import threading
 import time
@@ -11,12 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 from cluster.files.errors import UsageError
 from cluster.inventory.hosts import Host
+from cluster.transport import processes
 from cluster.transport.runner import MAX_OUTPUT_BYTES, Completed, Connect, Runner
-from cluster.transport.streams import Collector, LineReader, Reader, chunks, drain_all
+from cluster.transport.slurm import connect_steps
+from cluster.transport.streams import Collector, LineReader, Reader, drain_all
 
 
 class LocalRunner:
@@ -24,7 +23,7 @@ class LocalRunner:
 
     def run(self, command: Sequence[str], *, stdin: str | Iterable[bytes] = "", deadline_seconds: float) -> Completed:
         ends_at = time.monotonic() + deadline_seconds
-        process = _start(command, subprocess.PIPE)
+        process = processes.start(command, subprocess.PIPE)
         assert process.stdout is not None
         assert process.stderr is not None
         stdout = Collector(process.stdout.read1, MAX_OUTPUT_BYTES)  # type: ignore[attr-defined]
@@ -41,7 +40,7 @@ class LocalRunner:
         deadline_seconds: float,
     ) -> int | None:
         ends_at = time.monotonic() + deadline_seconds
-        process = _start(command, subprocess.STDOUT)
+        process = processes.start(command, subprocess.STDOUT)
         assert process.stdout is not None
         lines = LineReader(process.stdout.read1, on_line, threading.Lock())  # type: ignore[attr-defined]
         return _finish(process, stdin, [lines], ends_at)
@@ -54,57 +53,25 @@ def connect_local(host: Host, seconds: float) -> Iterator[Runner]:
     yield LocalRunner()
 
 
-def _start(command: Sequence[str], stderr: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
-    )
-
-
 def _finish(
     process: subprocess.Popen[bytes], stdin: str | Iterable[bytes], readers: Sequence[Reader], ends_at: float
 ) -> int | None:
     """Feed and read to the end; the exit status, or None when the deadline or a limit came first."""
-    assert process.stdin is not None
-    threading.Thread(target=_feed, args=(process.stdin, stdin), daemon=True).start()
+    processes.feed(process, stdin)
     status = None
     try:
         if drain_all(readers, ends_at):
-            status = _wait(process, ends_at - time.monotonic())
+            status = processes.wait(process, ends_at - time.monotonic())
     finally:
         if status is None:
-            _end(process)
+            processes.end(process)
     return status
-
-
-def _feed(pipe: IO[bytes], stdin: str | Iterable[bytes]) -> None:
-    try:
-        with pipe:
-            for chunk in chunks(stdin):
-                pipe.write(chunk)
-    except BrokenPipeError:
-        return  # the command ended without reading all of its input, which is no error
-
-
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    try:
-        return process.wait(max(0.0, seconds))
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the command's session: TERM, then KILL for what is left of it. A process stuck in the kernel remains."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        if _wait(process, 1.0) is not None and number == signal.SIGKILL:
-            break
 
 
 def address_of(host: Host) -> str:
     """The name or address behind a remote host's, which `~/.ssh/config` may give. Raises Unreachable for a bad one."""
+    if host.slurm_job:
+        return host.address
     try:
         from cluster.transport.ssh.config import SshConfig
     except ModuleNotFoundError:  # paramiko, without which nothing is reached over SSH
@@ -117,11 +84,11 @@ def connection(
 ) -> Connect:
     """`Connect` for these hosts: one for all of them, because those behind a jump host share its connection.
 
-    `known_hosts` None is SSH's default. paramiko is imported only when a host is remote; raises UsageError when it is
+    `known_hosts` None is SSH's default. paramiko is imported only when SSH reaches a host; raises UsageError when it is
     not installed.
     """
-    if all(host.is_local for host in hosts):
-        return connect_local
+    if not any(_over_ssh(host) for host in hosts):
+        return _without_ssh
     try:
         from cluster.transport.ssh import SshOptions, connector
     except ModuleNotFoundError as error:
@@ -132,6 +99,14 @@ def connection(
     over_ssh = connector(replace(options, known_hosts=known_hosts) if known_hosts else options)
 
     def connect(host: Host, seconds: float) -> AbstractContextManager[Runner]:
-        return (connect_local if host.is_local else over_ssh)(host, seconds)
+        return (over_ssh if _over_ssh(host) else _without_ssh)(host, seconds)
 
     return connect
+
+
+def _over_ssh(host: Host) -> bool:
+    return not host.is_local and host.slurm_job is None
+
+
+def _without_ssh(host: Host, seconds: float) -> AbstractContextManager[Runner]:
+    return (connect_local if host.is_local else connect_steps)(host, seconds)

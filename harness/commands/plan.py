@@ -29,7 +29,8 @@ class Plan:
         add_experiment_arguments(parser)
         add_cluster_arguments(
             parser,
-            nodes_help="inventory or list of hosts: plan for those of them that burst run --nodes would use now",
+            nodes_help="inventory or list of hosts, or slurm for the Slurm job around: plan for those of them that "
+            "burst run --nodes would use now",
         )
         parser.add_argument(
             "--hardware", metavar="NAME",

@@ -35,6 +35,7 @@ class Run:
 
     @interrupted_once()
     def run(self, arguments: argparse.Namespace) -> int:
+        from cluster.transport.slurm.limit import job_end
         from harness.base.terminal import stderr_console
         from harness.machine.this_machine import discover
         from harness.plan.matrix import named, nothing_can_run, plan
@@ -49,16 +50,16 @@ class Run:
         from harness.spec.written import experiment_text
 
         experiment = chosen_experiment(arguments)
-        stop = stop_time(arguments.stop_before, arguments.max_hours)
-        bounds = Bounds(
-            retries=arguments.retry, failures_in_a_row=arguments.max_failures, trials=arguments.limit, stop=stop
-        )
         run_dir = arguments.out or Path("results", "runs", experiment.name)
         console = stderr_console()
 
         def say(message: str) -> None:
             console.print(message, markup=False, highlight=False, soft_wrap=True)
 
+        stop = stop_time(arguments.stop_before, arguments.max_hours, allocation_end=job_end(say))
+        bounds = Bounds(
+            retries=arguments.retry, failures_in_a_row=arguments.max_failures, trials=arguments.limit, stop=stop
+        )
         if arguments.nodes:
             if arguments.launcher == "local":
                 raise UsageError("--launcher local starts ranks on this machine alone; leave it out with --nodes")
@@ -120,7 +121,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add_cluster_arguments(
         parser,
         nodes_help="inventory or list of hosts: run on those of them that burst cluster up has started, "
-        "or, where no cluster is up, on one started for this run",
+        "or, where no cluster is up, on one started for this run; slurm: the nodes of the Slurm job around",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="directory of the run (default: results/runs/<experiment>)"

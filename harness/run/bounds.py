@@ -26,7 +26,7 @@ class StopTime:
     """The wall-clock time by which a run is to have ended. Its ranks are ended a little before."""
 
     def __init__(self, at: datetime, option: str, started: datetime | None = None) -> None:
-        """`at` has a time zone; `option` is the argument that asked for it, as typed."""
+        """`at` has a time zone; `option` is the argument that asked for it, as typed, or names what ends then."""
         self.at = at
         self.option = option
         started = started or datetime.now().astimezone()
@@ -68,8 +68,16 @@ class Bounds:
         return self.stop.option if self.stop is not None and self.stop.passed else ""
 
 
-def stop_time(before: str | None, hours: float | None, now: Callable[[], datetime] = datetime.now) -> StopTime | None:
-    """The earlier of `--stop-before` and `--max-hours` from now; None without either. Raises UsageError."""
+def stop_time(
+    before: str | None,
+    hours: float | None,
+    now: Callable[[], datetime] = datetime.now,
+    allocation_end: datetime | None = None,
+) -> StopTime | None:
+    """The earliest of `--stop-before`, `--max-hours` from now and the end of Slurm's job; None without any.
+
+    A job whose end is over is none of this program's. Raises UsageError.
+    """
     started = now().astimezone()
     times = []
     if before is not None:
@@ -82,6 +90,8 @@ def stop_time(before: str | None, hours: float | None, now: Callable[[], datetim
         if at <= started:
             raise UsageError(f"--max-hours {hours:g}: expected hours above 0, such as 8")
         times.append(StopTime(at, f"--max-hours {hours:g}", started))
+    if allocation_end is not None and allocation_end > started:
+        times.append(StopTime(allocation_end, f"the end of Slurm's job at {allocation_end:%Y-%m-%dT%H:%M:%S}", started))
     return min(times, key=lambda time: time.at, default=None)
 
 

@@ -28,6 +28,9 @@ def test_ranges_expand_in_order_and_keep_their_padding(pattern: str, names: list
         ("fe80::1", None, "fe80::1", None),
         ("ops@[fe80::1]:22", "ops", "fe80::1", 22),
         ("ops@[::1]", "ops", "::1", None),
+        ("ops@n[4-5:2]:2222", "ops", "n4", 2222),
+        ("n[4-5:2]", None, "n4", None),
+        ("[4-5:2]n", None, "4n", None),
     ],
 )
 def test_a_target_splits_into_user_address_and_port(target: str, user: str, address: str, port: int) -> None:
@@ -40,6 +43,11 @@ def test_a_target_splits_into_user_address_and_port(target: str, user: str, addr
         ("gpu[04-01]", "counts down"),
         ("gpu[01-", "is not a host"),
         ("gpu[]", "range"),
+        ("gpu[0-4:0]", "step 0"),
+        ("gpu[4:2]", "range"),
+        ("gpu[1-2", "is not a host"),
+        ("gpu[1-2],", "is not a host"),
+        ("a,b:x", "port 'x'"),
         ("gpu[1-99999999]", "more than 10000"),
         ("r[1-200]n[1-200]", "40000 hosts"),
         ("-oProxyCommand=x", "is not a host"),
@@ -101,6 +109,12 @@ def test_this_machine_needs_no_address() -> None:
 
 def test_an_ipv6_range_expands_like_any_other() -> None:
     assert [host.target for host in parse_hosts("ops@fd00::[1-2]")] == ["ops@[fd00::1]", "ops@[fd00::2]"]
+
+
+def test_targets_with_commas_between_have_their_own_users_and_ports() -> None:
+    assert [host.target for host in parse_hosts("ops@a[1-2]:22,b,fd00::[1,3]")] == [
+        "ops@a1:22", "ops@a2:22", "b", "[fd00::1]", "[fd00::3]",
+    ]  # fmt: skip
 
 
 def test_jump_hosts_are_a_chain_whose_last_is_nearest_to_the_node() -> None:

@@ -25,6 +25,26 @@ def test_names_fold_into_one_range_that_says_exactly_them(names, pattern):
     assert expand(pattern) == names
 
 
+@pytest.mark.parametrize(
+    ("nodelist", "names"),
+    [
+        ("gpu[01-03,07],login2", ["gpu01", "gpu02", "gpu03", "gpu07", "login2"]),
+        ("n[0-10:2]", ["n0", "n2", "n4", "n6", "n8", "n10"]),
+        ("n[01-10:4]", ["n01", "n05", "n09"]),
+        ("n[098-102:2]-ib,a", ["n098-ib", "n100-ib", "n102-ib", "a"]),
+        ("r[1-2]n[01-02],r3n[1,4-6:2]", ["r1n01", "r1n02", "r2n01", "r2n02", "r3n1", "r3n4", "r3n6"]),
+        ("n[3-3:5]", ["n3"]),
+    ],
+)
+def test_lists_of_nodes_are_read_as_slurm_writes_them(nodelist, names):
+    assert expand(nodelist) == names
+
+
+def test_a_list_that_stands_for_far_too_many_nodes_is_refused():
+    with pytest.raises(ValueError, match="18000 hosts; expected at most 10000"):
+        expand("a[1-9000],b[1-9000]")
+
+
 @pytest.mark.parametrize("names", [["a1", "b1"], ["r1n1", "r2n2"], ["a1", "a1b2"], ["head", "head"], ["a", "a1"]])
 def test_names_that_differ_otherwise_do_not_fold(names):
     assert fold(names) is None

@@ -118,6 +118,16 @@ def test_the_earlier_of_two_times_counts_and_ranks_end_a_little_before():
     assert stop_time(None, None) is None
 
 
+def test_a_run_ends_before_its_slurm_job_unless_it_is_to_end_earlier():
+    end = NOON + timedelta(hours=2)
+    stop = stop_time(None, None, now=lambda: NOON, allocation_end=end)
+    assert (stop.at, stop.ranks_end) == (end, end - timedelta(seconds=60))
+    assert stop.option == "the end of Slurm's job at 2026-12-24T14:00:00"
+    assert stop_time(None, 1.0, now=lambda: NOON, allocation_end=end).option == "--max-hours 1"
+    # A shell that outlived its job still has the job's variables.
+    assert stop_time(None, None, now=lambda: NOON, allocation_end=NOON - timedelta(hours=1)) is None
+
+
 def test_a_time_of_the_clock_is_the_next_such_time():
     now = NOON.astimezone()
     later = (now + timedelta(minutes=30)).strftime("%H:%M")

@@ -1,0 +1,46 @@
+"""When Slurm ends the job that this program runs in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+
+from cluster.inventory.allocation import slurm_job
+from cluster.transport.slurm.steps import srun_environment
+
+_SECONDS = 30.0  # for slurmctld to answer
+_UNLIMITED = ("NONE", "N/A", "UNLIMITED", "INVALID", "")
+
+
+def job_end(say: Callable[[str], None], environment: Mapping[str, str] = os.environ) -> datetime | None:
+    """The time at which Slurm ends the job; None outside a job, in one without a limit, and, after a sentence, in one
+    of which that cannot be found out.
+
+    squeue knows a limit that was changed after the start. Where it does not answer, the variable of Slurm 23.02 counts.
+    """
+    job = slurm_job(environment)
+    if job is None:
+        return None
+    problem = ""
+    try:
+        done = subprocess.run(
+            ["squeue", "--noheader", f"--jobs={job}", "--format=%e"],
+            env={**srun_environment(environment), "SLURM_TIME_FORMAT": "standard"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+        )
+        problem = " ".join(done.stderr.split())[:200] or f"squeue exited with {done.returncode}"
+        if done.returncode == 0:
+            said = done.stdout.strip()
+            return None if said in _UNLIMITED else datetime.fromisoformat(said).astimezone()
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        problem = " ".join(str(error).split())[:200]
+    seconds = environment.get("SLURM_JOB_END_TIME", "")
+    if seconds.isascii() and seconds.isdecimal():
+        return datetime.fromtimestamp(int(seconds), UTC).astimezone()
+    say(f"the end of Slurm's job {job} is not known ({problem}); --max-hours ends the run before it")
+    return None
