@@ -17,6 +17,7 @@ from cluster.profiles import NO_GPUS, Board
 # Error counters that are zero stay on the node: there are hundreds. Drivers without counters end with an error.
 PROBE = Probe(
     script=f"""{nvidia_smi.REQUIRE}
+printf 'gpus %s\n' "$(nvidia-smi -L | grep -c '^GPU ')"
 nvidia-smi nvlink -s || exit
 echo errors
 errors=$(nvidia-smi nvlink -e) || {{ printf 'no counters: %s\\n' "$errors" | head -n 2; exit 0; }}
@@ -25,6 +26,7 @@ exit 0
 """,
     seconds=nvidia_smi.SECONDS,
 )
+_COUNT = re.compile(r"^gpus (\d+)$", re.MULTILINE)
 _GPU = re.compile(r"GPU (\d+):")
 _LINK = re.compile(r"\s+Link (\d+): (.+)")
 # "Replay Errors: 3", of newer drivers also "Link recovery failed events: 1". FEC counts by how many symbols were
@@ -52,13 +54,16 @@ class _Links:
 def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
     """Fails when a link of a GPU is down, missing or could not recover; warns on recoveries, and on many other errors.
 
-    A lone GPU needs no links.
+    A lone GPU needs no links; one that a virtual machine was given has none to list.
     """
     blocked = nvidia_smi.blocked(output, site)
     if blocked:
         return blocked
     gpus = _read(output.text)
     if not gpus:
+        count = _COUNT.search(output.text)
+        if count and int(count[1]) == 1 and (site.gpus.count or 1) == 1:
+            return Verdict(level="ok", summary="one GPU, of which no links are listed")
         return Verdict(level="unknown", summary=f"nvidia-smi nvlink lists no GPU ({output.first_line})")
     counters = {f"gpu{index} {kind}": gpu.errors[kind] for index, gpu in gpus.items() for kind in _CLASSES}
     if len(gpus) == 1 and (site.gpus.count or 1) == 1:
