@@ -43,9 +43,12 @@ _ENGINE_ONLY: Mapping[str, Any] = {
     "z_loss": 0.0,
     "projection_tiles": 1,
     "mlp_tiles": 1,
+    "head_tiles": 0,
+    "gather_ahead": 1,
     "optimizer_offload": False,
     "sharding": "full",
     "parameters": "auto",
+    "cuda_graph": "auto",
     "emulate_nodes": 1,
 }
 

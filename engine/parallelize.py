@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -114,10 +112,14 @@ def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) 
     # The head's backward follows its forward at once: gathering the weight again would buy no memory.
     fully_shard(model.head, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=precision)
-    # One unit ahead in either direction, asked for before the present one computes.
-    for before, after in itertools.pairwise((model.embedding, *model.blocks, model.head)):
-        before.set_modules_to_forward_prefetch([after])
-        after.set_modules_to_backward_prefetch([before])
+    # The next units in either direction, asked for before the present one computes.
+    ahead, units = settings.gather_ahead, (model.embedding, *model.blocks, model.head)
+    for place, unit in enumerate(units):
+        if place + 1 < len(units):
+            unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
+        if place:
+            earlier = units[max(1, place - ahead) : place] or units[:1]  # the embedding by the first block alone
+            unit.set_modules_to_backward_prefetch(earlier[::-1])
     # An embedding's gradient needs no weight: gathering it once more would hold V x E elements for nothing.
     model.embedding.set_unshard_in_backward(False)
     # Each rank's loss is its share of one global mean, so the gradients of the ranks are summed. By default FSDP2

@@ -50,6 +50,7 @@ COUNTS = (
     "emulate_nodes",
     "projection_tiles",
     "mlp_tiles",
+    "gather_ahead",
     "gradient_accumulation",
 )
 
@@ -213,6 +214,10 @@ class TrialSettings:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     projection_tiles: int = 1  # runs of tokens that queries, keys and values are formed in, one after another
     mlp_tiles: int = 1  # runs of tokens the MLP is computed in, one after another
+    head_tiles: int = (
+        0  # runs of tokens that the fused LM head's logits are formed in; 0: as many as their size asks for
+    )
+    gather_ahead: int = 1  # layers whose parameters are gathered before the one that computes is done
     optimizer_offload: bool = False  # optimizer states live in host memory
     memory: str = ""  # of one GPU for this trial, such as 80GiB; empty: all that it has
     planned: str = ""  # dotted names, with a space between, of the settings that the planner chooses; no user gives it
@@ -235,6 +240,10 @@ class TrialSettings:
         for name in COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a number of at least 1")
+        if self.head_tiles < 0:
+            raise ValueError(
+                f"head_tiles is {self.head_tiles}; give a number of tiles, or 0 for the LM head's own choice"
+            )
         if self.seq_len * self.batch_size > MAX_TOKENS:
             raise ValueError(
                 f"seq_len {self.seq_len} x batch_size {self.batch_size} is more than {MAX_TOKENS} tokens; give fewer"

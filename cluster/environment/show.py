@@ -17,7 +17,7 @@ def table(environment: NodeEnvironment, *, every_one: bool = False) -> str:
 
     `every_one`: also a row for each variable that is left to NCCL.
     """
-    values = [
+    values: list[tuple[str, str, str, str]] = [
         (value.name, shown(value.name, value.value), value.origin, value.reason)
         for value in (*environment.values, *environment.configured)
     ]

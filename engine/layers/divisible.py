@@ -25,6 +25,7 @@ def tensor_parallel_unsupported_reason(settings: TrialSettings) -> str | None:
     for name, found, alone in (
         ("mlp_tiles", settings.mlp_tiles, 1),
         ("projection_tiles", settings.projection_tiles, 1),
+        ("head_tiles", settings.head_tiles, 0),
         ("loss_kernel", settings.loss_kernel, "own"),
         ("sharding", settings.sharding, "full"),
     ):

@@ -23,5 +23,6 @@ def loss_sum_of(settings: TrialSettings, device_type: str) -> LossSum:
         return functools.partial(plain_loss_sum, z_loss=settings.z_loss)
     if settings.loss_kernel == "cce":
         return cce_loss_sum  # a z-loss has been refused
-    own_or_liger = {"own": fused_loss_sum, "liger": liger_loss_sum}[settings.loss_kernel]
-    return functools.partial(own_or_liger, z_loss=settings.z_loss)
+    if settings.loss_kernel == "liger":
+        return functools.partial(liger_loss_sum, z_loss=settings.z_loss)
+    return functools.partial(fused_loss_sum, z_loss=settings.z_loss, tiles=settings.head_tiles)

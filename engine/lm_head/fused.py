@@ -17,9 +17,15 @@ SOFTMAX_KERNELS = "engine.lm_head.softmax_triton"
 
 
 def fused_loss_sum(
-    hidden_TE: Tensor, weight_VE: Tensor, labels_T: Tensor, z_loss: float = 0.0, tile: Tile | None = None
+    hidden_TE: Tensor,
+    weight_VE: Tensor,
+    labels_T: Tensor,
+    z_loss: float = 0.0,
+    tile: Tile | None = None,
+    tiles: int = 0,
 ) -> Tensor:
-    """`plain_loss_sum` with the logits of one tile in memory; without `tile` it is sized for the problem and device.
+    """`plain_loss_sum` with the logits of one tile in memory; without `tile` it is one of so many `tiles`, or with 0 of
+    them sized for the problem and device.
 
     A sum, not a mean: only all ranks together know the number of tokens, and a rank whose labels are all -100 returns
     0. Matmuls run in the inputs' dtype; softmax, loss and all sums over tiles in fp32 or wider. Labels may be in host
@@ -27,7 +33,7 @@ def fused_loss_sum(
 
     Raises ValueError for a label that is neither a word nor -100.
     """
-    tile = tile or choose_tile(weight_VE.shape[0], hidden_TE)
+    tile = tile or choose_tile(weight_VE.shape[0], hidden_TE, tiles)
     if torch.is_grad_enabled() and (hidden_TE.requires_grad or weight_VE.requires_grad):
         return _FusedLossSum.apply(hidden_TE, weight_VE, labels_T, z_loss, tile)
     loss = hidden_TE.new_zeros((), dtype=accumulation_dtype(hidden_TE.dtype))

@@ -47,6 +47,11 @@ LIBRARIES = {
 }
 
 
+def forms_tiles(settings: TrialSettings) -> bool:
+    """Whether the engine's fused loss runs, which takes a number of tiles."""
+    return settings.lm_head_fusion and settings.loss_kernel == "own"
+
+
 def unsupported_reason(settings: TrialSettings, device_type: str) -> str | None:
     """One sentence why the LM head's loss cannot be formed as asked on this device (cuda, cpu) and machine, or None.
 
@@ -54,6 +59,9 @@ def unsupported_reason(settings: TrialSettings, device_type: str) -> str | None:
     """
     name = settings.loss_kernel
     library = LIBRARIES.get(name)
+    if settings.head_tiles and not forms_tiles(settings):
+        other = f"loss_kernel {name} sizes its own" if settings.lm_head_fusion else "lm_head_fusion is false"
+        return f"head_tiles is {settings.head_tiles}, but {other}; set head_tiles to 0, or let the engine form the loss"
     if library is None:
         return None
     if not settings.lm_head_fusion:

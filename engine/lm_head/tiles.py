@@ -37,15 +37,18 @@ class Tile:
             raise ValueError(f"a tile of {self.tokens} tokens x {self.words} words holds no logit; give at least 1 x 1")
 
 
-def choose_tile(vocabulary: int, hidden_TE: Tensor) -> Tile:
+def choose_tile(vocabulary: int, hidden_TE: Tensor, tiles: int = 0) -> Tile:
     """The tile for these hidden states: the whole vocabulary, unless that leaves too few tokens.
 
+    With `tiles` it holds the whole vocabulary and one of so many runs of the tokens. Else:
     Its logits take `TILE_BYTES` of the device at most; on a GPU as much as the hidden states, if they take more, and no
     more than `ENOUGH_TOKENS`.
 
     With part of the vocabulary, each tile moves 8 E bytes per word (weight gradient, read and written in fp32) and 8 E
     bytes per token (gradient of the hidden states, likewise); a square tile moves the least for its area.
     """
+    if tiles:
+        return Tile(tokens=max(1, -(-hidden_TE.shape[0] // tiles)), words=vocabulary)
     device = hidden_TE.device.type
     if device == "cuda":
         budget = max(TILE_BYTES[device], hidden_TE.nbytes)

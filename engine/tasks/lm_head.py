@@ -115,7 +115,7 @@ class HeadTask:
         """The tile of the engine's own fused form, tokens x words."""
         if not self.settings.lm_head_fusion or self.settings.loss_kernel != "own":
             return {}
-        tile = choose_tile(self.settings.model.vocab, self.hidden_TE)
+        tile = choose_tile(self.settings.model.vocab, self.hidden_TE, self.settings.head_tiles)
         return {"tile": f"{tile.tokens} x {tile.words}"}
 
     def _held_bytes(self) -> int:

@@ -15,12 +15,14 @@ from harness.spec.table import NOTHING_FILLED, FromTable
 # Settings that came after runs had been published, and what every run was until then: so these can still be resumed.
 _LATER = {
     "checkpoint.replay": "hold", "checkpoint.whole_layers": 0, "checkpoint.mlp": 1.0, "projection_tiles": 1,
-    "parameters": "auto", "cuda_graph": "auto",
+    "parameters": "auto", "cuda_graph": "auto", "head_tiles": 0, "gather_ahead": 1,
     "settings": "equal",
     "repeat_kv_heads": True, "overlap_projections": False,
     "checkpoint.plan": "hand", "memory": "", "planned": "",
 }  # fmt: skip
 
+
+_LATER_PLANNED = frozenset({"head_tiles", "gather_ahead"})  # that the planner chose nothing of in earlier runs
 
 SHORTEST_HANG = 300.0  # seconds without a step that count as a hang where no limit is given: compilation takes minutes
 
@@ -63,6 +65,8 @@ def id_of(settings: TrialSettings) -> str:
     for key in settings.planned.split():
         *owner, name = key.split(".")
         (values[owner[0]] if owner else values).pop(name, None)
+    if settings.planned:
+        values["planned"] = " ".join(name for name in settings.planned.split() if name not in _LATER_PLANNED)
     for key, before in _LATER.items():
         *owner, name = key.split(".")
         holder = values[owner[0]] if owner else values

@@ -44,6 +44,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "mlp": (1.0, 0.0, 0.4),
     "projection_tiles": (1, 3),
     "mlp_tiles": (1, 3),
+    "head_tiles": (0, 3),
+    "gather_ahead": (1, 2),
     "optimizer_offload": (False, True),
     "sharding": ("full", "hybrid"),
     "parameters": ("auto", "gathered"),
@@ -71,8 +73,10 @@ def settings_of(row: Row, world_size: int = 1, cp_size: int = 1) -> TrialSetting
 
 
 def allowed(row: Row) -> bool:
-    """Burst refuses one combination: tokens that are not consecutive cannot be exchanged for heads or gathered. Other
-    methods say which ones they refuse."""
+    """Logits formed at once have no tiles. Burst refuses one combination: tokens that are not consecutive cannot be
+    exchanged for heads or gathered. Other methods say which ones they refuse."""
+    if row["head_tiles"] and not row["lm_head_fusion"]:
+        return False
     if row["method"] == "burst":
         return not (row["layout"] == "striped" and row["schedule"] in RUNS_OF_TOKENS)
     return method_named(row["method"]).refuse(settings_of(row, 4, 4)) is None

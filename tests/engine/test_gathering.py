@@ -57,3 +57,42 @@ def test_backward_gathers_each_layer_when_it_is_needed_and_no_embedding(tmp_path
     for forward, found in run_on_ranks(2, gathered, str(tmp_path), every):
         assert forward == ["norm", "embedding", *BLOCKS, "head"]
         assert found == backward
+
+
+def gathered_before_each_layer(cache: str, ahead: int) -> list[set[str]]:
+    """The units whose gathering a forward has asked for when each layer begins to compute."""
+    os.environ["BURST_CACHE"] = cache
+    settings = TrialSettings(
+        task="train", method="burst", model=SHAPE, seq_len=32, world_size=2, cp_size=2, dtype="fp32",
+        checkpoint=Checkpoint(every=0), gather_ahead=ahead,
+    )  # fmt: skip
+    _, task = task_of(settings)
+    asked: set[str] = set()
+    gather = _fsdp_param_group.foreach_all_gather
+
+    def noting(params, *args, **kwargs):
+        asked.add(".".join(params[0]._param_fqn.split(".")[: 2 if "blocks" in params[0]._param_fqn else 1]))
+        return gather(params, *args, **kwargs)
+
+    _fsdp_param_group.foreach_all_gather = noting
+    found: list[set[str]] = []
+
+    def beginning(activations):
+        def begin(*args):
+            found.append(asked.copy())
+            return activations(*args)
+
+        return begin
+
+    for block in task.model.blocks:
+        block.activations = beginning(block.activations)
+    [batch] = task.batches(0)
+    task.forward(batch)
+    return found
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_as_many_layers_are_gathered_ahead_as_asked(tmp_path: Path, ahead: int) -> None:
+    units = [*BLOCKS, "head"]
+    for found in run_on_ranks(2, gathered_before_each_layer, str(tmp_path), ahead):
+        assert [{*units} & asked for asked in found] == [{*units[: place + 1 + ahead]} for place in range(SHAPE.layers)]

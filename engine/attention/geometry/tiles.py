@@ -162,6 +162,8 @@ def join(tiles: list[Tile]) -> list[Tile]:
 
     One large kernel call is faster than two small ones.
     """
+    if len(tiles) < 2:
+        return tiles
     strips: list[Tile] = []
     for tile in sorted((tile for tile in tiles if tile.band == FULL), key=lambda t: (t.q_start, t.q_stop, t.k_start)):
         if strips and strips[-1].q == tile.q and strips[-1].k_stop == tile.k_start:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_MOST_CELLS = 256  # between the blocks of two ranks, up to which pairs of ranks are compared by them
+
+
 @dataclass(frozen=True, slots=True)
 class BlockSparse(BlockMask):
     """Queries of block a see keys of block b where `blocks[a][b]` is true, with `causal` none that comes later.
@@ -57,22 +60,32 @@ class BlockSparse(BlockMask):
         pattern = self.pattern
         if shards.step > 1:
             return super(BlockSparse, self).pair_keys(shards)
-        if not isinstance(pattern, LocalGlobal | Strided):
-            return None
         first, last = shards.start // self.block_size, (shards.start + shards.count - 1) // self.block_size
         most = int((last - first).max()) + 1
         joined = first[:, 1:] == last[:, :-1]  # one block at the end of a segment and at the start of the next
         ranks = np.concatenate((shards.count, shards.start % self.block_size, joined), axis=1)
         apart = first[:, None, :, None] - first[None, :, None, :]
+        _, hi = shards.limits(None, 0 if self.causal else None)
         if isinstance(pattern, LocalGlobal):
             near = pattern.reach + most
             ranks = np.concatenate((ranks, np.clip(pattern.global_blocks - first, 0, most)), axis=1)
-            keys = ranks
-        else:
-            near = pattern.stride + most
-            keys = np.concatenate((ranks, first % pattern.stride), axis=1)
-        _, hi = shards.limits(None, 0 if self.causal else None)
-        return by_pair(ranks, keys, np.clip(apart, -near, near), hi)
+            return by_pair(ranks, ranks, np.clip(apart, -near, near), hi)
+        if (first.shape[1] * most) ** 2 <= _MOST_CELLS:
+            return by_pair(ranks, ranks, self._cells_between(first, last, most), hi)
+        if not isinstance(pattern, Strided):
+            return None
+        near, columns = pattern.stride + most, np.concatenate((ranks, first % pattern.stride), axis=1)
+        return by_pair(ranks, columns, np.clip(apart, -near, near), hi)
+
+    def _cells_between(self, first: Integers, last: Integers, most: int) -> Integers:
+        """What the blocks of every two ranks see of each other, where the segments hold blocks `first` to `last`,
+        [ranks, segments], at most so many each: eight cells a number, [query ranks, key ranks, numbers]."""
+        ranks, blocks = len(first), first[..., None] + np.arange(most)
+        held = (blocks <= last[..., None]).reshape(ranks, -1)
+        blocks = np.minimum(blocks, last.max()).reshape(ranks, -1)
+        seen = self.pattern.shown(blocks[:, None, :, None], blocks[None, :, None, :])
+        seen = seen & held[:, None, :, None] & held[None, :, None, :]
+        return np.packbits(seen.reshape(ranks, ranks, -1), axis=-1).astype(np.int64)
 
     def shown(self, queries: Integers, keys: Integers) -> NDArray[np.bool_]:
         return self.pattern.shown(queries[:, None], keys)

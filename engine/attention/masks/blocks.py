@@ -72,7 +72,8 @@ class BlockMask:
         firsts = np.array([self.first_position(block) for block in range(blocks + 1)])
         ranks, cuts = np.broadcast_arrays(np.arange(len(shards.segments))[:, None], firsts)
         runs = shards.rows_before(ranks, cuts)
-        _, kinds = np.unique(runs, axis=0, return_inverse=True)
+        kind_of: dict[bytes, int] = {}
+        kinds = np.array([kind_of.setdefault(of_rank.tobytes(), len(kind_of)) for of_rank in runs])
         queries, keys = np.broadcast_arrays(kinds.reshape(-1, 1), kinds.reshape(1, -1))
         # The diagonal of a rank with itself is that with the ranks before it.
         later = self.causal & (shards.start[:, None, 0] < shards.start[None, :, 0])
@@ -255,7 +256,7 @@ def _stretches(blocks: list[int]) -> Iterator[Run]:
 def rectangles(rows: Sequence[tuple[int, int, list[Run]]]) -> list[Rectangle]:
     """Few disjoint rectangles that cover exactly the given runs of each row; rows are ascending and touch."""
     by_rows = _sweep(rows)
-    if len(by_rows) > _FEW_RECTANGLES:
+    if not 1 < len(by_rows) <= _FEW_RECTANGLES:
         return by_rows
     by_columns = [Rectangle(r.left, r.right, r.top, r.bottom) for r in _sweep(_transposed(by_rows))]
     return min(by_rows, by_columns, key=len)
@@ -299,6 +300,15 @@ def _rectangles_in_arrays(mask: BlockMask, pair: _SegmentPair) -> list[Rectangle
         steps[rows, last + 1] -= 1
         shown = steps[:, :-1].cumsum(axis=1) > 0
     cuts = [np.append(blocks[:, 1], blocks[-1, 2]) for blocks in (queries, keys)]
+    return list(_fewest(shown.tobytes(), *(each.tobytes() for each in cuts)))
+
+
+@lru_cache(maxsize=16)
+def _fewest(cells: bytes, *cuts_of_sides: bytes) -> list[Rectangle]:
+    """Few rectangles that cover the visible cells between the cuts of rows and columns: pairs of ranks whose diagonals
+    differ have them in common."""
+    cuts = [np.frombuffer(each, dtype=np.int64) for each in cuts_of_sides]
+    shown = np.frombuffer(cells, dtype=bool).reshape(len(cuts[0]) - 1, -1)
     by_rows = _sweep_arrays(shown, *cuts)
     if len(by_rows) > _FEW_RECTANGLES:
         return by_rows
@@ -308,25 +318,29 @@ def _rectangles_in_arrays(mask: BlockMask, pair: _SegmentPair) -> list[Rectangle
 
 def _runs_of_rows(shown: NDArray[np.bool_]) -> tuple[Integers, Integers, Integers]:
     """(row, first column, last column) of each run of visible cells."""
-    edges = np.diff(shown.astype(np.int8), axis=1, prepend=0, append=0)
-    rows, first = np.nonzero(edges > 0)
-    return rows, first, np.nonzero(edges < 0)[1] - 1
+    rows, columns = shown.shape
+    framed = np.zeros((rows, columns + 2), dtype=bool)
+    framed[:, 1:-1] = shown
+    edges = np.flatnonzero(framed[:, 1:] != framed[:, :-1])  # where a run starts, and behind its end, in turn
+    row, first = np.divmod(edges[::2], columns + 1)
+    return row, first, edges[1::2] - row * (columns + 1) - 1
 
 
 def _sweep_arrays(shown: NDArray[np.bool_], row_cuts: Integers, column_cuts: Integers) -> list[Rectangle]:
     """`_sweep` of a grid of cells between these cuts."""
-    rows, first, last = _runs_of_rows(shown)
-    ends = np.full((shown.shape[0] + 2, shown.shape[1]), -1)  # where the run that starts in a cell ends, between rows
-    ends[rows + 1, first] = last  # without any
-    turned = ends.T  # so that the rows of one rectangle follow each other
-    present, same = turned[:, 1:-1] >= 0, turned[:, 1:] == turned[:, :-1]
-    left, top = np.nonzero(present & ~same[:, :-1])
-    _, bottom = np.nonzero(present & ~same[:, 1:])
+    (rows, columns), (row, first, last) = shown.shape, _runs_of_rows(shown)
+    ends = np.full((columns, rows + 2), -1, dtype=np.int32)  # by first column and row: where a run ends that starts
+    ends[first, row + 1] = last  # there, between rows without any
+    changes = np.flatnonzero(ends[:, 1:] != ends[:, :-1])
+    column, top = np.divmod(changes, rows + 1)  # the run in row `top` starts there, or is another than the one before
+    end = ends[column, top + 1]
+    bottom = np.append(changes[1:] - column[:-1] * (rows + 1), 0)  # the next change is the end of each
+    run = end >= 0
     found = zip(
-        row_cuts[top].tolist(),
-        row_cuts[bottom + 1].tolist(),
-        column_cuts[left].tolist(),
-        column_cuts[turned[left, top + 1] + 1].tolist(),
+        row_cuts[top[run]].tolist(),
+        row_cuts[bottom[run]].tolist(),
+        column_cuts[column[run]].tolist(),
+        column_cuts[end[run] + 1].tolist(),
         strict=True,
     )
     return sorted(map(Rectangle._make, found))

@@ -107,8 +107,9 @@ class RingTables:
         shape = (nodes, size, nodes, size)  # owners' nodes and local ranks, workers' nodes and local ranks
         own = np.eye(size, dtype=bool)[None, :, None, :]
         lengths = (self.used[..., 1] - self.used[..., 0]).reshape(shape)
-        longest = np.where(own, 0, lengths).max(axis=(1, 3))
-        return longest.T.tolist(), (self.unreduced.reshape(shape) | own).all(axis=(1, 3)).T.tolist()
+        longest: Integers = np.where(own, 0, lengths).max(axis=(1, 3))
+        sums: NDArray[np.bool_] = np.asarray((~self.unreduced.reshape(shape) & ~own).any(axis=(1, 3)))
+        return longest.T.tolist(), (~sums).T.tolist()
 
 
 @lru_cache(maxsize=64)
@@ -184,7 +185,7 @@ def _inner_rings(tables: RingTables, cp_rank: int) -> tuple[ChunkRanges, ...]:
     unreduced = np.concatenate((tables.unreduced[owners[:, here], workers], tables.unreduced[owners, cp_rank]), axis=1)
     used, unreduced = used.tolist(), unreduced.tolist()
     held = tables.needed[owners, np.arange(nodes)[:, None]].tolist()
-    longest, all_unreduced = (table[node] for table in tables.in_nodes)
+    longest, all_unreduced = tables.in_nodes[0][node], tables.in_nodes[1][node]
     return tuple(
         ChunkRanges(
             dict(zip(pairs, map(tuple, used[step]), strict=True)),

@@ -121,8 +121,8 @@ def _alike(keys: Integers) -> tuple[Integers, Integers]:
 
 def _unreduced(tiles: tuple[Tile, ...], queries: bool) -> bool:
     """No token of this side is in two tiles, and all their gradients can be held until they are sent."""
-    if len(tiles) > WAITING_PARTS:
-        return False
+    if not 1 < len(tiles) <= WAITING_PARTS:
+        return len(tiles) < 2
     ordered = sorted((tile.q_start, tile.q_stop) if queries else (tile.k_start, tile.k_stop) for tile in tiles)
     return all(before[1] <= after[0] for before, after in itertools.pairwise(ordered))
 

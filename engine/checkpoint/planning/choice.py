@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 from engine.settings import Checkpoint, TrialSettings
 
 # Dotted names of the settings that the planner may choose.
 OF_CHECKPOINT = ("every", "tail", "offload", "replay", "whole_layers", "mlp")
-BESIDE_CHECKPOINT = ("mlp_tiles", "projection_tiles", "optimizer_offload")
+BESIDE_CHECKPOINT = ("mlp_tiles", "projection_tiles", "optimizer_offload", "head_tiles", "gather_ahead")
 PLANNABLE = (*(f"checkpoint.{name}" for name in OF_CHECKPOINT), *BESIDE_CHECKPOINT)
 
 
@@ -21,27 +22,19 @@ class Choice:
     mlp_tiles: int = 1
     projection_tiles: int = 1
     optimizer_offload: bool = False
+    head_tiles: int = 0
+    gather_ahead: int = 1
 
 
 def choice_of(settings: TrialSettings) -> Choice:
     """What these settings choose."""
-    return Choice(
-        checkpoint=settings.checkpoint,
-        mlp_tiles=settings.mlp_tiles,
-        projection_tiles=settings.projection_tiles,
-        optimizer_offload=settings.optimizer_offload,
-    )
+    return Choice(checkpoint=settings.checkpoint, **{name: getattr(settings, name) for name in BESIDE_CHECKPOINT})
 
 
 def with_choice(settings: TrialSettings, choice: Choice) -> TrialSettings:
     """The settings with another choice."""
-    return replace(
-        settings,
-        checkpoint=replace(choice.checkpoint, plan=settings.checkpoint.plan),
-        mlp_tiles=choice.mlp_tiles,
-        projection_tiles=choice.projection_tiles,
-        optimizer_offload=choice.optimizer_offload,
-    )
+    beside: dict[str, Any] = {name: getattr(choice, name) for name in BESIDE_CHECKPOINT}
+    return replace(settings, checkpoint=replace(choice.checkpoint, plan=settings.checkpoint.plan), **beside)
 
 
 def left_open(settings: TrialSettings, given: Collection[str]) -> TrialSettings:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from engine.attention.masks import Causal, parse_mask
 from engine.checkpoint.counts import group_starts, inputs_at_once, inputs_in_store
 from engine.checkpoint.planning.choice import Choice, choice_of
-from engine.settings import BYTES_OF, Checkpoint, TrialSettings, keeps_whole
+from engine.settings import BYTES_OF, Checkpoint, ModelShape, TrialSettings, keeps_whole
 
 GIB = 1 << 30
 
@@ -56,9 +56,10 @@ class _OfParameters:
     """Bytes that depend on how a rank holds its parameters."""
 
     copies: float  # all the time
-    gathered: float  # while a layer's backward runs
+    gathered: float  # while a layer's backward runs, with the layer before gathered ahead
+    further: float  # of one more layer that is gathered ahead
     gathered_first: float  # the same of the first layer
-    head: float  # in the LM head: weight and its gradients, logits, states
+    head: float  # in the LM head: weight and its gradients
     mlp_sums: float  # of weight gradients over several runs
 
 
@@ -71,6 +72,7 @@ class MemoryModel:
         wide = max(4, item)  # of master weights, gradients and moments
         tokens = settings.seq_len * settings.batch_size / settings.cp_size
         self._layers, self._shape, self._fused = shape.layers, shape, settings.lm_head_fusion
+        self._item, self._tokens = item, tokens
         self._gates = 2 if shape.gated else 1
         self._mlp_state = item * tokens * shape.ffn
         self._state = item * tokens * shape.hidden  # one hidden state of all tokens of the rank
@@ -89,7 +91,8 @@ class MemoryModel:
             copies=0.0,
             gathered=(3 * item + wide) * layer,
             gathered_first=(2 * item + wide) * layer,
-            head=self._head_bytes((2 * item + 2 * wide) * shape.vocab * shape.hidden, item, tokens),
+            further=item * layer,
+            head=(2 * item + 2 * wide) * shape.vocab * shape.hidden,
             mlp_sums=wide * (1 + self._gates) * shape.hidden * shape.ffn,
         )
         # Gradients are formed where they stay, sums over several runs among them.
@@ -97,7 +100,8 @@ class MemoryModel:
             copies=item * shape.parameters if item < wide else 0.0,
             gathered=wide * layer,
             gathered_first=wide * layer,
-            head=self._head_bytes((item + 2 * wide) * shape.vocab * shape.hidden, item, tokens),
+            further=0.0,
+            head=(item + 2 * wide) * shape.vocab * shape.hidden,
             mlp_sums=0.0,
         )
         self._by_offload = tuple(
@@ -126,15 +130,17 @@ class MemoryModel:
         inputs, attention, host = self._kept(checkpoint, again)
         saved = self._saved_whole(choice)
         whole = (layers - again) * saved
-        moments = [(whole + inputs + attention + held.head, 0.0)]  # bytes without and of gradients
+        layer = held.gathered + (choice.gather_ahead - 1) * held.further
+        head = held.head + self._head_states(choice.head_tiles)
+        moments = [(whole + inputs + attention + head, 0.0)]  # bytes without and of gradients
         if again < layers:
             peak = self._whole_layer(choice, held.mlp_sums, least)
-            moments.append((whole + inputs + attention + held.gathered + peak, self._head_gradient))
-            gathered = held.gathered if again else held.gathered_first
+            moments.append((whole + inputs + attention + layer + peak, self._head_gradient))
+            gathered = layer if again else held.gathered_first
             moments.append((saved + inputs + attention + gathered + peak, self._gradients(again)))
         if again:
             peak = self._layer(choice, held.mlp_sums)
-            moments.append((inputs + attention + held.gathered + peak, self._gradients(again - 1)))
+            moments.append((inputs + attention + layer + peak, self._gradients(again - 1)))
             # The first layer's own tensors: its group's input and its attention.
             first = (inputs / group_starts(checkpoint, again) + attention / again) if inputs or attention else 0.0
             moments.append((first + held.gathered_first + peak, self._gradients(0)))
@@ -214,12 +220,19 @@ class MemoryModel:
         in_attention = held + self._state + 2 * self._query + self._keys  # gradients: residual, out, q, k, v
         return max(in_mlp, in_attention + self._attention_sums + self._received)
 
-    def _head_bytes(self, weight: float, item: int, tokens: float) -> float:
-        """Weight, its gradient summed, as computed and as reduced; the logits; input, norm and gradient of the head."""
-        shape = self._shape
-        logits = (4 + item) * tokens * shape.vocab
+    def _head_states(self, tiles: int) -> float:
+        """The logits of one of `tiles` runs of tokens, or with 0 of a tile that the LM head chooses; input, norm and
+        gradient of the head."""
+        logits = (4 + self._item) * self._tokens * self._shape.vocab
         if self._fused:
-            low, high = _HEAD_TOKENS
-            tile = item * shape.vocab * min(max(low, tokens / 8), high)
-            logits = min(logits, max(_HEAD_TILE, self._state), tile)
-        return weight + logits + 3 * self._state
+            tokens = -(-self._tokens // tiles) if tiles else own_tile_tokens(self._shape, self._item, self._tokens)
+            logits = min(logits, self._item * self._shape.vocab * tokens)
+        return logits + 3 * self._state
+
+
+def own_tile_tokens(shape: ModelShape, item: int, tokens: float) -> float:
+    """Tokens of a tile that the fused LM head chooses on a GPU (`engine.lm_head.tiles`), as a number that may be a
+    fraction."""
+    low, high = _HEAD_TOKENS
+    fit = max(_HEAD_TILE, item * tokens * shape.hidden) / (item * shape.vocab)
+    return min(fit, max(low, tokens / 8), high)

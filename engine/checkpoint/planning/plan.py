@@ -10,6 +10,7 @@ from engine.checkpoint.planning.cost import CostModel, Speeds
 from engine.checkpoint.planning.memory import GIB, MemoryModel, RankMemory
 from engine.checkpoint.planning.search import Grid, Problem, cheapest, leanest
 from engine.forecast import Forecast
+from engine.lm_head.loss_kernel import forms_tiles
 from engine.settings import TrialSettings
 
 # Error of the memory model, which every plan leaves room for (tests/engine/checkpoint/test_planning_memory.py).
@@ -65,7 +66,7 @@ def planned(
         cost=CostModel(settings, speeds or Speeds()),
         share=lambda memory: budget.share(memory, correction),
         start=choice_of(settings),
-        open_names=names if budget.gpu is not None else names - _ONLY_WITH_GPU,
+        open_names=names - without_effect(settings, on_gpu=budget.gpu is not None),
         layers=settings.model.layers,
         grid=grid or Grid(),
     )
@@ -87,6 +88,16 @@ def planned(
         shown = f" ({correction_source})" if correction_source else ""
         forecast = replace(forecast, words=f"{forecast.words}; the prediction is taken {correction:.3g} times{shown}")
     return with_choice(settings, choice), forecast
+
+
+def without_effect(settings: TrialSettings, *, on_gpu: bool) -> frozenset[str]:
+    """Names of settings of which every value is the same: there is nothing to choose."""
+    names = frozenset() if on_gpu else _ONLY_WITH_GPU
+    if not forms_tiles(settings) or settings.tp_size > 1:
+        names |= {"head_tiles"}
+    if settings.world_size == 1:  # a single rank has all parameters
+        names |= {"gather_ahead"}
+    return names
 
 
 def _words(choice: Choice, problem: Problem, budget: Budget, memory: RankMemory, seconds: float, *, fits: bool) -> str:
@@ -123,5 +134,7 @@ def kept_in_words(choice: Choice, layers: int) -> list[str]:
         words.append(f"of {which} {kept}{where}")
     words += [f"MLP in {choice.mlp_tiles} tiles"] * (choice.mlp_tiles > 1)
     words += [f"projections in {choice.projection_tiles} tiles"] * (choice.projection_tiles > 1)
+    words += [f"LM head in {choice.head_tiles} tiles"] * (choice.head_tiles > 0)
+    words += [f"parameters gathered {choice.gather_ahead} layers ahead"] * (choice.gather_ahead > 1)
     words += ["moments on the host"] * choice.optimizer_offload
     return words

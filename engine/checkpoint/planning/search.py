@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.checkpoint.planning.choice import Choice
+from engine.checkpoint.planning.choice import BESIDE_CHECKPOINT, Choice
 from engine.checkpoint.planning.cost import CostModel
 from engine.checkpoint.planning.memory import MemoryModel, RankMemory
 from engine.settings import Checkpoint
@@ -31,6 +31,8 @@ class Grid:
     replay: Sequence[str] = ("hold", "bisect")
     offload: Sequence[str] = ("none", "inputs", "all")
     optimizer_offload: Sequence[bool] = (False, True)
+    head_tiles: Sequence[int] = (0, 32, 128)
+    gather_ahead: Sequence[int] = (1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +49,25 @@ class Problem:
 
     def values(self, name: str) -> Sequence[Any]:
         """The values of a setting to compare: its own where it is not open."""
-        if name in ("mlp_tiles", "projection_tiles", "optimizer_offload"):
-            return getattr(self.grid, name) if name in self.open_names else (getattr(self.start, name),)
+        if name in BESIDE_CHECKPOINT:
+            return self._useful(name) if name in self.open_names else (getattr(self.start, name),)
         if f"checkpoint.{name}" in self.open_names:
             return getattr(self.grid, name)
         return (getattr(self.start.checkpoint, name),)
 
+    def _useful(self, name: str) -> Sequence[Any]:
+        """The grid's values of a setting beside `checkpoint`, without those that hold more than the first one and save
+        no time."""
+        values, cost = getattr(self.grid, name), self.cost
+        if name == "gather_ahead":
+            return [ahead for ahead in values if ahead == values[0] or cost.wait(ahead) < cost.wait(values[0])]
+        if name == "head_tiles":
+            return [tiles for tiles in values if tiles == values[0] or tiles > cost.own_head_tiles]
+        return values
+
     def frames(self) -> Iterator[Choice]:
         """Choices of everything but whole layers, tail and MLP: with none, and the least of the others."""
-        names = ("mlp_tiles", "projection_tiles", "optimizer_offload")
+        names = BESIDE_CHECKPOINT
         beside = [dict(zip(names, each, strict=True)) for each in itertools.product(*map(self.values, names))]
         least = {"tail": self.values("tail")[-1], "mlp": self.values("mlp")[-1]}
         for offload, every, replay in itertools.product(*map(self.values, ("offload", "every", "replay"))):
@@ -80,12 +92,8 @@ class Problem:
         if whole == self.layers:  # nothing is computed again: tail, offload and replay mean nothing
             every, whole = (0, 0) if "checkpoint.every" in self.open_names else (every, whole)
             tail, offload, replay = (self.values(name)[0] for name in ("tail", "offload", "replay"))
-        return Choice(
-            checkpoint=Checkpoint(every=every, tail=tail, offload=offload, replay=replay, whole_layers=whole, mlp=mlp),
-            mlp_tiles=frame.mlp_tiles,
-            projection_tiles=frame.projection_tiles,
-            optimizer_offload=frame.optimizer_offload,
-        )
+        kept = Checkpoint(every=every, tail=tail, offload=offload, replay=replay, whole_layers=whole, mlp=mlp)
+        return replace(frame, checkpoint=kept)
 
 
 def cheapest(problem: Problem) -> Choice | None:

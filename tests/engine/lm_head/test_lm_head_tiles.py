@@ -60,3 +60,9 @@ def test_the_vocabulary_is_tiled_only_where_too_few_tokens_would_be_left() -> No
 def test_an_empty_tile_is_refused(size) -> None:
     with pytest.raises(ValueError, match="holds no logit; give at least 1 x 1"):
         Tile(tokens=size[0], words=size[1])
+
+
+def test_a_number_of_tiles_divides_the_tokens_and_not_the_vocabulary() -> None:
+    assert choose_tile(1000, hidden(100, "cpu"), 8) == Tile(tokens=13, words=1000)
+    assert choose_tile(1000, hidden(100, "cpu"), 1) == Tile(tokens=100, words=1000)
+    assert choose_tile(1000, hidden(3, "cpu"), 8) == Tile(tokens=1, words=1000)
