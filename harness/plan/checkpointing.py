@@ -40,7 +40,7 @@ def with_plan(
     chosen, forecast = planned(
         settings,
         budget_of(settings, machine, hardware),
-        replace(planner_speeds(settings.kernel, hardware), gather=_gather_speed(settings, machine)),
+        replace(planner_speeds(settings.kernel, hardware), gather=_gather_speed(settings, machine, hardware)),
         correction=correction.factor,
         correction_source=correction.source,
     )
@@ -79,10 +79,10 @@ def planner_speeds(kernel: Kernel, hardware: Hardware | None) -> Speeds:
     )
 
 
-def _gather_speed(settings: TrialSettings, machine: Machine) -> float:
+def _gather_speed(settings: TrialSettings, machine: Machine, hardware: Hardware | None) -> float:
     """Bytes per second that a rank receives while parameters are gathered: the slowest link's on the way."""
     spans = (machine.nodes_for(settings.world_size) or 1) > 1 and settings.sharding == "full"
-    links = HardwareModel()
+    links = HardwareModel() if hardware is None else speeds_of(hardware)
     return (links.across_gib if spans else links.inside_gib) * GIB
 
 
