@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     stop = StopRequest()
     with exit_on_error(attempt, rank):
-        training = _set_up(attempt, stop)
+        training = set_up(attempt, stop)
         finished = training.run(progress_to(attempt) if rank == 0 else silent)
         if rank == 0:
             write_json(attempt / OUTCOME_FILE, {"step": training.steps_done, "finished": finished})
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     raise AssertionError("a rank does not outlive its run")
 
 
-def _set_up(attempt: Path, stop: StopRequest) -> TrainingRun:
+def set_up(attempt: Path, stop: StopRequest) -> TrainingRun:
     """The run, after all checks of its order. Raises Refused."""
     try:
         data = json.loads((attempt / ORDER_FILE).read_text(encoding="utf-8"))
