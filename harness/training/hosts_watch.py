@@ -23,14 +23,16 @@ _LEADER_SECONDS = 1.0  # between looks at the leader
 
 
 class HostsWatch:
-    """A thread of a leader. `lost` is called there with a host's number and the reason, and ends the process."""
+    """Threads of a leader. `lost` is called there with a host's number and the reason, and ends the process."""
 
     def __init__(self, store: Callable[[], Store], node: int, nodes: int, lost: Callable[[int, str], None]) -> None:
         """`store` makes a connection of the thread's own."""
         self._connect, self._node, self._nodes, self._lost = store, node, nodes, lost
         self._over = threading.Event()
+        self._answered_at = time.monotonic()  # when the store last did
         if nodes > 1:
-            threading.Thread(target=self._watch, daemon=True).start()
+            for target in (self._watch, self._guard):
+                threading.Thread(target=target, daemon=True).start()
 
     def stop(self) -> None:
         self._over.set()
@@ -44,6 +46,7 @@ class HostsWatch:
             store = self._connect()
             while not self._over.wait(BEAT_SECONDS):
                 beats += 1
+                self._answered_at = time.monotonic()
                 store.set(beat_key(self._node), str(beats))
                 for node in others:
                     if store.check([ended_key(node)]):  # it ends by itself, and says why
@@ -56,7 +59,13 @@ class HostsWatch:
                         self._lost(node, f"no word for {LOST_SECONDS:g} s")
         except RuntimeError:  # the store is on the first host
             if not self._over.is_set():
-                self._lost(0, "its torchrun does not answer")
+                self._lost(0, "its torchrun has ended")
+
+    def _guard(self) -> None:
+        """The store's host may fall silent: a question to the store then waits without end."""
+        while not self._over.wait(BEAT_SECONDS):
+            if time.monotonic() - self._answered_at > LOST_SECONDS:
+                self._lost(0, f"no word for {LOST_SECONDS:g} s")
 
 
 def beat_key(node: int) -> str:

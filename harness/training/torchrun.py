@@ -161,7 +161,7 @@ class _Rank:
         if place.nodes == 1:
             return machines[0]
         if place.rank == 0:
-            self._refusing(lambda: _check_hosts(self._hosts))
+            self._refusing(lambda: check_hosts(self._hosts))
         return self._refusing(lambda: together(machines, place.local_ranks), says=place.rank == 0)
 
     def _begin(self, whole: Machine) -> tuple[Path, Order]:
@@ -228,7 +228,7 @@ class _Rank:
                 if finished:
                     print(f"Trained: {self._run_dir}")
                 else:
-                    _say(f"stopped; {next_step(self._run_dir, self._again)}")
+                    _say(f"stopped; {self._next_alike()}")
             self._closing.close()
             wait_for_all()  # no host watches any more, and takes an end for a loss
             if not finished:
@@ -278,29 +278,44 @@ class _Rank:
         """End this host's ranks, after one sentence that names the lost host and the next command. Of the leader."""
         done = self._training.steps_done if self._training is not None else 0
         after = f" after step {done} of {self._file.config.steps}" if done else ""
-        _say(f"{self._hosts[node]['name']} was lost ({why}){after}; {self._next(node)}")
+        if node == self._place.node:  # its ranks run on without a store
+            _say(f"the ranks on {self._hosts[node]['name']} end{after}, because {why}; {self._next_alike()}")
+        else:
+            _say(f"{self._hosts[node]['name']} was lost ({why}){after}; {self._next(node)}")
         sys.stderr.flush()
         os._exit(1)
+
+    def _next_alike(self) -> str:
+        """What is saved, and the line that goes on with the same hosts."""
+        return next_step(self._run_dir, self._line(self._place, self._place.node))
 
     def _next(self, lost: int) -> str:
         """What is saved, and the line that goes on without a host, for this one."""
         left = [node for node in range(self._place.nodes) if node != lost]
-        machine = dataclasses.replace(
-            self._machine, nodes=len(left), ranks_per_node=self._place.local_ranks if len(left) > 1 else None
-        )
+        machine = dataclasses.replace(self._machine, nodes=len(left), ranks_per_node=self._place.local_ranks)
         changes = settings_that_fit(self._file.config, machine)
         if changes is None:
-            return next_step(self._run_dir, ["torchrun", "..."])
+            return self._next_alike()
         ranks = changes.get("world_size", self._place.ranks)
         nodes = machine.nodes_for(ranks) or 1
-        first = self._hosts[left[0]]
-        master = self._place.master if left[0] == 0 else first["address"] or first["name"]
-        words = [
-            *("torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(ranks // nodes)),
-            *("--node-rank", str(left.index(self._place.node)), "--master-addr", master),
-            *("--master-port", str(self._place.port), "-m", "harness", *self._again[1:]),
+        number, first = left.index(self._place.node), self._hosts[left[0]]
+        if number >= nodes:
+            return f"the run goes on without this host, by the command that {first['name']} prints"
+        place = dataclasses.replace(
+            self._place,
+            ranks=ranks,
+            local_ranks=ranks // nodes,
+            master=self._place.master if left[0] == 0 else first["address"] or first["name"],
+        )
+        return next_step(self._run_dir, self._line(place, number), changes)
+
+    def _line(self, place: Place, node: int) -> list[str]:
+        """The command line that starts the ranks of a host."""
+        return [
+            *("torchrun", "--nnodes", str(place.nodes), "--nproc-per-node", str(place.local_ranks)),
+            *("--node-rank", str(node), "--master-addr", place.master, "--master-port", str(place.port)),
+            *("-m", "harness", *self._again[1:]),
         ]
-        return next_step(self._run_dir, words, changes)
 
     def _refusing(self, check: Callable[[], _Found], *, says: bool = True) -> _Found:
         """The result of a check. A UsageError ends all ranks, and this one says it."""
@@ -332,7 +347,7 @@ class _Rank:
             ) from error
 
 
-def _check_hosts(hosts: Sequence[dict[str, Any]]) -> None:
+def check_hosts(hosts: Sequence[dict[str, Any]]) -> None:
     """Raises UsageError when hosts have other software, or another number of ranks."""
     from cluster.ray_cluster.introduction import mismatch
 
