@@ -239,15 +239,15 @@ class _Rank:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Before a rank ends with an error: a refusal is said by rank 0 alone, and an error that a lost host may have
-        caused waits until the watch has found one, or another host says that it ends by itself."""
+        """Before a rank ends with an error: a refusal is said once, and an error that a lost host may have caused waits
+        until the watch has found one, or another host says that it ends by itself."""
         from engine.tasks.task import Refused
 
         try:
             yield
         except Refused as error:
             self._over.set()
-            if self._place.rank == 0:
+            if self._is_first("refusals"):
                 _say(f"burst: this run cannot start: {error}")
             self._closing.close()
             time.sleep(_POLL_SECONDS)
@@ -259,6 +259,13 @@ class _Rank:
             self._put_end()
             self._await_word()
             raise
+
+    def _is_first(self, key: str) -> bool:
+        """Whether no other rank has asked this before."""
+        try:
+            return int(self._store.add(key, 1)) == 1
+        except RuntimeError:  # the store is gone: better said twice than never
+            return True
 
     def _put_end(self) -> None:
         """Tell the other hosts that this one ends by itself."""

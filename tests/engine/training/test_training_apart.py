@@ -88,6 +88,7 @@ def test_a_run_that_lost_one_hosts_directory_goes_on_bit_for_bit(whole, stopped,
     assert held(folder, lost)[0] == held(folder, 1 - lost)[0] == "step-00000006"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_damaged_on_one_host_is_taken_from_the_other(whole, stopped, place: Path) -> None:
     folder = copy(place, "damaged")
     [path] = Path(folder, "host0", "checkpoints", NEWEST).glob("__1_*.distcp")
@@ -153,7 +154,7 @@ def _made(path: Path) -> Path:
     ("texts", "words"),
     [
         (["a text " * 6000, None], ": data 'text.txt' is no file and no token store; give python_docs"),
-        (["a text " * 6000, "b text " * 6000], "(data of sha256: "),
+        *slow((["a text " * 6000, "b text " * 6000], "(data of sha256: ")),
     ],
 )
 def test_hosts_with_other_data_or_none_are_refused_on_every_rank(place: Path, tmp_path: Path, texts, words) -> None:
