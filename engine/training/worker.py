@@ -48,7 +48,9 @@ def set_up(attempt: Path, stop: StopRequest) -> TrainingRun:
         data = json.loads((attempt / ORDER_FILE).read_text(encoding="utf-8"))
         order = cast(Order, from_json(Order, data))
         method = cast(NativeMethod, importlib.import_module(order.method).METHOD)
-        return TrainingRun(order, method, prepare(order.config.settings, method), run_of(attempt), stop)
+        # torchrun starts ranks again with the same store, which still has the addresses of those that failed.
+        start = 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        return TrainingRun(order, method, prepare(order.config.settings, method, start), run_of(attempt), stop)
     except ValueError as error:
         raise Refused(str(error)) from error
 

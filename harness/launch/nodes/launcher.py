@@ -110,6 +110,8 @@ class ClusterLauncher:
             run = _Run(job, members, self._started, self._means.environments, on_progress)
             status, reason = run.execute(chosen, self._state)
             self._take_losses(run.lost)
+            if self._state.head.name in run.lost:
+                reason += "; the cluster ended with it, so first: burst cluster down --forget"
             return outcome(status, reason, hosts, run.lost)
         except TooFewHosts as error:
             return outcome("node_lost", str(error))
