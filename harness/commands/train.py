@@ -12,6 +12,7 @@ from pathlib import Path
 from harness.base.errors import UsageError
 from harness.base.interrupts import interruptible
 from harness.commands import add_cluster_arguments, command_line
+from harness.commands.run import leave_at_once
 from harness.launch.launcher import LAUNCHERS, default_launcher, make_launcher
 
 
@@ -83,9 +84,11 @@ class Train:
                     code = train(file.config, start, view, view.say)
                 except KeyboardInterrupt:
                     view.say(interruption(start))
-                    return 1
+                    code = 1
         if code == 0:
             print(f"Trained: {start.run_dir}")
+        if getattr(launcher, "stuck", False):
+            leave_at_once(code)
         return code
 
 
