@@ -139,9 +139,14 @@ def keep_newest(directory: Path, count: int) -> None:
     sweep(directory)
 
 
+def broken_path(path: Path) -> Path:
+    """The name of a checkpoint that cannot be used."""
+    return path.with_name(f"broken-{path.name}")
+
+
 def set_aside(path: Path) -> Path:
     """Rename a checkpoint that cannot be used, so that it is neither counted nor lost; returns its new path."""
-    broken = path.with_name(f"broken-{path.name}")
+    broken = broken_path(path)
     shutil.rmtree(broken, ignore_errors=True)
     return path.rename(broken)
 

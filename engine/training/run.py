@@ -6,8 +6,10 @@ SIGTERM or SIGINT lets the run finish its step and save; a second one ends the p
 from __future__ import annotations
 
 import signal
+import socket
 from pathlib import Path
 from types import FrameType
+from typing import cast
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -19,6 +21,7 @@ from engine.method import NativeMethod
 from engine.model import Decoder
 from engine.tasks.task import OnProgress
 from engine.tasks.train import Step, TrainTask
+from engine.training.agreement import agreed, check_same
 from engine.training.config import Order, learning_rate
 from engine.training.evaluate import Evaluator
 from engine.training.files import checkpoints_directory
@@ -39,7 +42,9 @@ class TrainingRun:
         config = order.config
         self.order, self.config, self.world = order, config, world
         self._stop = stop
-        store, training, held_out = training_data(config)
+        store, training, held_out = agreed(world, lambda: training_data(config))
+        facts = facts_of(order, store.header, held_out)
+        check_same(world, facts)
         sequences = ShuffledSequences(store, training, config.settings.seed)
         self.task = TrainTask(config.settings, method, world, sequences=sequences, recipe=config.optimizer)
         self.evaluator = (
@@ -50,22 +55,32 @@ class TrainingRun:
             world,
             self.task.model,
             self.task.optimizer,
-            facts=facts_of(order, store.header, held_out),
+            facts=facts,
             keep=config.save.keep,
         )
-        self.notes: list[str] = []  # sentences for the user about the start of the run
+        self.notes = self._about_storage()  # sentences for the user about the start of the run
         self.steps_done = 0
         if order.resume:
-            self.steps_done, self.notes = self.checkpoints.restore()
+            self.steps_done, skipped = self.checkpoints.restore()
+            self.notes += skipped
             check_steps(config, self.steps_done)
         elif config.init_from:
-            check_weights(config, store.header)
+            agreed(world, lambda: check_weights(config, store.header))
             start_from(self.task.model, Path(config.init_from))
         self.writer = (
             MetricsWriter(run, from_step=self.steps_done, tensorboard=config.metrics.tensorboard)
             if world.rank == 0
             else None
         )
+
+    def _about_storage(self) -> list[str]:
+        """Where checkpoints are, unless all ranks see one directory. Collective."""
+        storage = self.checkpoints.storage
+        hosts = cast(list[str], self.world.gather(socket.gethostname()))
+        if storage.shared:
+            return []
+        names = " and on ".join(hosts[rank] for rank in storage.keepers)
+        return [f"the hosts do not share the run directory: each checkpoint is gathered, whole on {names}"]
 
     def run(self, on_progress: OnProgress) -> bool:
         """Train until the last step; False when asked to stop before. Collective.

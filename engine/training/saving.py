@@ -30,8 +30,11 @@ from engine.memory.resources import software
 from engine.model import Decoder
 from engine.settings import ModelShape, from_json
 from engine.training.manifest import (
+    FileFacts,
     Manifest,
     aside_path,
+    broken_path,
+    checkpoint_path,
     checkpoints,
     damage,
     data_files,
@@ -40,10 +43,12 @@ from engine.training.manifest import (
     publish,
     read_manifest,
     set_aside,
+    step_of,
     sweep,
     write_manifest,
 )
 from engine.training.preflight import check_facts, no_checkpoint
+from engine.training.storage import Courier, find_storage
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -61,7 +66,10 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class Checkpoints:
-    """The checkpoints of one run, which all ranks save and restore together; their directory is seen by all hosts."""
+    """The checkpoints of one run, which all ranks save and restore together.
+
+    Where hosts have run directories of their own, the first KEEPERS of them keep each checkpoint whole.
+    """
 
     def __init__(
         self,
@@ -73,14 +81,19 @@ class Checkpoints:
         facts: dict[str, Any],
         keep: int,
     ) -> None:
-        """`facts` must be equal for a run to resume from a checkpoint; `keep` is how many checkpoints stay."""
+        """`facts` must be equal for a run to resume from a checkpoint; `keep` is how many checkpoints stay.
+
+        Collective.
+        """
         self._directory, self._world, self._facts, self._keep = directory, world, facts, keep
         self._model, self._optimizer = model, optimizer
+        self.storage = find_storage(directory, world)
+        self._courier = None if self.storage.shared else Courier(self.storage, world)
 
     def save(self, step: int) -> None:
         """Write the state after `step` steps; it counts only once it is whole. Collective."""
-        aside, first = aside_path(self._directory, step), self._world.rank == 0
-        if first:
+        aside = aside_path(self._directory, step)
+        if self.storage.leads:
             self._directory.mkdir(parents=True, exist_ok=True)
             sweep(self._directory)
             aside.mkdir()
@@ -89,15 +102,17 @@ class Checkpoints:
         try:
             dcp.save(state, storage_writer=_Writer(aside, sync_files=True))
         except dcp.CheckpointException as error:  # on all ranks, even if only one could not write
-            self._world.barrier()
-            if first:
-                sweep(self._directory)  # frees space on a full disk for the error report
-            self._world.barrier()
+            self._sweep()  # frees space on a full disk for the error report
             raise _failed(f"the state after step {step} cannot be saved", error) from error
         self._world.barrier()
-        mine = data_files(aside)[self._world.rank :: self._world.size]
-        parts = cast(list[dict[str, Any]], self._world.gather(file_facts(aside, mine)))
-        if first:
+        parts = self._gathered_facts(file_facts(aside, self.storage.share(data_files(aside))))
+        if self._courier is not None:
+            try:
+                self._courier.deliver(aside, aside, parts, self.storage.keepers)
+            except OSError as error:
+                self._sweep()
+                raise OSError(f"the state after step {step} cannot be gathered: {error}") from error
+        if self.storage.leads and self.storage.keeps:
             manifest = Manifest(
                 step=step,
                 facts=self._facts,
@@ -108,48 +123,93 @@ class Checkpoints:
             write_manifest(aside, manifest)
             publish(self._directory, step)
             keep_newest(self._directory, self._keep)
+        elif self.storage.leads:
+            sweep(self._directory)  # the keepers have what was written here
         self._world.barrier()
 
     def restore(self) -> tuple[int, list[str]]:
-        """Load the newest whole checkpoint. Collective.
+        """Load the newest whole checkpoint of all directories. Collective.
 
         Returns the steps done until then, and a sentence about each newer checkpoint that was skipped; those are
         renamed. Raises ValueError when none is left, or when it was made with other facts.
         """
         skipped: list[str] = []
-        for path in checkpoints(self._directory):
-            manifest, problem = self._inspect(path)
-            if manifest is None:
-                self._world.barrier()  # no rank still reads it
-                kept = set_aside(path) if self._world.rank == 0 else path
-                skipped.append(f"checkpoint {path.name} is skipped because {problem}; it is now {kept.name}")
-                self._world.barrier()
-                continue
-            check_facts(path, manifest.facts, self._facts)
-            self._load(path)
-            return manifest.step, skipped
-        found = "; ".join(skipped) if skipped else f"{self._directory.name}/ holds none"
-        raise no_checkpoint(found)
+        steps = [step_of(path) for path in checkpoints(self._directory)] if self.storage.leads else []
+        held = cast(list[list[int]], self._world.gather(steps))  # by leader
+        for step in sorted({step for steps in held for step in steps}, reverse=True):
+            path = checkpoint_path(self._directory, step)
+            for leader in (rank for rank, steps in enumerate(held) if step in steps):
+                found = self._inspect(path, leader)
+                if isinstance(found, str):
+                    kept = set_aside(path) if self._world.rank == leader else broken_path(path)
+                    skipped.append(f"checkpoint {path.name} is skipped because {found}; it is now {kept.name}")
+                    self._world.barrier()
+                    continue
+                manifest, parts = found
+                check_facts(path, manifest.facts, self._facts)
+                self._load(path, manifest, parts, leader)
+                return manifest.step, skipped
+        found_none = "; ".join(skipped) if skipped else f"{self._directory.name}/ holds none"
+        raise no_checkpoint(found_none)
 
-    def _inspect(self, path: Path) -> tuple[Manifest | None, str]:
-        """The manifest of a whole checkpoint, or None and the problem. Every rank reads some of the files."""
-        try:
-            manifest = read_manifest(path)
-        except ValueError as error:
-            return None, str(error)
-        names = sorted(manifest.files)[self._world.rank :: self._world.size]
-        found = cast(list[str], self._world.gather(damage(path, {name: manifest.files[name] for name in names})))
-        problem = next(filter(None, found), "")
-        return (None, problem) if problem else (manifest, "")
+    def _inspect(self, path: Path, leader: int) -> tuple[Manifest, list[dict[str, FileFacts]]] | str:
+        """The manifest of a whole checkpoint in `leader`'s directory, and which rank has read which of its files; or
+        its problem. Every rank that sees it reads some of the files."""
+        manifest, problem, mine = None, "", dict[str, FileFacts]()
+        if self.storage.leader == leader:
+            try:
+                manifest = read_manifest(path)
+                mine = {name: manifest.files[name] for name in self.storage.share(sorted(manifest.files))}
+                problem = damage(path, mine)
+            except ValueError as error:
+                problem = str(error)
+        problems = cast(list[str], self._world.gather(problem))  # when all have answered, no rank still reads it
+        manifests = cast(list[Manifest | None], self._world.gather(manifest if self._world.rank == leader else None))
+        if problem := next(filter(None, problems), ""):
+            return problem
+        manifest = manifests[leader]
+        assert manifest is not None, path
+        return manifest, self._gathered_facts(mine)
 
-    def _load(self, path: Path) -> None:
+    def _load(self, path: Path, manifest: Manifest, parts: list[dict[str, FileFacts]], leader: int) -> None:
+        """Load a checkpoint of `leader`'s directory, copied before to the directories that are apart from it."""
+        there = aside_path(self._directory, manifest.step)
+        if self._courier is not None:
+            self._sweep()
+            others = [rank for rank in sorted(set(self.storage.leaders)) if rank != leader]
+            try:
+                self._courier.deliver(path, there, parts, others)
+            except OSError as error:
+                self._sweep()
+                raise OSError(f"checkpoint {path.name} cannot be copied to all hosts: {error}") from error
+        source = path if self.storage.leader == leader else there
         parameters, optimizer = get_model_state_dict(self._model), self._optimizer_state()
         try:
-            dcp.load({"model": parameters, "optimizer": optimizer["state"]}, storage_reader=dcp.FileSystemReader(path))
+            dcp.load(
+                {"model": parameters, "optimizer": optimizer["state"]}, storage_reader=dcp.FileSystemReader(source)
+            )
         except dcp.CheckpointException as error:
             raise _failed(f"checkpoint {path.name} cannot be loaded", error) from error
         set_model_state_dict(self._model, parameters)
         set_optimizer_state_dict(self._model, self._optimizer, optimizer)
+        self._world.barrier()  # no rank still reads it
+        if source == there and self.storage.leads and self.storage.keeps:  # so that the next loss leaves one
+            write_manifest(there, manifest)
+            publish(self._directory, manifest.step)
+        elif source == there and self.storage.leads:
+            sweep(self._directory)
+        self._world.barrier()
+
+    def _gathered_facts(self, mine: dict[str, FileFacts]) -> list[dict[str, FileFacts]]:
+        """Files and their facts by the rank that has read them. Collective."""
+        return cast(list[dict[str, FileFacts]], self._world.gather(mine))
+
+    def _sweep(self) -> None:
+        """Remove what is half written in every directory. Collective."""
+        self._world.barrier()
+        if self.storage.leads:
+            sweep(self._directory)
+        self._world.barrier()
 
     def _optimizer_state(self) -> dict[str, Any]:
         """Moments by parameter name. The parameter groups hold settings, which are those of the run and not saved."""

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     stop = StopRequest()
     with exit_on_error(attempt, rank):
-        training = _set_up(attempt, stop)
+        training = set_up(attempt, stop)
         finished = training.run(progress_to(attempt) if rank == 0 else silent)
         if rank == 0:
             write_json(attempt / OUTCOME_FILE, {"step": training.steps_done, "finished": finished})
@@ -42,13 +42,15 @@ def main(arguments: list[str]) -> int:
     raise AssertionError("a rank does not outlive its run")
 
 
-def _set_up(attempt: Path, stop: StopRequest) -> TrainingRun:
+def set_up(attempt: Path, stop: StopRequest) -> TrainingRun:
     """The run, after all checks of its order. Raises Refused."""
     try:
         data = json.loads((attempt / ORDER_FILE).read_text(encoding="utf-8"))
         order = cast(Order, from_json(Order, data))
         method = cast(NativeMethod, importlib.import_module(order.method).METHOD)
-        return TrainingRun(order, method, prepare(order.config.settings, method), run_of(attempt), stop)
+        # torchrun starts ranks again with the same store, which still has the addresses of those that failed.
+        start = 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        return TrainingRun(order, method, prepare(order.config.settings, method, start), run_of(attempt), stop)
     except ValueError as error:
         raise Refused(str(error)) from error
 

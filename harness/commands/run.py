@@ -111,7 +111,7 @@ class Run:
             )
         _report(records)
         if getattr(launcher, "stuck", False):
-            _leave_at_once(code)
+            leave_at_once(code)
         return code
 
 
@@ -198,7 +198,7 @@ def _count(text: str) -> int:
     return number
 
 
-def _leave_at_once(code: int) -> NoReturn:
+def leave_at_once(code: int) -> NoReturn:
     """Exit without Python's exit handlers, in which a Ray without its head would wait for minutes."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from harness.base.errors import UsageError
 from harness.base.interrupts import interruptible
-from harness.commands import command_line
+from harness.commands import add_cluster_arguments, command_line
+from harness.commands.run import leave_at_once
 from harness.launch.launcher import LAUNCHERS, default_launcher, make_launcher
 
 
@@ -25,6 +27,14 @@ class Train:
             help="replace one value, such as save.every=100; may be repeated",
         )  # fmt: skip
         parser.add_argument("--launcher", choices=LAUNCHERS, help="default: ray where it is installed, else local")
+        add_cluster_arguments(
+            parser,
+            nodes_help="inventory or list of hosts: train on those of them that burst cluster up has started, "
+            "or, where no cluster is up, on one started for this run",
+        )
+        parser.add_argument(
+            "--torchrun", action="store_true", help="this process is one rank, which torchrun started on each host"
+        )
         parser.add_argument(
             "--out", type=Path, metavar="DIR", help="directory of the run (default: results/runs/<configuration>)"
         )
@@ -36,28 +46,60 @@ class Train:
         from harness.records.provenance import commit
         from harness.training.file import load_training
         from harness.training.progress import TrainingView
-        from harness.training.run import Start, interruption, train
+        from harness.training.run import Start, impossible, interruption, train
 
+        _check_options(arguments)
+        run_dir = arguments.out or Path("results", "runs", arguments.config.stem)
+        if arguments.torchrun:
+            from harness.training.torchrun import said_once, train_as_rank
+
+            with said_once():
+                file = load_training(arguments.config, arguments.overrides)
+                _check_packages(file.config.metrics.tensorboard)
+                return train_as_rank(file, run_dir, resume=arguments.resume, again=command_line(arguments))
         file = load_training(arguments.config, arguments.overrides)
         _check_packages(file.config.metrics.tensorboard)
-        with contextlib.closing(make_launcher(arguments.launcher or default_launcher())) as launcher:
+        view = TrainingView(stderr_console(), file.config.steps)
+        if arguments.nodes:
+            from harness.launch.nodes.cluster import cluster_launcher
+
+            resumed = run_dir if arguments.resume else None
+            machine, launcher = cluster_launcher(
+                arguments, view.say, lambda machine: impossible(file.config, machine, resumed)
+            )
+        else:
+            machine, launcher = discover(), make_launcher(arguments.launcher or default_launcher())
+        with contextlib.closing(launcher):
             start = Start(
-                machine=discover(),
+                machine=machine,
                 launcher=launcher,
-                run_dir=arguments.out or Path("results", "runs", arguments.config.stem),
+                run_dir=run_dir,
                 resume=arguments.resume,
                 commit=commit(),
                 again=command_line(arguments),
+                over_nodes=arguments.nodes is not None,
             )
-            with TrainingView(stderr_console(), file.config.steps) as view, _announced(view.say):
+            with view, _announced(view.say):
                 try:
                     code = train(file.config, start, view, view.say)
                 except KeyboardInterrupt:
                     view.say(interruption(start))
-                    return 1
+                    code = 1
         if code == 0:
             print(f"Trained: {start.run_dir}")
+        if getattr(launcher, "stuck", False):
+            leave_at_once(code)
         return code
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raises UsageError for options that contradict each other, and for torchrun's ranks that are not told so."""
+    if arguments.nodes and arguments.launcher == "local":
+        raise UsageError("--launcher local starts ranks on this machine alone; leave it out with --nodes")
+    if arguments.torchrun and (arguments.nodes or arguments.launcher):
+        raise UsageError("with --torchrun the ranks run already; leave --nodes and --launcher out")
+    if not arguments.torchrun and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UsageError("torchrun started this process, and burst train would start ranks of its own; add --torchrun")
 
 
 def _check_packages(tensorboard: bool) -> None:

@@ -6,7 +6,7 @@ One interface serves one machine without Ray (`local`), embedded Ray, and a Ray 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +22,44 @@ class Part:
     ranks: int  # the same number on every host of a job
     address: str  # of the host that rank 0 runs on
     port: int  # reserved there
+
+
+class Folder(Protocol):
+    """A directory on a host that does not see this machine's storage. Every method raises when the host is lost."""
+
+    host: str
+    path: str
+    first: bool  # rank 0 runs there
+
+    def files(self) -> dict[str, int]:
+        """Size in bytes of every file, by path relative to the folder."""
+        ...
+
+    def read(self, name: str) -> Iterator[bytes]:
+        """A file's content, piece by piece. Raises FileNotFoundError when it is gone."""
+        ...
+
+    def write(self, name: str, pieces: Iterable[bytes]) -> None:
+        """Make a file, with its folders."""
+        ...
+
+
+class Exchange(Protocol):
+    """What ranks read and write besides the job's directory, where their hosts do not see this machine's storage."""
+
+    root: Path  # holds the job's directory; a host of its own gets a folder that stands for it
+
+    def begin(self, folders: Sequence[Folder], *, all_apart: bool) -> None:
+        """Give the folders what the ranks read. `all_apart`: no host sees `root`."""
+        ...
+
+    def progressed(self, line: dict[str, object], folders: Sequence[Folder]) -> None:
+        """Called with each line of progress.jsonl. An exception ends the job."""
+        ...
+
+    def end(self, folders: Sequence[Folder]) -> None:
+        """Take what the ranks have left; the folders are then removed, unless this raises."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +78,8 @@ class Job:
     grace_seconds: float | None = None  # from SIGTERM to SIGKILL; None: the launcher's default
     emulate_nodes: int = 1  # logical nodes the ranks are split into
     part: Part | None = None  # None: all ranks, on one host
+    exchange: Exchange | None = None  # None: the files of `trial_dir` alone
+    again: str = "--resume --retry-failed"  # what repeats the job after a host was lost; empty: its caller says it
     share: str | None = None  # ranks that ended a job with an equal string, and are like its own, may run this one
 
     @property
@@ -59,6 +99,7 @@ class Outcome:
     wall_seconds: float
     hosts: list[str]
     turn: int = 0  # number of the job among those that its ranks ran, from 1; 0: it had ranks of its own
+    lost: tuple[str, ...] = ()  # hosts that were lost
 
 
 class Launcher(Protocol):

@@ -63,6 +63,7 @@ class Supervisor:
         self._cores = tuple(cores)
         self._cancel = threading.Event()
         self._stacks_wanted = False  # of the job that is cancelled
+        self._may_save = True  # likewise
         self._servers: dict[_ServerKey, ForkServer] = {}  # the one used last is last
         self._ranks: Ranks | None = None  # of the running job, or waiting for one like the last
 
@@ -83,7 +84,7 @@ class Supervisor:
         """Execute one job, or this host's part of one, to its end, and return what the supervisor saw of it."""
         started = time.monotonic()
         self._cancel.clear()
-        self._stacks_wanted = False
+        self._stacks_wanted, self._may_save = False, True
         kills_before = oom_kills()
         watched = Watched()
         (job.trial_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -107,9 +108,12 @@ class Supervisor:
         watched.oom_killed = oom_kills() > kills_before
         return watched
 
-    def cancel(self, stacks: bool = False) -> None:
-        """End the running job, if any; its outcome is then `interrupted`. `stacks`: leave its ranks' stacks before."""
-        self._stacks_wanted = stacks
+    def cancel(self, stacks: bool = False, may_save: bool = True) -> None:
+        """End the running job, if any; its outcome is then `interrupted`. `stacks`: leave its ranks' stacks before.
+
+        `may_save` false: ranks of other hosts are gone, so the job's grace would be waited for in vain.
+        """
+        self._stacks_wanted, self._may_save = stacks, may_save
         self._cancel.set()
 
     def close(self) -> None:
@@ -203,7 +207,7 @@ class Supervisor:
             if len(exits) < len(job.own_ranks):
                 ranks.server.terminate()
             while len(exits) < len(job.own_ranks):
-                failed = any(end.returncode for end in exits) or any(_error_files(job))
+                failed = not self._may_save or any(end.returncode for end in exits) or any(_error_files(job))
                 patience = self._patience.terminate if failed or job.grace_seconds is None else job.grace_seconds
                 if time.monotonic() >= since + patience:
                     break

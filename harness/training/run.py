@@ -6,12 +6,14 @@ import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 
 from engine.atomic import write_atomic
+from engine.data import PYTHON_DOCS
 from engine.measurement import write_json
 from engine.plain_json import read_json
 from engine.settings import Checkpoint, TrialSettings
@@ -29,7 +31,9 @@ from harness.metrics.hardware import hardware_for
 from harness.plan.matrix import unsupported_reason
 from harness.run.directory import next_attempt, opened_for_writing
 from harness.spec.methods import method_module
+from harness.training.gathering import Gathering
 from harness.training.planning import planned_for
+from harness.training.sizes import settings_that_fit
 
 OnProgress = Callable[[dict[str, object]], None]
 
@@ -44,6 +48,7 @@ class Start:
     resume: bool
     commit: str
     again: Sequence[str]  # the command line that started this
+    over_nodes: bool = False  # ranks run on hosts that `--nodes` names, with other working directories and storage
 
 
 def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Callable[[str], None]) -> int:
@@ -53,46 +58,39 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
     weights or checkpoints, or its directory cannot be used; also when the ranks refuse it.
     KeyboardInterrupt is re-raised once the ranks have ended.
     """
-    settings, forecast = planned_for(config.settings, start.machine, start.run_dir if start.resume else None)
-    config = replace(config, settings=settings)
-    if reason := unsupported_reason(config.settings, start.machine):
-        raise UsageError(f"this run cannot start: {reason}")
-    if forecast is not None:
-        say(f"checkpoint auto: {forecast.words}")
-    order = replace(order_of(config, start.machine, resume=start.resume), plan=forecast)
-    with _refusing():
+    order = planned_order(config, start.machine, start.run_dir, resume=start.resume)
+    if order.plan is not None:
+        say(f"checkpoint auto: {order.plan.words}")
+    if start.over_nodes:
+        order = replace(order, config=_with_absolute_paths(order.config))
+    config = order.config
+    with refusing():
         facts = check_start(order)
     with opened_for_writing(start.run_dir, resume=start.resume, marker=RUN_FILE) as (_, moved):
         if moved is not None:
             say(f"the earlier run in {start.run_dir} is now {moved}")
         if start.resume:
-            with _refusing():
+            with refusing():
                 check_resume(config, facts, start.run_dir)
         run_file = start.run_dir / RUN_FILE
         earlier = run_file.read_text(encoding="utf-8") if start.resume else None
-        write_json(
-            run_file,
-            {
-                "config": asdict(config),
-                "commit": start.commit,
-                "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            },
-        )
-        outcome, attempt = _attempt(order, start, on_progress)
+        describe_run(start.run_dir, config, start.commit)
+        outcome, attempt = _attempt(order, start, on_progress, say)
         if outcome.status == "failed" and port_was_taken(outcome.reason):
-            outcome, attempt = _attempt(order, start, on_progress)
+            outcome, attempt = _attempt(order, start, on_progress, say)
         if outcome.status == "refused" and earlier is not None:
             write_atomic(run_file, earlier)  # the run stays as it was
     if outcome.status == "refused":
         raise UsageError(f"this run cannot start: {outcome.reason}")
     if outcome.status != "ok":
-        step = _saved_step(start.run_dir)
-        say(f"training ended ({outcome.status}): {outcome.reason}; see {os.path.relpath(attempt)}")
-        say(f"the state after step {step} is saved, go on with: {_resuming(start)}" if step is not None
-            else "no checkpoint was written; start again")  # fmt: skip
+        left = replace(start.machine, nodes=start.machine.nodes - len(outcome.lost))
+        fewer = {} if not outcome.lost or left.nodes < 1 else (settings_that_fit(config, left) or {})
+        say(
+            f"training ended ({outcome.status}): {outcome.reason}; see {os.path.relpath(attempt)}; "
+            + next_step(start.run_dir, start.again, fewer)
+        )
         return 1
-    left = read_json(attempt / OUTCOME_FILE)
-    if not left["finished"]:
+    if not read_json(attempt / OUTCOME_FILE)["finished"]:
         say(interruption(start))
         return 1
     return 0
@@ -100,14 +98,76 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
 
 def interruption(start: Start) -> str:
     """The sentence for the user who stopped a run."""
-    step = _saved_step(start.run_dir)
+    return f"stopped; {next_step(start.run_dir, start.again)}"
+
+
+def next_step(run_dir: Path, again: Sequence[str], changes: Mapping[str, int] = MappingProxyType({})) -> str:
+    """The end of the sentence about a run that ended early: what is saved, and the command line, `again` with `changes`
+    of settings, that goes on from it."""
+    step = next((step_of(path) for path in checkpoints(checkpoints_directory(run_dir))), None)
     if step is None:
-        return "stopped before a checkpoint was written; start again"
-    return f"stopped; the state after step {step} is saved, go on with: {_resuming(start)}"
+        return "no checkpoint was written, start again"
+    return f"the state after step {step} is saved, go on with: {shlex.join(resuming(again, changes))}"
+
+
+def resuming(again: Sequence[str], changes: Mapping[str, int]) -> list[str]:
+    """A command line with --resume, and with other values of some settings."""
+    kept: list[str] = []
+    words = iter(word for word in again if word != "--resume")
+    for word in words:
+        given = [word, next(words, "")] if word == "--set" else [word]
+        if given[-1].removeprefix("--set=").partition("=")[0] not in changes:
+            kept += given
+    return [*kept, "--resume", *(word for key, value in changes.items() for word in ("--set", f"{key}={value}"))]
+
+
+def impossible(config: TrainingConfig, machine: Machine, run: Path | None) -> str | None:
+    """One sentence why a run cannot start on this machine, or None; `run` is the directory of one that is resumed."""
+    try:
+        settings, _ = planned_for(config.settings, machine, run)
+    except UsageError as error:
+        return str(error)
+    reason = unsupported_reason(settings, machine)
+    if reason is None:
+        return None
+    fitting = settings_that_fit(config, machine) if run is not None else None
+    values = " ".join(f"--set {name}={value}" for name, value in (fitting or {}).items())
+    return f"this run cannot start: {reason}" + (f"; here it goes on with {values}" if values else "")
+
+
+def planned_order(config: TrainingConfig, machine: Machine, run: Path, *, resume: bool) -> Order:
+    """The order for the ranks, with what the planner chose. Raises UsageError when the run is impossible here."""
+    if reason := impossible(config, machine, run if resume else None):
+        raise UsageError(reason)
+    settings, forecast = planned_for(config.settings, machine, run if resume else None)
+    return replace(order_of(replace(config, settings=settings), machine, resume=resume), plan=forecast)
+
+
+def describe_run(run_dir: Path, config: TrainingConfig, commit: str) -> None:
+    """Write training.json, which makes a directory that of a training run."""
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    write_json(run_dir / RUN_FILE, {"config": asdict(config), "commit": commit, "started_at": started})
+
+
+def new_attempt(run_dir: Path, order: Order) -> Path:
+    """The directory of one more start, with its order."""
+    number = next_attempt(attempt_directory(run_dir, 1).parent)
+    attempt = attempt_directory(run_dir, number).absolute()
+    attempt.mkdir(parents=True)
+    write_json(attempt / ORDER_FILE, asdict(order))
+    return attempt
+
+
+def _with_absolute_paths(config: TrainingConfig) -> TrainingConfig:
+    """For ranks with other working directories."""
+    data = config.settings.data
+    where = data if data == PYTHON_DOCS else str(Path(data).absolute())
+    weights = str(Path(config.init_from).absolute()) if config.init_from else ""
+    return replace(config, settings=replace(config.settings, data=where), init_from=weights)
 
 
 @contextlib.contextmanager
-def _refusing() -> Iterator[None]:
+def refusing() -> Iterator[None]:
     """A ValueError within the block refuses the run."""
     try:
         yield
@@ -115,12 +175,12 @@ def _refusing() -> Iterator[None]:
         raise UsageError(f"this run cannot start: {error}") from error
 
 
-def _attempt(order: Order, start: Start, on_progress: OnProgress) -> tuple[Outcome, Path]:
-    number = next_attempt(attempt_directory(start.run_dir, 1).parent)
-    attempt = attempt_directory(start.run_dir, number).absolute()
-    attempt.mkdir(parents=True)
-    write_json(attempt / ORDER_FILE, asdict(order))
-    return start.launcher.run(_job(order.config, attempt, start), on_progress), attempt
+def _attempt(order: Order, start: Start, on_progress: OnProgress, say: Callable[[str], None]) -> tuple[Outcome, Path]:
+    attempt = new_attempt(start.run_dir, order)
+    job = _job(order.config, attempt, start)
+    if start.over_nodes:
+        job = replace(job, exchange=Gathering(start.run_dir.absolute(), keep=order.config.save.keep, say=say))
+    return start.launcher.run(job, on_progress), attempt
 
 
 def order_of(config: TrainingConfig, machine: Machine, *, resume: bool) -> Order:
@@ -143,7 +203,7 @@ def _job(config: TrainingConfig, attempt: Path, start: Start) -> Job:
         settings,
         device=start.machine.device,
         cores=start.machine.cores,
-        host_ranks=settings.world_size,
+        host_ranks=settings.world_size // (start.machine.nodes_for(settings.world_size) or 1),
         user=os.environ,
     )
     return Job(
@@ -155,13 +215,5 @@ def _job(config: TrainingConfig, attempt: Path, start: Start) -> Job:
         deadline_seconds=float("inf"),
         grace_seconds=config.save.grace_seconds,
         emulate_nodes=settings.emulate_nodes,
+        again="",
     )
-
-
-def _saved_step(run_dir: Path) -> int | None:
-    """The step of the newest checkpoint."""
-    return next((step_of(path) for path in checkpoints(checkpoints_directory(run_dir))), None)
-
-
-def _resuming(start: Start) -> str:
-    return shlex.join([*(part for part in start.again if part != "--resume"), "--resume"])

@@ -133,7 +133,7 @@ def test_a_second_signal_ends_a_run_that_cannot_save(workplace: Path, store: str
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=AMPLE)  # less than saving may take
     assert process.returncode == 1
-    assert "stopped before a checkpoint was written; start again" in error
+    assert "stopped; no checkpoint was written, start again" in error
     assert not any(map(running, ranks))
 
 

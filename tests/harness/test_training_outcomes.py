@@ -94,13 +94,12 @@ def test_ranks_that_were_asked_to_stop_leave_a_run_to_go_on_with(tmp_path: Path)
 
 
 def test_a_failure_names_its_reason_where_to_look_and_what_is_saved(tmp_path: Path) -> None:
-    code, said = ended(tmp_path / "run", ScriptedLauncher(("oom", "rank 1: out of memory", None), saved=7))
+    code, [said] = ended(tmp_path / "run", ScriptedLauncher(("oom", "rank 1: out of memory", None), saved=7))
     assert code == 1
-    assert said[0].startswith("training ended (oom): rank 1: out of memory; see ")
-    assert said[0].endswith("run/attempts/1")
-    assert said[1].startswith("the state after step 7 is saved, go on with: ")
-    code, said = ended(tmp_path / "other", ScriptedLauncher(("failed", "rank 0: broke", None)))
-    assert (code, said[1]) == (1, "no checkpoint was written; start again")
+    assert said.startswith("training ended (oom): rank 1: out of memory; see ")
+    assert "run/attempts/1; the state after step 7 is saved, go on with: burst train 'a b.yaml' --resume" in said
+    code, [said] = ended(tmp_path / "other", ScriptedLauncher(("failed", "rank 0: broke", None)))
+    assert (code, said.endswith("; no checkpoint was written, start again")) == (1, True)
 
 
 def test_what_the_ranks_refuse_is_the_users_to_mend(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class NodeActor:
             if answers(address, port):
                 reached_at = time.monotonic()
             elif time.monotonic() - reached_at > CUT_OFF_SECONDS and not over.is_set():
-                self._supervisor.cancel()
+                self._supervisor.cancel(may_save=False)
                 return
 
     def progress(self, seen: int) -> list[dict[str, object]]:
@@ -91,8 +91,32 @@ class NodeActor:
         shutil.rmtree(trial_dir, ignore_errors=True)
         return found
 
-    def cancel(self, stacks: bool = False) -> None:
-        self._supervisor.cancel(stacks)
+    def files(self, folder: str) -> dict[str, int]:
+        """Size of every file below a folder, by relative path; none where there is no folder."""
+        paths = [path for path in Path(folder).rglob("*") if path.is_file() and not path.is_symlink()]
+        return {str(path.relative_to(folder)): path.stat().st_size for path in paths}
+
+    def read(self, path: str, first: int, length: int) -> bytes | None:
+        """A piece of a file; None where there is no such file."""
+        try:
+            with open(path, "rb") as file:
+                file.seek(first)
+                return file.read(length)
+        except FileNotFoundError:
+            return None
+
+    def write(self, path: str, first: int, content: bytes) -> None:
+        """A piece of a file, which the first piece makes anew."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "r+b" if first else "wb") as file:
+            file.seek(first)
+            file.write(content)
+
+    def remove(self, folder: str) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def cancel(self, stacks: bool = False, may_save: bool = True) -> None:
+        self._supervisor.cancel(stacks, may_save)
 
     def close(self) -> None:
         self.release()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from cluster.inventory.nodes import Node
 from cluster.ray_cluster.quarantine import Quarantine
@@ -22,6 +23,7 @@ from cluster.transport.runner import Unreachable
 from engine.measurement import write_json
 from harness.launch.launcher import Job, Launcher, Outcome
 from harness.launch.nodes.actor import receive_files
+from harness.launch.nodes.folder import HostFolder
 from harness.launch.nodes.hosts import HostEnvironments, HostPool, TooFewHosts
 from harness.launch.nodes.team import HostLost, Member, Team
 from harness.launch.nodes.watch import JobWatch, lost_sentence, merged, split
@@ -91,8 +93,11 @@ class ClusterLauncher:
         """Run a job on hosts of the pool, which are those of `machine`."""
         started = time.monotonic()
 
-        def outcome(status: Status, reason: str, hosts: Sequence[str] = ()) -> Outcome:
-            return Outcome(status=status, reason=reason, wall_seconds=time.monotonic() - started, hosts=list(hosts))
+        def outcome(
+            status: Status, reason: str, hosts: Sequence[str] = (), lost: Mapping[str, str] = MappingProxyType({})
+        ) -> Outcome:
+            seconds = time.monotonic() - started
+            return Outcome(status=status, reason=reason, wall_seconds=seconds, hosts=list(hosts), lost=tuple(lost))
 
         hosts: list[str] = []
         try:
@@ -105,15 +110,19 @@ class ClusterLauncher:
             run = _Run(job, members, self._started, self._means.environments, on_progress)
             status, reason = run.execute(chosen, self._state)
             self._take_losses(run.lost)
-            return outcome(status, reason, hosts)
+            if self._state.head.name in run.lost:
+                reason += "; the cluster ended with it, so first: burst cluster down --forget"
+            return outcome(status, reason, hosts, run.lost)
         except TooFewHosts as error:
             return outcome("node_lost", str(error))
         except HostLost as error:
             self._take_losses({error.host: error.why})
-            return outcome("node_lost", lost_sentence({error.host: error.why}, {}, []), hosts)
+            lost = {error.host: error.why}
+            return outcome("node_lost", lost_sentence(lost, {}, [], job.again), hosts, lost)
         except ClusterLost as error:
             self._broken = str(error)
-            return outcome("node_lost", f"{error}; burst cluster down, then up, and --resume --retry-failed", hosts)
+            again = f", and {job.again}" if job.again else ""
+            return outcome("node_lost", f"{error}; burst cluster down, then up{again}", hosts)
 
     def close(self) -> None:
         """End the ranks on all hosts and leave the cluster, which stays up. Idempotent."""
@@ -184,6 +193,7 @@ class _Run:
         self._on_progress = on_progress
         self.lost: dict[str, str] = {}  # hosts that were lost, and why
         self._own: dict[str, str] = {}  # trial directory on hosts that do not share this one's storage
+        self._folders: list[HostFolder] = []  # of the job's exchange, on those hosts
 
     def execute(self, nodes: Sequence[Node], state: ClusterState) -> tuple[Status, str]:
         """Run the job to its end; returns status and reason. Raises HostLost when a host was lost before it began."""
@@ -194,7 +204,7 @@ class _Run:
             parts = split(self._job, hosts=len(nodes), address=self._started[first.name].address, port=port)
             placed = [self._placed(part, node) for part, node in zip(parts, nodes, strict=True)]
             head = (state.head.name, state.head.address, state.head_port)
-            watch = JobWatch(list(zip(self._members, placed, strict=True)), head, self._on_progress)
+            watch = JobWatch(list(zip(self._members, placed, strict=True)), head, self._progressed)
             try:
                 watch.run()
             finally:  # also at Ctrl-C, which goes on when the ranks have ended
@@ -206,12 +216,12 @@ class _Run:
                     first.call("release")
         if watch.lost:
             others = [member.name for member in self._members if member.name not in watch.lost]
-            return "node_lost", lost_sentence(watch.lost, watch.last_progress, others)
+            return "node_lost", lost_sentence(watch.lost, watch.last_progress, others, self._job.again)
         return judge(self._job, merged(watch.seen))
 
     def _stage(self) -> None:
         """Give hosts that do not see the trial's directory one of their own."""
-        trial_dir = self._job.trial_dir
+        trial_dir, exchange = self._job.trial_dir, self._job.exchange
         (trial_dir / "logs").mkdir(parents=True, exist_ok=True)
         probe = trial_dir / _PROBE_FILE
         content = secrets.token_hex(8)
@@ -220,11 +230,23 @@ class _Run:
             for member in self._members:
                 if not member.call("sees", str(probe.absolute()), content):
                     own = f"{self._started[member.name].directory}/trials/{self._job.trial_id}"
+                    if exchange is not None:
+                        self._folders.append(HostFolder(member, own, first=member is self._members[0]))
+                        member.call("remove", own)
+                        own = f"{own}/{trial_dir.relative_to(exchange.root)}"
                     files = {path.name: path.read_bytes() for path in trial_dir.glob("*.json")}
                     member.call("stage", own, files)
                     self._own[member.name] = own
         finally:
             probe.unlink()
+        if exchange is not None and self._folders:
+            exchange.begin(self._folders, all_apart=len(self._folders) == len(self._members))
+
+    def _progressed(self, line: dict[str, object]) -> None:
+        if self._job.exchange is not None and self._folders:
+            self._job.exchange.progressed(line, self._folders)
+        if self._on_progress is not None:
+            self._on_progress(line)
 
     def _placed(self, part: Job, node: Node) -> Job:
         """The part as this host runs it: its paths, its interpreter, its environment."""
@@ -248,6 +270,7 @@ class _Run:
         )
         return replace(
             part,
+            exchange=None,
             trial_dir=Path(there),
             command=[names.get(word, word) for word in part.command],
             environment=environment,
@@ -259,3 +282,9 @@ class _Run:
             if member.name in self._own and member.name not in self.lost:
                 with contextlib.suppress(HostLost):
                     receive_files(self._job.trial_dir, member.call("fetch", self._own[member.name]))
+        left = [folder for folder in self._folders if folder.host not in self.lost]
+        if self._job.exchange is not None and self._folders:
+            self._job.exchange.end(left)
+        for folder in left:
+            with contextlib.suppress(HostLost):
+                folder.remove()

@@ -17,7 +17,7 @@ from harness.launch.nodes.actor import NodeActor
 PLACEMENT_SECONDS = 60.0
 CALL_SECONDS = 60.0  # a host that does not answer a short question for so long is lost
 ENDING_SECONDS = 30.0
-_CONCURRENCY = 6  # watch, and beside it progress, cancel, fetch, release, close
+_CONCURRENCY = 7  # watch, and beside it progress, cancel, fetch, files, release, close
 
 
 class HostLost(Exception):

@@ -62,15 +62,16 @@ class JobWatch:
                 if trouble_at is None and self._trouble():
                     trouble_at = now
                 if trouble_at is not None and not cancelled and (self.lost or now - trouble_at > FAILURE_SECONDS):
-                    self._cancel()
+                    self._cancel(may_save=False)
                     cancelled, give_up = True, now + ENDING_SECONDS
                 if now > give_up:
                     self._lose_silent("it did not answer long after the end of the trial")
         except HostLost:
             raise
         except BaseException:  # Ctrl-C, or on_progress raised: the ranks end first
-            self._cancel()
-            self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=ENDING_SECONDS)
+            self._cancel(may_save=True)
+            grace = max(job.grace_seconds or 0.0 for _, job in self._parts)
+            self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=grace + ENDING_SECONDS)
             raise
 
     def _collect(self) -> None:
@@ -102,7 +103,7 @@ class JobWatch:
         if self._probes_failed >= HEAD_PROBES:
             # Calls to supervisors need no head, so the other hosts' ranks are ended; no message of a loss would arrive.
             self.lost[self._head_name] = "the cluster's head does not answer"
-            self._cancel()
+            self._cancel(may_save=False)
             others = [part for part, (member, _) in self._pending.items() if member.name != self._head_name]
             if others:
                 self._ray.wait(others, num_returns=len(others), timeout=HEADLESS_SECONDS)
@@ -112,10 +113,10 @@ class JobWatch:
         shares = {member.name: len(job.own_ranks) for member, job in self._parts}
         return bool(self.lost) or any(troubled(seen, shares[host]) for host, seen in self.seen.items())
 
-    def _cancel(self) -> None:
+    def _cancel(self, *, may_save: bool) -> None:
         late = any(seen.passed is not None for seen in self.seen.values())  # then it helps where the others are
         for member, _ in self._pending.values():
-            member.actor.cancel.remote(late)
+            member.actor.cancel.remote(late, may_save)
 
     def _lose_silent(self, why: str) -> None:
         for member, _ in self._pending.values():
@@ -163,8 +164,13 @@ def merged(seen: Mapping[str, Watched]) -> Watched:
     return whole
 
 
-def lost_sentence(lost: Mapping[str, str], progress: Mapping[str, object], others: Sequence[str]) -> str:
-    """Why a job ended whose hosts `lost` are gone."""
+def lost_sentence(
+    lost: Mapping[str, str],
+    progress: Mapping[str, object],
+    others: Sequence[str],
+    again: str = "--resume --retry-failed",
+) -> str:
+    """Why a job ended whose hosts `lost` are gone, and the options `again` that repeat it; empty: without these."""
     gone = "; ".join(f"{host} was lost ({why})" for host, why in lost.items())
     ended = f", the ranks on {', '.join(others)} were ended" if others else ""
-    return f"{gone}{after_step(progress)}{ended}; --resume --retry-failed runs it on other hosts"
+    return f"{gone}{after_step(progress)}{ended}" + (f"; {again} runs it on other hosts" if again else "")

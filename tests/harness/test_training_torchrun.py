@@ -1,0 +1,128 @@
+"""`burst train --torchrun` in real processes: two hosts' worth of ranks on this machine, with a run directory each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.training.manifest import checkpoints, damage, read_manifest
+from harness.base.errors import UsageError
+from harness.launch.ports import reserve_port
+from harness.training.torchrun import check_hosts
+from tests.harness.test_train_command import CONFIG, PROJECT, burst
+from tests.patience import AMPLE
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("torchrun")
+    text = CONFIG.replace("data: store", "data: text.txt").replace("steps: 100000", "steps: 5")
+    (folder / "train.yaml").write_text(text + "save: {every: 2}\n")
+    (folder / "text.txt").write_text("a line of text to learn from\n" * 1000)
+    return folder
+
+
+def torchrun(workplace: Path, *arguments: str, nodes: int = 2) -> tuple[list[int], list[str]]:
+    """Exit code and output of torchrun on each host, one rank each; `{node}` in an argument is the host's number."""
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "BURST_CACHE": str(workplace / "cache")}
+    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with reserve_port() as port:
+        programs = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", "1"),
+                    *("--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)),
+                    *("-m", "harness", "train", "train.yaml", "--torchrun"),
+                    *(argument.format(node=node) for argument in arguments),
+                ],
+                cwd=workplace, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )
+            for node in range(nodes)
+        ]  # fmt: skip
+        said = [program.communicate(timeout=AMPLE)[0] for program in programs]
+    return [program.returncode for program in programs], said
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["kind"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def trained(workplace: Path) -> tuple[list[int], list[str]]:
+    return torchrun(workplace, "--out", "run{node}")
+
+
+def test_hosts_with_a_directory_each_train_as_one_machine_does_and_both_keep_the_checkpoint(
+    workplace: Path, trained: tuple[list[int], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes, (first, second) = trained
+    assert codes == [0, 0], first + second
+    assert first.count("Trained: run0\n") == 1
+    assert "the hosts do not share the run directory: each checkpoint is gathered, whole on " in first
+    assert "Trained" not in second
+    for run in ("run0", "run1"):
+        found = checkpoints(workplace / run / "checkpoints")
+        assert [path.name for path in found] == ["step-00000005", "step-00000004"]
+        assert not any(damage(path, read_manifest(path).files) for path in found)
+        assert json.loads((workplace / run / "training.json").read_text())["config"]["steps"] == 5
+    os.environ["OMP_NUM_THREADS"] = "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    code, said = burst(workplace, "train", "train.yaml", "--launcher", "local", "--out", "alone")
+    assert code == 0, said
+    assert losses(workplace / "run0") == losses(workplace / "alone")
+
+
+@pytest.mark.slow
+def test_a_run_of_torchrun_goes_on_on_fewer_ranks_and_refuses_its_own_sizes_there(workplace: Path, trained) -> None:
+    [code], [said] = torchrun(workplace, "--out", "run1", "--resume", "--set", "steps=7", nodes=1)
+    assert code == 1
+    assert (
+        "train.yaml has world_size 2, but torchrun started 1 ranks; start as many, or give --set world_size=1" in said
+    )
+    sizes = ["--set", "world_size=1", "--set", "cp_size=1"]
+    [code], [said] = torchrun(workplace, "--out", "run1", "--resume", "--set", "steps=7", *sizes, nodes=1)
+    assert (code, "Trained: run1\n" in said) == (0, True), said
+    assert checkpoints(workplace / "run1" / "checkpoints")[0].name == "step-00000007"
+
+
+@pytest.mark.slow
+def test_a_refusal_of_one_host_is_said_once_and_ends_both(workplace: Path, trained) -> None:
+    for words, arguments in {
+        "evaluate.sequences is 99999": ["--set", "evaluate.every=1", "--set", "evaluate.sequences=99999"],
+        "there is no checkpoint to resume from": ["--resume"],
+    }.items():
+        codes, said = torchrun(workplace, "--out", "new{node}", *arguments)
+        assert codes == [1, 1], said
+        assert sum(text.count(f"burst: this run cannot start: {words}") for text in said) == 1, said
+
+
+def test_options_that_contradict_torchrun_are_refused_in_one_sentence(workplace: Path) -> None:
+    for arguments, words in {
+        ("--torchrun",): "--torchrun: RANK is not set, as torchrun sets it for the ranks it starts; start torchrun",
+        (
+            "--torchrun",
+            "--launcher",
+            "local",
+        ): "with --torchrun the ranks run already; leave --nodes and --launcher out",
+        ("--nodes", "hosts", "--launcher", "local"): "--launcher local starts ranks on this machine alone",
+    }.items():
+        code, said = burst(workplace, "train", "train.yaml", *arguments)
+        assert (code, words in said, said.count("\n")) == (2, True, 1), said
+
+
+def test_hosts_with_other_software_or_other_numbers_of_ranks_are_named() -> None:
+    hosts = [
+        {"name": f"lab{number}", "ranks": ranks, "versions": {"torch": torch, "code": "abc"}}
+        for number, torch, ranks in ((1, "2.13.0", 2), (2, "2.13.0", 2), (3, "2.12.0", 2), (4, "2.13.0", 4))
+    ]
+    check_hosts(hosts[:2])
+    with pytest.raises(UsageError, match=r"torch is 2\.13\.0 on 2 of 3 nodes but 2\.12\.0 on lab3; install the same"):
+        check_hosts(hosts[:3])
+    with pytest.raises(UsageError, match=r"ranks are 2 on lab1, 4 on lab4; give every host the same --nproc-per-node"):
+        check_hosts([hosts[0], hosts[3]])
