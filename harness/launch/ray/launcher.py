@@ -161,8 +161,8 @@ class RayLauncher:
         )
 
     def _ready_actor(self) -> ActorHandle:
-        if self._actor is not None and not answers(*self._head):
-            self.close()
+        if self._actor is not None and not (answers(*self._head) and self._answers(self._actor)):
+            self.close()  # it was lost while it was idle, which is no job's fault
         if self._actor is None:
             ray = self._ray
             self._start_ray()
@@ -184,6 +184,16 @@ class RayLauncher:
                 .remote(self._environment)
             )
         return self._actor
+
+    def _answers(self, actor: ActorHandle) -> bool:
+        """Whether the supervisor is there. One that is slow counts as there: a job then finds out."""
+        try:
+            self._ray.get(actor.progress.remote(0), timeout=ENDING_SECONDS)
+        except self._ray.exceptions.GetTimeoutError:
+            return True
+        except self._ray.exceptions.RayError:
+            return False
+        return True
 
     def _start_ray(self) -> None:
         if self._ray.is_initialized():
