@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -74,12 +75,7 @@ class Command:
 
     def processes(self) -> list[int]:
         """All processes that run, or are stopped, and carry the mark."""
-        found = []
-        for environ in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it ended meanwhile
-                if f"{MARK}={self.mark}".encode() in environ.read_bytes().split(b"\0"):  # of a zombie it is empty
-                    found.append(int(environ.parent.name))
-        return found
+        return with_variable(MARK, self.mark)
 
     def wait_until_gone(self) -> None:
         with contextlib.suppress(AssertionError):  # which would not say what is left
@@ -123,7 +119,8 @@ class Command:
 
 def variables(hold: Path) -> dict[str, str]:
     """What puts the hook into a program, and into those that it starts."""
-    return {"BURST_TEST_HOLD": str(hold), "PYTHONPATH": f"{HOOK}{os.pathsep}{PROJECT}"}
+    # Without git no record names a commit: one that is made, or a file that is edited, while tests run would not mix.
+    return {"BURST_TEST_HOLD": str(hold), "PYTHONPATH": f"{HOOK}{os.pathsep}{PROJECT}", "GIT_DIR": os.devnull}
 
 
 @contextlib.contextmanager
@@ -143,6 +140,32 @@ def burst(folder: Path, *arguments: str) -> tuple[int, str]:
         code = command.end()
         command.wait_until_gone()
         return code, command.said()
+
+
+def next_command(folder: Path, run_dir: Path) -> list[str]:
+    """The command that `burst status` tells to go on with; empty for none."""
+    code, said = burst(folder, "status", str(run_dir))
+    lines = [line for line in said.splitlines() if ": burst " in line]
+    assert len(lines) <= 1, said
+    assert code == 0 or (code == 2 and "cannot be used" in said), said
+    return shlex.split(lines[0].partition(": ")[2]) if lines else []
+
+
+def failures(folder: Path, run_dir: Path) -> list[dict[str, str]]:
+    """What `burst verify` finds wrong, except that records name no commit here."""
+    _, said = burst(folder, "verify", str(run_dir), "--json")
+    [verdict] = json.loads(said)["runs"]
+    return [failure for failure in verdict["failures"] if failure["check"] != "commit"]
+
+
+def with_variable(name: str, value: str) -> list[int]:
+    """All processes that run, or are stopped, and were started with this variable in their environment."""
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if f"{name}={value}".encode() in environ.read_bytes().split(b"\0"):  # of a zombie it is empty
+                found.append(int(environ.parent.name))
+    return found
 
 
 def records(run_dir: Path) -> Mapping[str, bytes]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
-import shlex
 import signal
 import statistics
 from collections.abc import Collection
@@ -17,9 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import main
 from tests.faults import inject, matrix
-from tests.faults.command import EXPERIMENT, burst, outcomes, records, started, status_of
+from tests.faults.command import EXPERIMENT, burst, failures, next_command, outcomes, records, started, status_of
 from tests.faults.matrix import FAULTS, NETWORK, POINTS, QUICK, TRIALS, Fault
 from tests.patience import scaled
 
@@ -49,7 +47,7 @@ def test_the_matrix_has_an_end_or_a_reason_for_every_pair():
 
 @pytest.mark.parametrize(("fault", "point", "ends"), pairs())
 def test_after_a_fault_what_is_finished_stays_and_the_next_command_goes_on(
-    fault: Fault, point: str, ends: str, tmp_path, monkeypatch, capsys
+    fault: Fault, point: str, ends: str, tmp_path, monkeypatch
 ):
     if reason := inject.unavailable(fault):
         pytest.skip(reason)
@@ -83,16 +81,16 @@ def test_after_a_fault_what_is_finished_stays_and_the_next_command_goes_on(
         changed = [trial for trial, record in finished.items() if left.get(trial) != record]
         assert [status_of(left[trial]) for trial in changed] == (["torn"] if fault is matrix.TORN else [])
         kept = {trial: record for trial, record in left.items() if status_of(record) == "ok"}
-        assert_no_number_is_wrong(kept.keys(), capsys)
+        assert_no_number_is_wrong(tmp_path, kept.keys())
 
-        if command_line := next_command(capsys):
+        if command_line := next_command(tmp_path, RUN):
             code, said = burst(tmp_path, *command_line[1:])
             assert code == 0, said
         complete = records(RUN)
         assert outcomes(complete) == "ok ok ok ok", said
         assert [trial for trial, record in kept.items() if complete[trial] != record] == []
-        assert failures(capsys) == []
-        assert next_command(capsys) == []
+        assert failures(tmp_path, RUN) == []
+        assert next_command(tmp_path, RUN) == []
 
 
 def expected_code(fault: Fault, ends: str) -> int:
@@ -104,9 +102,9 @@ def expected_code(fault: Fault, ends: str) -> int:
     return 0 if set(ends.split()) <= {"ok", "torn"} else 1
 
 
-def assert_no_number_is_wrong(ok: Collection[str], capsys) -> None:
+def assert_no_number_is_wrong(folder: Path, ok: Collection[str]) -> None:
     """Every record that says ok verifies, and results.csv, if there is one, has whole rows with its figures."""
-    assert [failure for failure in failures(capsys) if failure["place"] in ok] == []
+    assert [failure for failure in failures(folder, RUN) if failure["place"] in ok] == []
     if not (RUN / "results.csv").exists():
         return
     with open(RUN / "results.csv", newline="") as file:
@@ -116,24 +114,3 @@ def assert_no_number_is_wrong(ok: Collection[str], capsys) -> None:
         if row["trial_id"] in ok:
             steps = json.loads((RUN / "trials" / row["trial_id"] / "record.json").read_text())["measurement"]
             assert float(row["step_seconds_median"]) == statistics.median(steps["step_seconds"])
-
-
-def failures(capsys) -> list[dict]:
-    """What `burst verify` finds wrong, except that the code under test may not be that of a commit."""
-    capsys.readouterr()
-    main(["verify", str(RUN), "--json"])
-    [verdict] = json.loads(capsys.readouterr().out)["runs"]
-    return [failure for failure in verdict["failures"] if failure["check"] != "commit"]
-
-
-def next_command(capsys) -> list[str]:
-    """The command that `burst status` tells to go on with; empty for none."""
-    capsys.readouterr()
-    code = main(["status", str(RUN)])
-    said = capsys.readouterr()
-    lines = [line for line in said.out.splitlines() if ": burst " in line]
-    assert len(lines) <= 1, said.out
-    if code:
-        assert code == 2, said
-        assert "cannot be used" in said.err
-    return shlex.split(lines[0].partition(": ")[2]) if lines else []
