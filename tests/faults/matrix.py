@@ -24,6 +24,7 @@ class Point:
     program: str = _LAUNCHER
     rank: str = ""
     count: int = 1
+    after: str = ""  # what is renamed before
     length: int = TRIALS[2]  # of the trial
 
     def hold_in(self, folder: Path) -> None:
@@ -31,6 +32,7 @@ class Point:
         asked = {
             "event": self.event,
             "names": self.names.format(trial=f"-s{self.length}-[^/]*"),
+            "after": self.after,
             "count": self.count,
             "program": self.program,
             "rank": self.rank,
@@ -55,7 +57,13 @@ POINTS = {
         Point(name="warm-up", event="write", names="{trial}/progress.jsonl", program=_FORK_SERVER, rank="0", count=2),
         Point(name="measuring", event="write", names="{trial}/progress.jsonl", program=_FORK_SERVER, rank="0", count=4),
         Point(name="record", event="write", names=r"{trial}/\.record\.json\.\d+\.part"),
-        Point(name="results", event="write", names=r"/\.results\.csv\.\d+\.part"),
+        # It is also written while trials run, every 30 s.
+        Point(
+            name="results",
+            event="write",
+            names=r"/\.results\.csv\.\d+\.part",
+            after=f"-s{TRIALS[-1]}-[^/]*/record.json",
+        ),
         Point(name="report", event="write", names=r"/\.report\.html\.\d+\.part"),
     )
 }
@@ -194,6 +202,6 @@ QUICK = {
     (FORK_SERVER.name, "join"),
     (LAUNCHER.name, "record"),
     (DISK.name, "results"),
-    (PERMISSIONS.name, "warm-up"),
+    (PERMISSIONS.name, "report"),
     (TORN.name, "report"),
 }

@@ -81,16 +81,16 @@ def test_after_a_fault_what_is_finished_stays_and_the_next_command_goes_on(
         changed = [trial for trial, record in finished.items() if left.get(trial) != record]
         assert [status_of(left[trial]) for trial in changed] == (["torn"] if fault is matrix.TORN else [])
         kept = {trial: record for trial, record in left.items() if status_of(record) == "ok"}
-        assert_no_number_is_wrong(tmp_path, kept.keys())
+        assert_no_number_is_wrong(kept.keys())
 
-        if command_line := next_command(tmp_path, RUN):
+        if command_line := next_command(RUN):
             code, said = burst(tmp_path, *command_line[1:])
             assert code == 0, said
         complete = records(RUN)
         assert outcomes(complete) == "ok ok ok ok", said
         assert [trial for trial, record in kept.items() if complete[trial] != record] == []
-        assert failures(tmp_path, RUN) == []
-        assert next_command(tmp_path, RUN) == []
+        assert failures(RUN) == []
+        assert next_command(RUN) == []
 
 
 def expected_code(fault: Fault, ends: str) -> int:
@@ -102,9 +102,9 @@ def expected_code(fault: Fault, ends: str) -> int:
     return 0 if set(ends.split()) <= {"ok", "torn"} else 1
 
 
-def assert_no_number_is_wrong(folder: Path, ok: Collection[str]) -> None:
+def assert_no_number_is_wrong(ok: Collection[str]) -> None:
     """Every record that says ok verifies, and results.csv, if there is one, has whole rows with its figures."""
-    assert [failure for failure in failures(folder, RUN) if failure["place"] in ok] == []
+    assert [failure for failure in failures(RUN) if failure["place"] in ok] == []
     if not (RUN / "results.csv").exists():
         return
     with open(RUN / "results.csv", newline="") as file:

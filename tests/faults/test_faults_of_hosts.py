@@ -83,7 +83,7 @@ def test_after_a_hosts_network_is_dropped_what_is_finished_stays_and_the_next_co
         wait_until(lambda: not elsewhere(), "something runs on that is not on the host that is cut off", GONE_SECONDS)
 
         site.lab.mend(second)
-        if command := next_command(tmp_path, run_dir):
+        if command := next_command(run_dir):
             kept = {trial: record for trial, record in left.items() if status_of(record) == "ok"}
             code, said = burst(tmp_path, *command[1:])
             assert code == 0, said
@@ -91,6 +91,6 @@ def test_after_a_hosts_network_is_dropped_what_is_finished_stays_and_the_next_co
         else:
             site.burst("cluster", "down")
         assert outcomes(records(run_dir)) == "ok ok ok ok"
-        assert failures(tmp_path, run_dir) == []
-        assert next_command(tmp_path, run_dir) == []
+        assert failures(run_dir) == []
+        assert next_command(run_dir) == []
         assert site.rays() == []

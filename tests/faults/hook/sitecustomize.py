@@ -6,8 +6,9 @@ its audit hooks (PEP 578): open a file, to import it or otherwise, or rename one
 its number to `reached`, and waits for `released`.
 
 BURST_TEST_HOLD names a folder. The hook is there where the folder has a `hold.json` when the process starts: an object
-of `event` (open, write or rename), `names` (a regular expression for the end of the path), `count` (which such event of
-a process, from 1), `program` (words of its command line) and `rank` (empty for a process that is none).
+of `event` (open, write or rename), `names` (a regular expression for the end of the path), `after` (the same for a path
+that the process has renamed something to before; empty for none), `count` (which such event of a process, from 1),
+`program` (words of its command line) and `rank` (empty for a process that is none).
 
 BURST_TEST_PYTHON is the program that started this interpreter with these variables, where a host's login lacks them.
 """
@@ -25,14 +26,19 @@ import time
 class Hold:
     """The audit hook."""
 
-    def __init__(self, folder: str, event: str, names: str, count: int, program: str, rank: str) -> None:
+    def __init__(self, folder: str, event: str, names: str, after: str, count: int, program: str, rank: str) -> None:
         self.event, self.left, self.rank, self.folder = event, count, rank, folder
         self.names = re.compile(f"(?:{names})$")
+        self.after = re.compile(f"(?:{after})$") if after else None
         self.here = program in " ".join(sys.orig_argv)
         self.done = False
 
     def __call__(self, event: str, details: tuple[object, ...]) -> None:
         if self.done or not self.here or event not in ("open", "os.rename"):
+            return
+        if self.after is not None:
+            if event == "os.rename" and self.after.search(self.subject(event, details)):
+                self.after = None
             return
         found = self.kind(event, details) == self.event and self.names.search(self.subject(event, details))
         if found and os.environ.get("RANK", "") == self.rank:
