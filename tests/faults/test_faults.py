@@ -103,8 +103,10 @@ def expected_code(fault: Fault, ends: str) -> int:
 
 
 def assert_no_number_is_wrong(ok: Collection[str]) -> None:
-    """Every record that says ok verifies, and results.csv, if there is one, has whole rows with its figures."""
-    assert [failure for failure in failures(RUN) if failure["place"] in ok] == []
+    """Every record that says ok verifies. Rows of results.csv, where there is one, are whole and have these figures;
+    those of the last records may be missing."""
+    wrong = [failure for failure in failures(RUN) if failure["place"] in ok]
+    assert [failure for failure in wrong if (failure["check"], failure["found"]) != ("results.csv", "no row")] == []
     if not (RUN / "results.csv").exists():
         return
     with open(RUN / "results.csv", newline="") as file:
