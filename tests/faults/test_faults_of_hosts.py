@@ -73,8 +73,9 @@ def test_after_a_hosts_network_is_dropped_what_is_finished_stays_and_the_next_co
         out, err = run.communicate(timeout=AMPLE)
         assert "Traceback" not in out + err
         left = records(run_dir)
-        assert outcomes(left) == ends, out + err
-        assert run.returncode == (0 if set(ends.split()) == {"ok"} else 1), out + err
+        found = outcomes(left).split()
+        assert all(end in may.split("/") for end, may in zip(found, ends.split(), strict=True)), out + err
+        assert run.returncode == (0 if set(found) == {"ok"} else 1), out + err
         assert [trial for trial, record in finished.items() if left.get(trial) != record] == []
 
         def elsewhere() -> set[int]:
