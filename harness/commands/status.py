@@ -26,7 +26,7 @@ class Status:
         parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from harness.run.state import state_of
+        from harness.run.state import next_step, state_of
         from harness.training.progress import is_training_run, training_status
 
         if is_training_run(arguments.directory):
@@ -38,12 +38,14 @@ class Status:
             return 0
         state = state_of(arguments.directory)
         if arguments.json:
-            print(json.dumps(as_json(state), indent=1))
+            print(json.dumps(as_json(state) | {"next": next_step(state, arguments.directory)}, indent=1))
         else:
             for trial in state.failures_first():
                 if trial.status not in ("waiting", "unusable"):
                     print(shown(line_of(trial)))
             print(shown(summary_of(state)))
+            if step := next_step(state, arguments.directory):
+                print(shown(step))
         refuse_bad(state.bad)
         return 0
 

@@ -103,6 +103,11 @@ class ForkServer:
     def closed(self) -> bool:
         return self._socket.fileno() < 0
 
+    @property
+    def ended(self) -> bool:
+        """Whether its process has ended without an order, and `close` is still to be called."""
+        return not self.closed and self._process.poll() is not None
+
     def close(self) -> None:
         """End the server and every rank. Idempotent."""
         self._socket.close()  # the server sweeps when it reads this, and exits

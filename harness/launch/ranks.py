@@ -96,13 +96,25 @@ class Ranks:
             return False
         with contextlib.suppress(ServerLost):
             self.exits(0)  # one may have died while it waited
-            return self.waiting
+            return self.waiting and not any(map(_has_ended, self.pids.values()))
         return False
 
     def end(self) -> list[int]:
         """Kill the ranks and their children; returns the processes that SIGKILL did not end. Raises ServerLost."""
         with self._held:
             return [] if self.server.closed else self.server.sweep()
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a process has ended, which its fork server may be about to report."""
+    try:
+        # The name in field 2 may hold spaces and brackets; the state follows its last bracket.
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+            in "ZX"
+        )
+    except OSError:
+        return True
 
 
 def tells_start(command: list[str]) -> bool:

@@ -127,6 +127,8 @@ class Supervisor:
         preload = self._preload if is_module_command(job.command) else ()
         key = (preload, tuple(sorted(job.environment.items())))
         server = self._servers.pop(key, None)
+        if server is not None and server.ended:  # while it was idle, which is no job's fault
+            server.close()
         if server is None or server.closed:
             while len(self._servers) >= MAX_SERVERS:
                 self._servers.pop(next(iter(self._servers))).close()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import shlex
+import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from harness.base.errors import UsageError
 from harness.base.interrupts import held
 from harness.plan.matrix import nothing_can_run
+from harness.records.provenance import redacted_command
 from harness.report.run_records import RunRecords
 from harness.run.attempt import Host, now
 from harness.run.directory import opened_for_writing
 from harness.run.execution import Execution, Resume, Ways
 from harness.run.mixing import refuse_mixing
 from harness.run.progress import ProgressView
+from harness.run.state import resuming
 from harness.spec.trial import Trial
 
 PLAIN = Ways()
@@ -69,6 +72,7 @@ def run_experiment(
                 launcher=host.launcher.name,
                 commit=host.commit,
                 started_at=started_at,
+                command=redacted_command(again),
             )
 
         planned = dict.fromkeys(trial.id for trial in trials)
@@ -90,21 +94,14 @@ def run_experiment(
             stopped = run.all_rounds()
         finally:
             view.end()
-            records.write(directory.results)
+            # Where a file system ends the run, its own error says so, and not the one that results.csv meets then.
+            ended_by = sys.exc_info()[1]
+            with contextlib.suppress(*[OSError] if isinstance(ended_by, OSError) else []):
+                records.write(directory.results)
     if stopped is not None:
-        say(f"{stopped.said}; go on with: {_resuming(again, *stopped.flags)}")
+        say(f"{stopped.said}; go on with: {resuming(again, *stopped.flags)}")
         if stopped.early:
             return 1
     if failed := run.failed():
-        say(f"{failed} of {run.size} trials failed; try them again with: {_resuming(again, '--retry-failed')}")
+        say(f"{failed} of {run.size} trials failed; try them again with: {resuming(again, '--retry-failed')}")
     return 1 if failed else 0
-
-
-def _resuming(again: Sequence[str], *more: str) -> str:
-    typed, parts = [], iter(again)
-    for part in parts:
-        if part == "--stop-before":
-            next(parts, None)  # its time will be over
-        elif part not in ("--resume", "--retry-failed", "--set-aside-bad") and not part.startswith("--stop-before="):
-            typed.append(part)
-    return shlex.join([*typed, "--resume", *more])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import re
+import shlex
 import statistics
 import time
 from collections import Counter
@@ -13,10 +15,13 @@ from pathlib import Path
 from engine.measurement import PROGRESS_FILE
 from harness.launch.supervisor import ProgressTail
 from harness.records.record import RECORD_FILE, RESULTS, BadRecord, Record
-from harness.run.directory import TRIAL_FILE, RunDirectory, round_of_files
+from harness.run.directory import RESULTS_FILE, TRIAL_FILE, RunDirectory, round_of_files
 from harness.run.rounds import finished_rounds, statuses_of
+from harness.spec.written import EXPERIMENT_FILE
 
 RUNNING, WAITING, UNUSABLE = "running", "waiting", "unusable"
+REPORT_FILE = "report.html"
+REPORT_SECONDS = 2.0  # by which a copy of a run may have been given the times of its files in another order
 _ID = re.compile(r"(?P<task>[a-z_]+)-(?P<method>.+)-s(?P<length>\d+)-cp(?P<cp>\d+)-[0-9a-f]{8}")
 # In which parts of their ids two trials are alike, the most alike first. Their numbers differ, so no keys collide.
 _ALIKE = (("task", "method", "cp", "length"), ("task", "cp", "length"), ("task", "length"))
@@ -49,6 +54,8 @@ class RunState:
     trials: list[TrialState]
     bad: list[BadRecord]
     seconds_left: float | None
+    command: list[str]  # that started it, as typed, secrets redacted; empty for a run from before it was kept
+    reported: bool  # whether results.csv has the trials as they are, and the report is no older
 
     @property
     def counts(self) -> dict[str, int]:
@@ -62,6 +69,37 @@ class RunState:
     def failures_first(self) -> list[TrialState]:
         """Trials that failed, then those that run, then all others, each in the order of the plan."""
         return sorted(self.trials, key=lambda trial: (not trial.failed, trial.status != RUNNING))
+
+    @property
+    def left(self) -> bool:
+        """Whether `--resume` would execute anything."""
+        return any(map(_rounds_left, self.trials))
+
+
+def next_step(state: RunState, run_dir: Path) -> str:
+    """What to do with a run that does not run, as a sentence with the command; empty where nothing is to be done."""
+    if state.running:
+        return ""
+    command = state.command or ["burst", "run", str(run_dir / EXPERIMENT_FILE), "--out", str(run_dir)]
+    flags = (["--retry-failed"] if state.failed > len(state.bad) else []) + (["--set-aside-bad"] if state.bad else [])
+    if state.left or state.bad:
+        return f"go on with: {resuming(command, *flags)}"
+    if flags:
+        return f"try the failed ones again with: {resuming(command, *flags)}"
+    if not state.reported:
+        return f"the report is not that of all records; write it with: {shlex.join(['burst', 'report', str(run_dir)])}"
+    return ""
+
+
+def resuming(command: Sequence[str], *more: str) -> str:
+    """The command that goes on with a run that `command` started."""
+    typed, parts = [], iter(command)
+    for part in parts:
+        if part == "--stop-before":
+            next(parts, None)  # its time will be over
+        elif part not in ("--resume", "--retry-failed", "--set-aside-bad") and not part.startswith("--stop-before="):
+            typed.append(part)
+    return shlex.join([*typed, "--resume", *more])
 
 
 def state_of(run_dir: Path, now: float | None = None) -> RunState:
@@ -91,7 +129,25 @@ def state_of(run_dir: Path, now: float | None = None) -> RunState:
         trials=trials,
         bad=bad,
         seconds_left=seconds_left(trials, lanes=max(1, int(facts.get("lanes", 1)))),
+        command=_words(facts.get("command")),
+        reported=_reported(run_dir, trials),
     )
+
+
+def _words(value: object) -> list[str]:
+    return [str(word) for word in value] if isinstance(value, list) else []
+
+
+def _reported(run_dir: Path, trials: Sequence[TrialState]) -> bool:
+    """Whether results.csv has every trial of the plan with a record, as it ended, and a report was written after it."""
+    recorded = {(trial.trial_id, trial.status) for trial in trials if trial.status not in (WAITING, RUNNING, UNUSABLE)}
+    results, report = run_dir / RESULTS_FILE, run_dir / REPORT_FILE
+    try:
+        with open(results, newline="", encoding="utf-8") as file:
+            rows = {(row.get("trial_id"), row.get("status")) for row in csv.DictReader(file)}
+        return recorded <= rows and report.stat().st_mtime >= results.stat().st_mtime - REPORT_SECONDS
+    except (OSError, ValueError, csv.Error):
+        return not recorded
 
 
 def _recorded(trial_id: str, record: Record | None, rounds: int) -> TrialState:

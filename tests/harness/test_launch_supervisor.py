@@ -173,6 +173,14 @@ def run_and_kill_server(supervisor: Supervisor, job: Job) -> Outcome:
     return outcome
 
 
+def test_a_fork_server_that_is_killed_between_jobs_costs_none(supervisor, tmp_path):
+    assert supervisor.run(job(tmp_path / "before", "well")).status == "ok"
+    server = int((tmp_path / "before" / "session0").read_text().split()[1])
+    os.kill(server, signal.SIGKILL)
+    wait_for_end([server])
+    assert supervisor.run(job(tmp_path / "after", "well")).status == "ok"
+
+
 def test_cancelling_from_another_thread_interrupts_the_job(supervisor, tmp_path):
     def cancel() -> None:
         wait_for(tmp_path / "deaf0")

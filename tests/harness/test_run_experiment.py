@@ -167,6 +167,15 @@ def test_what_went_wrong_gives_exit_code_1_and_the_command_to_try_again(run, sta
     assert run.said[-1] == "1 of 2 trials failed; try them again with: burst run exp.yaml --resume --retry-failed"
 
 
+def test_the_first_error_of_a_file_system_ends_the_run_though_results_cannot_be_written_either(run):
+    run({}, [trial(32)])
+    (run.run_dir / "results.csv").unlink()
+    (run.run_dir / "results.csv").mkdir()
+    (run.run_dir / "trials" / trial(64).id).write_text("in the way")
+    with pytest.raises(FileExistsError, match=trial(64).id):
+        run({}, [trial(32), trial(64)], Resume())
+
+
 def test_a_trial_that_lost_its_port_is_tried_once_more(run):
     code, launcher = run({32: "port taken once"}, [trial(32)])
     record = run.records()[32]

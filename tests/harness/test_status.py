@@ -1,6 +1,7 @@
 """`burst status`: failures first, counts, and the time that is left, as lines and as JSON."""
 
 import json
+import os
 
 import pytest
 
@@ -28,18 +29,19 @@ def test_failures_come_first_and_counts_last(run, capsys):
     trials = [trial(length) for length in (16, 32, 64, 128)]
     run({32: "oom", 64: "hang"}, trials)
     lines = status(run, capsys).splitlines()
-    assert [line.split("  ")[:2] for line in lines[:-1]] == [
+    assert [line.split("  ")[:2] for line in lines[:-2]] == [
         [trials[2].id, "hang"], [trials[0].id, "ok"], [trials[1].id, "oom"], [trials[3].id, "ok"]
     ]  # fmt: skip
     assert "the reason of hang" in lines[0]
-    assert lines[-1].startswith("exp is not running: 2 ok, 1 oom, 1 hang of 4 trials, started ")
-    assert "left" not in lines[-1]
+    assert lines[-2].startswith("exp is not running: 2 ok, 1 oom, 1 hang of 4 trials, started ")
+    assert "left" not in lines[-2]
+    assert lines[-1] == "try the failed ones again with: burst run exp.yaml --resume --retry-failed"
 
 
 def test_a_round_that_failed_makes_its_trial_a_failure_though_it_has_figures(run, capsys):
     run({}, [trial(16), trial(32)])
     run({32: "failed"}, [trial(16), trial(32)], Resume(), repetition=Repetition(rounds=2))
-    first, second, _ = status(run, capsys).splitlines()
+    first, second, *_ = status(run, capsys).splitlines()
     assert first.startswith(f"{trial(32).id}  ok  2.0 s  round 2 failed: the reason of failed  2 of 2 rounds")
     assert second.startswith(f"{trial(16).id}  ok")
     assert json.loads(status(run, capsys, "--json"))["failed"] == 1
@@ -56,7 +58,9 @@ def test_json_has_counts_trials_and_the_time_that_is_left(run, capsys):
     assert [(one["trial_id"], one["status"], one["rounds_done"]) for one in found["trials"]] == [
         (trials[0].id, "ok", 1), (trials[1].id, "interrupted", 0), (trials[2].id, "waiting", 0)
     ]  # fmt: skip
-    assert status(run, capsys).splitlines()[-1].endswith(", about 6 s left")
+    *_, counts, step = status(run, capsys).splitlines()
+    assert counts.endswith(", about 6 s left")
+    assert step == found["next"] == "go on with: burst run exp.yaml --resume"
 
 
 def test_a_run_that_runs_has_an_end(run, capsys):
@@ -129,3 +133,27 @@ def test_a_record_that_cannot_be_used_is_counted_and_named(run, capsys):
     assert json.loads(printed.out)["counts"] == {"unusable": 1, "ok": 1}
     assert "record.json is not a record" in printed.err
     assert state_of(run.run_dir).failed == 1
+
+
+def test_a_finished_run_needs_its_report_alone_until_there_is_one_of_all_records(run, capsys):
+    run({}, [trial(16), trial(32)])
+    report = f"the report is not that of all records; write it with: burst report {run.run_dir}"
+    assert status(run, capsys).splitlines()[-1] == report  # this runner writes none
+    assert main(["report", str(run.run_dir)]) == 0
+    assert "report" not in status(run, capsys)
+    run({}, [trial(16), trial(32), trial(64)], Resume())  # and now it lacks a trial
+    os.utime(run.run_dir / "report.html", (0, 0))
+    assert status(run, capsys).splitlines()[-1] == report
+    assert main(["report", str(run.run_dir)]) == 0
+    results = run.run_dir / "results.csv"
+    results.write_text("".join(results.read_text().splitlines(keepends=True)[:-1]))
+    assert status(run, capsys).splitlines()[-1] == report
+
+
+def test_a_run_from_before_its_command_was_kept_goes_on_from_its_own_experiment(run, capsys):
+    run({32: "ctrl-c"}, [trial(16), trial(32)])
+    path = run.run_dir / "run.json"
+    for command in (None, "burst run", {}):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"command": command}))
+        step = status(run, capsys).splitlines()[-1]
+        assert step == f"go on with: burst run {run.run_dir}/experiment.yaml --out {run.run_dir} --resume"

@@ -114,6 +114,16 @@ RECORDS: dict[str, tuple[Callable[[Any], Any], str]] = {
 }  # fmt: skip
 
 
+def test_task_attention_times_its_forward_by_itself_so_that_may_be_the_longer_one(tmp_path, capsys) -> None:
+    one = record(task="attention")
+    assert one.measurement is not None
+    one.measurement.forward_seconds = [2 * step for step in one.measurement.step_seconds]
+    assert verified(capsys, reported(tmp_path / "run", [one]))[0] == 0
+    one.measurement.forward_seconds[0] = 0.0
+    code, text = verified(capsys, reported(tmp_path / "zero", [one]))
+    assert (code, "forward_seconds 0 in a step of" in text) == (1, True), text
+
+
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_that_contradicts_itself_is_found(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -23,6 +23,7 @@ from harness.base.errors import UsageError
 from harness.base.interrupts import look
 from harness.launch.launcher import Job, Outcome
 from harness.launch.limits import longest_seconds
+from harness.launch.ports import answers
 from harness.launch.ray.janitor import MARK, Janitor
 from harness.launch.supervisor import Supervisor
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.2
 PLACEMENT_SECONDS = 60.0  # to start the actor; a busy two-core machine needs a few
 ENDING_SECONDS = 30.0  # for the actor to end its ranks
+# Between probes of Ray's head. Supervisors work on without it, but after a minute Ray ends every process that uses it,
+# this one too, without a word of ours.
+HEAD_PROBE_SECONDS = 2.0
 OBJECT_STORE_BYTES = 80 * 2**20  # only jobs and progress lines pass through it; Ray refuses less than 75 MiB
 
 SETTINGS = {
@@ -86,17 +90,23 @@ class RayLauncher:
         self._janitor: Janitor | None = None
         self._group: Any = None
         self._actor: ActorHandle | None = None
+        self._head = ("", 0)  # address and port of the Ray that runs
 
     def run(self, job: Job, on_progress: Callable[[dict[str, object]], None] | None = None) -> Outcome:
         ray, started = self._ray, time.monotonic()
         try:
             actor = self._ready_actor()
             pending = actor.run.remote(job)
-            seen = 0
+            seen, probed_at = 0, time.monotonic()
             try:
                 done = False
                 while not done:
                     look()
+                    if time.monotonic() - probed_at > HEAD_PROBE_SECONDS:
+                        if not answers(*self._head):
+                            self._cancel(actor, pending, job)
+                            return self._lost(started, "was ended, because Ray's head does not answer")
+                        probed_at = time.monotonic()
                     done = bool(ray.wait([pending], timeout=POLL_SECONDS)[0])
                     with contextlib.suppress(ray.exceptions.GetTimeoutError):  # slow is not lost
                         for line in ray.get(actor.progress.remote(seen), timeout=ENDING_SECONDS):
@@ -110,9 +120,7 @@ class RayLauncher:
             except ray.exceptions.RayActorError:
                 raise
             except BaseException:  # Ctrl-C, or on_progress raised: the ranks end first
-                with contextlib.suppress(ray.exceptions.RayError):
-                    ray.get(actor.cancel.remote(), timeout=ENDING_SECONDS)
-                    ray.wait([pending], timeout=ENDING_SECONDS + (job.grace_seconds or 0))
+                self._cancel(actor, pending, job)
                 raise
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, OSError):  # of a file system: as if it had been raised here
@@ -135,6 +143,12 @@ class RayLauncher:
             self._janitor = None
         self._directory = ""
 
+    def _cancel(self, actor: ActorHandle, pending: Any, job: Job) -> None:
+        """End the ranks of the running job."""
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.get(actor.cancel.remote(), timeout=ENDING_SECONDS)
+            self._ray.wait([pending], timeout=ENDING_SECONDS + (job.grace_seconds or 0))
+
     def _lost(self, started: float, what: str) -> Outcome:
         """The outcome of a job whose supervisor is gone. The next job gets a new Ray."""
         self._actor = None
@@ -147,6 +161,8 @@ class RayLauncher:
         )
 
     def _ready_actor(self) -> ActorHandle:
+        if self._actor is not None and not (answers(*self._head) and self._answers(self._actor)):
+            self.close()  # it was lost while it was idle, which is no job's fault
         if self._actor is None:
             ray = self._ray
             self._start_ray()
@@ -169,6 +185,16 @@ class RayLauncher:
             )
         return self._actor
 
+    def _answers(self, actor: ActorHandle) -> bool:
+        """Whether the supervisor is there. One that is slow counts as there: a job then finds out."""
+        try:
+            self._ray.get(actor.progress.remote(0), timeout=ENDING_SECONDS)
+        except self._ray.exceptions.GetTimeoutError:
+            return True
+        except self._ray.exceptions.RayError:
+            return False
+        return True
+
     def _start_ray(self) -> None:
         if self._ray.is_initialized():
             raise UsageError("this process already uses a Ray of its own; end it first, or use --launcher local")
@@ -190,6 +216,8 @@ class RayLauncher:
                     # Ray lets every user write to its folder, so that folder is inside one that they cannot enter.
                     _temp_dir=f"{self._directory}/ray",
                 )
+            address, _, port = self._ray.get_runtime_context().gcs_address.rpartition(":")
+            self._head = (address, int(port))
         except Exception as error:  # Ray raises nothing more precise for most errors
             raise _not_started(" ".join(str(error).split())[:300] or type(error).__name__) from error
 

@@ -1,0 +1,221 @@
+"""One `burst run` under a fault: its processes by their part in it, the moment it is held at, and what it leaves.
+
+All processes inherit a mark in their environment, by which they are found however they are named and grouped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from harness.cli import main
+from tests.faults.matrix import TRIALS, Point
+from tests.patience import AMPLE, wait_until
+
+PROJECT = Path(__file__).parents[2]
+HOOK = Path(__file__).parent / "hook"
+MARK = "BURST_TEST_RUN"
+GONE_SECONDS = 15.0  # by then nothing of a run is left
+
+EXPERIMENT = """\
+title: Attention that is disturbed
+task: attention
+model: tiny
+sweep: {seq_len: [64, 128, 192, 256]}
+fixed: {method: burst, cp_size: 2, dtype: fp32}
+steps: {warmup: 2, measured: 2}
+"""
+
+
+class Command:
+    """`burst run` in a folder, held at a point if there is one. Use `started`."""
+
+    def __init__(self, folder: Path, arguments: Sequence[str], point: Point | None, prefix: Sequence[str] = ()) -> None:
+        self.mark = secrets.token_hex(8)
+        self.hold = folder / f"hold-{self.mark}"
+        self.hold.mkdir()
+        if point:
+            point.hold_in(self.hold)
+        self.output = self.hold / "output"
+        with open(self.output, "wb") as output:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "harness", *arguments],
+                cwd=folder,
+                env={**os.environ, **variables(self.hold), MARK: self.mark},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_for_hold(self) -> int:
+        """Wait until a process is held; returns its number."""
+        reached = self.hold / "reached"
+        wait_until(lambda: reached.exists() or self.process.poll() is not None, "no process came to the point", 120)
+        assert reached.exists(), f"the command ended before it came to the point:\n{self.said()}"
+        return int(reached.read_text())
+
+    def release(self) -> None:
+        (self.hold / "released").touch()
+
+    def end(self) -> int:
+        """Wait for the command's end; returns its exit code."""
+        self.process.wait(AMPLE)
+        return self.process.returncode
+
+    def said(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def processes(self) -> list[int]:
+        """All processes that run, or are stopped, and carry the mark."""
+        return with_variable(MARK, self.mark)
+
+    def wait_until_gone(self) -> None:
+        with contextlib.suppress(AssertionError):  # which would not say what is left
+            wait_until(lambda: not self.processes(), "", GONE_SECONDS)
+        assert {pid: command_of(pid) for pid in self.processes()} == {}, self.said()
+
+    def kill_all(self) -> None:
+        """For the end of a test that failed."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(AMPLE)
+
+    def fork_server(self) -> int:
+        """The newest one: an idle one may wait beside it."""
+        servers = [pid for pid in self._zygotes() if parent_of(pid) not in self._zygotes()]
+        return max(servers)
+
+    def rank(self, number: int) -> int:
+        """The process of a rank, which writes to the rank's log."""
+        found: list[int] = []
+
+        def there() -> bool:
+            found[:] = [pid for pid in self.processes() if output_of(pid).endswith(f"/logs/rank{number}.log")]
+            return bool(found)
+
+        wait_until(there, f"rank {number} has no process")
+        return found[0]
+
+    def ray_head(self) -> int:
+        [pid] = [pid for pid in self.processes() if "gcs_server" in command_of(pid).partition(" ")[0]]
+        return pid
+
+    def supervisor(self) -> int:
+        """The process that started the fork server; without Ray the command itself."""
+        return parent_of(self.fork_server())
+
+    def _zygotes(self) -> list[int]:
+        return [pid for pid in self.processes() if "harness.launch.zygote" in command_of(pid)]
+
+
+def variables(hold: Path) -> dict[str, str]:
+    """What puts the hook into a program, and into those that it starts."""
+    # Without git no record names a commit: one that is made, or a file that is edited, while tests run would not mix.
+    return {"BURST_TEST_HOLD": str(hold), "PYTHONPATH": f"{HOOK}{os.pathsep}{PROJECT}", "GIT_DIR": os.devnull}
+
+
+@contextlib.contextmanager
+def started(
+    folder: Path, arguments: Sequence[str], point: Point | None, prefix: Sequence[str] = ()
+) -> Iterator[Command]:
+    command = Command(folder, arguments, point, prefix)
+    try:
+        yield command
+    finally:
+        command.kill_all()
+
+
+def burst(folder: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code and output of a command that nothing disturbs; nothing of it is left."""
+    with started(folder, arguments, None) as command:
+        code = command.end()
+        command.wait_until_gone()
+        return code, command.said()
+
+
+def next_command(run_dir: Path) -> list[str]:
+    """The command that `burst status` tells to go on with; empty for none."""
+    code, said = _asked("status", str(run_dir))
+    lines = [line for line in said.splitlines() if ": burst " in line]
+    assert len(lines) <= 1, said
+    assert code == 0 or (code == 2 and "cannot be used" in said), said
+    return shlex.split(lines[0].partition(": ")[2]) if lines else []
+
+
+def failures(run_dir: Path) -> list[dict[str, str]]:
+    """What `burst verify` finds wrong, except that records name no commit here."""
+    _, said = _asked("verify", str(run_dir), "--json")
+    [verdict] = json.loads(said)["runs"]
+    return [failure for failure in verdict["failures"] if failure["check"] != "commit"]
+
+
+def _asked(*arguments: str) -> tuple[int, str]:
+    """Exit code and output of a command that starts nothing, in this process because that is quicker."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main(arguments)
+    return code, said.getvalue()
+
+
+def with_variable(name: str, value: str) -> list[int]:
+    """All processes that run, or are stopped, and were started with this variable in their environment."""
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if f"{name}={value}".encode() in environ.read_bytes().split(b"\0"):  # of a zombie it is empty
+                found.append(int(environ.parent.name))
+    return found
+
+
+def records(run_dir: Path) -> Mapping[str, bytes]:
+    """The records by trial, as they lie there."""
+    return {path.parent.name: path.read_bytes() for path in sorted(run_dir.glob("trials/*/record.json"))}
+
+
+def status_of(record: bytes) -> str:
+    """The status that a record gives, `torn` for what is no JSON."""
+    try:
+        return str(json.loads(record)["status"])
+    except ValueError:
+        return "torn"
+
+
+def length_of(trial: str) -> int:
+    """Its tokens, which its id gives."""
+    return int(trial.split("-s")[1].split("-")[0])
+
+
+def outcomes(found: Mapping[str, bytes]) -> str:
+    """The status of each trial, in the order in which they run; `-` where one has no record."""
+    by_length = {length_of(trial): status_of(record) for trial, record in found.items()}
+    return " ".join(by_length.get(length, "-") for length in TRIALS)
+
+
+def parent_of(pid: int) -> int:
+    # The name in field 2 may hold spaces and brackets; the parent is the second field after its last bracket.
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def output_of(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/fd/1")
+    except OSError:
+        return ""
