@@ -50,8 +50,7 @@ def test_the_image_is_pushed_to_two_hosts_and_a_trial_runs_in_it_over_both(tmp_p
             assert [line.split()[2] for line in said.splitlines() if line.startswith(" lab")] == ["loaded", "loaded"]
             said = podman.burst("image", "push", *reach, *archives)
             assert [line.split()[2] for line in said.splitlines() if line.startswith(" lab")] == ["present", "present"]
-            said = podman.burst("check", *reach, "--only", "docker", "--no-history")
-            assert "0 fail" in said or "ok" in said, said
+            podman.burst("check", *reach, "--only", "docker", "--no-history")  # exits with 0: every host has its image
 
             # The launcher has to have the hosts' Python, so it runs in the image too.
             def inside(*words: str) -> str:
