@@ -1,75 +1,73 @@
 # syntax=docker/dockerfile:1
-# The environment of `burst` on GPU machines, and one stage for each system it is compared with. Nobody has built it yet.
+# The environment of `burst`, and one stage for each system it is compared with.
 #   burst image build                                                       CUDA 13
 #   TORCH_INDEX_URL=... burst image build --cuda 12 --tag burst:cuda12      CUDA 12, for older drivers
-# docs/image.md says more.
+#   burst image build --cuda none --tag burst:cpu                           CPUs alone, on a base by `burst image base`
+# `make image` builds, runs and tests the last, and the stage `deepspeed` on the same base. What starts from NVIDIA's
+# images has not been built: expect errors there. docs/image.md says more.
 
 # CUDA's libraries come with torch's wheels; the base says which driver the image needs.
 ARG CUDA=13
 ARG CUDA_13_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04
 ARG CUDA_12_IMAGE=nvidia/cuda:12.6.3-base-ubuntu24.04
+ARG CUDA_NONE_IMAGE=localhost/burst-base:bookworm
 # What a compared system runs in: with compilers, for what pip has to build. Copies of the paper want another: docs/image.md.
 ARG DEVEL_IMAGE=nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
 ARG BASELINE_IMAGE=devel
 
 FROM ${CUDA_13_IMAGE} AS cuda13
 FROM ${CUDA_12_IMAGE} AS cuda12
+FROM ${CUDA_NONE_IMAGE} AS cudanone
 
-# Python, and what Triton and FlashAttention-4 build their kernels' launchers with when first called.
+# The distribution's Python, and what Triton and FlashAttention-4 build their kernels' launchers with when first called.
 FROM cuda${CUDA} AS base
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev python3.12 python3.12-dev python3.12-venv \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 ENV PATH=/opt/burst/bin:$PATH \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1
 
-# The virtual environment. Nothing of this stage but its results is in the image: no index address, no build tool.
-FROM base AS build
+# The virtual environment, before the code, which changes more often. Nothing of this stage but its results is in the
+# image: no index address, no build tool.
+FROM base AS needed
 ARG CUDA
-RUN python3.12 -m venv /opt/burst
+RUN python3 -m venv /opt/burst
 
 # pyproject.toml says what is needed and which versions will do; these are the ones taken.
-COPY <<PINS /opt/burst/pins.txt
-cut-cross-entropy==25.1.1
-deepspeed==0.19.8
-flash-attn-4==4.0.0b36
-jinja2==3.1.6
-liger-kernel==0.8.5
-matplotlib==3.11.2
-numpy==2.4.6
-nvidia-cutlass-dsl==4.8.1
-nvidia-ml-py==13.615.71
-pandas==3.1.1
-paramiko==5.1.0
-pyyaml==6.0.3
-quack-kernels==0.6.5
-ray==2.60.0
-rich==15.0.0
-ring-flash-attn==0.1.8
-safetensors==0.8.0
-tensorboard==2.21.0
-tokenizers==0.23.3
-torch==2.13.0
-yunchang==0.6.4
-PINS
+COPY pins.txt /opt/burst/pins.txt
 
-# torch is most of the image and changes least, so it has a layer of its own. pip's own index has its builds for CUDA 13.
+# torch is most of the image and changes least, so it has a layer of its own. pip's own index has its builds for CUDA 13;
+# those without CUDA come from TORCH_INDEX_URL, or from where the builder's own configuration of pip finds them.
 ARG TORCH_INDEX_URL
-RUN if [ "$CUDA" != 13 ] && [ -z "$TORCH_INDEX_URL" ]; then echo "CUDA $CUDA needs TORCH_INDEX_URL" >&2; exit 2; fi; \
+RUN if [ "$CUDA" = 12 ] && [ -z "$TORCH_INDEX_URL" ]; then echo "CUDA $CUDA needs TORCH_INDEX_URL" >&2; exit 2; fi; \
     pip install --constraint /opt/burst/pins.txt ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch
-RUN python -c "import torch; cuda = str(torch.version.cuda); assert cuda.split('.')[0] == '$CUDA', 'torch has CUDA ' + cuda"
+RUN python -c "import torch; cuda = str(torch.version.cuda).lower(); assert cuda.split('.')[0] == '$CUDA', 'torch has CUDA ' + cuda"
 
 # FlashAttention-4 is built on CUTLASS's DSL, whose libraries for CUDA 12 come always and those for CUDA 13 as an extra.
 WORKDIR /burst
-COPY . .
+COPY pyproject.toml README.md LICENSE ./
 RUN case "$CUDA" in \
         13) set -- --editable '.[gpu,peers,train]' ;; \
+        none) set -- --editable '.[train]' ;; \
         *) set -- --editable '.[peers,train]' flash-attn-4 nvidia-cutlass-dsl nvidia-ml-py quack-kernels ;; \
     esac; \
     DS_BUILD_OPS=0 pip install --constraint /opt/burst/pins.txt "$@"
+
+FROM needed AS build
+COPY . .
+RUN pip install --no-deps --editable .
 RUN python -m compileall -q engine baselines cluster harness \
     && mkdir -p results/runs
+
+# With the programs of the tests; the tests themselves are mounted, as docs/image.md shows.
+FROM needed AS test
+RUN apt-get update && apt-get install --yes --no-install-recommends git make procps && rm -rf /var/lib/apt/lists/*
+RUN pip install --constraint /opt/burst/pins.txt --editable '.[test]'
+COPY . .
+RUN pip install --no-deps --editable .
+RUN useradd --create-home --uid 10001 burst && install --directory --owner burst results/runs
+USER burst
 
 # Compared systems: fetched as baselines/<system>/pin.yaml says, then installed where nothing of ours is.
 FROM build AS fetch
@@ -77,7 +75,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends ca-certifica
 
 FROM ${DEVEL_IMAGE} AS devel
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ ninja-build python3.12 python3.12-dev python3.12-venv \
+    && apt-get install --yes --no-install-recommends g++ ninja-build python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
 FROM ${BASELINE_IMAGE} AS baseline
@@ -88,7 +86,6 @@ ENV PATH=/opt/baseline/venv/bin:$PATH \
 RUN python3 -m venv --system-site-packages /opt/baseline/venv \
     && useradd --create-home --uid 10001 burst
 WORKDIR /opt/baseline
-HEALTHCHECK NONE
 
 # Stages of compared systems, by python -m baselines.stages
 FROM fetch AS burst-attention-source
@@ -265,7 +262,6 @@ LABEL org.opencontainers.image.title="burst-harness" \
     org.opencontainers.image.revision="${BURST_COMMIT}" \
     burst.cuda="${CUDA}"
 
-HEALTHCHECK NONE
 USER burst
 ENTRYPOINT ["burst"]
 CMD ["doctor"]

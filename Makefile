@@ -12,7 +12,7 @@ WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -lt 4 ] && echo $$n 
 # Twice quiet: pip prints errors, and no warning for each index or folder of a machine's own configuration that it passes over.
 PIP_FLAGS := --quiet --quiet --disable-pip-version-check
 
-.PHONY: demo test test-all lint types docs clean install
+.PHONY: demo test test-all lint types docs image clean install
 
 install: $(STAMP)
 
@@ -50,6 +50,14 @@ test-all: lint types
 # Numbers, tables and figures on the pages, written from the records in results/published (docs/quoted.yaml).
 docs: install
 	$(BIN)/python -m harness.report.quoted
+
+# The image for CPUs and the stage of one compared system, built and tried (docs/image.md); as root on Debian or Ubuntu.
+image: install
+	@$(BIN)/burst image base --engine podman
+	@$(BIN)/burst image build --engine podman --cuda none --tag burst:cpu --pip-setup
+	@$(BIN)/burst image try burst:cpu --engine podman
+	@$(BIN)/burst image build --engine podman --cuda none --target deepspeed --tag burst-deepspeed:cpu --pip-setup
+	@$(BIN)/burst image try burst-deepspeed:cpu --engine podman --import deepspeed
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -142,10 +142,14 @@ def write_source(checkout: Checkout, folder: Path, mirrors: Mapping[str, Path] |
 
 
 def write_requirements(flavour: Flavour, folder: Path) -> None:
-    """What pip is given: packages to build others with, the packages themselves, and the torch they need."""
+    """What pip is given: packages to build others with, the packages themselves, and the torch they need.
+
+    An interpreter with torch mostly has numpy, so pins count it as provided; torch's own wheels come without it.
+    """
     write_atomic(folder / "build.txt", requirements(flavour.build))
     write_atomic(folder / "requirements.txt", requirements(flavour.packages))
-    write_atomic(folder / "torch.txt", f"torch{specifier(flavour.torch)}\n")
+    beside = "numpy\n" if "numpy" in flavour.provided else ""
+    write_atomic(folder / "torch.txt", f"torch{specifier(flavour.torch)}\n{beside}")
 
 
 def prepare(flavour: Flavour, into: Path) -> None:

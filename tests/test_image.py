@@ -1,6 +1,6 @@
-"""The image installs what pyproject.toml asks for, in the versions `make` installs. It is not built here; what its RUN
-lines say to a shell is executed, with programs that note how they were called in the place of those that need root, a
-network or an hour."""
+"""The image installs what pyproject.toml asks for, in the versions `make` installs. Here it is not
+built (test_image_built.py does, for CPUs alone); what its RUN lines say to a shell is executed, with programs that note
+how they were called in the place of those that need root, a network or an hour."""
 
 import fnmatch
 import re
@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 from baselines import stages
 from baselines.checkout import main as check_out
 from baselines.pin import load_pin, pinned_systems
+from cluster.images.base import BASE_TAG, SUITE
 from tests.dockerfile import parse
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +29,8 @@ SYSTEMS = [system.replace("_", "-") for system in pinned_systems()]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 NEEDED = [Requirement(line) for line in [*PROJECT["dependencies"], *EXTRAS["gpu"], *EXTRAS["peers"], *EXTRAS["train"]]]
-PINS = dict(line.split("==") for one in INSTRUCTIONS for text in one.documents.values() for line in text.split())
+PINNED = (ROOT / "pins.txt").read_text(encoding="utf-8").splitlines()
+PINS = dict(line.split("==") for line in PINNED if not line.startswith("#"))
 ARGUMENTS = {
     instruction.text.partition("=")[0]: instruction.text.partition("=")[2]
     for instruction in INSTRUCTIONS
@@ -51,16 +53,26 @@ def test_make_and_the_image_install_the_same_torch():
     assert re.findall(r"torch==(\S+)", makefile) == [PINS["torch"]]
 
 
-def test_the_images_python_is_one_the_project_allows():
-    python = set(re.findall(r"python(\d\.\d+)", DOCKERFILE))
-    assert python == {"3.12"}
-    assert SpecifierSet(PROJECT["requires-python"]).contains(python.pop())
+PYTHONS = {"ubuntu24.04": "3.12", "bookworm": "3.11"}  # of the distributions, as their packages name it
+
+
+def test_the_images_python_is_the_distributions_and_one_the_project_allows():
+    assert not re.search(r"python3\.\d", DOCKERFILE)
+    for base in (value for name, value in ARGUMENTS.items() if name.endswith("_IMAGE") and "/" in value):
+        (version,) = [version for distribution, version in PYTHONS.items() if base.endswith(distribution)]
+        assert SpecifierSet(PROJECT["requires-python"]).contains(version), base
 
 
 @pytest.mark.parametrize("cuda", ["12", "13"])
 def test_each_cuda_has_a_base_of_that_cuda_and_the_same_ubuntu(cuda):
     assert re.fullmatch(rf"nvidia/cuda:{cuda}\.\d+\.\d+-base-ubuntu24\.04", ARGUMENTS[f"CUDA_{cuda}_IMAGE"])
     assert f"cuda{cuda}" in STAGES
+
+
+def test_without_cuda_the_base_is_the_one_made_here_for_the_image_and_for_compared_systems():
+    assert ARGUMENTS["CUDA_NONE_IMAGE"] == BASE_TAG
+    assert BASE_TAG.endswith(f":{SUITE}")
+    assert "cudanone" in STAGES
 
 
 def test_the_default_cuda_is_the_one_the_projects_gpu_extra_is_for():
@@ -74,8 +86,8 @@ def test_no_index_or_registry_is_named():
 
 def test_the_index_is_no_part_of_a_stage_that_ships():
     shipped = ancestors("burst") | {stage for system in SYSTEMS for stage in ancestors(system)}
-    assert "build" not in shipped
-    assert {one.stage for one in INSTRUCTIONS if "TORCH_INDEX_URL" in one.text} == {"build"}
+    assert {"needed", "build"} & shipped == set()
+    assert {one.stage for one in INSTRUCTIONS if "TORCH_INDEX_URL" in one.text} == {"needed"}
 
 
 def test_no_program_runs_as_root_and_no_server_is_inside():
@@ -83,7 +95,7 @@ def test_no_program_runs_as_root_and_no_server_is_inside():
         assert [one.text for one in INSTRUCTIONS if one.keyword == "USER" and one.stage == stage] == ["burst"]
         own = ancestors(stage) | {stage}
         assert any("useradd --create-home --uid 10001 burst" in run.text for run in RUNS if run.stage in own)
-        assert any(one.text == "NONE" for one in INSTRUCTIONS if one.keyword == "HEALTHCHECK" and one.stage in own)
+    assert not any(one.keyword == "HEALTHCHECK" for one in INSTRUCTIONS)
     assert "openssh" not in DOCKERFILE
     assert STAGES[-1] == "burst"  # what is built when no stage is asked for
 
@@ -111,7 +123,7 @@ def test_what_the_build_needs_is_not_ignored():
     listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("not a git checkout, so its files cannot be told from others")
-    kept = {"pyproject.toml", "README.md", "LICENSE", "check_nodes.py"}
+    kept = {"pyproject.toml", "pins.txt", "README.md", "LICENSE", "check_nodes.py"}
     for path in listed.stdout.splitlines():
         if path in kept or path.split("/")[0] in {"harness", "engine", "baselines", "cluster", "experiments"}:
             assert not any(fnmatch.fnmatch(path, f"{line}*") for line in ignored), path
@@ -168,19 +180,21 @@ PIP = "pip install --constraint /opt/burst/pins.txt"
 @pytest.mark.parametrize(
     ("stage", "word", "variables", "expected"),
     [
-        ("build", "--index-url", {"CUDA": "13"}, [f"{PIP} torch"]),
-        ("build", "--index-url", {"CUDA": "12", "TORCH_INDEX_URL": "a b"}, [f"{PIP} --index-url a b torch"]),
-        ("build", "case", {"CUDA": "13"}, [f"{PIP} --editable .[gpu,peers,train] (DS_BUILD_OPS=0)"]),
+        ("needed", "--index-url", {"CUDA": "13"}, [f"{PIP} torch"]),
+        ("needed", "--index-url", {"CUDA": "12", "TORCH_INDEX_URL": "a b"}, [f"{PIP} --index-url a b torch"]),
+        ("needed", "--index-url", {"CUDA": "none"}, [f"{PIP} torch"]),
+        ("needed", "case", {"CUDA": "none"}, [f"{PIP} --editable .[train] (DS_BUILD_OPS=0)"]),
+        ("needed", "case", {"CUDA": "13"}, [f"{PIP} --editable .[gpu,peers,train] (DS_BUILD_OPS=0)"]),
         (
-            "build", "case", {"CUDA": "12"},
+            "needed", "case", {"CUDA": "12"},
             [f"{PIP} --editable .[peers,train] flash-attn-4 nvidia-cutlass-dsl nvidia-ml-py quack-kernels"
              " (DS_BUILD_OPS=0)"],
         ),
-        ("build", "venv", {}, ["python3.12 -m venv /opt/burst"]),
+        ("needed", "venv", {}, ["python3 -m venv /opt/burst"]),
         (
             "base", "apt-get", {},
             ["apt-get update",
-             "apt-get install --yes --no-install-recommends gcc libc6-dev python3.12 python3.12-dev python3.12-venv",
+             "apt-get install --yes --no-install-recommends gcc libc6-dev python3 python3-dev python3-venv",
              "rm -rf /var/lib/apt/lists/*"],
         ),
         (
@@ -191,36 +205,53 @@ PIP = "pip install --constraint /opt/burst/pins.txt"
         (
             "devel", "apt-get", {},
             ["apt-get update",
-             "apt-get install --yes --no-install-recommends g++ ninja-build python3.12 python3.12-dev python3.12-venv",
+             "apt-get install --yes --no-install-recommends g++ ninja-build python3 python3-dev python3-venv",
              "rm -rf /var/lib/apt/lists/*"],
         ),
         (
             "baseline", "venv", {},
             ["python3 -m venv --system-site-packages /opt/baseline/venv", "useradd --create-home --uid 10001 burst"],
         ),
+        (
+            "test", "apt-get", {},
+            ["apt-get update", "apt-get install --yes --no-install-recommends git make procps",
+             "rm -rf /var/lib/apt/lists/*"],
+        ),
+        ("test", "[test]", {}, [f"{PIP} --editable .[test]"]),
+        ("test", "no-deps", {}, ["pip install --no-deps --editable ."]),
+        ("build", "no-deps", {}, ["pip install --no-deps --editable ."]),
         ("burst", "useradd", {}, ["useradd --create-home --uid 10001 burst"]),
         ("burst", "install --directory", {}, ["install --directory --owner burst results/runs"]),
     ],
 )  # fmt: skip
 def test_what_a_run_line_calls(shell, stage, word, variables, expected):
-    noted = ("pip", "python3.12", "python3", "apt-get", "rm", "useradd", "install")
+    noted = ("pip", "python3", "apt-get", "rm", "useradd", "install")
     done, calls = shell(run_line(stage, word), noted, **variables)
     assert done.returncode == 0, done.stderr
     assert calls == expected
 
 
 def test_cuda_12_without_an_index_is_one_sentence_and_installs_nothing(shell):
-    done, calls = shell(run_line("build", "--index-url"), ("pip",), CUDA="12")
+    done, calls = shell(run_line("needed", "--index-url"), ("pip",), CUDA="12")
     assert (done.returncode, done.stderr, calls) == (2, "CUDA 12 needs TORCH_INDEX_URL\n", [])
 
 
-@pytest.mark.parametrize(("found", "fits"), [("'13.0'", True), ("'12.6'", False), ("None", False)])
-def test_a_torch_for_another_cuda_ends_the_build(shell, tmp_path, found, fits):
+@pytest.mark.parametrize(
+    ("cuda", "found", "fits"),
+    [
+        ("13", "'13.0'", True),
+        ("13", "'12.6'", False),
+        ("13", "None", False),
+        ("none", "None", True),
+        ("none", "'13.0'", False),
+    ],
+)
+def test_a_torch_for_another_cuda_ends_the_build(shell, tmp_path, cuda, found, fits):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("from . import version\n")
     (tmp_path / "torch" / "version.py").write_text(f"cuda = {found}\n")
     python = str(Path(sys.executable).parent)
-    done, _ = shell(run_line("build", "import torch"), path=[python], CUDA="13", PYTHONPATH=str(tmp_path))
+    done, _ = shell(run_line("needed", "import torch"), path=[python], CUDA=cuda, PYTHONPATH=str(tmp_path))
     assert (done.returncode == 0) == fits
     assert fits or "AssertionError: torch has CUDA" in done.stderr
 
@@ -294,9 +325,9 @@ def test_a_copy_without_packages_installs_none(shell, tmp_path):
 
 
 def bases(instruction) -> set[str]:
-    """What a FROM may stand for, its build arguments filled in: with CUDA 12 as with CUDA 13."""
+    """What a FROM may stand for, its build arguments filled in: with CUDA 12, with CUDA 13, and without."""
     source = instruction.text.split(" AS ")[0]
-    filled = {source.replace("${CUDA}", cuda) for cuda in ("12", "13")}
+    filled = {source.replace("${CUDA}", cuda) for cuda in ("12", "13", "none")}
     return {re.sub(r"\$\{(\w+)\}", lambda found: ARGUMENTS[found[1]], one) for one in filled}
 
 

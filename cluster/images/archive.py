@@ -16,7 +16,7 @@ from cluster.images.engine import Image, ImageFailed, last_line, save_command
 
 _CHUNK_BYTES = 2**20
 
-# Program, arguments, ending. Both are read by `docker image load`, so a node needs neither.
+# Program, arguments, ending. Both are read by `image load` of either engine, so a node needs neither.
 _COMPRESSORS = (("zstd", ["-q", "-3", "-T0", "-c"], ".tar.zst"), ("gzip", ["-1", "-c"], ".tar.gz"))
 
 
@@ -44,7 +44,7 @@ def save(image: Image, folder: Path, on_bytes: Callable[[int], None]) -> Archive
     """Save the image below `folder`, or take the archive that an earlier call left there.
 
     Written aside and renamed, so that a file of that name is whole. `on_bytes` gets the bytes written or read so far.
-    Raises ImageFailed when the disk has no room, a program is missing or docker fails; nothing is left then.
+    Raises ImageFailed when the disk has no room, a program is missing or the engine fails; nothing is left then.
     """
     program, options, ending = _compressor()
     try:
@@ -53,8 +53,8 @@ def save(image: Image, folder: Path, on_bytes: Callable[[int], None]) -> Archive
         raise ImageFailed(
             f"{folder} cannot be made ({error.strerror}); give --archives a folder for saved images"
         ) from error
-    # The archive holds the image's name beside its content, hence both are in the key.
-    key = hashlib.sha256(f"{image.name}\n{image.image_id}".encode()).hexdigest()[:32]
+    # The archive holds the image's name beside its content, in its engine's way: all three are in the key.
+    key = hashlib.sha256(f"{image.engine}\n{image.name}\n{image.image_id}".encode()).hexdigest()[:32]
     path = folder / f"{key}{ending}"
     if not path.exists():
         free = shutil.disk_usage(folder).free
@@ -82,16 +82,16 @@ def _compressor() -> tuple[str, list[str], str]:
 
 
 def _write(image: Image, compressor: list[str], path: Path, on_bytes: Callable[[int], None]) -> None:
-    """`docker image save | compressor > path`, with the exit status of both checked."""
+    """`image save | compressor > path`, with the exit status of both checked."""
     descriptor, aside_name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
     aside = Path(aside_name)
     try:
         with os.fdopen(descriptor, "wb") as target, tempfile.TemporaryFile("w+") as said:
-            saving = subprocess.Popen(save_command(image.name), stdout=subprocess.PIPE, stderr=said)
+            saving = subprocess.Popen(save_command(image.engine, image.name), stdout=subprocess.PIPE, stderr=said)
             compressing = subprocess.Popen(compressor, stdin=saving.stdout, stdout=subprocess.PIPE, stderr=said)
             assert saving.stdout is not None
             assert compressing.stdout is not None
-            saving.stdout.close()  # the compressor has it; docker must notice when that one ends
+            saving.stdout.close()  # the compressor has it; the engine must notice when that one ends
             try:
                 written = 0
                 while chunk := compressing.stdout.read(_CHUNK_BYTES):
@@ -103,7 +103,7 @@ def _write(image: Image, compressor: list[str], path: Path, on_bytes: Callable[[
                 statuses = (saving.wait(), compressing.wait())
             said.seek(0)
             if any(statuses):
-                raise ImageFailed(f"{image.name} was not saved ({last_line(said.read())}); look at docker here")
+                raise ImageFailed(f"{image.name} was not saved ({last_line(said.read())}); look at {image.engine} here")
             target.flush()
             os.fsync(target.fileno())
         aside.rename(path)

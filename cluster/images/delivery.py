@@ -9,7 +9,17 @@ from functools import partial
 from typing import Literal, Protocol
 
 from cluster.images.archive import Archive
-from cluster.images.engine import Image, ImageFailed, complaint, find_image, last_line, load_command
+from cluster.images.engine import (
+    IMAGE_FOLDER,
+    Engine,
+    Image,
+    ImageFailed,
+    Key,
+    complaint,
+    find_image,
+    last_line,
+    load_command,
+)
 from cluster.images.sending import send
 from cluster.inventory.hosts import Host
 from cluster.transport.runner import Connect, Runner, Unreachable
@@ -38,7 +48,13 @@ class Target:
     name: str
     host: Host
     image: str  # name:tag
+    engine: Engine
     folder: str | None  # absolute path for archives on the node; None: one of our own on its disk
+
+    @property
+    def key(self) -> Key:
+        """Which image it should have."""
+        return self.engine, self.image
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +70,7 @@ def look(target: Target, connect: Connect, seconds: float, watch: Watch) -> Imag
     """The image of that name on the node, if any. Raises ImageFailed or Unreachable."""
     watch.stage(target.name, "asking")
     with connect(target.host, seconds) as runner:
-        return find_image(runner, target.image, min(_ASK_SECONDS, seconds))
+        return find_image(runner, target.engine, target.image, min(_ASK_SECONDS, seconds))
 
 
 def deliver(target: Target, archive: Archive, connect: Connect, seconds: float, watch: Watch) -> Delivered:
@@ -83,7 +99,7 @@ def collect(target: Target, archive: Archive, connect: Connect, seconds: float, 
     """Load the archive that `deposit` left in the shared folder, after comparing its checksum as this node reads it."""
 
     def once(runner: Runner, ends_at: float) -> Delivered:
-        ask_space(runner, target.folder, _left(ends_at)).check(0, archive.image.size_bytes)
+        ask_space(runner, target.folder, target.engine, _left(ends_at)).check(0, archive.image.size_bytes)
         place = shared_place(target, archive)
         watch.stage(target.name, "comparing")
         _compare(runner, archive, place, ends_at)
@@ -129,7 +145,7 @@ def _bring(
     runner: Runner, target: Target, archive: Archive, ends_at: float, watch: Watch, *, unpacked_here: bool
 ) -> tuple[str, int]:
     """The archive's path on the node and the bytes sent for it."""
-    space = ask_space(runner, target.folder, _left(ends_at))
+    space = ask_space(runner, target.folder, target.engine, _left(ends_at))
     # Several nodes may share this folder: the node's name in the path keeps them from writing into one file.
     name = f"{target.name}-{archive.file_name}" if unpacked_here else archive.file_name
     place = f"{space.folder}/{name}"
@@ -159,16 +175,18 @@ def _compare(runner: Runner, archive: Archive, place: str, ends_at: float) -> No
 
 
 def _load(runner: Runner, target: Target, archive: Archive, place: str, ends_at: float, watch: Watch) -> Image:
-    """Load, and compare the image that docker then has."""
+    """Load, and compare the image that the engine then has."""
     watch.stage(target.name, "loading")
-    done = runner.run(load_command(place), deadline_seconds=_left(ends_at))
+    done = runner.run(load_command(target.engine, place), deadline_seconds=_left(ends_at))
     if done.exit_status != 0:
-        raise ImageFailed(complaint(done, "docker did not load it", f"{place} is kept for the next push"))
-    loaded = find_image(runner, target.image, min(_ASK_SECONDS, _left(ends_at)))
+        raise ImageFailed(
+            complaint(target.engine, done, f"{target.engine} did not load it", f"{place} is kept for the next push")
+        )
+    loaded = find_image(runner, target.engine, target.image, min(_ASK_SECONDS, _left(ends_at)))
     if loaded is None or not loaded.same_as(archive.image):
         found = loaded.image_id[:19] if loaded else "nothing"
         raise ImageFailed(
-            f"after loading, docker has {found} as {target.image}, expected {archive.image.image_id[:19]}; "
+            f"after loading, {target.engine} has {found} as {target.image}, expected {archive.image.image_id[:19]}; "
             "find the other program that loads images there, then push again"
         )
     return loaded
@@ -183,7 +201,8 @@ def _left(ends_at: float) -> float:
 
 
 # $1 is the folder for archives; empty: one of our own on the node's disk. This user must own it: an archive is loaded
-# just after its checksum was compared, and only the folder's owner could change it in between.
+# just after its checksum was compared, and only the folder's owner could change it in between. $2 is the engine, $3
+# the format of its `info` that prints the folder of its images.
 _ASK = """\
 set -eu
 umask 022
@@ -197,7 +216,7 @@ fi
 [ -w "$folder" ] || { echo "$folder is not writable" >&2; exit 3; }
 printf 'folder %s\\n' "$folder"
 printf 'archives %s\\n' "$(stat -f -c '%i %a %S' -- "$folder")"
-root=$(docker info --format '{{.DockerRootDir}}' 2>/dev/null) || root=
+root=$("$2" info --format "$3" 2>/dev/null) || root=
 if [ -n "$root" ] && room=$(stat -f -c '%i %a %S' -- "$root" 2>/dev/null); then printf 'engine %s\\n' "$room"; fi
 """
 
@@ -212,23 +231,25 @@ class _Room:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """The folder for archives on a node, and the free space for them and for docker's images."""
+    """The folder for archives on a node, and the free space for them and for the engine's images."""
 
     folder: str
     archives: _Room
-    engine: _Room | None  # None: docker's folder cannot be seen, as when its daemon runs elsewhere
+    engine: Engine
+    images: _Room | None  # None: the engine's folder cannot be seen, as when its daemon runs elsewhere
 
     def check(self, archive_bytes: int, image_bytes: int) -> None:
         """Raises ImageFailed when one of the two does not fit. `archive_bytes` are still to be written."""
-        shared = self.engine is not None and self.engine.file_system == self.archives.file_system
+        shared = self.images is not None and self.images.file_system == self.archives.file_system
         _fits(self.folder, self.archives, archive_bytes + (image_bytes if shared else 0))
-        if self.engine is not None and not shared:
-            _fits("docker's folder", self.engine, image_bytes)
+        if self.images is not None and not shared:
+            _fits(f"{self.engine}'s folder", self.images, image_bytes)
 
 
-def ask_space(runner: Runner, folder: str | None, deadline_seconds: float) -> Space:
+def ask_space(runner: Runner, folder: str | None, engine: Engine, deadline_seconds: float) -> Space:
     """Make the folder for archives where it is absent, and look at both file systems. Raises ImageFailed."""
-    done = runner.run(["env", "LC_ALL=C", "sh", "-c", _ASK, "sh", folder or ""], deadline_seconds=deadline_seconds)
+    command = ["env", "LC_ALL=C", "sh", "-c", _ASK, "sh", folder or "", engine, IMAGE_FOLDER[engine]]
+    done = runner.run(command, deadline_seconds=deadline_seconds)
     if done.exit_status != 0:
         said = last_line(done.stderr) if done.exit_status else "no answer in time"
         raise ImageFailed(f"there is no place for the archive ({said}); give --folder a path this user can write there")
@@ -236,7 +257,8 @@ def ask_space(runner: Runner, folder: str | None, deadline_seconds: float) -> Sp
     return Space(
         folder=said_of["folder"],
         archives=_room(said_of["archives"]),
-        engine=_room(said_of["engine"]) if "engine" in said_of else None,
+        engine=engine,
+        images=_room(said_of["engine"]) if "engine" in said_of else None,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 from cluster.files.errors import UsageError
 from cluster.images.archive import Archive, save
 from cluster.images.delivery import Delivered, Target, Watch, collect, deliver, deposit, look, withdraw
-from cluster.images.engine import Image, ImageFailed
+from cluster.images.engine import Engine, Image, ImageFailed, Key
 from cluster.inventory.nodes import Node
 from cluster.transport.fleet import on_each
 from cluster.transport.runner import Connect, Unreachable
@@ -54,8 +54,8 @@ class Way:
     on_saved: Callable[[str, int], None]  # image and bytes written so far
 
 
-def push(targets: Sequence[Target], images: Mapping[str, Image], way: Way) -> list[Outcome]:
-    """Deliver to each target the image of its name, which `images` holds as it is here; outcomes in the targets' order.
+def push(targets: Sequence[Target], images: Mapping[Key, Image], way: Way) -> list[Outcome]:
+    """Deliver to each target its image, which `images` holds as it is here; outcomes in the targets' order.
 
     A failure of one node is its own outcome; an image that cannot be saved here fails on all nodes it is for.
     """
@@ -63,13 +63,13 @@ def push(targets: Sequence[Target], images: Mapping[str, Image], way: Way) -> li
     for target, found in _asked(targets, way, partial(_look, way=way)):
         if isinstance(found, _Refusal):
             outcomes[target.name] = _outcome(target, "failed", found.reason)
-        elif found is not None and found.same_as(images[target.image]):
-            outcomes[target.name] = _outcome(target, "present", _has(found, images[target.image]))
+        elif found is not None and found.same_as(images[target.key]):
+            outcomes[target.name] = _outcome(target, "present", _has(found, images[target.key]))
     missing = [target for target in targets if target.name not in outcomes]
-    for name in dict.fromkeys(target.image for target in missing):
-        lacking = [target for target in missing if target.image == name]
+    for key in dict.fromkeys(target.key for target in missing):
+        lacking = [target for target in missing if target.key == key]
         try:
-            archive = save(images[name], way.archives, partial(way.on_saved, name))
+            archive = save(images[key], way.archives, partial(way.on_saved, images[key].name))
         except ImageFailed as error:
             outcomes |= {target.name: _outcome(target, "failed", str(error)) for target in lacking}
             continue
@@ -172,8 +172,10 @@ def _outcome(
 SHARED_FOLDER = "burst-images"  # below the first writable folder of the site's storage.shared
 
 
-def targets_of(nodes: Sequence[Node], *, image: str | None, folder: str | None, shared: bool) -> list[Target]:
-    """One target per node: `image`, or that of its site's container; `folder`, or the one its site shares.
+def targets_of(
+    nodes: Sequence[Node], *, image: str | None, engine: Engine | None, folder: str | None, shared: bool
+) -> list[Target]:
+    """One target per node: `image` and `engine`, or its site's; `folder`, or the one that its site shares.
 
     Raises UsageError for a node that has neither.
     """
@@ -182,17 +184,19 @@ def targets_of(nodes: Sequence[Node], *, image: str | None, folder: str | None, 
             name=node.name,
             host=node.host,
             image=tagged(image or _site_image(node)),
+            engine=engine or _site_engine(node),
             folder=folder or (_shared_folder(node) if shared else None),
         )
         for node in nodes
     ]
 
 
-def check_ids(nodes: Sequence[Node], images: Mapping[str, Image]) -> None:
+def check_ids(nodes: Sequence[Node], targets: Sequence[Target], images: Mapping[Key, Image]) -> None:
     """Raises UsageError when a site names another id for an image than the one here has."""
-    for node in nodes:
+    for node, target in zip(nodes, targets, strict=True):
         container = node.site.container
-        here = images.get(tagged(container.image)) if container.image else None
+        named = container.image is not None and tagged(container.image) == target.image
+        here = images[target.key] if named else None
         if here is not None and container.image_id is not None and container.image_id != here.image_id:
             raise UsageError(
                 f"{node.name} is to have {here.name} with the id {container.image_id[:19]}, but here it is "
@@ -214,6 +218,10 @@ def _site_image(node: Node) -> str:
     if node.site.container.image is None:
         raise UsageError(f"no image is named for {node.name}; give --image, or container.image in its site")
     return node.site.container.image
+
+
+def _site_engine(node: Node) -> Engine:
+    return "docker" if node.site.container.engine == "none" else node.site.container.engine
 
 
 def _shared_folder(node: Node) -> str:

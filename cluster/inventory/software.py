@@ -46,10 +46,10 @@ class Mount:
 class Container:
     """How a container is started on a node, where one is used at all."""
 
-    engine: Literal["none", "docker"] = "none"
+    engine: Literal["none", "docker", "podman"] = "none"
     image: str | None = None  # name:tag
-    image_id: str | None = None  # sha256:... that `docker image inspect` must show; null: any image of that name
-    gpus: str = "all"  # docker's --gpus; empty: none
+    image_id: str | None = None  # sha256:... that the engine must show; null: any image of that name
+    gpus: str = "all"  # docker's --gpus, or podman's nvidia.com/gpu=...; empty: none
     mounts: tuple[Mount, ...] = ()
     network: str = "host"
     ipc: Literal["host", "private", "shareable"] = "host"
@@ -58,7 +58,7 @@ class Container:
     # containers.
     ulimits: Mapping[str, str] = field(default_factory=lambda: {"memlock": "-1", "stack": "67108864"})
     privileged: bool = False
-    extra_arguments: tuple[str, ...] = ()  # of `docker run`, each one argument
+    extra_arguments: tuple[str, ...] = ()  # of the engine's `run`, each one argument
 
     def __post_init__(self) -> None:
         if self.engine != "none" and not self.image:

@@ -213,6 +213,7 @@ def intended(node: Node, session: str, number: int, means: Means) -> StartedNode
         folder=node.site.software.folder or str(means.folder),
         begun=False,
         container=uses_container(node.site),
+        engine=node.site.container.engine,
     )
 
 

@@ -1,10 +1,13 @@
-"""Docker command lines: one container per node that holds Ray and its ranks. Only containers we started are ended."""
+"""Command lines of docker and podman: one container per node that holds Ray and its ranks. Only containers we started
+are ended."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cluster.images.engine import gpu_options
 from cluster.inventory.site import Container, Site
+from cluster.ray_cluster.state import StartedNode
 
 LABEL = "burst.ray.node"  # carries the same mark as the environment of our processes
 
@@ -14,12 +17,12 @@ def run_command(container: Container, *, mark: str, name: str) -> list[str]:
 
     No --privileged unless the site says so; `--init` reaps the zombies that Ray's workers leave.
     """
-    command = ["docker", "run", "--detach", "--init", "--name", name, "--label", f"{LABEL}={mark}"]
+    command = [container.engine, "run", "--detach", "--init", "--name", name, "--label", f"{LABEL}={mark}"]
     command += ["--network", container.network, "--ipc", container.ipc]
     if container.shm_size:
         command += ["--shm-size", container.shm_size]
     if container.gpus:
-        command += ["--gpus", container.gpus]
+        command += gpu_options(container.engine, container.gpus)
     for limit, value in container.ulimits.items():
         command += ["--ulimit", f"{limit}={value}"]
     for mount in container.mounts:
@@ -31,22 +34,22 @@ def run_command(container: Container, *, mark: str, name: str) -> list[str]:
     return [*command, *container.extra_arguments, "--entrypoint", "sleep", container.image, "infinity"]
 
 
-def find_command(mark: str) -> list[str]:
+def find_command(engine: str, mark: str) -> list[str]:
     """Print ids of the containers with our mark, running or not: after a crash only the mark identifies them."""
-    return ["docker", "ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={LABEL}={mark}"]
+    return [engine, "ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={LABEL}={mark}"]
 
 
-def remove_command(ids: Sequence[str]) -> list[str]:
+def remove_command(engine: str, ids: Sequence[str]) -> list[str]:
     """End and remove exactly these containers."""
     assert ids
-    return ["docker", "rm", "--force", "--volumes", *ids]
+    return [engine, "rm", "--force", "--volumes", *ids]
 
 
-def interpreter(site: Site, python: str, container_id: str) -> list[str]:
+def interpreter(node: StartedNode) -> list[str]:
     """The command that runs the node's Python with our standard input, inside the container where there is one."""
-    return ["docker", "exec", "--interactive", container_id, python] if uses_container(site) else [python]
+    return [node.engine, "exec", "--interactive", node.container_id, node.python] if node.container else [node.python]
 
 
 def uses_container(site: Site) -> bool:
     """Whether this site's nodes run everything in a container."""
-    return site.container.engine == "docker"
+    return site.container.engine != "none"

@@ -46,7 +46,7 @@ def end_node(node: StartedNode, connect: Connect, seconds: float) -> int:
     """End our processes or containers on one node; returns their number. Raises NodeError and Unreachable."""
     with connect(node.host, seconds) as runner:
         if node.container:
-            return remove_containers(runner, node.mark, seconds)
+            return remove_containers(runner, node, seconds)
         answer = ask(runner, [node.python], "stop", seconds=STOP_SECONDS + seconds, **identity(node))
     if left := answer["left"]:
         listed = ", ".join(map(str, left))
@@ -60,20 +60,20 @@ def identity(node: StartedNode) -> dict[str, Any]:
     return {"mark": node.mark, "directory": node.directory, "session": node.session, "processes": processes}
 
 
-def remove_containers(runner: Runner, mark: str, seconds: float) -> int:
-    """Remove the containers labelled with exactly this mark; normally there is at most one."""
-    found = docker(runner, find_command(mark), seconds)
+def remove_containers(runner: Runner, node: StartedNode, seconds: float) -> int:
+    """Remove the containers labelled with exactly this node's mark; normally there is at most one."""
+    found = run_engine(runner, find_command(node.engine, node.mark), seconds)
     ids = found.stdout.split()
     if ids:
-        docker(runner, remove_command(ids), STOP_SECONDS + seconds)
+        run_engine(runner, remove_command(node.engine, ids), STOP_SECONDS + seconds)
     return len(ids)
 
 
-def docker(runner: Runner, command: Sequence[str], seconds: float) -> Completed:
-    """Run one docker command. Raises NodeError when it fails."""
+def run_engine(runner: Runner, command: Sequence[str], seconds: float) -> Completed:
+    """Run one command of docker or podman. Raises NodeError when it fails."""
     done = runner.run(command, deadline_seconds=seconds)
     if done.exit_status != 0:
         said = done.stderr.strip().splitlines()
         why = "did not answer in time" if done.exit_status is None else f"failed ({said[-1][:200] if said else '?'})"
-        raise NodeError(f"docker {command[1]} {why}; look at the node's docker")
+        raise NodeError(f"{command[0]} {command[1]} {why}; look at the node's {command[0]}")
     return done

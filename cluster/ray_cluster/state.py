@@ -50,6 +50,7 @@ class StartedNode:
     folder: str  # this project's checkout there
     begun: bool = True  # something was or may have been started there
     container: bool = False
+    engine: str = "docker"  # of the container, where there is one
     container_id: str = ""
     session: int = 0  # 0: not known to have started
     processes: tuple[Process, ...] = ()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from cluster.ray_cluster.container import find_command
-from cluster.ray_cluster.down import docker, identity
+from cluster.ray_cluster.container import find_command, interpreter
+from cluster.ray_cluster.down import identity, run_engine
 from cluster.ray_cluster.node import ask, on_all
 from cluster.ray_cluster.state import ClusterState, StartedNode
 from cluster.transport.runner import Connect
@@ -38,10 +38,10 @@ def _look(node: StartedNode, connect: Connect, seconds: float) -> tuple[bool, st
     python = [node.python]
     with connect(node.host, seconds) as runner:
         if node.container:
-            ids = docker(runner, find_command(node.mark), seconds).stdout.split()
+            ids = run_engine(runner, find_command(node.engine, node.mark), seconds).stdout.split()
             if not ids:
                 return False, "no container of ours"
-            python = ["docker", "exec", "--interactive", ids[0], node.python]
+            python = interpreter(replace(node, container_id=ids[0]))
         wanted = {name: value for name, value in identity(node).items() if name != "directory"}
         answer = ask(runner, python, "status", seconds=seconds, **wanted)
     if answer["raylet"]:

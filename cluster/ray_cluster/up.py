@@ -16,7 +16,7 @@ from cluster.files.errors import UsageError
 from cluster.inventory.nodes import Inventory, Node
 from cluster.ray_cluster.candidates import Means, as_candidates, healthy, intended, meet
 from cluster.ray_cluster.container import interpreter, run_command
-from cluster.ray_cluster.down import docker, end_cluster, end_node
+from cluster.ray_cluster.down import end_cluster, end_node, run_engine
 from cluster.ray_cluster.introduction import HEAD_PORTS, Introduction, introduce
 from cluster.ray_cluster.node import NodeError, ask, on_all
 from cluster.ray_cluster.ray_commands import SETTINGS, fixed_ports, head_command, worker_command
@@ -108,7 +108,7 @@ class _Start:
         command = run_command(site.container, mark=node.mark, name=f"burst-ray-{node.mark.replace('/', '-')}")
         self._learn(node, begun=True)
         with self.means.connect(node.host, self.means.seconds) as runner:
-            done = docker(runner, command, self.means.seconds)
+            done = run_engine(runner, command, self.means.seconds)
         self._learn(node, container_id=done.stdout.strip())
 
     def _meet(self) -> dict[str, Introduction]:
@@ -135,7 +135,7 @@ class _Start:
     def _introduced(self, node: Node, toward: str) -> Introduction:
         record = self._record(node.name)
         with self.means.connect(node.host, self.means.seconds) as runner:
-            python = interpreter(node.site, record.python, record.container_id)
+            python = interpreter(record)
             interface = node.site.network.interface
             return introduce(runner, python, record, interface, toward, self.means.describe, self.means.seconds)
 
@@ -169,7 +169,7 @@ class _Start:
             try:
                 answer = ask(
                     runner,
-                    interpreter(site, node.python, known.container_id),
+                    interpreter(known),
                     "start",
                     seconds=ray.ready_seconds + min(self.means.seconds, ANSWER_SECONDS),
                     mark=node.mark,

@@ -125,6 +125,8 @@ def test_packages_become_requirements(tmp_path):
         "build.txt": f"wheel==0.48.0 --hash=sha256:{two}\n",
         "torch.txt": "torch>=2.11,<2.14\n",
     }
+    prepare(replace(flavour, provided=("numpy", "rich")), tmp_path / "beside")
+    assert (tmp_path / "beside" / "torch.txt").read_text() == "torch>=2.11,<2.14\nnumpy\n"
 
 
 @pytest.mark.parametrize(

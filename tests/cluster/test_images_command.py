@@ -47,7 +47,11 @@ def inventory(servers, tmp_path):
 
 def test_the_build_command_is_one_line_that_can_be_read():
     command = build_command(
-        Path("/src/it's here"), tag="burst:1", arguments={"CUDA": "12", "TORCH_INDEX_URL": None}, target="internevo"
+        "docker",
+        Path("/src/it's here"),
+        tag="burst:1",
+        arguments={"CUDA": "12", "TORCH_INDEX_URL": None},
+        target="internevo",
     )
     assert shlex.join(command) == (
         "docker build --file '/src/it'\"'\"'s here/Dockerfile' --tag burst:1 --build-arg CUDA=12 "
@@ -85,7 +89,7 @@ def test_a_build_that_fails_is_exit_code_1(docker, capsys):
         (["build", "--tag", "-x y"], "expected an image's name"),
         (["push"], "give an inventory, or hosts"),
         (["push", "gpu01"], "no image is named for gpu01"),
-        (["push", "gpu01", "--image", NAME], f"this machine has no image {NAME}; build it with"),
+        (["push", "gpu01", "--image", NAME], f"docker here has no image {NAME}; build it with"),
         (["push", "gpu01", "--image", "a b"], "expected an image's name"),
         (["push", "gpu01", "--image", "burst@sha256:" + "0" * 64], "has no name to load it under"),
         (["push", "gpu01", "--image", NAME, "--parallel", "0"], "expected 1 to 256"),
@@ -193,5 +197,5 @@ def test_names_get_the_tag_docker_would_read():
 
 def test_an_image_that_is_described_otherwise_is_refused(docker):
     (docker.folder / "bin" / "docker").write_text(f"#!{sys.executable}\nprint('<no value>')\n")
-    with pytest.raises(Exception, match="expected its id and size"):
-        find_image(LocalRunner(), NAME, 30)
+    with pytest.raises(Exception, match="expected id and size"):
+        find_image(LocalRunner(), "docker", NAME, 30)

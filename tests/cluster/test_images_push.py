@@ -66,18 +66,20 @@ class Lab:
             (host,) = parse_hosts(server.target())
             host = host.with_defaults(user=None, port=None, key=server.key)
             connects[host] = connector(SshOptions(known_hosts=server.known_hosts))
-            self.targets.append(Target(name=f"node{number}", host=host, image=NAME, folder=str(self.stage)))
+            self.targets.append(
+                Target(name=f"node{number}", host=host, image=NAME, engine="docker", folder=str(self.stage))
+            )
         self.connect = lambda host, seconds: connects[host](host, seconds)
         self.watch = Watching()
 
     def image(self):
-        return find_image(LocalRunner(), NAME, 30)
+        return find_image(LocalRunner(), "docker", NAME, 30)
 
     def push(self, targets=None, connect=None, **changes):
         way = {"shared": False, "keep": False, "at_once": 8, "seconds": 60.0, **changes}
         return push(
             targets or self.targets,
-            {NAME: self.image()},
+            {("docker", NAME): self.image()},
             Way(
                 connect=connect or self.connect,
                 archives=self.archives,
@@ -259,7 +261,7 @@ def test_a_shared_folder_that_no_node_can_write_fails_every_node_with_its_reason
 
 def test_a_node_that_is_down_fails_alone(lab):
     (away,) = parse_hosts("root@127.0.0.1:1")
-    down = Target(name="down", host=away, image=NAME, folder=str(lab.stage))
+    down = Target(name="down", host=away, image=NAME, engine="docker", folder=str(lab.stage))
     down_connect = connector(SshOptions(known_hosts=lab.stage / "absent"))
 
     def connect(host, seconds):
@@ -272,7 +274,7 @@ def test_a_node_that_is_down_fails_alone(lab):
 def test_a_node_without_docker_says_so(sshd, lab):
     (host,) = parse_hosts(sshd.target())
     host = host.with_defaults(user=None, port=None, key=sshd.key)
-    bare = Target(name="bare", host=host, image=NAME, folder=None)
+    bare = Target(name="bare", host=host, image=NAME, engine="docker", folder=None)
 
     @contextmanager
     def without_path(host, seconds):

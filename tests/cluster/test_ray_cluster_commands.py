@@ -86,15 +86,22 @@ def test_a_container_gets_what_the_site_says_and_no_privileges():
 
 
 def test_only_containers_with_our_mark_are_looked_for_and_only_by_id_removed():
-    assert shlex.join(container.find_command("abc/0")) == (
+    assert shlex.join(container.find_command("docker", "abc/0")) == (
         "docker ps --all --quiet --no-trunc --filter label=burst.ray.node=abc/0"
     )
-    assert container.remove_command(["f00d"]) == ["docker", "rm", "--force", "--volumes", "f00d"]
-    site = Site(container=Container(engine="docker", image="burst:1"))
-    assert container.interpreter(site, "/opt/python", "f00d") == [
-        "docker", "exec", "--interactive", "f00d", "/opt/python"
-    ]  # fmt: skip
-    assert container.interpreter(Site(), "/opt/python", "") == ["/opt/python"]
+    assert container.remove_command("podman", ["f00d"]) == ["podman", "rm", "--force", "--volumes", "f00d"]
+    node = dataclasses.replace(state(Path("/")).nodes[0], python="/opt/python", engine="podman", container_id="f00d")
+    inside = dataclasses.replace(node, container=True)
+    assert shlex.join(container.interpreter(inside)) == "podman exec --interactive f00d /opt/python"
+    assert container.interpreter(node) == ["/opt/python"]
+
+
+def test_podman_gives_gpus_as_devices_by_name():
+    image = Container(engine="podman", image="burst:1", gpus="0", ulimits={})
+    assert shlex.join(container.run_command(image, mark="abc/0", name="n")) == (
+        "podman run --detach --init --name n --label burst.ray.node=abc/0 --network host --ipc host "
+        "--device nvidia.com/gpu=0 --entrypoint sleep burst:1 infinity"
+    )
 
 
 def test_a_difference_in_versions_names_what_and_where():

@@ -1,0 +1,80 @@
+"""The image for CPUs on hosts of the lab: built here, pushed to each host's own podman, and a trial over both in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests import lab as lab_module
+from tests import podman
+from tests.cluster.test_lab_checks import ROOMY
+from tests.cluster.test_lab_cluster import EXPERIMENT
+from tests.lab import open_lab
+from tests.patience import AMPLE
+from tests.test_image import PINS
+
+if reason := lab_module.unavailable():
+    pytest.skip(reason, allow_module_level=True)
+
+SITE = """
+ssh: {{user: root, key: {key}}}
+{roomy}software: {{python: /opt/burst/bin/python, folder: /burst}}
+container: {{engine: podman, image: "{image}", gpus: "", ulimits: {{}}}}
+nodes:
+"""
+
+
+@pytest.mark.slow
+def test_the_image_is_pushed_to_two_hosts_and_a_trial_runs_in_it_over_both(tmp_path):
+    if reason := podman.unavailable():
+        pytest.skip(reason)
+    stores = Path(tempfile.mkdtemp(prefix="burst-lab-podman-", dir="/var/tmp"))  # gigabytes, which pytest would keep
+    try:
+        with podman.built(podman.IMAGE) as image, open_lab(2, tmp_path) as lab:
+            inventory = tmp_path / "inventory.yaml"
+            nodes = "".join(f"  - {{hosts: {host.name}, address: {host.address}}}\n" for host in lab.hosts)
+            inventory.write_text(SITE.format(key=lab.key, roomy=ROOMY, image=image) + nodes)
+            for host in lab.hosts:
+                podman.give_podman(lab, host, stores / host.name)
+                assert lab.run(host, "podman", "images", "--quiet") == ""
+            reach = [str(inventory), "--known-hosts", str(lab.known_hosts)]
+
+            archives = ["--archives", str(stores / "archives")]
+            said = podman.burst("image", "push", *reach, *archives)
+            assert "2 of 2 nodes have their image" in said
+            assert [line.split()[2] for line in said.splitlines() if line.startswith(" lab")] == ["loaded", "loaded"]
+            said = podman.burst("image", "push", *reach, *archives)
+            assert [line.split()[2] for line in said.splitlines() if line.startswith(" lab")] == ["present", "present"]
+            podman.burst("check", *reach, "--only", "docker", "--no-history")  # exits with 0: every host has its image
+
+            # The launcher has to have the hosts' Python, so it runs in the image too.
+            def inside(*words: str) -> str:
+                command = ["podman", "run", "--rm", "--init", "--network", "host", "--ipc", "host", "--user", "0"]
+                command += ["--volume", f"{tmp_path}:{tmp_path}", image, *words, "--state", str(tmp_path / "state")]
+                done = subprocess.run(
+                    command, env=podman.variables(tmp_path), capture_output=True, text=True, timeout=AMPLE, check=False
+                )
+                assert done.returncode == 0, (words, done.stdout, done.stderr)
+                return done.stdout + done.stderr
+
+            assert "2 nodes are up with room for 2 ranks, head lab1" in inside("cluster", "up", *reach)
+            experiment = tmp_path / "experiment.yaml"
+            experiment.write_text(EXPERIMENT.format(cp_sizes="2", steps=2, seeds="0", seconds="600"))
+            runs = tmp_path / "runs"
+            known = ["--known-hosts", str(lab.known_hosts)]
+            inside("run", str(experiment), "--nodes", str(inventory), *known, "--out", str(runs))
+            (record,) = [json.loads(path.read_text()) for path in runs.glob("trials/*/record.json")]
+            assert (record["status"], record["hosts"]) == ("ok", ["lab1", "lab2"]), record
+            assert record["measurement"]["software"]["torch"] == f"{PINS['torch']}+cpu"
+            assert inside("cluster", "status").count(" up ") == 2
+            inside("cluster", "down")
+            for host in lab.hosts:
+                assert lab.run(host, "podman", "ps", "--all", "--quiet") == ""
+        assert lab.left_behind() == []
+    finally:
+        shutil.rmtree(stores)
