@@ -49,7 +49,7 @@ class Findings:
 def run_active(nodes: Sequence[Node], plan: Plan) -> Findings:
     """Load these nodes, which must be free."""
     by_name = {node.name: node for node in nodes}
-    plan.say(f"active tests: {len(nodes)} nodes by themselves")
+    plan.say(f"active tests: {'1 node by itself' if len(nodes) == 1 else f'{len(nodes)} nodes by themselves'}")
     answers: dict[str, NodeSpeeds | Unavailable] = {}
     for node, answer in on_each(nodes, partial(_measure, plan), plan.node_seconds + _START_SECONDS):
         answers[node.name] = Unavailable(reason=str(answer)) if isinstance(answer, Unreachable) else answer

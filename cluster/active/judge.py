@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from cluster.active.measurement import NodeSpeeds, Unavailable
 from cluster.active.pairing import Pair, culprits, nodes_of, speeds_of
+from cluster.files.errors import quantity
 from cluster.probing.verdict import Verdict, merge
 from cluster.profiles import Profile, find
 
@@ -111,10 +112,10 @@ def _judge_node(
     if usual is None or median is None:
         return Verdict(level="unknown", summary="no exchange was measured", facts=facts)
     if usual < median * (1 - _PAIR_TOLERANCE):
-        summary = f"{usual:.3g} GB/s with other nodes, the median of all pairs is {median:.3g}"
+        summary = f"{quantity(usual)} GB/s with other nodes, the median of all pairs is {quantity(median)}"
         return Verdict(level="warn", summary=summary, action="monitor", facts=facts)
     but = f"; cleared of the failed exchange with {partners}" if node in blamed else f"; none with {partners}"
-    summary = f"{usual:.3g} GB/s with {len(own)} other nodes{but if failed else ''}"
+    summary = f"{quantity(usual)} GB/s with {len(own)} other nodes{but if failed else ''}"
     return Verdict(level="ok", summary=summary, facts=facts)
 
 
@@ -124,18 +125,22 @@ def _beside(values: list[float], median: float, tolerance: float, unit: str, pub
     slow = {index: value for index, value in enumerate(values) if value < median * (1 - tolerance)}
     known = f"; published is {published:g}" if published else ""
     if slow:
-        named = ", ".join(f"GPU {index}: {value:.3g}" for index, value in slow.items())
+        named = ", ".join(f"GPU {index}: {quantity(value)}" for index, value in slow.items())
         return Verdict(
             level="warn",
-            summary=f"{named} {unit}, more than {tolerance:.0%} below the fleet's median of {median:.3g}{known}",
+            summary=f"{named} {unit}, more than {tolerance:.0%} below the fleet's median of {quantity(median)}{known}",
             action="monitor",
             facts=facts,
         )
     lowest = min(values)
     if published and lowest < published * _OF_PUBLISHED:
-        summary = f"{lowest:.3g} {unit}, less than {_OF_PUBLISHED:.0%} of the published {published:g}, as the fleet is"
+        summary = (
+            f"{quantity(lowest)} {unit}, less than {_OF_PUBLISHED:.0%} of the published {published:g}, as the fleet is"
+        )
         return Verdict(level="warn", summary=summary, action="monitor", facts=facts)
-    return Verdict(level="ok", summary=f"{lowest:.3g} {unit} or more, fleet's median {median:.3g}{known}", facts=facts)
+    return Verdict(
+        level="ok", summary=f"{quantity(lowest)} {unit} or more, fleet's median {quantity(median)}{known}", facts=facts
+    )
 
 
 def _peers(speeds: NodeSpeeds, group: Mapping[str, NodeSpeeds]) -> Verdict:
@@ -144,11 +149,13 @@ def _peers(speeds: NodeSpeeds, group: Mapping[str, NodeSpeeds]) -> Verdict:
     slow = {pair: speed for pair, speed in speeds.peer_gb_per_second.items() if speed < median * (1 - _PEER_TOLERANCE)}
     facts = {"gb_per_second": speeds.peer_gb_per_second, "fleet_median": median}
     if slow:
-        named = ", ".join(f"{pair}: {speed:.3g}" for pair, speed in slow.items())
-        summary = f"copies between GPUs {named} GB/s, more than {_PEER_TOLERANCE:.0%} below the median of {median:.3g}"
+        named = ", ".join(f"{pair}: {quantity(speed)}" for pair, speed in slow.items())
+        summary = (
+            f"copies between GPUs {named} GB/s, more than {_PEER_TOLERANCE:.0%} below the median of {quantity(median)}"
+        )
         return Verdict(level="warn", summary=summary, action="monitor", facts=facts)
     lowest = min(speeds.peer_gb_per_second.values())
-    return Verdict(level="ok", summary=f"{lowest:.3g} GB/s or more between any two GPUs", facts=facts)
+    return Verdict(level="ok", summary=f"{quantity(lowest)} GB/s or more between any two GPUs", facts=facts)
 
 
 def _bus(speeds: NodeSpeeds) -> list[float]:

@@ -31,6 +31,11 @@ def one_of(choices: Iterable[str]) -> str:
     return f"{', '.join(head)} or {last}" if head else last
 
 
+def quantity(value: float) -> str:
+    """A measured number in a sentence: three digits, and never an exponent: `3.35`, `55.4`, `4230`."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
 MAX_CHARACTERS = 1000  # of a line: a path of the longest kind fits beside a sentence
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _END_CHARACTERS = 300  # kept of the end of a line, where an error states the next step

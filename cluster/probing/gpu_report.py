@@ -93,12 +93,18 @@ def parse(text: str) -> tuple[Mapping[str, str], tuple[GpuReport, ...]]:
     return node, tuple(reports)
 
 
+def counted_gpus(count: int) -> str:
+    """`1 GPU`, `8 GPUs`."""
+    return f"{count} GPU" if count == 1 else f"{count} GPUs"
+
+
 def judge_each(
     output: Output, site: Site, findings: Callable[[GpuReport], Sequence[Verdict]], healthy: str, unit: str = "GPU"
 ) -> Verdict:
     """All GPUs of a report judged one by one; `findings` returns nothing for a healthy one.
 
-    Sentences about a GPU begin with its index; `healthy` is the summary when there are none. Counters are joined.
+    Sentences about a GPU begin with its index; `healthy` is the summary when there are none, with {gpus} for how many
+    were judged. Counters are joined.
     """
     blocked = nvidia_smi.blocked(output, site)
     if blocked:
@@ -115,4 +121,4 @@ def judge_each(
         for report in reports
         for found in findings(report)
     ]
-    return merge(verdicts) if verdicts else Verdict(level="ok", summary=healthy.format(count=len(reports)))
+    return merge(verdicts) if verdicts else Verdict(level="ok", summary=healthy.format(gpus=counted_gpus(len(reports))))

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cluster.active.pairing import Pair, nodes_of
-from cluster.files.errors import UsageError
+from cluster.files.errors import UsageError, quantity
 from cluster.health.nodes import NodeReport
 from cluster.render.grouping import EVERYTHING, Selection, faults, of_sites, well
 from cluster.render.text import headline, summary_line
@@ -108,4 +108,4 @@ def _cell(one: str, other: str, speeds: Mapping[frozenset[str], float | None], m
     # Half of the median and less is as red as it gets.
     weight = max(0.0, 2 * share - 1)
     colour = ", ".join(str(round(weak + (good - weak) * weight)) for weak, good in zip(_WEAK, _GOOD, strict=True))
-    return Cell(text=f"{speed:.3g}", colour=f"rgb({colour})")
+    return Cell(text=quantity(speed), colour=f"rgb({colour})")

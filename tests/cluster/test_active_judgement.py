@@ -48,7 +48,7 @@ def test_a_gpu_more_than_five_percent_below_the_fleets_median_is_named(tflops: f
 @pytest.mark.parametrize(
     ("change", "test", "words"),
     [
-        ({"hbm_gb_per_second": third(3700.0, 4000.0)}, "active_copy", "device memory GPU 2: 3.7e+03 GB/s"),
+        ({"hbm_gb_per_second": third(3700.0, 4000.0)}, "active_copy", "device memory GPU 2: 3700 GB/s"),
         ({"to_device_gb_per_second": third(40.0, 55.0)}, "active_copy", "from host GPU 2: 40 GB/s"),
         ({"from_device_gb_per_second": third(40.0, 55.0)}, "active_copy", "to host GPU 2: 40 GB/s"),
         ({"peer_gb_per_second": {**EIGHT.peer_gb_per_second, "3-5": 40.0}}, "active_peers", "GPUs 3-5: 40 GB/s"),

@@ -150,7 +150,7 @@ def test_the_program_adds_what_was_measured_to_its_page(
     assert {"active_gemm", "active_copy", "active_peers", "active_all_reduce"} <= set(checks)
     assert code in (0, 1)  # a loaded machine's cores may differ in speed, which is what the test is for
     assert "active_gemm" in page.read_text()
-    assert "active tests: 1 nodes by themselves" in printed.err
+    assert "active tests: 1 node by itself" in printed.err
 
 
 def test_a_worker_ends_when_its_standard_input_ends() -> None:

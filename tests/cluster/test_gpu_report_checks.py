@@ -39,6 +39,14 @@ def test_eight_healthy_gpus_are_ok(check: Check | BoardCheck, model: str) -> Non
     assert verdict.level == "ok", verdict.summary
 
 
+@EVERY_CHECK
+def test_the_report_of_a_real_gpu_in_a_virtual_machine_is_ok(check: Check | BoardCheck) -> None:
+    text = (OUTPUTS / "h200_virtual_q.txt").read_text()
+    verdict = judge(check, text, Site(), board("h200", 1))
+    assert verdict.level == "ok", verdict.summary
+    assert "GPUs" not in verdict.summary
+
+
 BROKEN = [
     (gpu_ecc, "ECC Mode/Current", "Disabled", "fail", "reset", "ECC disabled"),
     (gpu_ecc, "ECC Errors/Volatile/DRAM Uncorrectable", "3", "fail", "reset", "3 uncorrected errors"),
@@ -87,6 +95,21 @@ def test_more_than_four_sram_errors_over_its_life_return_a_board(errors: int, le
         verdict = judge(gpu_ecc.CHECK, text, EIGHT, board(model))
         assert verdict.level == level
         assert verdict.action == ("isolate" if level == "fail" else "none")
+
+
+@pytest.mark.parametrize(
+    ("entry", "level", "action", "words"),
+    [
+        ("Unrepairable Memory", "fail", "isolate", "GPU 0 has memory that cannot be repaired: return it"),
+        ("Channel Repair Pending", "warn", "reset", "GPU 0 repairs itself at its next reset (Channel repair"),
+        ("TPC Repair Pending", "warn", "reset", "GPU 0 repairs itself at its next reset (TPC repair"),
+    ],
+)
+def test_what_the_newest_drivers_say_of_repairs_is_graded(entry: str, level: str, action: str, words: str) -> None:
+    text = (OUTPUTS / "h200_virtual_q.txt").read_text().replace(f"{entry}: No", f"{entry}: Yes")
+    verdict = judge(gpu_ecc.CHECK, text, Site(), board("h200", 1))
+    assert (verdict.level, verdict.action) == (level, action)
+    assert verdict.summary.startswith(words)
 
 
 def test_a_device_that_says_its_sram_limit_is_exceeded_is_believed_without_a_profile() -> None:

@@ -193,6 +193,11 @@ def test_locked_memory_matters_where_there_is_an_adapter(text: str, level: str) 
     assert memlock.judge(Output(text=text), EIGHT).level == level
 
 
+def test_a_small_limit_of_locked_memory_is_said_in_a_unit_that_suits_it() -> None:
+    assert memlock.judge(Output(text="memlock 64\nhcas 8"), EIGHT).summary.startswith("only 0.0625 MiB of memory")
+    assert memlock.judge(Output(text="memlock 2097152\nhcas 0"), EIGHT).summary.startswith("2 GiB of memory")
+
+
 @pytest.mark.parametrize("check", [memlock, peermem])
 def test_these_probes_answer_on_any_linux(check: Any) -> None:
     done = LocalRunner().run(["sh", "-c", check.PROBE.script], deadline_seconds=AMPLE)

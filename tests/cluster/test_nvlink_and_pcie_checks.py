@@ -81,6 +81,22 @@ def test_a_lone_gpu_needs_no_links_but_the_last_of_eight_does() -> None:
     assert nvlink.judge(alone, EIGHT, board("h200", 1)).level == "fail"
 
 
+def test_one_gpu_of_which_no_links_are_listed_is_sound_and_more_are_unknown() -> None:
+    # As a virtual machine with one H200 (driver 580.159.04) answered: both forms of nvidia-smi nvlink printed nothing.
+    assert nvlink.judge(Output(text="gpus 1\nerrors\n"), Site(), board("h200", 1)).level == "ok"
+    assert nvlink.judge(Output(text="gpus 1\nerrors\n"), EIGHT, board("h200", 1)).level == "unknown"
+    assert nvlink.judge(Output(text="gpus 8\nerrors\n"), Site(), board("h200")).level == "unknown"
+
+
+def test_the_probe_tells_how_many_gpus_there_are_where_no_link_is_listed(
+    install_nvidia_smi: Callable[[str], object],
+) -> None:
+    install_nvidia_smi('case $1 in -L) echo "GPU 0: NVIDIA H200 (UUID: GPU-1)" ;; esac')
+    done = LocalRunner().run(["sh", "-s"], stdin=render_script({"nvlink": nvlink.PROBE}, "abc"), deadline_seconds=AMPLE)
+    verdict = nvlink.judge(parse_outputs(done.stdout, "abc")["nvlink"], Site(), board("h200", 1))
+    assert (verdict.level, verdict.summary) == ("ok", "one GPU, of which no links are listed")
+
+
 def test_links_of_an_unknown_model_are_unknown() -> None:
     assert nvlink.judge(links("h100"), EIGHT, STRANGER).level == "unknown"
 

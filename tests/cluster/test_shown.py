@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.files.document import parse_yaml
-from cluster.files.errors import MAX_CHARACTERS, shown, shown_value
+from cluster.files.errors import MAX_CHARACTERS, quantity, shown, shown_value
 from harness.base.terminal import LONG_TABLE_ROWS, SafeConsole, print_table
 from harness.cli import main
 
@@ -17,6 +17,12 @@ def test_control_characters_are_written_as_escapes_and_line_breaks_stay():
     assert shown("a\x1b[31mb\x9bc\nd\te") == "a\\x1b[31mb\\x9bc\nd\te"
     assert shown_value("a\nb\ud800") == "a\\nb\\ud800"
     assert shown("naïve – 日本") == "naïve – 日本"
+
+
+def test_measured_numbers_have_three_digits_and_no_exponent():
+    assert [quantity(value) for value in (0.0625, 3.354, 55.41, 999.4, 1200.0, 4230.4)] == [
+        "0.0625", "3.35", "55.4", "999", "1200", "4230"
+    ]  # fmt: skip
 
 
 def test_a_long_line_loses_its_middle_and_says_so():

@@ -138,3 +138,4 @@ def test_shared_memory_is_a_gibibyte_for_each_gpu() -> None:
     verdict = shared_memory.judge(shm(8 * 2**20 - 1), EIGHT, board("h200"))
     assert (verdict.level, "--ipc=host" in verdict.summary) == ("warn", True)
     assert shared_memory.judge(shm(64 * 1024), Site(), NO_GPUS).level == "ok"
+    assert shared_memory.judge(shm(126 * 2**20), Site(), NO_GPUS).summary == "/dev/shm has 126 GiB left"

@@ -21,7 +21,7 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
     def findings(gpu: GpuReport) -> list[Verdict]:
         return [*_slowdowns(gpu), *(_drift(gpu, board.profile.clocks) if board.profile else [])]
 
-    verdict = judge_each(output, site, findings, "no slowdown on {count} GPUs")
+    verdict = judge_each(output, site, findings, "no slowdown on {gpus}")
     if verdict.level == "ok" and board.profile is None and not nvidia_smi.blocked(output, site):
         return Verdict(level="unknown", summary=f"no slowdown, but the clocks themselves: {board.no_profile}")
     return verdict

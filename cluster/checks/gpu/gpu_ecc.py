@@ -12,7 +12,8 @@ from cluster.profiles import NO_GPUS, Board
 
 
 def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
-    """Fails on uncorrected errors since the driver was loaded, on disabled ECC and beyond the vendor's life limit."""
+    """Fails on uncorrected errors since the driver was loaded, on disabled ECC, beyond the vendor's life limit and on
+    memory that cannot be repaired; warns while a repair waits for a reset."""
 
     def findings(gpu: GpuReport) -> list[Verdict]:
         mode = gpu.text("ECC Mode/Current")
@@ -31,6 +32,14 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
             found.append(
                 Verdict(level="fail", summary=f"has {volatile} uncorrected errors since it was started", action="reset")
             )
+        # Stated by driver 580, and absent before.
+        if gpu.text("ECC Errors/Unrepairable Memory") == "Yes":
+            found.append(
+                Verdict(level="fail", summary="has memory that cannot be repaired: return it", action="isolate")
+            )
+        if waiting := [part for part in ("Channel", "TPC") if gpu.text(f"ECC Errors/{part} Repair Pending") == "Yes"]:
+            summary = f"repairs itself at its next reset ({' and '.join(waiting)} repair is pending)"
+            found.append(Verdict(level="warn", summary=summary, action="reset"))
         sram = _uncorrectable(gpu, "Aggregate", "SRAM")
         if gpu.text("ECC Errors/Aggregate/SRAM Threshold Exceeded") == "Yes":
             found.append(
@@ -51,7 +60,7 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
             )
         return found
 
-    verdict = judge_each(output, site, findings, "ECC on and no uncorrected error on {count} GPUs")
+    verdict = judge_each(output, site, findings, "ECC on and no uncorrected error on {gpus}")
     if nvidia_smi.blocked(output, site):
         return verdict
     counters = {}

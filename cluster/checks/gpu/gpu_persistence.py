@@ -11,7 +11,7 @@ from cluster.probing.verdict import Verdict
 
 def judge(output: Output, site: Site) -> Verdict:
     """Warns where it is off: every first program then waits for the driver, and settings of the GPU are lost."""
-    return judge_each(output, site, _findings, "persistence mode is on for {count} GPUs")
+    return judge_each(output, site, _findings, "persistence mode is on for {gpus}")
 
 
 def _findings(gpu: GpuReport) -> list[Verdict]:

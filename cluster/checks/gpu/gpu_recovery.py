@@ -15,7 +15,7 @@ def judge(output: Output, site: Site) -> Verdict:
     """Fails for anything but None. ok for a driver that has no such field."""
     if "GPU Recovery Action" not in output.text and "Driver Version" in output.text:
         return Verdict(level="ok", summary="this driver names no recovery actions (570 and newer do)")
-    return judge_each(output, site, _findings, "the driver asks for no recovery of {count} GPUs")
+    return judge_each(output, site, _findings, "the driver asks for no recovery of {gpus}")
 
 
 def _findings(gpu: GpuReport) -> list[Verdict]:

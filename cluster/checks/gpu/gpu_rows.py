@@ -12,7 +12,7 @@ from cluster.probing.verdict import Verdict, with_facts
 
 def judge(output: Output, site: Site) -> Verdict:
     """Fails when a remapping failed, warns while one is pending: it happens at the next reset."""
-    verdict = judge_each(output, site, _findings, "no row remapping failed or pending on {count} GPUs")
+    verdict = judge_each(output, site, _findings, "no row remapping failed or pending on {gpus}")
     if nvidia_smi.blocked(output, site):
         return verdict
     counters = {

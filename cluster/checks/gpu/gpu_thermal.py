@@ -14,7 +14,7 @@ _POWER_TOLERANCE = 1.05  # readings of a GPU that keeps its limit go around it
 
 def judge(output: Output, site: Site) -> Verdict:
     """Fails from the device's own slowdown temperature or above its highest power; warns when its power is capped."""
-    return judge_each(output, site, _findings, "temperature and power within the limits of {count} GPUs")
+    return judge_each(output, site, _findings, "temperature and power within the limits of {gpus}")
 
 
 def _findings(gpu: GpuReport) -> list[Verdict]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from cluster.checks import BoardCheck
+from cluster.files.errors import quantity
 from cluster.inventory.site import Site
 from cluster.probing.probe import Output, Probe
 from cluster.probing.verdict import Verdict
@@ -26,10 +27,10 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
     if free_gib < wanted:
         return Verdict(
             level="warn",
-            summary=f"{_PATH} has {free_gib:.2g} GiB left, expected {wanted:g}; enlarge it (docker: --ipc=host)",
+            summary=f"{_PATH} has {quantity(free_gib)} GiB left, expected {wanted:g}; enlarge it (docker: --ipc=host)",
             action="monitor",
         )
-    return Verdict(level="ok", summary=f"{_PATH} has {free_gib:.2g} GiB left")
+    return Verdict(level="ok", summary=f"{_PATH} has {quantity(free_gib)} GiB left")
 
 
 CHECK = BoardCheck(

@@ -22,7 +22,7 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
         return Verdict(level="unknown", summary=board.no_profile)
     if not board.profile.fabric.registration:
         return Verdict(level="ok", summary=f"{board.name} does not register with a fabric")
-    return judge_each(output, site, _findings, "{count} GPUs have joined their fabric")
+    return judge_each(output, site, _findings, "{gpus} have joined their fabric")
 
 
 def _findings(gpu: GpuReport) -> list[Verdict]:

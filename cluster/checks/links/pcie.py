@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cluster.checks import BoardCheck
 from cluster.inventory.site import Site
+from cluster.probing.gpu_report import counted_gpus
 from cluster.probing.probe import Output, Probe, printable
 from cluster.probing.verdict import Verdict, merge
 from cluster.profiles import NO_GPUS, Board
@@ -57,8 +58,9 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
     merged = merge(verdicts)
     if merged.level != "ok":
         return merged
-    return Verdict(level="ok", summary=f"{len(rows)} GPUs at generation {board.profile.pcie.generation} or newer "
-                                       f"with {board.profile.pcie.width} lanes or more")  # fmt: skip
+    wanted = board.profile.pcie
+    summary = f"{counted_gpus(len(rows))} at generation {wanted.generation} or newer with {wanted.width} lanes or more"
+    return Verdict(level="ok", summary=summary)
 
 
 def _judge(row: list[str], wanted: Pcie) -> Verdict:

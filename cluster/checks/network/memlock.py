@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cluster.checks import Check
+from cluster.files.errors import quantity
 from cluster.inventory.site import Site
 from cluster.probing.probe import Output, Probe
 from cluster.probing.verdict import Verdict
@@ -27,13 +28,12 @@ def judge(output: Output, site: Site) -> Verdict:
     gib = int(limit) / 2**20
     if gib >= LEAST_GIB:
         return Verdict(level="ok", summary=f"{gib:.0f} GiB of memory may be locked")
+    limited = f"{quantity(gib)} GiB" if gib >= 1 else f"{quantity(gib * 1024)} MiB"
     if not int(hcas):
-        return Verdict(
-            level="ok", summary=f"{gib:.2g} GiB of memory may be locked; there is no adapter that needs more"
-        )
+        return Verdict(level="ok", summary=f"{limited} of memory may be locked; there is no adapter that needs more")
     return Verdict(
         level="warn",
-        summary=f"only {gib:.2g} GiB of memory may be locked, expected {LEAST_GIB:g}; set memlock in limits.conf",
+        summary=f"only {limited} of memory may be locked, expected {LEAST_GIB:g}; set memlock in limits.conf",
         action="monitor",
     )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import paramiko
 
+from cluster.files.errors import quantity
 from cluster.inventory.hosts import Host
 from cluster.transport.runner import MAX_OUTPUT_BYTES, Completed, Unreachable
 from cluster.transport.ssh.known_hosts import ChangedHostKey, UnknownHostKey
@@ -127,11 +128,11 @@ def explain(error: Exception, address: str, port: int, user: str, seconds: float
         return f"{address} is no host name known here ({reason(error)}); check the spelling or DNS"
     if isinstance(error, SlowLogin):
         return (
-            f"{where} did not finish the login of {user} within {seconds:.3g} s; "
+            f"{where} did not finish the login of {user} within {quantity(seconds)} s; "
             "look at the node's load and where it looks its users up"
         )
     if isinstance(error, TimeoutError):
-        return f"{where} did not answer within {seconds:.3g} s; check that the node is up and the port open"
+        return f"{where} did not answer within {quantity(seconds)} s; check that the node is up and the port open"
     return f"{where} cannot be reached ({reason(error)}); check that the node is up and sshd listens there"
 
 
