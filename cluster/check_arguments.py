@@ -91,7 +91,7 @@ def chosen_part(arguments: argparse.Namespace, nodes: Sequence[Node]) -> Selecti
     wanted = [name for pattern in arguments.node for name in expand(pattern)]
     for name in wanted:
         if name not in names:
-            raise UsageError(f"--node {name} is none of the {len(names)} nodes; {nearest(name, names)}")
+            raise UsageError(f"--node {name} is none of the nodes that are checked; {nearest(name, names)}")
     known = {*discover(), *OTHERS}
     for name in arguments.check:
         if name not in known:

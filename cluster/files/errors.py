@@ -31,6 +31,11 @@ def one_of(choices: Iterable[str]) -> str:
     return f"{', '.join(head)} or {last}" if head else last
 
 
+def counted(number: int, thing: str) -> str:
+    """`1 node`, `8 nodes`, `1,024 nodes`."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
 def quantity(value: float) -> str:
     """A measured number in a sentence: three digits, and never an exponent: `3.35`, `55.4`, `4230`."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"

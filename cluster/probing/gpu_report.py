@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from cluster.files.errors import counted
 from cluster.inventory.site import Site
 from cluster.probing import nvidia_smi
 from cluster.probing.probe import Output, Probe
@@ -93,11 +94,6 @@ def parse(text: str) -> tuple[Mapping[str, str], tuple[GpuReport, ...]]:
     return node, tuple(reports)
 
 
-def counted_gpus(count: int) -> str:
-    """`1 GPU`, `8 GPUs`."""
-    return f"{count} GPU" if count == 1 else f"{count} GPUs"
-
-
 def judge_each(
     output: Output, site: Site, findings: Callable[[GpuReport], Sequence[Verdict]], healthy: str, unit: str = "GPU"
 ) -> Verdict:
@@ -121,4 +117,6 @@ def judge_each(
         for report in reports
         for found in findings(report)
     ]
-    return merge(verdicts) if verdicts else Verdict(level="ok", summary=healthy.format(gpus=counted_gpus(len(reports))))
+    return (
+        merge(verdicts) if verdicts else Verdict(level="ok", summary=healthy.format(gpus=counted(len(reports), "GPU")))
+    )

@@ -7,6 +7,7 @@ cluster release` let a node in again; so does the expiry, because a list that is
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -64,10 +65,20 @@ class Quarantine:
     def _read(self) -> dict[str, Entry]:
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
-            return {
+            entries = {
                 name: Entry(reason=str(entry["reason"]), until=float(entry["until"])) for name, entry in found.items()
             }
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"{self._path} is no quarantine ({error}); remove it to let all nodes in again") from error
+        except OSError as error:
+            raise UsageError(
+                f"{self._path} cannot be read ({error.strerror}); give --state a folder of yours"
+            ) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(self._no_quarantine()) from error
+        if not all(math.isfinite(entry.until) for entry in entries.values()):
+            raise UsageError(self._no_quarantine())
+        return entries
+
+    def _no_quarantine(self) -> str:
+        return f"{self._path} does not hold a reason and a time for each node; remove it to let all nodes in again"

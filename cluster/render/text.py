@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from cluster.files.errors import counted
 from cluster.health.nodes import NodeReport
 from cluster.probing.probe import printable
 from cluster.probing.verdict import LEVELS, Level, worst_level
@@ -46,7 +47,7 @@ def summary_line(reports: Sequence[NodeReport]) -> str:
     """`4 nodes of h200x8: 2 ok, 1 warn, 1 unknown; 2 usable`."""
     levels = Counter(report.level for report in reports)
     counts = ", ".join(f"{levels[level]} {level}" for level in LEVELS if levels[level])
-    nodes = "1 node" if len(reports) == 1 else f"{len(reports)} nodes"
+    nodes = counted(len(reports), "node")
     return printable(f"{nodes}{of_sites(reports)}: {counts}; {sum(report.usable for report in reports)} usable")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.files.errors import shown
+from cluster.files.errors import counted, shown
 from harness.base.errors import UsageError
 from harness.commands import add_state_argument, state_directory
 
@@ -72,8 +72,9 @@ def _up(arguments: argparse.Namespace, states: StateDirectory) -> int:
     ranks = sum(node.ranks for node in state.joined)
     left_out = len(inventory.nodes) - len(state.joined)
     print(
-        f"{len(state.joined)} nodes are up with room for {ranks} ranks, head {state.head.name} ({state.head_address}); "
-        f"{state.versions}"
+        f"{counted(len(state.joined), 'node')} {'is' if len(state.joined) == 1 else 'are'} up "
+        f"with room for {counted(ranks, 'rank')}, "
+        f"head {state.head.name} ({state.head_address}); {state.versions}"
     )
     print(f"Next: burst run EXP.yaml --nodes {arguments.inventory}, and burst cluster down at the end")
     return NOT_ALL if left_out else ALL_WELL
@@ -99,8 +100,8 @@ def _status(arguments: argparse.Namespace, states: StateDirectory) -> int:
         print(shown(f"{facts}  {node.finding}{note}"))
     if state.ending:
         print(
-            f"{_counted(len(nodes))} of {state.inventory} did not answer burst cluster down, the others are ended; "
-            "repeat it, or give --forget if they are gone"
+            f"{counted(len(nodes), 'node')} of {state.inventory} did not answer burst cluster down, "
+            "the others are ended; repeat it, or give --forget if they are gone"
         )
         return NOT_ALL
     up = sum(node.state == "up" for node in nodes)
@@ -132,10 +133,6 @@ def _minutes(entry: Entry) -> str:
     return f"{max(1, round((entry.until - time.time()) / 60))} min"
 
 
-def _counted(nodes: int) -> str:
-    return f"{nodes} node" if nodes == 1 else f"{nodes} nodes"
-
-
 def _down(arguments: argparse.Namespace, states: StateDirectory) -> int:
     from cluster.ray_cluster.down import end_cluster
     from cluster.transport.reach import connection
@@ -148,12 +145,15 @@ def _down(arguments: argparse.Namespace, states: StateDirectory) -> int:
         _say(f"{name}: {sentence}")
     if problems and arguments.forget:
         states.clear()
-        print(f"{_counted(len(state.nodes) - len(problems))} ended, {len(problems)} forgotten")
+        print(f"{counted(len(state.nodes) - len(problems), 'node')} ended, {len(problems)} forgotten")
         return NOT_ALL
     if problems:
-        print(f"{_counted(len(problems))} did not answer; repeat burst cluster down, or give --forget if they are gone")
+        print(
+            f"{counted(len(problems), 'node')} did not answer; "
+            "repeat burst cluster down, or give --forget if they are gone"
+        )
         return NOT_ALL
-    print(f"{_counted(len(state.nodes))} ended; no process or file of burst is left on them")
+    print(f"{counted(len(state.nodes), 'node')} ended; no process or file of burst is left on them")
     return ALL_WELL
 
 

@@ -156,7 +156,10 @@ def opened_for_writing(
     """
     is_run = os.path.exists(path / marker)
     if resume and not is_run:
-        raise UsageError(f"{path} holds no run to resume; leave --resume out, or name its directory with --out")
+        raise UsageError(
+            f"{path} holds no run to resume; leave out --resume and every option that implies it, "
+            "or name the directory of a run with --out"
+        )
     make_writable(path)
     if not is_run and any(entry.name != LOCK_FILE for entry in path.iterdir()):
         raise UsageError(f"{path} holds files that are not a run; give --out a new or an empty directory")

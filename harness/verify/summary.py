@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from cluster.files.errors import counted
 from engine.plain_json import to_json
 from harness.verify.finding import Verdict
 
@@ -20,7 +21,7 @@ def lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
         yield from (f"{start}no partner: {one}" for one in verdict.partnerless)
     stated = Counter((gap.check, gap.says) for verdict in verdicts for gap in verdict.stated)
     for (check, says), count in stated.items():
-        yield f"stated: {check}, {_counted(count, 'record')}: {says}"
+        yield f"stated: {check}, {counted(count, 'record')}: {says}"
     yield from dict.fromkeys(f"not checked: {sentence}" for verdict in verdicts for sentence in verdict.unchecked)
     for verdict in verdicts:
         yield f"{verdict.run}: {_summary(verdict)}"
@@ -38,15 +39,11 @@ def as_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 
 def _summary(verdict: Verdict) -> str:
-    parts = [_counted(verdict.records, "record"), _counted(verdict.files, "file")]
+    parts = [counted(verdict.records, "record"), counted(verdict.files, "file")]
     if verdict.compared:
         passed = sum(one.passed for one in verdict.compared)
         parts.append(f"{passed} of {len(verdict.compared)} comparisons with the reference pass")
-    parts.append(_counted(len(verdict.failures), "failure") if verdict.failures else "all checks hold")
+    parts.append(counted(len(verdict.failures), "failure") if verdict.failures else "all checks hold")
     if verdict.stated:
-        parts.append(f"{_counted(len(verdict.stated), 'gap')} stated")
+        parts.append(f"{counted(len(verdict.stated), 'gap')} stated")
     return ", ".join(parts)
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"

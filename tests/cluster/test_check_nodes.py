@@ -78,7 +78,7 @@ def test_a_site_with_gpus_fails_a_machine_without(
         (["--timeout", "nan"], "expected seconds above 0"),
         (["--json", "--free"], "not allowed with"),
         (["--free", "--only-faults"], "leave --free out"),
-        (["--node", "gpu07"], "--node gpu07 is none of the 1 nodes"),
+        (["--node", "gpu07"], "--node gpu07 is none of the nodes that are checked"),
         (["--check", "discs"], "there is no check 'discs'; did you mean disk?"),
         (["gpu[3-1]"], "counts down"),
         (["--hosts", "/absent"], "no such hosts file"),

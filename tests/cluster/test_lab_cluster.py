@@ -364,7 +364,7 @@ def test_hosts_that_cannot_take_part_cost_themselves_alone_also_the_first_of_the
         assert code == 0, said
         code, said = site.burst("cluster", "up", bad, "--known-hosts", str(site.lab.known_hosts))
         assert code == 1, said
-        assert "1 nodes are up with room for 1 ranks, head lab4" in said
+        assert "1 node is up with room for 1 rank, head lab4" in said
         left_out = {line.split()[2].strip(":"): line for line in said.splitlines() if line.startswith("left out: ")}
         assert sorted(left_out) == ["lab1", "lab2", "lab3"]
         assert "/absent/python is no executable file" in left_out["lab1"]

@@ -214,9 +214,15 @@ def test_quarantine_is_by_exact_name_and_ends_by_itself(tmp_path):
     quarantine.add("gpu1", "lost", now=1000)
     quarantine.add("gpu2", "full disk", now=1050)
     assert set(Quarantine(tmp_path).entries(now=1101)) == {"gpu2"}
-    (tmp_path / "quarantine.json").write_text("[1]")
-    with pytest.raises(UsageError, match="remove it to let all nodes in again"):
-        quarantine.entries()
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", "{", '{"gpu1": 5}', '{"gpu1": {}}', '{"gpu1": {"reason": "", "until": 1e400}}']
+)
+def test_a_quarantine_that_makes_no_sense_is_one_sentence(tmp_path, text):
+    (tmp_path / "quarantine.json").write_text(text)
+    with pytest.raises(UsageError, match="does not hold a reason and a time for each node; remove it"):
+        Quarantine(tmp_path).entries()
 
 
 def test_release_lets_named_nodes_in_again_and_names_a_wrong_one(tmp_path, capsys):

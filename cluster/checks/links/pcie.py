@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cluster.checks import BoardCheck
+from cluster.files.errors import counted
 from cluster.inventory.site import Site
-from cluster.probing.gpu_report import counted_gpus
 from cluster.probing.probe import Output, Probe, printable
 from cluster.probing.verdict import Verdict, merge
 from cluster.profiles import NO_GPUS, Board
@@ -59,7 +59,9 @@ def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
     if merged.level != "ok":
         return merged
     wanted = board.profile.pcie
-    summary = f"{counted_gpus(len(rows))} at generation {wanted.generation} or newer with {wanted.width} lanes or more"
+    summary = (
+        f"{counted(len(rows), 'GPU')} at generation {wanted.generation} or newer with {wanted.width} lanes or more"
+    )
     return Verdict(level="ok", summary=summary)
 
 

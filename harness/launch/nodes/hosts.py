@@ -9,6 +9,7 @@ from cluster.discovery.facts import NodeFacts
 from cluster.discovery.read import read_node
 from cluster.environment.rendering import render_node
 from cluster.environment.value import overlaid
+from cluster.files.errors import counted
 from cluster.inventory.nodes import Node
 from cluster.ray_cluster.quarantine import Quarantine
 from cluster.transport.runner import Connect
@@ -105,8 +106,9 @@ class HostPool:
         out = {node.name: self._gone.get(node.name) or quarantined.get(node.name) for node in self._nodes}
         reasons = "; ".join(f"{name}: {reason}" for name, reason in out.items() if reason)
         left = sum(reason is None for reason in out.values())
+        needed = f"{counted(count, 'host')} {'is' if count == 1 else 'are'} needed"
         return (
-            f"{count} hosts are needed but {left} of {len(self._nodes)} can be used ({reasons}); "
+            f"{needed} but {left} of {len(self._nodes)} can be used ({reasons}); "
             "repair them, then --resume --retry-failed: a host that passes its check is used again"
         )
 
