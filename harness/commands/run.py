@@ -39,7 +39,7 @@ class Run:
         from harness.base.terminal import stderr_console
         from harness.machine.this_machine import discover
         from harness.plan.matrix import named, nothing_can_run, plan
-        from harness.records.provenance import redacted_command
+        from harness.records.provenance import changes, commit, redacted_command
         from harness.report.run_records import RunRecords
         from harness.run.attempt import Host
         from harness.run.bounds import Bounds, stop_time
@@ -85,7 +85,14 @@ class Run:
                 closing.enter_context(stop.interrupting())
             trials = [dataclasses.replace(trial, profile=arguments.profile) for trial in plan(experiment, machine)]
             typed = redacted_command(command_line(arguments))
-            host = Host(machine=machine, launcher=launcher, run_command=typed)
+            code_commit = commit()
+            host = Host(
+                machine=machine,
+                launcher=launcher,
+                commit=code_commit,
+                changes=changes(code_commit),
+                run_command=typed,
+            )
             lanes = lanes_of(host, arguments.parallel) if arguments.parallel > 1 else []
             for lane in lanes:
                 closing.callback(lane.launcher.close)

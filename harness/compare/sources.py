@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.base.errors import UsageError, one_of
+from harness.records.provenance import DIRTY
 from harness.records.record import RECORD_FILE, BadRecord, Record, read_record, record_files, refuse_bad
 from harness.report.results import Row, row_of
 from harness.report.site import runs_below
 
-DIRTY = "-dirty"  # end of the commit of a record whose code differed from it
 _MOVED_ASIDE = re.compile(r"\.\d{8}-\d{6}(-\d+)?")  # what `burst run` adds to the name of an earlier run
 _ATTEMPTS = f"trials/*/attempts/*/{RECORD_FILE}"
 _SHORT = 12  # characters of a commit in a message

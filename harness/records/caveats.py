@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from harness.records.provenance import DIRTY
 from harness.records.record import Record
 from harness.records.stated import Stated
 
@@ -20,7 +21,7 @@ def caveats_of(record: Record, stated: Stated) -> list[str]:
 
 def _shown_by(record: Record) -> list[str]:
     found = []
-    if record.commit.endswith("-dirty"):
+    if record.commit.endswith(DIRTY):
         found.append("the code differed from its commit")
     measured = record.measurement
     if record.status != "ok" or measured is None:

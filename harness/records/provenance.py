@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from cluster.environment.value import redact as redact  # here because it belong
 from cluster.environment.value import shown
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
+DIRTY = "-dirty"  # ends the commit of a tree with changes
 COMMIT_VARIABLE = "BURST_COMMIT"  # names the commit of code that is a copy, such as an image
 
 
@@ -31,7 +33,18 @@ def commit(root: Path = PROJECT_ROOT, environment: Mapping[str, str] = os.enviro
                 return found
     except (OSError, subprocess.SubprocessError):  # no git, no repository, or one that belongs to someone else
         pass
-    return named or (f"{found}-dirty" if found else "")
+    return named or (f"{found}{DIRTY}" if found else "")
+
+
+def changes(of: str, root: Path = PROJECT_ROOT) -> str:
+    """A digest of how tracked files differ from the commit `of`, which tells two changed trees of one commit apart;
+    empty for a commit without changes, and where git does not say."""
+    if not of.endswith(DIRTY):
+        return ""
+    try:
+        return hashlib.sha256(_git(root, "diff", "--no-ext-diff", "--binary", "HEAD").encode()).hexdigest()[:12]
+    except (OSError, subprocess.SubprocessError):  # BURST_COMMIT named a changed tree elsewhere
+        return ""
 
 
 def version() -> str:
@@ -63,6 +76,6 @@ def _redacted(part: str) -> str:
 
 def _git(root: Path, *arguments: str) -> str:
     done = subprocess.run(
-        ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30, check=True
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, errors="replace", timeout=30, check=True
     )  # fmt: skip
     return done.stdout.strip()

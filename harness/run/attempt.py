@@ -46,6 +46,7 @@ class Host:
     launcher: Launcher
     environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(os.environ))
     commit: str = dataclasses.field(default_factory=commit)
+    changes: str = ""  # digest of how the code differs from the commit; see `harness.records.provenance`
     lanes: int = 1  # disjoint parts of the machine that run a trial each at the same time; this is one of them
     run_command: Sequence[str] = ()  # the `burst run` as typed, secrets redacted
 

@@ -63,6 +63,14 @@ class RunDirectory:
         description: dict[str, Any] = value
         return description
 
+    def changed_trees(self) -> list[str]:
+        """Digests of the changed code that left records here; empty where run.json does not tell."""
+        try:
+            found = self.description().get("changes")
+        except UsageError:  # torn: a run that resumes mends it
+            return []
+        return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
+
     def in_use(self) -> bool:
         """Whether a `burst run` is writing to it now."""
         try:

@@ -134,23 +134,28 @@ class Execution:
         if cannot:
             say(f"{cannot} trials with figures lack rounds that this machine cannot run; they are kept as they are")
 
-    def mixed(self, experiment: str, planned: Collection[str]) -> list[str]:
+    @property
+    def adds(self) -> bool:
+        """Whether the run executes some trial."""
+        return any(
+            self._kept.get(each) is None or (trial.unsupported_reason is None and self._pending.lacks(self._kept[each]))
+            for each, trial in self._trials.items()
+        )
+
+    def mixed(self, experiment: str, planned: Collection[str], changed: Collection[str] = ()) -> list[str]:
         """How records that stay are unlike those that the run would add; see `harness.run.mixing`."""
         stay = [
             record
             for record in self._records.records()
             if record.trial_id in self._kept or record.trial_id not in self._trials
         ]
-        adds = any(
-            self._kept.get(each) is None or (trial.unsupported_reason is None and self._pending.lacks(self._kept[each]))
-            for each, trial in self._trials.items()
-        )
         return differences(
             stay,
             experiment,
             self._host,
             lambda record: record.trial_id in planned or self._search.has(record.settings),
-            adds=adds,
+            adds=self.adds,
+            changed=changed,
         )
 
     def all_rounds(self) -> Stopped | None:

@@ -60,6 +60,7 @@ def run_experiment(
             say(f"{bad} cannot be used and is now {aside.name}")
 
         started_at = now()
+        changed = directory.changed_trees() if resume is not None else []
 
         def describe(ids: Sequence[str]) -> None:
             directory.describe(
@@ -71,6 +72,7 @@ def run_experiment(
                 lanes=len(ways.lanes) or 1,
                 launcher=host.launcher.name,
                 commit=host.commit,
+                changes=changed,
                 started_at=started_at,
                 command=redacted_command(again),
             )
@@ -82,11 +84,13 @@ def run_experiment(
 
         run = Execution(chosen, host, directory, records, view, resume, ways, grown)
         run.check_hardware(say)
-        found = run.mixed(experiment, planned)
+        found = run.mixed(experiment, planned, changed)
         if resume is None or not resume.mix:
             refuse_mixing(run_dir, found)
         elif found:
             say(f"mixed as asked: {run_dir} holds {'; '.join(found)}")
+        if run.adds and host.changes and host.changes not in changed:
+            changed.append(host.changes)
         describe([*planned])
         if text and (earlier := directory.keep_experiment(text)) is not None:
             say(f"the earlier experiment.yaml in {run_dir} means another experiment and is now {earlier.name}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from harness.base.errors import UsageError
@@ -12,12 +12,19 @@ from harness.run.attempt import Host
 
 
 def differences(
-    records: Iterable[Record], experiment: str, host: Host, planned: Callable[[Record], bool], *, adds: bool
+    records: Iterable[Record],
+    experiment: str,
+    host: Host,
+    planned: Callable[[Record], bool],
+    *,
+    adds: bool,
+    changed: Collection[str] = (),
 ) -> list[str]:
     """In which respects records that stay are unlike those that the run would add, in words; empty for none.
 
     `planned` says whether the experiment has the trial of a record. `adds`: the run executes some trials; one that adds
-    no record mixes no commits. What one side does not know is no difference.
+    no record mixes no commits. `changed` are the digests of the changed trees from which the run has records so far.
+    What one side does not know is no difference.
     """
     found: Counter[str] = Counter()
     for record in records:
@@ -35,6 +42,8 @@ def differences(
         ):
             if then and now and then not in now.split(" + "):
                 found[f"{what} {then}, not {now}"] += 1
+        if host.changes and record.commit == host.commit and set(changed) - {host.changes}:
+            found[f"at commit {host.commit}, whose changes were others"] += 1
     return [f"{count} {'record' if count == 1 else 'records'} {what}" for what, count in found.items()]
 
 

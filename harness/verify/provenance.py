@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.records.caveats import ONE_ROUND, ONE_STEP
+from harness.records.provenance import DIRTY
 from harness.records.record import Record
 from harness.records.stated import About, Reason, Stated, TypedCommand
 from harness.verify.finding import Failure, Gap
@@ -53,7 +54,7 @@ def unused_statements(stated: Stated, trials: list[str]) -> Iterator[Failure]:
 
 def _missing(record: Record, text: str, stated: Stated, history: History) -> Iterator[tuple[About, str, str]]:
     """What a check is about, what the record has, and what it should have."""
-    commit = record.commit.removesuffix("-dirty")
+    commit = record.commit.removesuffix(DIRTY)
     if not commit:
         yield "commit", "none", "the commit of the code"
     elif problem := history.problem(commit):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.records.provenance import commit
+from harness.records.provenance import changes, commit
 
 
 def git(root: Path, *arguments: str) -> str:
@@ -34,6 +34,17 @@ def test_changed_files_are_said_unless_the_environment_names_their_commit(checko
     (checkout / "engine.py").write_text("one = 2\n")
     assert commit(checkout, {}) == git(checkout, "rev-parse", "HEAD") + "-dirty"
     assert commit(checkout, {"BURST_COMMIT": "named"}) == "named"
+
+
+def test_two_changed_trees_of_one_commit_are_told_apart(checkout: Path) -> None:
+    assert changes(commit(checkout, {}), checkout) == ""
+    (checkout / "engine.py").write_text("one = 2\n")
+    first = changes(commit(checkout, {}), checkout)
+    (checkout / "engine.py").write_bytes(b"one = '\xff'\n")
+    second = changes(commit(checkout, {}), checkout)
+    (checkout / "engine.py").write_text("one = 2\n")
+    assert len({"", first, second}) == 3
+    assert changes(commit(checkout, {}), checkout) == first
 
 
 def test_a_copy_without_history_has_the_environments_commit_or_none(tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ class Runner:
         resume: Resume | None = None,
         environment: dict[str, str] | None = None,
         commit: str = "abc",
+        changes: str = "",
         machine: Machine = HERE,
         experiment: str = "exp",
         **how: Any,
@@ -110,7 +111,7 @@ class Runner:
         code = run_experiment(
             experiment,
             trials,
-            Host(machine=machine, launcher=launcher, environment=environment or {}, commit=commit),
+            Host(machine=machine, launcher=launcher, environment=environment or {}, commit=commit, changes=changes),
             self.run_dir,
             view=PlainView(Console(quiet=True)),
             say=self.said.append,

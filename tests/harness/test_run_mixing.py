@@ -62,6 +62,18 @@ def test_another_commit_is_named_where_something_would_be_added(run):
     assert run({}, trials, Resume(), commit="")[0] == 0  # unknown
 
 
+def test_other_changes_of_the_same_commit_are_named_also_after_a_run_that_added_nothing(run):
+    trials = [trial(32), trial(64)]
+    run({}, trials[:1], commit="abc-dirty", changes="one")
+    assert run({}, trials[:1], Resume(), commit="abc-dirty", changes="two")[0] == 0  # nothing is added
+    with pytest.raises(UsageError, match="1 record at commit abc-dirty, whose changes were others"):
+        run({}, trials, Resume(), commit="abc-dirty", changes="two")
+    assert run({}, trials, Resume(), commit="abc-dirty", changes="one")[0] == 0
+    assert run({}, [*trials, trial(128)], Resume(mix=True), commit="abc-dirty", changes="two")[0] == 0
+    with pytest.raises(UsageError, match="3 records at commit abc-dirty, whose changes were others"):
+        run({}, [*trials, trial(128), trial(256)], Resume(), commit="abc-dirty", changes="one")
+
+
 def test_a_record_that_is_executed_again_is_not_mixed_with_anything(run):
     run({32: "ctrl-c"}, [trial(32)])
     assert run({}, [trial(32)], Resume(), commit="def")[0] == 0
