@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from cluster.active.measurement import NodeSpeeds, Unavailable
 from cluster.active.pairing import Pair, culprits, nodes_of, speeds_of
-from cluster.files.errors import quantity
+from cluster.files.errors import counted, quantity
 from cluster.probing.verdict import Verdict, merge
 from cluster.profiles import Profile, find
 
@@ -115,7 +115,7 @@ def _judge_node(
         summary = f"{quantity(usual)} GB/s with other nodes, the median of all pairs is {quantity(median)}"
         return Verdict(level="warn", summary=summary, action="monitor", facts=facts)
     but = f"; cleared of the failed exchange with {partners}" if node in blamed else f"; none with {partners}"
-    summary = f"{quantity(usual)} GB/s with {len(own)} other nodes{but if failed else ''}"
+    summary = f"{quantity(usual)} GB/s with {counted(len(own), 'other node')}{but if failed else ''}"
     return Verdict(level="ok", summary=summary, facts=facts)
 
 

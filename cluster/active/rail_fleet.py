@@ -11,6 +11,7 @@ from cluster.active import rails as node_rails
 from cluster.active.fleet import Conversation, Plan, converse
 from cluster.active.pairing import Pair, rounds
 from cluster.active.rails import Rail
+from cluster.files.errors import counted
 from cluster.inventory.nodes import Node
 from cluster.probing.verdict import Verdict
 from cluster.transport.fleet import on_each
@@ -28,7 +29,7 @@ class RailSpeed:
 
     rail: Rail
     other: str  # the node, and its port
-    speed: Speed
+    speed: Speed | None  # None: that node has no adapter to measure it with
 
 
 def run_rails(nodes: Sequence[Node], rails: Mapping[str, Sequence[Rail]], plan: Plan) -> dict[str, Verdict]:
@@ -36,7 +37,7 @@ def run_rails(nodes: Sequence[Node], rails: Mapping[str, Sequence[Rail]], plan: 
     able = [node.name for node in nodes if rails.get(node.name)]
     if not able:
         return {}
-    plan.say(f"active tests: the adapters of {len(able)} nodes, one after the other")
+    plan.say(f"active tests: the adapters of {counted(len(able), 'node')}, one after the other")
     pairs = rounds(able, most=1)[0] if len(able) > 1 else []
     alone = [name for name in able if not any(name in pair for pair in pairs)]
     group: list[Pair] = [*pairs, *((name, name) for name in alone)]
@@ -60,8 +61,8 @@ def _measure_pair(
 ) -> list[tuple[str, RailSpeed]] | str:
     """The rails of two nodes, first with first, second with second; or the reason why there are none."""
     one, other = pair
-    count = min(len(rails[one]), len(rails[other]))
-    ours, theirs = rails[one][:count], rails[other][:count]
+    facing, left = facing_rails(rails[one], rails[other])
+    ours, theirs = [mine for mine, _ in facing], [theirs for _, theirs in facing]
     conversation = Conversation(
         opener=("rails", "--rails", ",".join(rail.argument for rail in ours)),
         caller=lambda ports: ("rails", "--rails", ",".join(rail.argument for rail in theirs), "--ports", ports),
@@ -77,7 +78,24 @@ def _measure_pair(
         speeds.append((one, RailSpeed(rail=ours_rail, other=f"{other} {theirs_rail.port}", speed=speed)))
         if other != one:
             speeds.append((other, RailSpeed(rail=theirs_rail, other=f"{one} {ours_rail.port}", speed=speed)))
+    for (node, lacks), unmatched in zip(((one, other), (other, one)), left, strict=True):
+        speeds += [(node, RailSpeed(rail=rail, other=lacks, speed=None)) for rail in unmatched]
     return speeds
+
+
+def facing_rails(
+    ours: Sequence[Rail], theirs: Sequence[Rail]
+) -> tuple[list[tuple[Rail, Rail]], tuple[list[Rail], list[Rail]]]:
+    """Rails of two nodes that face each other, and those of each that face none.
+
+    Those of one name do: where a node lacks an adapter, all after it would else meet another switch. The others do in
+    order.
+    """
+    named = {rail.port: rail for rail in theirs}
+    names = {rail.port for rail in ours}
+    own, others = [rail for rail in ours if rail.port not in named], [rail for rail in theirs if rail.port not in names]
+    same = [(rail, named[rail.port]) for rail in ours if rail.port in named]
+    return [*same, *zip(own, others, strict=False)], (own[len(others) :], others[len(own) :])
 
 
 def judge_rails(speeds: Mapping[str, Sequence[RailSpeed]], missing: Mapping[str, str]) -> dict[str, Verdict]:
@@ -110,10 +128,15 @@ def _judge_node(rails: Sequence[RailSpeed], median: float | None) -> Verdict:
     ]
     parts = [f"slow: {', '.join(slow)} Gb/s; the fleet's median is {median:.4g}"] if slow and median else []
     parts += [f"no result: {', '.join(silent)}"] if silent else []
+    lacking = [f"{one.rail.port}, which {one.other} lacks" for one in rails if one.speed is None]
+    without = f"; not measured: {'; '.join(lacking)}" if lacking else ""
     if parts:
-        return Verdict(level="warn", summary="; ".join(parts), action="monitor", facts=facts)
-    lowest = min(one.speed for one in rails if isinstance(one.speed, float))
-    return Verdict(level="ok", summary=f"{lowest:.4g} Gb/s or more over each of {len(rails)} adapters", facts=facts)
+        return Verdict(level="warn", summary="; ".join(parts) + without, action="monitor", facts=facts)
+    measured = [one.speed for one in rails if isinstance(one.speed, float)]
+    if not measured:
+        return Verdict(level="unknown", summary=f"no adapter was measured{without}", facts=facts)
+    summary = f"{min(measured):.4g} Gb/s or more over each of {counted(len(measured), 'adapter')}{without}"
+    return Verdict(level="ok", summary=summary, facts=facts)
 
 
 def _is_slow(speed: float, median: float, rate: float | None) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from cluster.discovery.facts import NodeFacts
 from cluster.discovery.hcas import HcaChoice
 from cluster.discovery.interface import InterfaceChoice
+from cluster.files.errors import counted
 from cluster.probing.verdict import Action, Level, Verdict, merge
 
 _VERSIONS = "gpu_versions"  # the check whose facts name the GPUs of a node
@@ -46,7 +47,7 @@ def version_drift(checked: Mapping[str, Mapping[str, Verdict]]) -> dict[str, Ver
     for gpus, group in _same_gpus(checked):
         compared = [_compare(group, *fact) for fact in _COMPARED]
         for node in group if len(group) > 1 else ():
-            like = f"as {len(group) - 1} other nodes {gpus}"
+            like = f"as {counted(len(group) - 1, 'other node')} {gpus}"
             found = [verdict[node] for verdict in compared if node in verdict]
             verdicts[node] = merge(found) if found else Verdict(level="ok", summary=like)
     return verdicts

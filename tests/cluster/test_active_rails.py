@@ -13,7 +13,7 @@ import pytest
 
 from cluster.active import rails as node_rails
 from cluster.active.fleet import Plan
-from cluster.active.rail_fleet import RailSpeed, judge_rails, run_rails
+from cluster.active.rail_fleet import RailSpeed, facing_rails, judge_rails, run_rails
 from cluster.active.rails import Rail, parse_rails
 from cluster.health.rails import find_rails, rails_of
 from cluster.inventory.hosts import Host
@@ -97,6 +97,26 @@ def test_a_rail_without_a_result_is_named_with_its_reason_and_ends_nothing_else(
     while subprocess.run(["pgrep", "-f", str(perftest)], capture_output=True, check=False).returncode == 0:
         assert time.monotonic() < ends_at, "the listener that nobody called goes on"
         time.sleep(0.05)
+
+
+def test_rails_of_one_name_face_each_other_and_one_that_the_other_node_lacks_is_named(perftest: Path) -> None:
+    (perftest / "slow").write_text("mlx5_3")
+    verdicts = run_rails(nodes("a", "b"), {"a": FOUR, "b": FOUR[:1] + FOUR[2:]}, plan())
+    for name, other in (("a", "b"), ("b", "a")):
+        assert verdicts[name].level == "warn"
+        assert f"slow: mlx5_3:1 196 with {other} mlx5_3:1 Gb/s" in verdicts[name].summary
+    assert verdicts["a"].summary.endswith("; not measured: mlx5_1:1, which b lacks")
+    assert verdicts["a"].facts["gbps"]["mlx5_1:1"] is None  # type: ignore[index]
+    assert set(verdicts["b"].facts["gbps"]) == {"mlx5_0:1", "mlx5_2:1", "mlx5_3:1"}  # type: ignore[call-overload]
+
+
+def test_rails_of_other_names_face_each_other_in_order() -> None:
+    theirs = tuple(Rail(port=name) for name in ("mlx5_1:1", "roce0:1", "roce1:1", "roce2:1"))
+    facing, (ours_left, theirs_left) = facing_rails(FOUR[:3], theirs)
+    assert [(ours.port, other.port) for ours, other in facing] == [
+        ("mlx5_1:1", "mlx5_1:1"), ("mlx5_0:1", "roce0:1"), ("mlx5_2:1", "roce1:1")
+    ]  # fmt: skip
+    assert (ours_left, [rail.port for rail in theirs_left]) == ([], ["roce2:1"])
 
 
 def test_a_node_without_the_program_or_without_adapters_is_no_fault(
