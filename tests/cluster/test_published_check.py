@@ -8,7 +8,8 @@ from pathlib import Path
 
 from cluster.checks import discover
 
-FOLDER = Path(__file__).parents[2] / "results" / "published" / "h200x1" / "node_check"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "results" / "published" / "h200x1" / "node_check"
 CHECKS = json.loads((FOLDER / "check.json").read_text(encoding="utf-8"))["checks"]
 
 
@@ -26,6 +27,18 @@ def test_the_records_found_a_real_gpu_that_is_sound() -> None:
     assert {name for name, one in CHECKS.items() if one["verdict"] != "ok"} == {"nvlink"}
     assert re.search(r"active_gemm +ok .* 676 TFLOP/s .*published is 796", (FOLDER / "active.txt").read_text())
     assert re.search(r"active_copy +ok ", (FOLDER / "active.txt").read_text())
+
+
+def test_the_speeds_on_the_page_are_those_of_the_record() -> None:
+    found = re.search(
+        r"([\d.]+) TFLOP/s or more.*published is ([\d.]+)\n.*device memory (\S+) GB/s.*from host (\d+)\.\d GB/s",
+        (FOLDER / "active.txt").read_text(encoding="utf-8"),
+    )
+    assert found is not None
+    gemm, published, device, host = map(float, found.groups())
+    page = (ROOT / "docs" / "nodes.md").read_text(encoding="utf-8")
+    assert f"{gemm:g} TFLOP/s in a bf16 product of 8192 x 8192 x 8192, which is {gemm / published:.0%} of" in page
+    assert f"{device:.0f} GB/s within the device; {host:g} GB/s from\n" in page
 
 
 def test_the_records_name_no_device_and_no_path_of_the_machine() -> None:
