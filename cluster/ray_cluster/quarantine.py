@@ -6,19 +6,22 @@ cluster release` let a node in again; so does the expiry, because a list that is
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cluster.files.errors import UsageError
+from cluster.files.filesystem import try_lock
 from cluster.ray_cluster.state import write_private
 
 QUARANTINE_FILE = "quarantine.json"
 QUARANTINE_SECONDS = 900.0
+LOCK_FILE = ".quarantine.lock"  # held for milliseconds; that of the state directory is held while a cluster starts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,13 +33,13 @@ class Entry:
 
 
 class Quarantine:
-    """The quarantine of a state directory. Reads the file each time: another program may have written it. Lanes, which
-    run jobs at the same time, share one."""
+    """The quarantine of a state directory. Reads the file each time: another program may have written it, such as
+    `burst check` beside a run. Lanes, which run jobs at the same time, share one."""
 
     def __init__(self, folder: Path, seconds: float = QUARANTINE_SECONDS) -> None:
         self._path = folder / QUARANTINE_FILE
         self._seconds = seconds
-        self._lock = threading.Lock()  # held from reading the file to writing it
+        self._lock = threading.Lock()  # of the lanes; `_alone` also keeps other programs out
 
     def entries(self, now: float | None = None) -> Mapping[str, Entry]:
         """Nodes that are out now. Raises UsageError for a file that cannot be understood."""
@@ -46,17 +49,29 @@ class Quarantine:
     def add(self, name: str, reason: str, now: float | None = None) -> None:
         """Take a node out; one that is out already stays so for longer."""
         now = time.time() if now is None else now
-        with self._lock:
+        with self._alone():
             self._write({**self.entries(now), name: Entry(reason=reason, until=now + self._seconds)})
 
     def release(self, *names: str) -> list[str]:
         """Let nodes in again; returns those that were out."""
-        with self._lock:
+        if not self.entries().keys() & set(names):  # the usual case, in which the folder may not even exist
+            return []
+        with self._alone():
             entries = self.entries()
             released = [name for name in names if name in entries]
             if released:
                 self._write({other: entry for other, entry in entries.items() if other not in released})
         return released
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """From reading the file to writing it: no other lane or program writes meanwhile."""
+        with self._lock, contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError):  # no folder that can be written, as `_write` says
+                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                file = held.enter_context(open(self._path.with_name(LOCK_FILE), "a", encoding="utf-8"))
+                try_lock(file, wait=True)
+            yield
 
     def _write(self, entries: Mapping[str, Entry]) -> None:
         plain = {name: asdict(entry) for name, entry in entries.items()}

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shlex
 import socket
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -199,6 +199,22 @@ def test_nodes_that_lanes_take_out_at_the_same_time_are_all_out(tmp_path):
     with ThreadPoolExecutor(len(names)) as lanes:
         list(lanes.map(quarantine.add, names, ["lost"] * len(names)))
     assert set(quarantine.entries()) == set(names)
+
+
+def take_out(folder: str, name: str) -> None:
+    Quarantine(Path(folder)).add(name, "lost")
+
+
+def test_nodes_that_several_programs_take_out_at_the_same_time_are_all_out(tmp_path):
+    names = [f"gpu{number}" for number in range(64)]
+    with ProcessPoolExecutor(8) as programs:
+        list(programs.map(take_out, [str(tmp_path)] * len(names), names))
+    assert set(Quarantine(tmp_path).entries()) == set(names)
+
+
+def test_nothing_is_written_where_no_node_is_let_in(tmp_path):
+    assert Quarantine(tmp_path / "absent").release("gpu1") == []
+    assert not (tmp_path / "absent").exists()
 
 
 def test_quarantine_is_by_exact_name_and_ends_by_itself(tmp_path):
