@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -69,8 +70,9 @@ class Quarantine:
         with self._lock, contextlib.ExitStack() as held:
             with contextlib.suppress(OSError):  # no folder that can be written, as `_write` says
                 self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                file = held.enter_context(open(self._path.with_name(LOCK_FILE), "a", encoding="utf-8"))
-                try_lock(file, wait=True)
+                lock = os.open(self._path.with_name(LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o600)
+                held.callback(os.close, lock)
+                try_lock(lock, wait=True)
             yield
 
     def _write(self, entries: Mapping[str, Entry]) -> None:
