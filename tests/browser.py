@@ -33,7 +33,8 @@ class Browser:
     """One tab. `complaints` holds what the page wrote to the console and refusals of its security policy."""
 
     def __init__(self, program: str) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="burst-chromium-")
+        # Children of Chromium may write for a moment after it has been killed.
+        self._folder = tempfile.TemporaryDirectory(prefix="burst-chromium-", ignore_cleanup_errors=True)
         read, self._write = os.pipe()
         self._read, write = os.pipe()
         self._process = subprocess.Popen(

@@ -36,7 +36,7 @@ class Predict:
         parser.add_argument("--task", choices=("train", "attention"), default="train", help="(default: train)")
         parser.add_argument(
             "--set", action="append", default=[], metavar="NAME=VALUE",
-            help="another setting of all trials, such as checkpoint.tail=0.5; may be repeated",
+            help="another setting of all trials, such as checkpoint.tail=0.5 or checkpoint=auto; may be repeated",
         )  # fmt: skip
         parser.add_argument(
             "--longest", action="store_true",
@@ -46,28 +46,36 @@ class Predict:
         parser.add_argument("--json", action="store_true", help="one JSON list instead of tables")
 
     def run(self, arguments: argparse.Namespace) -> int:
+        from harness.base.lengths import format_length
         from harness.metrics.hardware import hardware_named
-        from harness.plan.forecast import forecast, longest
+        from harness.plan.forecast import forecast, longest, planned_on
         from harness.predict.speeds import assumed
 
         hardware = hardware_named(arguments.hardware)
         if arguments.gpus_per_node is not None and arguments.gpus_per_node < 1:
             raise UsageError(f"--gpus-per-node is {arguments.gpus_per_node}; give a number of at least 1")
         found: list[Forecast] = []
+        plans: list[str] = []
         for settings in _combinations(arguments):
             if arguments.longest:
-                held = longest(settings, hardware)
+                held = longest(settings, hardware, gpus_per_node=arguments.gpus_per_node)
                 if held is None:
                     raise UsageError(
                         f"no sequence of {settings.model.name} fits {hardware.title} with cp_size {settings.cp_size}; "
                         "give a larger --cp-size, or keep less with --set checkpoint.tail=0"
                     )
                 settings = held
+            settings, words = planned_on(settings, hardware, gpus_per_node=arguments.gpus_per_node)
+            plans.append(words)
             found.append(forecast(settings, hardware, gpus_per_node=arguments.gpus_per_node))
         if arguments.json:
-            print(json.dumps([_row(each) for each in found], indent=1))
+            rows = [_row(each) | ({"plan": words} if words else {}) for each, words in zip(found, plans, strict=True)]
+            print(json.dumps(rows, indent=1))
             return 0
         _print(found, phases=arguments.phases or len(found) == 1)
+        for each, words in zip(found, plans, strict=True):
+            if words:
+                print(f"{each.settings.method}, {format_length(each.settings.seq_len)}: checkpoint auto: {words}")
         if missing := assumed(hardware):
             print(
                 f"{hardware.title} has no measured {', '.join(missing)}: common values stand for them; "
@@ -78,6 +86,7 @@ class Predict:
 
 def _combinations(arguments: argparse.Namespace) -> list[TrialSettings]:
     """The product of the lists. Raises UsageError for what no trial may have."""
+    from engine.checkpoint.planning.choice import left_open
     from engine.settings import TrialSettings, from_json, to_json
     from harness.base.lengths import parse_length
     from harness.spec.methods import method_named
@@ -105,7 +114,7 @@ def _combinations(arguments: argparse.Namespace) -> list[TrialSettings]:
             for name, value in changes.items():
                 *owner, field = name.split(".")
                 (data[owner[0]] if owner else data)[field] = value
-            made.append(from_json(TrialSettings, data))
+            made.append(left_open(from_json(TrialSettings, data), changes))
         except (ValueError, TypeError) as error:
             raise UsageError(str(error)) from error
     return made
@@ -120,12 +129,15 @@ def _count(option: str, text: str) -> int:
 def _change(text: str) -> tuple[str, Any]:
     """One NAME=VALUE as a setting and its value, read as in an experiment file. Raises UsageError."""
     from cluster.files.document import parse_yaml
+    from harness.spec.experiment import AUTO_KEY
     from harness.spec.setting import SETTINGS, read_setting
 
     name, equals, value = text.partition("=")
     place = f"--set {text}"
     if not equals or not name:
         raise UsageError(f"{place}: expected NAME=VALUE, such as checkpoint.tail=0.5")
+    if (name, value) == ("checkpoint", "auto"):
+        name = AUTO_KEY
     if name not in SETTINGS:
         owner, _, field = name.rpartition(".")
         beside = [known.removeprefix(f"{owner}.") for known in SETTINGS if known.rpartition(".")[0] == owner]

@@ -27,16 +27,20 @@ def is_native(method: Method) -> bool:
 
 
 def with_plan(
-    settings: TrialSettings, machine: Machine, correction: Correction = NO_CORRECTION
+    settings: TrialSettings,
+    machine: Machine,
+    correction: Correction = NO_CORRECTION,
+    hardware: Hardware | None = None,
 ) -> tuple[TrialSettings, Forecast | None]:
     """The settings with the values that the planner chooses on this machine, and its forecast; None, and the settings
-    as they are, where nothing is left open or the sizes make no trial."""
+    as they are, where nothing is left open or the sizes make no trial. `hardware`: by default that of the machine's
+    GPU's name."""
     ranks = settings.cp_size * settings.tp_size
     if not settings.planned or settings.world_size % ranks or settings.seq_len < settings.cp_size:
         return settings, None
     if parse_mask(settings.mask).unsupported_reason(settings.seq_len) is not None:
         return settings, None
-    hardware = hardware_for(machine.gpu_name)
+    hardware = hardware or hardware_for(machine.gpu_name)
     chosen, forecast = planned(
         settings,
         budget_of(settings, machine, hardware),

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from engine.settings import TrialSettings
-from harness.machine.this_machine import Machine
+from harness.machine.this_machine import Machine, imagined
 from harness.metrics.flops import tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB
+from harness.plan.checkpointing import with_plan
 from harness.plan.predict import engine_memory
 from harness.plan.times import ranks_of_node, time_or_reason
 from harness.predict.speeds import TERA
@@ -96,8 +97,31 @@ def held_out_width(training: bool) -> float:
     return math.exp(statistics.quantiles(errors, n=100, method="inclusive")[round(100 * _INTERVAL) - 1])
 
 
-def longest(settings: TrialSettings, hardware: Hardware) -> TrialSettings | None:
-    """The trial with the longest sequence that a GPU of this kind holds, by this prediction; None where none is."""
+def planned_on(
+    settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int | None = None
+) -> tuple[TrialSettings, str]:
+    """The settings with what the planner chooses for such GPUs, and its sentence; empty where nothing is left open.
+
+    The memory of a host is in no hardware file, so the sentence says how much of it the choice takes.
+    """
+    node = imagined(hardware.gpu_names[0], hardware.memory_gib)
+    each = min(gpus_per_node or hardware.gpus_per_node, settings.world_size)
+    machine = replace(node, nodes=-(-settings.world_size // each), ranks_per_node=each)
+    chosen, found = with_plan(settings, machine, hardware=hardware)
+    if found is None:
+        return chosen, ""
+    host = found.host_bytes / GIB
+    return chosen, found.words + (f"; a rank holds {host:.0f} GiB of host memory" if moves_to_host(chosen) else "")
+
+
+def moves_to_host(settings: TrialSettings) -> bool:
+    """Whether a trial keeps activations or moments in host memory."""
+    return settings.optimizer_offload or settings.checkpoint.offload != "none"
+
+
+def longest(settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int | None = None) -> TrialSettings | None:
+    """The trial with the longest sequence that a GPU of this kind holds, by this prediction; None where none is. Each
+    length has its own plan where the planner may choose."""
     unit = _STEP_TOKENS * settings.cp_size
 
     def fits(units: int) -> bool:
@@ -105,7 +129,7 @@ def longest(settings: TrialSettings, hardware: Hardware) -> TrialSettings | None
             tried = replace(settings, seq_len=units * unit)
         except ValueError:  # more tokens than a trial may have
             return False
-        memory = engine_memory(tried)
+        memory = engine_memory(planned_on(tried, hardware, gpus_per_node=gpus_per_node)[0])
         return memory is not None and memory.allocated / GIB <= USABLE * hardware.memory_gib
 
     if not fits(1):

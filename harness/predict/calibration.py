@@ -150,6 +150,11 @@ def _tile_sizes(found: Calibrated) -> dict[str, list[int]]:
     return {kernel: sorted(tokens) for kernel, tokens in sizes.items()}
 
 
+def _conditions(found: Calibrated, pattern: str) -> str:
+    """What the figures of such names were measured on, each said once."""
+    return "; ".join(dict.fromkeys(each.what for name, each in found.figures.items() if re.fullmatch(pattern, name)))
+
+
 def _slowest(found: Calibrated, pattern: str) -> Figure | None:
     fitting = [figure for name, figure in found.figures.items() if re.fullmatch(pattern, name)]
     return min(fitting, key=lambda figure: figure.median, default=None)
@@ -181,7 +186,14 @@ def hardware_document(found: Calibrated, *, memory_gib: float, gpus_per_node: in
         }
         for kernel, sizes_of in _tile_sizes(found).items()
     }
-    sizes = "; ".join(sorted({figure.what for figure in found.figures.values()}))
+    tile = r"attention \S+ \S+ "
+    longest = max((max(sizes_of) for sizes_of in _tile_sizes(found).values()), default=0)
+    of = {
+        "gemm_tflops": _conditions(found, "gemm .*"),
+        "kernel_ceilings": _conditions(found, f"{tile}{longest}"),
+        "kernel_tiles": _conditions(found, f"{tile}.*"),
+        "speeds": _conditions(found, f"(?!{tile}(?!{longest}$)).*"),
+    }
     document: dict[str, Any] = {
         "title": f"{shipped.title if shipped else found.device}, measured",
         "gpu_names": [found.device],
@@ -194,7 +206,7 @@ def hardware_document(found: Calibrated, *, memory_gib: float, gpus_per_node: in
         "speeds": {name: _rounded(value) for name, value in speeds.items()},
         "spread": {name: _rounded(value) for name, value in spread.items()},
         "measured": {
-            key: {"when": day, "where": where, "what": sizes} for key in _MEASURED
+            key: {"when": day, "where": where, "what": of[key]} for key in _MEASURED
         },
         "sources": {
             "peak_bf16_tflops": shipped.sources["peak_bf16_tflops"] if shipped

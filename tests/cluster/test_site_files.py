@@ -94,7 +94,10 @@ def test_no_adapters_and_any_adapters_are_different_values(tmp_path: Path) -> No
         ("environment: {PATH: '/usr/bin:'}\n", "environment.PATH is '/usr/bin:'; expected absolute paths"),
         ("environment: {LD_PRELOAD: libjemalloc.so}\n", "LD_PRELOAD is 'libjemalloc.so'; expected absolute paths"),
         ("software: {python: venv/bin/python}\n", "software.python is 'venv/bin/python'; expected an absolute path"),
-        ("container: {engine: podman}\n", ":1: container.engine is 'podman'; expected none or docker"),
+        (
+            "container: {engine: singularity}\n",
+            ":1: container.engine is 'singularity'; expected none, docker or podman",
+        ),
         ("container: {engine: docker}\n", "container.engine is docker but container.image is empty"),
         ("container: {image: '--privileged'}\n", "container.image is '--privileged'; expected a name"),
         ("container: {image_id: latest}\n", "container.image_id is 'latest'; expected sha256:"),

@@ -107,6 +107,23 @@ def test_what_cannot_be_meant_is_one_sentence(
     assert sentence in capsys.readouterr().err
 
 
+def test_what_is_computed_again_is_planned_for_the_gpus_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "1b", "--seq-len", "32k", "--cp-size", "1"]
+    [unplanned] = predicted(capsys, *words)
+    [whole] = predicted(capsys, *words, "--set", "checkpoint=auto")
+    [tight] = predicted(capsys, *words, "--set", "checkpoint=auto", "--set", "memory=24GiB")
+    assert whole["seconds"] < tight["seconds"]
+    assert whole["seconds"] < unplanned["seconds"]
+    assert tight["gpu_gib"] < 24 < whole["gpu_gib"]
+    assert "GiB of host memory" in str(tight["plan"])
+    assert "plan" not in unplanned
+    [long] = predicted(
+        capsys, "--model", "1b", "--longest", "--set", "checkpoint=auto", "--set", "optimizer_offload=false"
+    )
+    [plain] = predicted(capsys, "--model", "1b", "--longest")
+    assert long["seq_len"] > plain["seq_len"]
+
+
 def test_the_table_prints_phases_and_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--hardware", "h200", "--seq-len", "256k", "--cp-size", "16"]) == 0
     printed = capsys.readouterr().out
@@ -148,6 +165,10 @@ def test_this_machine_is_measured_and_the_file_is_read_back(tmp_path: Path, caps
     assert main(["calibrate", "--out", str(path), "--ranks", "2", "--model", "tiny"]) == 0
     assert "link inside" in capsys.readouterr().out
     hardware = load_hardware(path)
+    measured = yaml.safe_load(path.read_text())["measured"]
+    assert measured["gemm_tflops"]["what"].startswith("products of tiny")
+    assert "128 tokens" not in measured["kernel_ceilings"]["what"]  # of the longest tile alone
+    assert measured["kernel_tiles"]["what"].startswith("128 tokens")
     assert {"gemm_tflops", "memory_gib", "inside_gib", "attention_forward_tflops"} <= hardware.speeds.keys()
     assert hardware.spread
     assert hardware.kernel_tiles["cpu"].tokens == (128, 256)
