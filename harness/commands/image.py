@@ -20,6 +20,7 @@ ALL_WELL, NOT_ALL = 0, 1
 DEFAULT_TAG = "burst:latest"
 CUDA_VERSIONS = ("12", "13", "none")
 TORCH_INDEX = "TORCH_INDEX_URL"
+NO_CUDA_BASE = "CUDA_NONE_IMAGE="  # the build argument that names another base for --cuda none
 SMOKE = ["run", "experiments/quickstart.yaml", "--scale", "smoke"]
 CONTAINERS_CONF = (Path("/etc/containers/containers.conf"), Path("~/.config/containers/containers.conf").expanduser())
 _ENGINE_SECONDS = 60.0
@@ -167,6 +168,12 @@ def _build(arguments: argparse.Namespace) -> int:
             print(shlex.join(command))
             return ALL_WELL
         _images_here(engine, [])
+        own_base = NO_CUDA_BASE in " ".join(arguments.engine_option)
+        if arguments.cuda == "none" and not own_base and not _images_here(engine, [BASE_TAG], must_exist=False):
+            raise UsageError(
+                f"{engine} here has no image {BASE_TAG}, from which --cuda none starts; make it as root with "
+                f"burst image base --engine {engine}"
+            )
         if subprocess.run(command, env={**os.environ, "DOCKER_BUILDKIT": "1"}, check=False).returncode:
             print(f"{arguments.tag} was not built; {command[0]} says above why")
             return NOT_ALL
