@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests import slurm as slurm_module
-from tests.patience import SOON, wait_until
+from tests.patience import AMPLE, wait_until
 from tests.slurm import Slurm, open_slurm
 
 pytestmark = pytest.mark.slow
@@ -231,7 +231,7 @@ def test_a_submitted_sweep_runs_over_both_nodes_of_its_job(site):
 
 def test_a_run_that_slurm_interrupts_goes_on_when_it_is_submitted_or_requeued(site):
     job = site.sweep("broken", 500, "0, 1")
-    wait_until(lambda: site.measuring("broken"), f"nothing measured: {site.output('broken')}", 3 * SOON)
+    wait_until(lambda: site.measuring("broken"), lambda: f"nothing measured: {site.output('broken')}", AMPLE / 2)
     site.slurm.run("scancel", "--signal=USR1", "--batch", job)  # as --signal=B:USR1 does it
     assert site.ended(job, "broken") == "FAILED", site.output("broken")
     assert "interrupted after 0 of 2 trials" in site.output("broken")
@@ -239,7 +239,7 @@ def test_a_run_that_slurm_interrupts_goes_on_when_it_is_submitted_or_requeued(si
     assert first["status"] == "interrupted"
 
     job = site.sweep("broken", 500, "0, 1")
-    wait_until(lambda: site.measuring("broken"), f"nothing measured again: {site.output('broken')}", 3 * SOON)
+    wait_until(lambda: site.measuring("broken"), lambda: f"nothing measured again: {site.output('broken')}", AMPLE / 2)
     site.slurm.run("scontrol", "requeue", job)
     assert site.ended(job, "broken") == "COMPLETED", site.output("broken")
     assert site.slurm.fact(job, "Restarts") == "1"
