@@ -23,6 +23,7 @@ from cluster.transport.reach import LocalRunner
 from harness.cli import main
 from tests.patience import AMPLE
 
+ROOT = Path(__file__).resolve().parents[2]
 ID = "4e" * 32
 
 
@@ -126,6 +127,16 @@ def test_a_compared_systems_image_is_tried_by_importing_its_package(podman, caps
     assert run.endswith("burst:cpu python -c import deepspeed as package; print(package.__version__)")
     assert main(["image", "try", "burst:cpu", "--engine", "podman", "--import", "a; b"]) == 2
     assert "expected a package's name" in capsys.readouterr().err
+
+
+def test_the_stage_with_the_programs_of_tests_is_tried_by_tests_of_this_checkout(podman, capsys):
+    assert main(["image", "try", "burst:cpu", "--engine", "podman", "--tests", "tests/engine", "tests/faults"]) == 0
+    (run,) = [line for line in podman.read_text().splitlines() if " run " in line]
+    assert f"--volume {ROOT}/tests:/burst/tests:ro burst:cpu python -m pytest" in run
+    assert run.endswith(" -- tests/engine tests/faults")
+    for path in ("tests/absent", "engine", "tests/../engine", "-x"):
+        assert main(["image", "try", "burst:cpu", "--engine", "podman", f"--tests={path}"]) == 2
+        assert f"--tests has {path!r}; expected a file or folder of this checkout" in capsys.readouterr().err
 
 
 def test_an_image_for_gpus_is_tried_with_them(podman):

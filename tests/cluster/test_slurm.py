@@ -185,6 +185,20 @@ def test_commands_and_files_reach_a_node_by_steps_of_the_job(site, place):
     assert found["end"] == (started + timedelta(minutes=30)).timestamp()
 
 
+def test_each_task_of_an_array_knows_its_own_end(site):
+    """The number of the last task is also the array's, for which squeue lists all tasks."""
+    script = site.folder / "array.sh"
+    program = "from cluster.transport.slurm.limit import job_end; print(job_end(print).isoformat())"
+    script.write_text(f'#!/bin/sh\nexec "$PYTHON" -c "{program}"\n')
+    output = f"--output={site.folder}/array%a.out"
+    job = site.submit("array", output, "--array=0-1", "--nodes=1", "--time=30", str(script))
+    for task in (0, 1):
+        name = f"array{task}"
+        wait_until(lambda name=name: site.output(name).endswith("\n"), lambda name=name: site.output(name), AMPLE / 2)
+        started = datetime.fromisoformat(site.slurm.fact(f"{job}_{task}", "StartTime")).astimezone()
+        assert datetime.fromisoformat(site.output(name).strip()) == started + timedelta(minutes=30)
+
+
 def test_programs_that_take_nodes_take_those_of_the_job(site):
     script = site.folder / "programs.sh"
     script.write_text(
@@ -253,3 +267,17 @@ def test_a_run_ends_in_order_before_its_jobs_time_is_over(site):
     assert "--resume" in site.output("limited")
     assert {record["status"] for record in site.records("limited")} <= {"interrupted"}
     assert (site.folder / "limited" / "report.html").exists()
+
+
+def test_a_node_that_fails_costs_the_trials_that_need_it_and_not_the_job(site):
+    job = site.sweep("lost", 1_000_000, "0, 1", "--time=60")
+    wait_until(lambda: site.measuring("lost"), lambda: f"nothing measured: {site.output('lost')}", AMPLE / 2)
+    site.slurm.run("scontrol", "update", "NodeName=lab2", "State=DOWN", "Reason=test")  # as for a node that is silent
+    try:
+        assert site.ended(job, "lost") == "FAILED", site.output("lost")  # and not NODE_FAIL
+    finally:
+        site.slurm.run("scontrol", "update", "NodeName=lab2", "State=RESUME")
+    assert {record["status"] for record in site.records("lost")} == {"node_lost"}
+    assert "lab2 was lost" in site.output("lost")
+    assert "2 hosts are needed but 1 of 2 can be used" in site.output("lost")
+    assert (site.folder / "lost" / "report.html").exists()
