@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests import slurm as slurm_module
+from tests.cluster.test_lab_training import CONFIG, losses, saved
 from tests.patience import AMPLE, wait_until
 from tests.slurm import Slurm, open_slurm
 
@@ -267,6 +268,25 @@ def test_a_run_ends_in_order_before_its_jobs_time_is_over(site):
     assert "--resume" in site.output("limited")
     assert {record["status"] for record in site.records("limited")} <= {"interrupted"}
     assert (site.folder / "limited" / "report.html").exists()
+
+
+def test_a_training_run_over_the_nodes_of_a_job_saves_when_slurm_signals_and_goes_on(site):
+    folder = site.folder / "training"
+    folder.mkdir()
+    (folder / "text.txt").write_text("a line of text to learn from\n" * 400)
+    (folder / "train.yaml").write_text(CONFIG.format(data=folder / "text.txt"))
+    script = folder / "train.sh"
+    script.write_text('#!/bin/bash\nexec "$PYTHON" -m harness train "$1" --out "$RUN" --nodes slurm "${@:2}"\n')
+    seen = 0
+    for more in ([], ["--resume"]):
+        job = site.submit("training", *REQUEST, str(script), str(folder / "train.yaml"), *more, run="trained")
+        wait_until(lambda seen=seen: saved(site.folder / "trained") > seen, lambda: site.output("training"), AMPLE / 2)
+        site.slurm.run("scancel", "--signal=USR1", "--batch", job)
+        assert site.ended(job, "training") == "FAILED", site.output("training")
+        assert "go on with: " in site.output("training")
+        steps = losses(site.folder / "trained")
+        seen = saved(site.folder / "trained")
+        assert list(steps) == list(range(1, seen + 1))  # the last step was saved, and none was lost or repeated
 
 
 def test_a_node_that_fails_costs_the_trials_that_need_it_and_not_the_job(site):
