@@ -51,11 +51,13 @@ test-all: lint types
 docs: install
 	$(BIN)/python -m harness.report.quoted
 
-# The image for CPUs and the stage of one compared system, built and tried (docs/image.md); as root on Debian or Ubuntu.
+# The image for CPUs, its tests, and the stage of one compared system (docs/image.md); as root on Debian or Ubuntu.
 image: install
 	@$(BIN)/burst image base --engine podman
 	@$(BIN)/burst image build --engine podman --cuda none --tag burst:cpu --pip-setup
 	@$(BIN)/burst image try burst:cpu --engine podman
+	@$(BIN)/burst image build --engine podman --cuda none --target test --tag burst-test:cpu --pip-setup
+	@$(BIN)/burst image try burst-test:cpu --engine podman --tests tests/engine
 	@$(BIN)/burst image build --engine podman --cuda none --target deepspeed --tag burst-deepspeed:cpu --pip-setup
 	@$(BIN)/burst image try burst-deepspeed:cpu --engine podman --import deepspeed
 

@@ -41,13 +41,15 @@ def scaled(seconds: float) -> float:
     return seconds if factor == 1 else float(math.ceil(seconds * factor))
 
 
-def wait_until(condition: Callable[[], object], complaint: str, seconds: float = SOON) -> None:
-    """Wait for `condition` to be true. Fails with `complaint` after `seconds` of an idle machine, scaled."""
+def wait_until(condition: Callable[[], object], complaint: str | Callable[[], str], seconds: float = SOON) -> None:
+    """Wait for `condition` to be true. Fails with `complaint`, asked for then where it is a function, after `seconds`
+    of an idle machine, scaled."""
     started = time.monotonic()
     while not condition():
         waited = time.monotonic() - started
         if waited > seconds and waited > scaled(seconds):
-            raise AssertionError(f"{complaint}, after {waited:.0f} s")
+            said = complaint if isinstance(complaint, str) else complaint()
+            raise AssertionError(f"{said}, after {waited:.0f} s")
         time.sleep(0.02)
 
 

@@ -12,6 +12,8 @@ from cluster.images.engine import Image, ImageFailed, gpu_options
 
 SETTINGS_VARIABLE = "CONTAINERS_CONF"  # names a file of settings for podman and buildah
 
+IN_IMAGE = "/burst"  # where the Dockerfile puts the checkout
+
 _CAP_SYS_RESOURCE = 24  # its bit in CapEff
 _MOST_PROCESSES = 32768  # podman lowers its own limit to this, and a container's cannot be higher
 _STATUS = Path("/proc/self/status")
@@ -24,6 +26,12 @@ def run_command(image: Image, words: Sequence[str], *, gpus: bool, options: Sequ
     if gpus:
         command += gpu_options(image.engine, "all")
     return [*command, *options, image.name, *words]
+
+
+def tests_command(checkout: Path, paths: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Options of the engine that mount the checkout's tests in the stage `test`, and words that run some of them."""
+    options = ["--volume", f"{checkout}/tests:{IN_IMAGE}/tests:ro"]
+    return options, ["python", "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "--", *paths]
 
 
 def podman_settings() -> str:

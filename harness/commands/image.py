@@ -20,6 +20,7 @@ ALL_WELL, NOT_ALL = 0, 1
 DEFAULT_TAG = "burst:latest"
 CUDA_VERSIONS = ("12", "13", "none")
 TORCH_INDEX = "TORCH_INDEX_URL"
+NO_CUDA_BASE = "CUDA_NONE_IMAGE="  # the build argument that names another base for --cuda none
 SMOKE = ["run", "experiments/quickstart.yaml", "--scale", "smoke"]
 CONTAINERS_CONF = (Path("/etc/containers/containers.conf"), Path("~/.config/containers/containers.conf").expanduser())
 _ENGINE_SECONDS = 60.0
@@ -58,11 +59,18 @@ class Image:
         attempt.add_argument(
             "image", nargs="?", default=DEFAULT_TAG, metavar="NAME:TAG", help=f"default: {DEFAULT_TAG}"
         )
-        attempt.add_argument(
+        instead = attempt.add_mutually_exclusive_group()
+        instead.add_argument(
             "--import",
             dest="package",
             metavar="PACKAGE",
             help="import this package instead, and print its version: for the stage of a compared system",
+        )
+        instead.add_argument(
+            "--tests",
+            nargs="+",
+            metavar="PATH",
+            help="run these tests of this checkout instead, as tests/engine: for the stage test",
         )
         for action in (base, build, attempt):
             action.add_argument("--engine", choices=ENGINES, default="docker", help="default: docker")
@@ -167,6 +175,12 @@ def _build(arguments: argparse.Namespace) -> int:
             print(shlex.join(command))
             return ALL_WELL
         _images_here(engine, [])
+        own_base = NO_CUDA_BASE in " ".join(arguments.engine_option)
+        if arguments.cuda == "none" and not own_base and not _images_here(engine, [BASE_TAG], must_exist=False):
+            raise UsageError(
+                f"{engine} here has no image {BASE_TAG}, from which --cuda none starts; make it as root with "
+                f"burst image base --engine {engine}"
+            )
         if subprocess.run(command, env={**os.environ, "DOCKER_BUILDKIT": "1"}, check=False).returncode:
             print(f"{arguments.tag} was not built; {command[0]} says above why")
             return NOT_ALL
@@ -185,18 +199,26 @@ def _build(arguments: argparse.Namespace) -> int:
 def _try(arguments: argparse.Namespace) -> int:
     import shlex
 
-    from cluster.images.trying import run_command
+    from cluster.images.trying import run_command, tests_command
+    from harness.records.provenance import PROJECT_ROOT
 
     _check_name(arguments.image, "the image")
+    for path in arguments.tests or ():
+        if Path(path).parts[:1] != ("tests",) or ".." in Path(path).parts or not (PROJECT_ROOT / path).exists():
+            raise UsageError(f"--tests has {path!r}; expected a file or folder of this checkout such as tests/engine")
     (image,) = _images_here(arguments.engine, [arguments.image]).values()
     settings = _podman_settings() if arguments.engine == "podman" else {}
     runs = [["doctor"], SMOKE]
+    options = arguments.engine_option
+    if arguments.tests is not None:
+        mounted, words = tests_command(PROJECT_ROOT, arguments.tests)
+        options, runs = [*mounted, *options], [words]
     if arguments.package is not None:
         if not arguments.package.isidentifier():
             raise UsageError(f"--import is {arguments.package!r}; expected a package's name such as deepspeed")
         runs = [["python", "-c", f"import {arguments.package} as package; print(package.__version__)"]]
     for words in runs:
-        command = run_command(image, words, gpus=image.cuda not in ("", "none"), options=arguments.engine_option)
+        command = run_command(image, words, gpus=image.cuda not in ("", "none"), options=options)
         shown = [*(f"{name}={value}" for name, value in settings.items()), *command]
         print(f"$ {shlex.join(shown)}", flush=True)
         began = time.monotonic()

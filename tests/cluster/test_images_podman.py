@@ -10,7 +10,7 @@ import pytest
 
 from cluster.checks import discover
 from cluster.images import trying
-from cluster.images.base import debootstrap_command
+from cluster.images.base import BASE_TAG, debootstrap_command
 from cluster.images.engine import ImageFailed, build_command, find_image, load_command, save_command
 from cluster.images.pip_setup import IN_BUILD, write_pip_setup
 from cluster.images.push import targets_of
@@ -23,6 +23,7 @@ from cluster.transport.reach import LocalRunner
 from harness.cli import main
 from tests.patience import AMPLE
 
+ROOT = Path(__file__).resolve().parents[2]
 ID = "4e" * 32
 
 
@@ -36,7 +37,8 @@ def podman(tmp_path, monkeypatch):
 version*) echo 4.3.1 ;;
 "image inspect")
   for last; do :; done
-  [ "$last" = burst:cpu ] || {{ echo "Error: inspecting object: $last: image not known" >&2; exit 125; }}
+  case $last in burst:cpu) ;; {BASE_TAG}) [ ! -e {tmp_path}/baseless ] ;; *) false ;; esac ||
+    {{ echo "Error: inspecting object: $last: image not known" >&2; exit 125; }}
   echo '{ID} 2207000000 2026-01-01 00:00:00 +0000 UTC ["sha256:1"] {{"burst.cuda":"none"}}' ;;
 "run --rm") [ ! -e {tmp_path}/broken ] || exit 3 ;;
 esac
@@ -97,6 +99,17 @@ def test_a_build_tells_size_and_next_commands_and_leaves_no_configuration_of_pip
     assert list((tmp_path / "cache" / "burst" / "pip-setup").iterdir()) == []
 
 
+def test_a_build_without_cuda_names_the_command_that_makes_its_base(podman, tmp_path, capsys):
+    (tmp_path / "baseless").write_text("")
+    build = ["image", "build", "--engine", "podman", "--cuda", "none", "--tag", "burst:cpu"]
+    assert main(build) == 2
+    said = capsys.readouterr().err
+    assert f"no image {BASE_TAG}, from which --cuda none starts" in said
+    assert "make it as root with burst image base --engine podman" in said
+    assert "buildah" not in podman.read_text()
+    assert main([*build, "--engine-option=--build-arg=CUDA_NONE_IMAGE=own:1"]) == 0
+
+
 def test_an_image_is_tried_without_a_network_and_the_first_failure_ends_it(podman, tmp_path, capsys):
     assert main(["image", "try", "burst:cpu", "--engine", "podman", "--engine-option=--memory=8g"]) == 0
     runs = [line for line in podman.read_text().splitlines() if " run " in line]
@@ -114,6 +127,16 @@ def test_a_compared_systems_image_is_tried_by_importing_its_package(podman, caps
     assert run.endswith("burst:cpu python -c import deepspeed as package; print(package.__version__)")
     assert main(["image", "try", "burst:cpu", "--engine", "podman", "--import", "a; b"]) == 2
     assert "expected a package's name" in capsys.readouterr().err
+
+
+def test_the_stage_with_the_programs_of_tests_is_tried_by_tests_of_this_checkout(podman, capsys):
+    assert main(["image", "try", "burst:cpu", "--engine", "podman", "--tests", "tests/engine", "tests/faults"]) == 0
+    (run,) = [line for line in podman.read_text().splitlines() if " run " in line]
+    assert f"--volume {ROOT}/tests:/burst/tests:ro burst:cpu python -m pytest" in run
+    assert run.endswith(" -- tests/engine tests/faults")
+    for path in ("tests/absent", "engine", "tests/../engine", "-x"):
+        assert main(["image", "try", "burst:cpu", "--engine", "podman", f"--tests={path}"]) == 2
+        assert f"--tests has {path!r}; expected a file or folder of this checkout" in capsys.readouterr().err
 
 
 def test_an_image_for_gpus_is_tried_with_them(podman):
@@ -144,6 +167,7 @@ def test_bad_usage_is_one_sentence(podman, capsys, arguments, expected):
 
 
 def test_a_base_needs_root_and_debootstrap(podman, tmp_path, monkeypatch, capsys):
+    (tmp_path / "baseless").write_text("")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert main(["image", "base", "--engine", "podman"]) == 2
     assert "it needs root; run this as root" in capsys.readouterr().err

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests import slurm as slurm_module
-from tests.patience import SOON, wait_until
+from tests.cluster.test_lab_training import CONFIG, losses, saved
+from tests.patience import AMPLE, wait_until
 from tests.slurm import Slurm, open_slurm
 
 pytestmark = pytest.mark.slow
@@ -185,6 +186,20 @@ def test_commands_and_files_reach_a_node_by_steps_of_the_job(site, place):
     assert found["end"] == (started + timedelta(minutes=30)).timestamp()
 
 
+def test_each_task_of_an_array_knows_its_own_end(site):
+    """The number of the last task is also the array's, for which squeue lists all tasks."""
+    script = site.folder / "array.sh"
+    program = "from cluster.transport.slurm.limit import job_end; print(job_end(print).isoformat())"
+    script.write_text(f'#!/bin/sh\nexec "$PYTHON" -c "{program}"\n')
+    output = f"--output={site.folder}/array%a.out"
+    job = site.submit("array", output, "--array=0-1", "--nodes=1", "--time=30", str(script))
+    for task in (0, 1):
+        name = f"array{task}"
+        wait_until(lambda name=name: site.output(name).endswith("\n"), lambda name=name: site.output(name), AMPLE / 2)
+        started = datetime.fromisoformat(site.slurm.fact(f"{job}_{task}", "StartTime")).astimezone()
+        assert datetime.fromisoformat(site.output(name).strip()) == started + timedelta(minutes=30)
+
+
 def test_programs_that_take_nodes_take_those_of_the_job(site):
     script = site.folder / "programs.sh"
     script.write_text(
@@ -231,7 +246,7 @@ def test_a_submitted_sweep_runs_over_both_nodes_of_its_job(site):
 
 def test_a_run_that_slurm_interrupts_goes_on_when_it_is_submitted_or_requeued(site):
     job = site.sweep("broken", 500, "0, 1")
-    wait_until(lambda: site.measuring("broken"), f"nothing measured: {site.output('broken')}", 3 * SOON)
+    wait_until(lambda: site.measuring("broken"), lambda: f"nothing measured: {site.output('broken')}", AMPLE / 2)
     site.slurm.run("scancel", "--signal=USR1", "--batch", job)  # as --signal=B:USR1 does it
     assert site.ended(job, "broken") == "FAILED", site.output("broken")
     assert "interrupted after 0 of 2 trials" in site.output("broken")
@@ -239,7 +254,7 @@ def test_a_run_that_slurm_interrupts_goes_on_when_it_is_submitted_or_requeued(si
     assert first["status"] == "interrupted"
 
     job = site.sweep("broken", 500, "0, 1")
-    wait_until(lambda: site.measuring("broken"), f"nothing measured again: {site.output('broken')}", 3 * SOON)
+    wait_until(lambda: site.measuring("broken"), lambda: f"nothing measured again: {site.output('broken')}", AMPLE / 2)
     site.slurm.run("scontrol", "requeue", job)
     assert site.ended(job, "broken") == "COMPLETED", site.output("broken")
     assert site.slurm.fact(job, "Restarts") == "1"
@@ -253,3 +268,36 @@ def test_a_run_ends_in_order_before_its_jobs_time_is_over(site):
     assert "--resume" in site.output("limited")
     assert {record["status"] for record in site.records("limited")} <= {"interrupted"}
     assert (site.folder / "limited" / "report.html").exists()
+
+
+def test_a_training_run_over_the_nodes_of_a_job_saves_when_slurm_signals_and_goes_on(site):
+    folder = site.folder / "training"
+    folder.mkdir()
+    (folder / "text.txt").write_text("a line of text to learn from\n" * 400)
+    (folder / "train.yaml").write_text(CONFIG.format(data=folder / "text.txt"))
+    script = folder / "train.sh"
+    script.write_text('#!/bin/bash\nexec "$PYTHON" -m harness train "$1" --out "$RUN" --nodes slurm "${@:2}"\n')
+    seen = 0
+    for more in ([], ["--resume"]):
+        job = site.submit("training", *REQUEST, str(script), str(folder / "train.yaml"), *more, run="trained")
+        wait_until(lambda seen=seen: saved(site.folder / "trained") > seen, lambda: site.output("training"), AMPLE / 2)
+        site.slurm.run("scancel", "--signal=USR1", "--batch", job)
+        assert site.ended(job, "training") == "FAILED", site.output("training")
+        assert "go on with: " in site.output("training")
+        steps = losses(site.folder / "trained")
+        seen = saved(site.folder / "trained")
+        assert list(steps) == list(range(1, seen + 1))  # the last step was saved, and none was lost or repeated
+
+
+def test_a_node_that_fails_costs_the_trials_that_need_it_and_not_the_job(site):
+    job = site.sweep("lost", 1_000_000, "0, 1", "--time=60")
+    wait_until(lambda: site.measuring("lost"), lambda: f"nothing measured: {site.output('lost')}", AMPLE / 2)
+    site.slurm.run("scontrol", "update", "NodeName=lab2", "State=DOWN", "Reason=test")  # as for a node that is silent
+    try:
+        assert site.ended(job, "lost") == "FAILED", site.output("lost")  # and not NODE_FAIL
+    finally:
+        site.slurm.run("scontrol", "update", "NodeName=lab2", "State=RESUME")
+    assert {record["status"] for record in site.records("lost")} == {"node_lost"}
+    assert "lab2 was lost" in site.output("lost")
+    assert "2 hosts are needed but 1 of 2 can be used" in site.output("lost")
+    assert (site.folder / "lost" / "report.html").exists()

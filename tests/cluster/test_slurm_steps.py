@@ -141,6 +141,32 @@ def test_a_node_of_a_job_needs_srun_and_nothing_of_ssh(monkeypatch: pytest.Monke
     assert address_of(replace(NODE, address="10.0.0.7")) == "10.0.0.7"
 
 
+def as_srun(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
+    """Let this shell script be srun, and the only program on the PATH."""
+    (folder / "srun").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def test_a_step_that_does_not_begin_in_time_is_given_up_and_its_srun_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    as_srun(monkeypatch, tmp_path, f"echo $$ > {tmp_path}/pid; exec /bin/sleep 600")
+    seconds = scaled(2.0)
+    with connection([NODE])(NODE, seconds) as runner, pytest.raises(Unreachable) as caught:
+        runner.run(["true"], deadline_seconds=AMPLE)
+    assert f"on gpu01 in job 7 (no step began within {seconds:g} s); see scontrol show job 7" in str(caught.value)
+    wait_for_end([int((tmp_path / "pid").read_text())])
+
+
+def test_a_step_that_ends_before_its_command_is_no_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    as_srun(monkeypatch, tmp_path, 'PATH=/usr/bin:/bin; while [ "$1" != sh ]; do shift; done; exec "$@"')
+    with connection([NODE])(NODE, AMPLE) as runner:
+        assert runner.run(["sh", "-c", "exit 4"], deadline_seconds=AMPLE).exit_status == 4
+        with pytest.raises(Unreachable, match="the step ended before its command"):
+            runner.run(["sh", "-c", "kill -9 $PPID"], deadline_seconds=AMPLE)
+
+
 @pytest.fixture
 def sentences(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setenv("PATH", str(tmp_path))  # without squeue
@@ -154,6 +180,19 @@ def test_without_squeue_the_end_of_a_job_is_the_variables(sentences: list[str]) 
     assert end is not None
     assert end.timestamp() == 1_800_000_000
     assert sentences == []
+
+
+def test_the_end_of_a_task_is_read_where_its_number_also_names_the_whole_array(
+    sentences: list[str], tmp_path: Path
+) -> None:
+    squeue = tmp_path / "squeue"
+    squeue.write_text("#!/bin/sh\necho '8 2026-11-22T10:00:00'; echo '7 2026-11-22T12:00:00'; echo '9 N/A'\n")
+    squeue.chmod(0o755)
+    ends = [job_end(sentences.append, {"SLURM_JOB_ID": job, "PATH": str(tmp_path)}) for job in ("7", "8", "9")]
+    assert [end and end.hour for end in ends] == [12, 10, None]
+    assert sentences == []
+    assert job_end(sentences.append, {"SLURM_JOB_ID": "6", "PATH": str(tmp_path)}) is None
+    assert "job 6 is not known (squeue does not list it)" in sentences[0]
 
 
 def test_an_end_that_nobody_knows_is_said(sentences: list[str]) -> None:

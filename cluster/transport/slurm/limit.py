@@ -26,7 +26,7 @@ def job_end(say: Callable[[str], None], environment: Mapping[str, str] = os.envi
     problem = ""
     try:
         done = subprocess.run(
-            ["squeue", "--noheader", f"--jobs={job}", "--format=%e"],
+            ["squeue", "--noheader", f"--jobs={job}", "--format=%A %e"],
             env={**srun_environment(environment), "SLURM_TIME_FORMAT": "standard"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -35,8 +35,12 @@ def job_end(say: Callable[[str], None], environment: Mapping[str, str] = os.envi
         )
         problem = " ".join(done.stderr.split())[:200] or f"squeue exited with {done.returncode}"
         if done.returncode == 0:
-            said = done.stdout.strip()
-            return None if said in _UNLIMITED else datetime.fromisoformat(said).astimezone()
+            # The number of an array's last task, or of a job's first component, also names the whole array or job.
+            ends = dict(line.strip().partition(" ")[::2] for line in done.stdout.splitlines())
+            if job in ends:
+                said = ends[job].strip()
+                return None if said in _UNLIMITED else datetime.fromisoformat(said).astimezone()
+            problem = "squeue does not list it"
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         problem = " ".join(str(error).split())[:200]
     seconds = environment.get("SLURM_JOB_END_TIME", "")
