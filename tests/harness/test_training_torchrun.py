@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from engine.training.manifest import checkpoints, damage, read_manifest
 from harness.base.errors import UsageError
 from harness.launch.ports import reserve_port
-from harness.training.torchrun import check_hosts
+from harness.training.places import place_of
+from harness.training.torchrun import check_hosts, joined
 from tests.harness.test_train_command import CONFIG, PROJECT, burst
 from tests.patience import AMPLE
 
@@ -71,7 +73,6 @@ def test_hosts_with_a_directory_each_train_as_one_machine_does_and_both_keep_the
         assert [path.name for path in found] == ["step-00000005", "step-00000004"]
         assert not any(damage(path, read_manifest(path).files) for path in found)
         assert json.loads((workplace / run / "training.json").read_text())["config"]["steps"] == 5
-    os.environ["OMP_NUM_THREADS"] = "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     code, said = burst(workplace, "train", "train.yaml", "--launcher", "local", "--out", "alone")
     assert code == 0, said
@@ -114,6 +115,19 @@ def test_options_that_contradict_torchrun_are_refused_in_one_sentence(workplace:
     }.items():
         code, said = burst(workplace, "train", "train.yaml", *arguments)
         assert (code, words in said, said.count("\n")) == (2, True, 1), said
+
+
+def test_a_first_host_that_cannot_be_met_is_one_sentence_with_its_address() -> None:
+    variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with socket.create_server(("127.0.0.1", 0)) as other:  # of another program, which never answers
+        port = str(other.getsockname()[1])
+        with pytest.raises(UsageError, match=rf"^--torchrun: rank 0 cannot use port {port} of 127\.0\.0\.1 \(.*in use"):
+            joined(place_of(variables | {"RANK": "0", "MASTER_PORT": port}), 1.0)
+    with pytest.raises(
+        UsageError, match=rf"the first host, 127\.0\.0\.1, does not answer at port {port} within 1 s"
+    ) as error:
+        joined(place_of(variables | {"RANK": "1", "MASTER_PORT": port}), 1.0)
+    assert "\n" not in str(error.value)
 
 
 def test_hosts_with_other_software_or_other_numbers_of_ranks_are_named() -> None:
