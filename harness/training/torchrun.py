@@ -49,9 +49,7 @@ if TYPE_CHECKING:
 
 _REFUSED = "refused"
 _POLL_SECONDS = 0.1
-_JOIN_SECONDS = (
-    300.0  # for the first host to start; without torchrun its rank 0 keeps the store, and imports torch first
-)
+_JOIN_SECONDS = 300.0  # for the first host: without torchrun its rank 0 keeps the store, and imports torch first
 _ANSWER_SECONDS = 10.0  # of the store; a host that answers later is lost
 _Found = TypeVar("_Found")
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 from engine.training.manifest import checkpoints, damage, read_manifest, step_of
 from tests import lab as lab_module
-from tests.cluster.test_lab_cluster import ROOT, opened_site
+from tests.cluster.test_lab_cluster import ROOT, guests, opened_site
 from tests.lab import Lab, LabHost, open_lab
 from tests.patience import AMPLE, scaled, wait_until
 
@@ -120,12 +121,25 @@ def test_a_run_over_hosts_that_share_nothing_loses_two_of_three_and_goes_on_each
         code, said = site.up()
         assert code == 0, said
 
+        # The program is killed, and none of what the ranks saved has come here: it is still on their hosts.
+        guests_before = guests()
         program = site.start("train", str(config), *site.nodes(), "--out", str(run))
         wait_for_save(program, run)
+        program.kill()
+        program.communicate()
+        wait_until(lambda: not any(map(site.ranks, site.lab.hosts)), "ranks outlived the program that started them")
+        wait_until(lambda: guests() <= guests_before, "the guest outlived the program that started it")
+        on_hosts = saved(run)
+        shutil.rmtree(run / "checkpoints")
+        (run / "metrics.jsonl").unlink()
+
+        program = site.start("train", str(config), *site.nodes(), "--out", str(run), "--resume")
+        wait_for_save(program, run, beyond=on_hosts + 5)
         site.lab.kill(second)
         out, error = program.communicate(timeout=AMPLE)
         said = out + error
         assert program.returncode == 1, said
+        assert "was still on the hosts, from a start that ended before it was fetched" in said
         assert f"{run} is not seen by lab1, lab2: its checkpoints are gathered here as they are saved" in said
         [ending] = [line for line in said.splitlines() if "go on with" in line]
         assert ending.startswith("training ended (node_lost): lab2 was lost ("), said
