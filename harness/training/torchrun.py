@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -29,6 +30,7 @@ from engine.training.files import OUTCOME_FILE, RUN_FILE, attempt_directory, che
 from engine.training.manifest import checkpoints
 from engine.training.preflight import check_resume, check_start
 from harness.base.errors import UsageError
+from harness.base.interrupts import SIGNALS
 from harness.base.terminal import stderr_console
 from harness.launch.environment import render
 from harness.machine.this_machine import Machine, code_digest, discover, together
@@ -205,7 +207,7 @@ class _Rank:
             view(line)
 
         with exit_on_error(attempt, rank), self._explained():
-            stop = StopRequest()
+            stop = StopRequest([number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN])
             self._training = set_up(attempt, stop)
             with view if rank == 0 else contextlib.nullcontext():
                 finished = self._training.run(progressed if rank == 0 else silent)
