@@ -291,6 +291,30 @@ def test_a_host_of_torchrun_is_lost_and_the_other_names_it_and_goes_on(config: P
             )
 
 
+@pytest.mark.slow
+def test_hosts_of_torchrun_that_lose_the_link_between_them_both_end_and_go_on_together(config: Path, tmp_path: Path):
+    with opened_torchrun(tmp_path / "lab", config) as runs:
+        outs = [tmp_path / "run1", tmp_path / "run2"]
+        programs = runs.start_all(outs)
+        for program, out in zip(programs, outs, strict=True):
+            wait_for_save(program, out)
+        runs.lab.cut(runs.lab.hosts[1])
+        for program, other in zip(programs, ("lab2", "lab1"), strict=True):
+            said, _ = program.communicate(timeout=AMPLE)
+            assert program.returncode == 1, said
+            [ending] = [line for line in said.splitlines() if "go on with" in line]
+            assert ending.startswith(f"{other} was lost (no word for 20 s)"), said
+        runs.lab.mend(runs.lab.hosts[1])
+        last = max(map(saved, outs))
+        both = runs.start_all(outs, "--resume")
+        for program, out in zip(both, outs, strict=True):
+            wait_for_save(program, out, beyond=last)
+        for program in both:
+            program.send_signal(signal.SIGTERM)
+        assert "stopped; the state after step" in both[0].communicate(timeout=AMPLE)[0]
+        both[1].communicate(timeout=AMPLE)
+
+
 def ending_of(program: subprocess.Popen[str]) -> str:
     program.send_signal(signal.SIGTERM)
     return program.communicate(timeout=AMPLE)[0]
