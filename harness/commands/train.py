@@ -30,7 +30,7 @@ class Train:
         add_cluster_arguments(
             parser,
             nodes_help="inventory or list of hosts: train on those of them that burst cluster up has started, "
-            "or, where no cluster is up, on one started for this run",
+            "or, where no cluster is up, on one started for this run; slurm: the nodes of the Slurm job around",
         )
         parser.add_argument(
             "--torchrun", action="store_true", help="this process is one rank, which torchrun started on each host"
