@@ -14,7 +14,7 @@ from pathlib import Path
 RUN_FILE = "training.json"
 ORDER_FILE = "order.json"
 METRICS_FILE = "metrics.jsonl"
-OUTCOME_FILE = "outcome.json"  # of an attempt that ended without an error: {"step", "stopped"}
+OUTCOME_FILE = "outcome.json"  # of an attempt that ended without an error: {"step", "finished"}
 
 
 def run_of(attempt: Path) -> Path:

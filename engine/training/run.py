@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import cast
@@ -175,16 +176,17 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """`asked` turns true at the first signal. Only the process's main thread may make one."""
+    """`asked` turns true at the first of `signals`. Only the process's main thread may make one."""
 
-    def __init__(self) -> None:
+    def __init__(self, signals: Sequence[signal.Signals] = _SIGNALS) -> None:
         self.asked = False
-        for number in _SIGNALS:
+        self._signals = signals
+        for number in signals:
             signal.signal(number, self._ask)
 
     def _ask(self, _: int, __: FrameType | None) -> None:
         self.asked = True
-        for number in _SIGNALS:
+        for number in self._signals:
             signal.signal(number, signal.SIG_DFL)
 
 

@@ -43,6 +43,10 @@ class Folder(Protocol):
         """Make a file, with its folders."""
         ...
 
+    def remove(self) -> None:
+        """Remove the folder and all that is in it."""
+        ...
+
 
 class Exchange(Protocol):
     """What ranks read and write besides the job's directory, where their hosts do not see this machine's storage."""
@@ -50,7 +54,8 @@ class Exchange(Protocol):
     root: Path  # holds the job's directory; a host of its own gets a folder that stands for it
 
     def begin(self, folders: Sequence[Folder], *, all_apart: bool) -> None:
-        """Give the folders what the ranks read. `all_apart`: no host sees `root`."""
+        """Give the folders what the ranks read, and that alone: an earlier job may have left something in them.
+        `all_apart`: no host sees `root`."""
         ...
 
     def progressed(self, line: dict[str, object], folders: Sequence[Folder]) -> None:

@@ -96,7 +96,7 @@ class Ranks:
             return False
         with contextlib.suppress(ServerLost):
             self.exits(0)  # one may have died while it waited
-            return self.waiting and not any(map(_has_ended, self.pids.values()))
+            return self.waiting and not any(map(has_ended, self.pids.values()))
         return False
 
     def end(self) -> list[int]:
@@ -105,8 +105,8 @@ class Ranks:
             return [] if self.server.closed else self.server.sweep()
 
 
-def _has_ended(pid: int) -> bool:
-    """Whether a process has ended, which its fork server may be about to report."""
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, also one that nothing has reaped yet."""
     try:
         # The name in field 2 may hold spaces and brackets; the state follows its last bracket.
         return (

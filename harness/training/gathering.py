@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import re
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine.atomic import flush_to_disk
+from engine.atomic import flush_to_disk, write_atomic
 from engine.training.files import METRICS_FILE, checkpoints_directory, tensorboard_directory
 from engine.training.manifest import (
     MANIFEST_FILE,
@@ -32,6 +33,7 @@ from harness.launch.nodes.actor import FETCH_BYTES
 from harness.launch.nodes.team import HostLost
 
 PIECE_BYTES = 16 * 2**20
+_RUN_ID_FILE = ".run-id"  # in the run directory and in the hosts' folders: runs in other directories have its name too
 _FINISHED = re.compile(rf"{checkpoints_directory(Path())}/step-(\d{{8,}})/{re.escape(MANIFEST_FILE)}")
 
 
@@ -46,13 +48,20 @@ class Gathering:
         self._problem: OSError | None = None  # of the thread
 
     def begin(self, folders: Sequence[Folder], *, all_apart: bool) -> None:
-        """Send the newest whole checkpoint to one host, where none has it; the ranks copy it to the others."""
+        """Send the newest whole checkpoint to one host, where none has it; the ranks copy it to the others.
+
+        Before that, fetch what an earlier start of this run has left there: this program may have been killed.
+        """
         apart = ", ".join(folder.host for folder in folders)
         self._say(f"{self.root} is not seen by {apart}: its checkpoints are gathered here as they are saved")
+        run_id = self._run_id()
+        newest = self._newest_whole()
+        newest = self._fetch_left([folder for folder in folders if self._is_of(run_id, folder)]) or newest
         for folder in folders:
+            folder.remove()
+            folder.write(_RUN_ID_FILE, [run_id])
             if folder.first and (self.root / METRICS_FILE).is_file():
                 self._send(folder, METRICS_FILE)
-        newest = self._newest_whole()
         if all_apart and newest is not None:
             names = [MANIFEST_FILE, *read_manifest(newest).files]
             for name in names:
@@ -74,6 +83,31 @@ class Gathering:
             raise self._problem
         self._fetch(folders)
 
+    def _run_id(self) -> bytes:
+        path = self.root / _RUN_ID_FILE
+        if not path.exists():
+            write_atomic(path, secrets.token_hex(16))
+        return path.read_bytes()
+
+    def _is_of(self, run_id: bytes, folder: Folder) -> bool:
+        """Whether the folder holds files of this run."""
+        try:
+            return b"".join(folder.read(_RUN_ID_FILE)) == run_id
+        except FileNotFoundError:
+            return False
+
+    def _fetch_left(self, folders: Sequence[Folder]) -> Path | None:
+        """Fetch what earlier starts have left in any folder and is newer than what is here; returns the checkpoint."""
+        found = [(folder, folder.files()) for folder in folders]
+        if (newest := self._fetch_newest(found)) is None:
+            return None
+        self._say(f"checkpoint {newest.name} was still on the hosts, from a start that ended before it was fetched")
+        with_metrics = [(files[METRICS_FILE], folder, files) for folder, files in found if METRICS_FILE in files]
+        if with_metrics:  # that of the host on which rank 0 was
+            _, folder, files = max(with_metrics, key=lambda one: one[0])
+            self._fetch_metrics(folder, files)
+        return newest
+
     def _fetch_beside(self, folders: Sequence[Folder]) -> None:
         try:
             self._fetch(folders)
@@ -82,20 +116,29 @@ class Gathering:
 
     def _fetch(self, folders: Sequence[Folder]) -> None:
         """Raises OSError when this machine cannot write what was fetched."""
-        held: list[tuple[int, Folder]] = []
+        found: list[tuple[Folder, dict[str, int]]] = []
         for folder in folders:
             with contextlib.suppress(HostLost):
                 files = folder.files()
+                found.append((folder, files))
                 if folder.first:
                     self._fetch_metrics(folder, files)
-                held += [(int(match[1]), folder) for name in files if (match := _FINISHED.fullmatch(name))]
+        self._fetch_newest(found)
+
+    def _fetch_newest(self, found: Sequence[tuple[Folder, dict[str, int]]]) -> Path | None:
+        """Fetch the newest checkpoint of all folders, given with their files, and return its place here; None where
+        that of this machine is as new."""
+        held = [
+            (int(match[1]), folder) for folder, files in found for name in files if (match := _FINISHED.fullmatch(name))
+        ]
         here = max((step_of(path) for path in checkpoints(self._directory)), default=-1)
         for step, folder in sorted(held, key=lambda one: -one[0]):
             if step <= here:
-                return
+                return None
             with contextlib.suppress(HostLost, FileNotFoundError, ValueError):  # the next host has it, or a newer one
                 self._fetch_checkpoint(folder, step)
-                return
+                return checkpoint_path(self._directory, step)
+        return None
 
     def _fetch_checkpoint(self, folder: Folder, step: int) -> None:
         """Raises ValueError when what arrived is not what the ranks wrote."""

@@ -6,13 +6,13 @@ whether their leader still runs.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from harness.launch.ranks import has_ended
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -81,13 +81,7 @@ def follow(leader: int, over: threading.Event) -> None:
 
     def look() -> None:
         while not over.wait(_LEADER_SECONDS):
-            if not _runs(leader):
+            if has_ended(leader):
                 os._exit(1)
 
     threading.Thread(target=look, daemon=True).start()
-
-
-def _runs(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] not in "ZX"
-    return False

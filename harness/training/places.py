@@ -50,6 +50,8 @@ def place_of(environment: Mapping[str, str]) -> Place:
         if name in _NUMBERS and not environment[name].isdecimal():
             raise UsageError(f"--torchrun: {name} is {environment[name]!r}, expected a number; start {_LINE}")
     rank, ranks, local_rank, local_ranks, port = (int(environment[name]) for name in _NUMBERS)
+    if not 0 < port < 65536:
+        raise UsageError(f"--torchrun: MASTER_PORT is {port}, expected 1 to 65535; give another --master-port")
     if not local_ranks or ranks % local_ranks or rank % local_ranks != local_rank:
         raise UsageError(
             f"--torchrun: {local_ranks} of {ranks} ranks are on this host, which is not the same number on every host; "

@@ -69,8 +69,8 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
     with opened_for_writing(start.run_dir, resume=start.resume, marker=RUN_FILE) as (_, moved):
         if moved is not None:
             say(f"the earlier run in {start.run_dir} is now {moved}")
-        if start.resume:
-            with refusing():
+        if start.resume and (not start.over_nodes or checkpoints(checkpoints_directory(start.run_dir))):
+            with refusing():  # else a host may have a checkpoint that was not fetched
                 check_resume(config, facts, start.run_dir)
         run_file = start.run_dir / RUN_FILE
         earlier = run_file.read_text(encoding="utf-8") if start.resume else None

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -29,6 +30,7 @@ from engine.training.files import OUTCOME_FILE, RUN_FILE, attempt_directory, che
 from engine.training.manifest import checkpoints
 from engine.training.preflight import check_resume, check_start
 from harness.base.errors import UsageError
+from harness.base.interrupts import SIGNALS
 from harness.base.terminal import stderr_console
 from harness.launch.environment import render
 from harness.machine.this_machine import Machine, code_digest, discover, together
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 
 _REFUSED = "refused"
 _POLL_SECONDS = 0.1
+_JOIN_SECONDS = 300.0  # for the first host: without torchrun its rank 0 keeps the store, and imports torch first
 _ANSWER_SECONDS = 10.0  # of the store; a host that answers later is lost
 _Found = TypeVar("_Found")
 
@@ -100,7 +103,7 @@ class _Rank:
     ) -> None:
         self._file, self._place, self._machine, self._address = file, place, machine, address
         self._run_dir, self._resume, self._again = run_dir, resume, again
-        self._store = self._connection()
+        self._store = joined(place, _JOIN_SECONDS)
         self._hosts: list[dict[str, Any]] = []
         self._over = threading.Event()
         self._training: TrainingRun | None = None
@@ -110,28 +113,15 @@ class _Rank:
         with self._closing:
             whole = self._introduce()
             if self._place.leads:
-                watch = HostsWatch(self._connection, self._place.node, self._place.nodes, self._lost)
+                watch = HostsWatch(
+                    lambda: connection(self._place, _ANSWER_SECONDS), self._place.node, self._place.nodes, self._lost
+                )
                 self._closing.callback(watch.stop)
             else:
                 follow(self._hosts[self._place.node]["leader"], self._over)
             self._closing.callback(self._over.set)
             attempt, order = self._begin(whole)
             self._train(attempt, order)
-
-    def _connection(self) -> Store:
-        """Of one thread, to the store that torchrun, else rank 0, keeps on the first host."""
-        from torch.distributed import PrefixStore, TCPStore
-
-        of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = TCPStore(
-            self._place.master,
-            self._place.port,
-            is_master=self._place.rank == 0 and not of_agent,
-            wait_for_workers=False,
-            multi_tenant=True,
-            timeout=timedelta(seconds=_ANSWER_SECONDS),
-        )
-        return PrefixStore(f"burst{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     def _introduce(self) -> Machine:
         """Meet the other hosts and compare their software; returns all of them as one machine."""
@@ -217,7 +207,7 @@ class _Rank:
             view(line)
 
         with exit_on_error(attempt, rank), self._explained():
-            stop = StopRequest()
+            stop = StopRequest([number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN])
             self._training = set_up(attempt, stop)
             with view if rank == 0 else contextlib.nullcontext():
                 finished = self._training.run(progressed if rank == 0 else silent)
@@ -352,6 +342,41 @@ class _Rank:
             raise UsageError(
                 f"the first host, {self._place.master}, has ended this start or cannot be reached; see its output"
             ) from error
+
+
+def joined(place: Place, seconds: float) -> Store:
+    """The main thread's connection to the store. Raises UsageError when there is none within `seconds`."""
+    try:
+        store = connection(place, seconds)
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0].rstrip(".")
+        if place.rank == 0:
+            raise UsageError(
+                f"--torchrun: rank 0 cannot use port {place.port} of {place.master} ({why}); give this host's address "
+                "as --master-addr, and a free port as --master-port"
+            ) from error
+        raise UsageError(
+            f"--torchrun: the first host, {place.master}, does not answer at port {place.port} within {seconds:g} s "
+            f"({why}); start its ranks at the same time, and give all hosts its --master-addr and --master-port"
+        ) from error
+    store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
+    return store
+
+
+def connection(place: Place, seconds: float) -> Store:
+    """Of one thread, to the store that torchrun, else rank 0, keeps on the first host. It gives up after `seconds`."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = TCPStore(
+        place.master,
+        place.port,
+        is_master=place.rank == 0 and not of_agent,
+        wait_for_workers=False,
+        multi_tenant=True,
+        timeout=timedelta(seconds=seconds),
+    )
+    return PrefixStore(f"burst{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def check_hosts(hosts: Sequence[dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 from engine.training.manifest import checkpoints, damage, read_manifest, step_of
 from tests import lab as lab_module
-from tests.cluster.test_lab_cluster import ROOT, opened_site
+from tests.cluster.test_lab_cluster import ROOT, guests, opened_site
 from tests.lab import Lab, LabHost, open_lab
 from tests.patience import AMPLE, scaled, wait_until
 
@@ -120,12 +121,25 @@ def test_a_run_over_hosts_that_share_nothing_loses_two_of_three_and_goes_on_each
         code, said = site.up()
         assert code == 0, said
 
+        # The program is killed, and none of what the ranks saved has come here: it is still on their hosts.
+        guests_before = guests()
         program = site.start("train", str(config), *site.nodes(), "--out", str(run))
         wait_for_save(program, run)
+        program.kill()
+        program.communicate()
+        wait_until(lambda: not any(map(site.ranks, site.lab.hosts)), "ranks outlived the program that started them")
+        wait_until(lambda: guests() <= guests_before, "the guest outlived the program that started it")
+        on_hosts = saved(run)
+        shutil.rmtree(run / "checkpoints")
+        (run / "metrics.jsonl").unlink()
+
+        program = site.start("train", str(config), *site.nodes(), "--out", str(run), "--resume")
+        wait_for_save(program, run, beyond=on_hosts + 5)
         site.lab.kill(second)
         out, error = program.communicate(timeout=AMPLE)
         said = out + error
         assert program.returncode == 1, said
+        assert "was still on the hosts, from a start that ended before it was fetched" in said
         assert f"{run} is not seen by lab1, lab2: its checkpoints are gathered here as they are saved" in said
         [ending] = [line for line in said.splitlines() if "go on with" in line]
         assert ending.startswith("training ended (node_lost): lab2 was lost ("), said
@@ -275,6 +289,30 @@ def test_a_host_of_torchrun_is_lost_and_the_other_names_it_and_goes_on(config: P
             assert [found[step] for step in found if step in truth] == pytest.approx(
                 [truth[step] for step in found if step in truth], rel=1e-3
             )
+
+
+@pytest.mark.slow
+def test_hosts_of_torchrun_that_lose_the_link_between_them_both_end_and_go_on_together(config: Path, tmp_path: Path):
+    with opened_torchrun(tmp_path / "lab", config) as runs:
+        outs = [tmp_path / "run1", tmp_path / "run2"]
+        programs = runs.start_all(outs)
+        for program, out in zip(programs, outs, strict=True):
+            wait_for_save(program, out)
+        runs.lab.cut(runs.lab.hosts[1])
+        for program, other in zip(programs, ("lab2", "lab1"), strict=True):
+            said, _ = program.communicate(timeout=AMPLE)
+            assert program.returncode == 1, said
+            [ending] = [line for line in said.splitlines() if "go on with" in line]
+            assert ending.startswith(f"{other} was lost (no word for 20 s)"), said
+        runs.lab.mend(runs.lab.hosts[1])
+        last = max(map(saved, outs))
+        both = runs.start_all(outs, "--resume")
+        for program, out in zip(both, outs, strict=True):
+            wait_for_save(program, out, beyond=last)
+        for program in both:
+            program.send_signal(signal.SIGTERM)
+        assert "stopped; the state after step" in both[0].communicate(timeout=AMPLE)[0]
+        both[1].communicate(timeout=AMPLE)
 
 
 def ending_of(program: subprocess.Popen[str]) -> str:

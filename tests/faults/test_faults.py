@@ -22,6 +22,7 @@ from tests.faults.matrix import FAULTS, NETWORK, POINTS, QUICK, TRIALS, Fault
 from tests.patience import scaled
 
 RUN = Path("out", "run")
+REASONS = {matrix.DISK.name: "No space left on device", matrix.PERMISSIONS.name: "Permission denied"}
 
 
 def pairs() -> list:
@@ -32,16 +33,16 @@ def pairs() -> list:
             marks=() if (fault.name, point) in QUICK else (pytest.mark.slow,),
         )
         for fault in FAULTS
-        for point, ends in fault.senses().items()
+        for point, ends in fault.possible().items()
     ]  # fmt: skip
 
 
 def test_the_matrix_has_an_end_or_a_reason_for_every_pair():
     for fault in (*FAULTS, NETWORK):
         assert list(fault.ends) == list(POINTS), fault.name
-        for point, ends in fault.senses().items():
+        for point, ends in fault.possible().items():
             assert len(ends.split()) == len(TRIALS), (fault.name, point)
-    tried = {(fault.name, point) for fault in FAULTS for point in fault.senses()}
+    tried = {(fault.name, point) for fault in FAULTS for point in fault.possible()}
     assert tried >= QUICK
 
 
@@ -76,6 +77,10 @@ def test_after_a_fault_what_is_finished_stays_and_the_next_command_goes_on(
             said = command.said()
         assert "Traceback" not in said, said
         assert code == expected_code(fault, ends), said
+        if fault.name in REASONS:  # the run's last sentence names a file of it, and why it could not be written
+            [sentence] = [line for line in said.splitlines() if line.startswith("burst: ")]
+            assert f"{RUN}/" in sentence, said
+            assert REASONS[fault.name] in sentence, said
         left = records(RUN)
         assert outcomes(left) == ends, said
         changed = [trial for trial, record in finished.items() if left.get(trial) != record]
@@ -97,7 +102,7 @@ def expected_code(fault: Fault, ends: str) -> int:
     """Of the command that was disturbed: 0 where it never needed what it lost."""
     if fault is matrix.LAUNCHER:
         return -signal.SIGKILL
-    if fault in (matrix.DISK, matrix.PERMISSIONS):
+    if fault.name in REASONS:
         return 1
     return 0 if set(ends.split()) <= {"ok", "torn"} else 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -35,6 +36,9 @@ class LocalFolder:
         path = Path(self.path, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"".join(pieces))
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
 @pytest.fixture
@@ -92,7 +96,7 @@ def test_a_resumed_run_sends_the_newest_whole_checkpoint_and_the_metrics_to_the_
     gather.begin(hosts, all_apart=True)
     assert whole(Path(hosts[0].path, "checkpoints")) == ["step-00000002"]
     assert Path(hosts[0].path, "metrics.jsonl").read_text() == "{}\n"
-    assert list(Path(hosts[1].path).iterdir()) == []
+    assert [path.name for path in Path(hosts[1].path).iterdir()] == [".run-id"]
     assert (
         said[0] == f"{tmp_path / 'run'} is not seen by lab1, lab2: its checkpoints are gathered here as they are saved"
     )
@@ -103,7 +107,30 @@ def test_nothing_is_sent_where_some_host_sees_the_run_directory(tmp_path: Path, 
     gather = gathering(tmp_path)
     written(tmp_path / "run" / "checkpoints", 2)
     gather.begin(hosts[1:], all_apart=False)
-    assert list(Path(hosts[1].path).iterdir()) == []
+    assert [path.name for path in Path(hosts[1].path).iterdir()] == [".run-id"]
+
+
+def test_what_hosts_still_have_of_a_killed_start_is_fetched_and_what_is_of_another_run_is_not(tmp_path, hosts) -> None:
+    gathering(tmp_path).begin(hosts, all_apart=True)
+    for host in hosts:  # the ranks save, and nothing fetches that
+        written(Path(host.path, "checkpoints"), 6)
+    Path(hosts[0].path, "metrics.jsonl").write_text("{}\n" * 6)
+    Path(hosts[1].path, "metrics.jsonl").write_text("{}\n")  # of a start before
+    said: list[str] = []
+    gathering(tmp_path, said).begin((hosts[1], hosts[0]), all_apart=True)
+    assert said[1:] == [
+        "checkpoint step-00000006 was still on the hosts, from a start that ended before it was fetched"
+    ]
+    assert whole(tmp_path / "run" / "checkpoints") == ["step-00000006"]
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "{}\n" * 6
+
+    (tmp_path / "run").rename(tmp_path / "earlier")  # as a run that is started anew does
+    written(Path(hosts[0].path, "checkpoints"), 8)
+    said.clear()
+    gathering(tmp_path, said).begin(hosts, all_apart=True)
+    assert len(said) == 1
+    assert whole(tmp_path / "run" / "checkpoints") == []
+    assert [path.name for host in hosts for path in Path(host.path).iterdir()] == [".run-id", ".run-id"]
 
 
 def test_a_launching_machine_that_cannot_keep_a_checkpoint_ends_the_run(tmp_path: Path, hosts) -> None:

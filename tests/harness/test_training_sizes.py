@@ -81,6 +81,7 @@ def test_a_rank_knows_its_host_from_torchruns_variables() -> None:
     [
         ({"RANK": ""}, "RANK is not set, as torchrun sets it for the ranks it starts; start torchrun --nnodes 2"),
         ({"WORLD_SIZE": "four"}, "WORLD_SIZE is 'four', expected a number"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT is 99999, expected 1 to 65535"),
         ({"LOCAL_WORLD_SIZE": "3"}, "3 of 4 ranks are on this host, which is not the same number on every host"),
     ],
 )

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from engine.training.manifest import checkpoints, damage, read_manifest
+from engine.training.manifest import checkpoints, damage, read_manifest, step_of
 from harness.base.errors import UsageError
 from harness.launch.ports import reserve_port
-from harness.training.torchrun import check_hosts
+from harness.training.places import place_of
+from harness.training.torchrun import check_hosts, joined
 from tests.harness.test_train_command import CONFIG, PROJECT, burst
-from tests.patience import AMPLE
+from tests.patience import AMPLE, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,12 @@ def torchrun(workplace: Path, *arguments: str, nodes: int = 2) -> tuple[list[int
     return [program.returncode for program in programs], said
 
 
+def begun(run: Path) -> bool:
+    """Whether a step is done."""
+    metrics = run / "metrics.jsonl"
+    return metrics.exists() and '"kind": "step"' in metrics.read_text()
+
+
 def losses(run: Path) -> list[float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["kind"] == "step"]
@@ -71,7 +80,6 @@ def test_hosts_with_a_directory_each_train_as_one_machine_does_and_both_keep_the
         assert [path.name for path in found] == ["step-00000005", "step-00000004"]
         assert not any(damage(path, read_manifest(path).files) for path in found)
         assert json.loads((workplace / run / "training.json").read_text())["config"]["steps"] == 5
-    os.environ["OMP_NUM_THREADS"] = "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     code, said = burst(workplace, "train", "train.yaml", "--launcher", "local", "--out", "alone")
     assert code == 0, said
@@ -79,7 +87,9 @@ def test_hosts_with_a_directory_each_train_as_one_machine_does_and_both_keep_the
 
 
 @pytest.mark.slow
-def test_a_run_of_torchrun_goes_on_on_fewer_ranks_and_refuses_its_own_sizes_there(workplace: Path, trained) -> None:
+def test_a_run_of_torchrun_goes_on_on_fewer_ranks_and_without_torchrun_and_refuses_its_own_sizes_there(
+    workplace: Path, trained
+) -> None:
     [code], [said] = torchrun(workplace, "--out", "run1", "--resume", "--set", "steps=7", nodes=1)
     assert code == 1
     assert (
@@ -89,6 +99,41 @@ def test_a_run_of_torchrun_goes_on_on_fewer_ranks_and_refuses_its_own_sizes_ther
     [code], [said] = torchrun(workplace, "--out", "run1", "--resume", "--set", "steps=7", *sizes, nodes=1)
     assert (code, "Trained: run1\n" in said) == (0, True), said
     assert checkpoints(workplace / "run1" / "checkpoints")[0].name == "step-00000007"
+
+    # The ranks of one way of starting go on from the other's checkpoints, and back.
+    resumed = ["--out", "run1", "--resume", *sizes, "--set"]
+    code, said = burst(workplace, "train", "train.yaml", "--launcher", "local", *resumed, "steps=9")
+    assert code == 0, said
+    [code], [said] = torchrun(workplace, *resumed, "steps=11", nodes=1)
+    assert code == 0, said
+    assert [path.name for path in checkpoints(workplace / "run1" / "checkpoints")] == ["step-00000011", "step-00000010"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP], ids=["slurm", "closed-terminal"])
+def test_a_rank_that_another_launcher_started_saves_and_ends_at_its_signal(
+    workplace: Path, number: int, tmp_path
+) -> None:
+    run = tmp_path / "run"
+    with reserve_port() as port:
+        variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(PROJECT)}
+        arguments = ["--torchrun", "--out", str(run), "--set", "world_size=1", "--set", "cp_size=1"]
+        program = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "harness", "train", "train.yaml", *arguments),
+                *("--set", "steps=100000", "--set", "save.every=0"),
+            ],
+            cwd=workplace, env={**os.environ, **variables, "BURST_CACHE": str(workplace / "cache")}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        wait_until(lambda: begun(run) or program.poll() is not None, "no step")
+        program.send_signal(number)
+        said, _ = program.communicate(timeout=AMPLE)
+    assert program.returncode == 1, said
+    [newest] = checkpoints(run / "checkpoints")
+    assert f"stopped; the state after step {step_of(newest)} is saved, go on with: " in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow
@@ -114,6 +159,19 @@ def test_options_that_contradict_torchrun_are_refused_in_one_sentence(workplace:
     }.items():
         code, said = burst(workplace, "train", "train.yaml", *arguments)
         assert (code, words in said, said.count("\n")) == (2, True, 1), said
+
+
+def test_a_first_host_that_cannot_be_met_is_one_sentence_with_its_address() -> None:
+    variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with socket.create_server(("127.0.0.1", 0)) as other:  # of another program, which never answers
+        port = str(other.getsockname()[1])
+        with pytest.raises(UsageError, match=rf"^--torchrun: rank 0 cannot use port {port} of 127\.0\.0\.1 \(.*in use"):
+            joined(place_of(variables | {"RANK": "0", "MASTER_PORT": port}), 1.0)
+    with pytest.raises(
+        UsageError, match=rf"the first host, 127\.0\.0\.1, does not answer at port {port} within 1 s"
+    ) as error:
+        joined(place_of(variables | {"RANK": "1", "MASTER_PORT": port}), 1.0)
+    assert "\n" not in str(error.value)
 
 
 def test_hosts_with_other_software_or_other_numbers_of_ranks_are_named() -> None:

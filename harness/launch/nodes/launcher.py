@@ -227,20 +227,18 @@ class _Run:
         content = secrets.token_hex(8)
         probe.write_text(content, encoding="utf-8")
         try:
-            for member in self._members:
-                if not member.call("sees", str(probe.absolute()), content):
-                    own = f"{self._started[member.name].directory}/trials/{self._job.trial_id}"
-                    if exchange is not None:
-                        self._folders.append(HostFolder(member, own, first=member is self._members[0]))
-                        member.call("remove", own)
-                        own = f"{own}/{trial_dir.relative_to(exchange.root)}"
-                    files = {path.name: path.read_bytes() for path in trial_dir.glob("*.json")}
-                    member.call("stage", own, files)
-                    self._own[member.name] = own
+            apart = [member for member in self._members if not member.call("sees", str(probe.absolute()), content)]
         finally:
             probe.unlink()
-        if exchange is not None and self._folders:
-            exchange.begin(self._folders, all_apart=len(self._folders) == len(self._members))
+        own = [(member, f"{self._started[member.name].directory}/trials/{self._job.trial_id}") for member in apart]
+        if exchange is not None and apart:
+            self._folders = [HostFolder(member, path, first=member is self._members[0]) for member, path in own]
+            exchange.begin(self._folders, all_apart=len(apart) == len(self._members))
+            own = [(member, f"{path}/{trial_dir.relative_to(exchange.root)}") for member, path in own]
+        files = {path.name: path.read_bytes() for path in trial_dir.glob("*.json")}
+        for member, path in own:
+            member.call("stage", path, files)
+            self._own[member.name] = path
 
     def _progressed(self, line: dict[str, object]) -> None:
         if self._job.exchange is not None and self._folders:
