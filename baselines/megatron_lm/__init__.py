@@ -79,9 +79,9 @@ class MegatronLM(Upstream):
             )
         if settings.optimizer_offload and self.place.flavour == "paper":
             return (
-                f"{self.name} is the paper's copy here, which has no option that moves its optimizer to the host, found "
-                "optimizer_offload true; set it to false, or install the release: burst baselines install "
-                f"{self.package} --flavour current"
+                f"{self.name} is the paper's copy here, which keeps its optimizer on the GPU, found optimizer_offload "
+                f"true; set it to false, or install the release: burst baselines install {self.package} --flavour "
+                "current"
             )
         return split_unsupported_reason("zigzag", settings.seq_len, settings.cp_size)
 
