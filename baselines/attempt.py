@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import math
 import os
 import pickle
 import re
@@ -254,13 +255,26 @@ def main(words: Sequence[str]) -> int:
     arguments = parser.parse_args(words)
     if not arguments.source.is_dir():
         parser.error(f"--source is {arguments.source}, and no such folder exists; name the system's checkout")
-    folder = arguments.out or Path(tempfile.mkdtemp(prefix="attempt-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        parser.error(f"--out is {folder}, which is not empty; name a new folder")
+    program = Place(system=arguments.system, flavour="paper").pinned.entry
+    if not (arguments.source / program).is_file():
+        parser.error(f"--source is {arguments.source}, which has no {program}; name the folder that its pin names")
+    if missing := next((path for path in arguments.path if not path.is_dir()), None):
+        parser.error(f"--path is {missing}, and no such folder exists; name a folder with packages")
+    if arguments.seq_len < 1:
+        parser.error(f"--seq-len is {arguments.seq_len}; give at least one token")
+    if not 0 < arguments.seconds < math.inf:
+        parser.error(f"--seconds is {arguments.seconds:g}; give a number above 0")
     pairs = [word.partition("=") for word in arguments.word]
     if wrong := next((old for old, sign, _ in pairs if not sign), None):
         parser.error(f"--word is {wrong}; expected OLD=NEW")
+    try:
+        folder = arguments.out or Path(tempfile.mkdtemp(prefix="attempt-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        empty = not any(folder.iterdir())
+    except OSError as error:
+        parser.error(f"--out is {arguments.out}, which cannot be written ({error.strerror}); name another folder")
+    if not empty:
+        parser.error(f"--out is {folder}, which is not empty; name a new folder")
     done = attempt(
         arguments.system,
         arguments.source.resolve(),

@@ -18,10 +18,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from baselines.handicaps import NCCL_VARIABLES, with_own_nccl
 from baselines.install.places import Place
 from baselines.tokens import write_tokens
 from baselines.upstream import LOGS, RAN_FILE, Ran, Rendered, Upstream, foreign_environment, seconds_of
@@ -56,6 +58,9 @@ def main(words: Sequence[str]) -> int:
         _write_error(trial_dir, rank, "refused", f"{method.system} is {reason[0]}; {reason[1]}")
         return 1
     rendered = method.render(settings, trial_dir, place)
+    given = dict(os.environ)
+    if place.flavour == "paper":
+        rendered, given = as_its_script(settings, rendered, given)
     for path, content in rendered.files.items():  # by every rank, since hosts may not share the directory
         written = write_atomic(trial_dir / path, content)
         if content.startswith("#!"):
@@ -65,7 +70,7 @@ def main(words: Sequence[str]) -> int:
         data = write_tokens(settings, method.steps(settings), method.tokens, trial_dir)
     if rank == 0:
         write_json(trial_dir / RAN_FILE, to_json(_ran(place, rendered, trial_dir, data)))
-    code, ended = _run(method, settings, rendered, trial_dir, rank)
+    code, ended = _run(method, settings, rendered, given, trial_dir, rank)
     if ended and rank == 0:
         ran = read_json(trial_dir / RAN_FILE)
         write_json(trial_dir / RAN_FILE, ran | {"ended": ended})
@@ -76,16 +81,28 @@ def main(words: Sequence[str]) -> int:
     return code
 
 
-def _run(method: Upstream, settings: TrialSettings, rendered: Rendered, trial_dir: Path, rank: int) -> tuple[int, str]:
+def as_its_script(
+    settings: TrialSettings, rendered: Rendered, given: Mapping[str, str]
+) -> tuple[Rendered, dict[str, str]]:
+    """One of the paper's copies, and the launcher's variables for it: as published, NCCL's are those of its own
+    script alone. They are among those of the program, too, because the record has these."""
+    found = with_own_nccl(settings, given)
+    own = {name: found[name] for name in NCCL_VARIABLES if name in found}
+    return replace(rendered, environment={**rendered.environment, **own}), found
+
+
+def _run(
+    method: Upstream, settings: TrialSettings, rendered: Rendered, given: Mapping[str, str], trial_dir: Path, rank: int
+) -> tuple[int, str]:
     """The program to its end: its exit code, and one sentence where it had to be ended after its last step.
 
-    Its output goes where this process's goes, which is the rank's log.
+    Its output goes where this process's goes, which is the rank's log. `given` are the launcher's variables.
     """
     sys.stdout.flush()
     process = subprocess.Popen(
         rendered.command,
         cwd=rendered.folder or trial_dir,
-        env=foreign_environment(os.environ, rendered.environment, [trial_dir / "bin", method.place.python.parent]),
+        env=foreign_environment(given, rendered.environment, [trial_dir / "bin", method.place.python.parent]),
         stdin=subprocess.DEVNULL,
     )
     log = trial_dir / LOGS / f"rank{rank}.log"

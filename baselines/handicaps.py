@@ -107,6 +107,11 @@ def applied_model(settings: TrialSettings) -> ModelShape:
     return shape
 
 
-def applied_environment(method: str) -> dict[str, str]:
-    """The NCCL variables of the method's own script."""
-    return {name: value for one in handicaps(method) for name, value in one.environment.items()}
+def with_own_nccl(settings: TrialSettings, given: Mapping[str, str]) -> dict[str, str]:
+    """A node's variables for one of the paper's copies: run as published, it has the NCCL variables of its own script,
+    and none of those that all methods get otherwise."""
+    own = handicaps(settings.method)
+    if not published(settings) or not own:
+        return dict(given)
+    others = {name: value for name, value in given.items() if name not in NCCL_VARIABLES}
+    return others | {name: value for one in own for name, value in one.environment.items()}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from baselines.handicaps import NCCL_VARIABLES, applied_environment, handicaps, published
+from baselines.handicaps import handicaps, published, with_own_nccl
 from baselines.install.places import Place
 from baselines.paper_cluster import GPUS_PER_NODE
 from baselines.pin import FOLDER
@@ -148,11 +148,7 @@ def node_environment(settings: TrialSettings, site: Site) -> dict[str, str]:
         gpus=tuple(Gpu(address=f"0000:{index:02x}:00.0", compute_capability=_A800) for index in range(GPUS_PER_NODE)),
         ports=tuple(_port(name) for name in named),
     )
-    values = render_node(facts, site, method=settings.method, ranks=GPUS_PER_NODE).variables
-    if not published(settings):
-        return values
-    others = {name: value for name, value in values.items() if name not in NCCL_VARIABLES}
-    return others | applied_environment(settings.method)
+    return with_own_nccl(settings, render_node(facts, site, method=settings.method, ranks=GPUS_PER_NODE).variables)
 
 
 def render(

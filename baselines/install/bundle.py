@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baselines.checkout import LISTINGS, SOURCE, write_source
+from baselines.install.archive import unpack_tar
 from baselines.install.interpreter import look_at, this_interpreter
 from baselines.install.packages import fetch
 from baselines.install.places import Place
@@ -72,11 +73,7 @@ def opened(given: Path | None, scratch: Path) -> Iterator[Given]:
             f"--from {given} does not exist; give a folder, or an archive that burst baselines bundle made"
         )
     with tempfile.TemporaryDirectory(prefix=".bundle-", dir=scratch) as folder:
-        try:
-            with tarfile.open(given) as archive:
-                archive.extractall(folder, filter="data")
-        except (tarfile.TarError, OSError, EOFError) as error:
-            raise UsageError(f"{given} cannot be unpacked ({error}); give a bundle, or pack it again") from None
+        unpack_tar(given, Path(folder), "give a bundle, or pack it again")
         yield _of_folder(Path(folder))
 
 

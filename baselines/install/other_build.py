@@ -7,12 +7,12 @@ pin; what is different about the build is said in words that stay with the insta
 from __future__ import annotations
 
 import hashlib
-import tarfile
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from baselines.install.archive import unpack_tar
 from baselines.install.places import Place
 from baselines.pin import Flavour, canonical
 from cluster.files.errors import UsageError, shown_value
@@ -62,11 +62,7 @@ def unpack(builds: Sequence[OtherBuild], pinned: Flavour, into: Path) -> dict[st
     found: dict[str, str] = {}
     for build in builds:
         with tempfile.TemporaryDirectory(prefix=".other-build-", dir=into) as scratch:
-            try:
-                with tarfile.open(build.archive) as archive:
-                    archive.extractall(scratch, filter="data")
-            except (tarfile.TarError, OSError, EOFError) as error:
-                raise UsageError(f"{build.archive} cannot be unpacked ({error}); give a tar archive") from None
+            unpack_tar(build.archive, Path(scratch), "give a tar archive")
             here = packages_in(Path(scratch))
             for name, version in {build.package: "absent", **here}.items():
                 if versions.get(name) != version:

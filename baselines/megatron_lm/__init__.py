@@ -77,6 +77,12 @@ class MegatronLM(Upstream):
                 f"{settings.checkpoint.every} and tail {settings.checkpoint.tail:g}; set every to 0, or tail to 0, or "
                 "every and tail to 1"
             )
+        if settings.optimizer_offload and self.place.flavour == "paper":
+            return (
+                f"{self.name} is the paper's copy here, which keeps its optimizer on the GPU, found optimizer_offload "
+                f"true; set it to false, or install the release: burst baselines install {self.package} --flavour "
+                "current"
+            )
         return split_unsupported_reason("zigzag", settings.seq_len, settings.cp_size)
 
     def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:

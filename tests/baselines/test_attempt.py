@@ -64,16 +64,31 @@ def test_an_attempt_ends_when_its_time_is_over(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["burst_engine", "--source", "/no/such/folder"], "no such folder exists"),
-        (["burst_engine", "--source", ".", "--word", "burst"], "--word is burst; expected OLD=NEW"),
-        (["torchtitan", "--source", "."], "invalid choice: 'torchtitan'"),
+        (["--source", "/no/such/folder"], "no such folder exists"),
+        (["--source", "."], f"which has no {PROGRAM}; name the folder that its pin names"),
+        (["--word", "burst"], "--word is burst; expected OLD=NEW"),
+        (["--path", "/no/such/folder"], "--path is /no/such/folder, and no such folder exists"),
+        (["--seq-len", "0"], "--seq-len is 0; give at least one token"),
+        (["--seconds", "-3"], "--seconds is -3; give a number above 0"),
+        (["--seconds", "nan"], "--seconds is nan; give a number above 0"),
+        (["--out", "/dev/null/out"], "--out is /dev/null/out, which cannot be written (Not a directory)"),
+        (["--out", "."], "--out is ., which is not empty; name a new folder"),
     ],
 )
-def test_wrong_words_are_refused(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_are_refused_before_anything_starts(
+    words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = source(tmp_path, "raise SystemExit('started')\n")
     with pytest.raises(SystemExit) as ended:
-        main(words)
+        main(["burst_engine", "--source", str(program), *words])
     assert ended.value.code == 2
     assert expected in capsys.readouterr().err
+
+
+def test_a_system_that_the_paper_has_no_program_of_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["torchtitan", "--source", "."])
+    assert "invalid choice: 'torchtitan'" in capsys.readouterr().err
 
 
 def test_the_last_traceback_counts_and_the_systems_own_line_is_named(tmp_path: Path) -> None:

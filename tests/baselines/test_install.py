@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -179,6 +180,38 @@ def test_a_bundle_installs_where_there_is_no_network(place: Place, given: Path, 
     assert place.condition()[0] == "installed"
     with pytest.raises(UsageError, match="exists; give --out a path that does not"):
         make_bundle(place, tmp_path / "some.tar")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"no archive", "it is no whole tar archive"),
+        (b"\x1f\x8b\x08\x00" + bytes(5) + b"\x03" + b"\xff" * 64, "it is no whole tar archive"),
+        ("damaged", "cannot be unpacked: "),
+        ("cut off", "cannot be unpacked: "),
+        ("outside", "would be extracted to"),
+    ],
+)
+def test_an_archive_that_cannot_be_read_is_refused_in_one_sentence(
+    place: Place, tmp_path: Path, content: bytes | str, reason: str
+) -> None:
+    path = tmp_path / "bundle.tar.gz"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        (tmp_path / "wheel").write_bytes(os.urandom(1 << 16))
+        with tarfile.open(path, "w:gz") as archive:
+            archive.add(tmp_path / "wheel", arcname="../../wheel" if content == "outside" else "wheels/wheel")
+        packed = bytearray(path.read_bytes())
+        middle = len(packed) // 2
+        if content == "damaged":
+            packed[middle:] = bytes(~byte & 0xFF for byte in packed[middle:])
+        path.write_bytes(packed[:middle] if content == "cut off" else packed)
+    with pytest.raises(UsageError, match="give a bundle, or pack it again") as refused:
+        install_system(place, given=path, say=quiet)
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert place.condition()[0] != "installed"
 
 
 def with_numpy_pinned(place: Place, given: Path) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from baselines import setups
+from baselines.drive import as_its_script
 from baselines.handicaps import Handicaps, handicaps
+from baselines.upstream import Rendered
 from cluster.files.errors import UsageError
 from cluster.inventory.site import Site, load_site
 from engine.settings import TrialSettings
@@ -151,6 +153,18 @@ def test_every_system_gets_one_nccl_setting(system: str) -> None:
 def test_as_published_each_system_has_the_nccl_setting_of_its_own_script(system: str, expected: dict[str, str]) -> None:
     environment = rendered(system, published(system), nodes=1)[0].environment
     assert {name: value for name, value in environment.items() if name in NCCL} == expected
+
+
+def test_a_trial_as_published_runs_with_the_nccl_setting_of_its_own_script() -> None:
+    settings = published("megatron_lm")
+    everyones = {"NCCL_IB_QPS_PER_CONNECTION": "2", "NCCL_MIN_NCHANNELS": "4", "NCCL_SOCKET_IFNAME": "=bond0"}
+    program = Rendered(command=("program",), environment={"OWN": "1"})
+    made, given = as_its_script(settings, program, everyones)
+    assert given == {"NCCL_IB_QPS_PER_CONNECTION": "8", "NCCL_SOCKET_IFNAME": "=bond0"}
+    assert made.environment == {"OWN": "1", "NCCL_IB_QPS_PER_CONNECTION": "8"}
+    made, given = as_its_script(trial("megatron_lm"), program, everyones)
+    assert given == everyones
+    assert made.environment["NCCL_MIN_NCHANNELS"] == "4"
 
 
 def test_as_published_megatron_lm_has_barriers_and_a_wider_mlp() -> None:

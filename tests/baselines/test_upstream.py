@@ -158,6 +158,24 @@ def test_megatron_lm_recomputes_what_the_settings_say(checkpoint: Checkpoint, ex
     assert "found checkpoint.every 1 and tail 0.5" in str(method_named("megatron_lm_upstream").refuse(half))
 
 
+def test_megatron_lm_moves_its_optimizer_to_the_host_and_the_papers_copy_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command, _, _ = rendered("megatron_lm_upstream", flavour="current", optimizer_offload=True)
+    assert (
+        "--swiglu --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer "
+        "--recompute-granularity full"
+    ) in command
+    method = method_named("megatron_lm_upstream")
+    own = settings("megatron_lm_upstream", optimizer_offload=True)
+    release, paper = (Place(system="megatron_lm", flavour=flavour) for flavour in ("current", "paper"))
+    monkeypatch.setattr(type(method), "place", release)
+    assert method.refuse(own) is None
+    monkeypatch.setattr(type(method), "place", paper)
+    assert str(method.refuse(own)).endswith("burst baselines install megatron_lm --flavour current")
+    assert method.refuse(replace(own, optimizer_offload=False)) is None
+
+
 def test_the_command_of_megatron_deepspeed() -> None:
     command, environment, files = rendered("megatron_deepspeed_upstream", cp_size=8, optimizer_offload=True)
     words = command.split()
