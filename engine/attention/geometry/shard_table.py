@@ -55,10 +55,14 @@ class ShardTable:
 @lru_cache(maxsize=64)
 def shard_table(layout: Layout, seq_len: int, cp_size: int) -> ShardTable:
     """The shards of a sequence."""
-    segments = tuple(layout.segments(seq_len, cp_size, rank) for rank in range(cp_size))
+    return table_of(tuple(layout.segments(seq_len, cp_size, rank) for rank in range(cp_size)))
+
+
+def table_of(segments: tuple[tuple[Segment, ...], ...]) -> ShardTable:
+    """Some shards, by their segments."""
     most = max(map(len, segments))
     padded = [[(s.start, s.count) for s in shard] + [(0, 0)] * (most - len(shard)) for shard in segments]
-    table = np.array(padded, dtype=np.int64).reshape(cp_size, most, 2)
+    table = np.array(padded, dtype=np.int64).reshape(len(segments), most, 2)
     (step,) = {segment.step for shard in segments for segment in shard}
     return ShardTable(segments, table[..., 0], table[..., 1], step)
 

@@ -88,7 +88,7 @@ class BlockSparse(BlockMask):
         return np.packbits(seen.reshape(ranks, ranks, -1), axis=-1).astype(np.int64)
 
     def shown(self, queries: Integers, keys: Integers) -> NDArray[np.bool_]:
-        return self.pattern.shown(queries[:, None], keys)
+        return self.pattern.shown(queries, keys)
 
     def keys_seen(self, seq_len: int) -> tuple[tuple[int, int], ...]:
         size, blocks = self.block_size, -(-seq_len // self.block_size)
@@ -107,6 +107,12 @@ class BlockSparse(BlockMask):
 
     def first_position(self, block: int) -> int:
         return block * self.block_size
+
+    def blocks_at(self, positions: Integers) -> Integers:
+        return positions // self.block_size
+
+    def first_positions(self, blocks: Integers) -> Integers:
+        return blocks * self.block_size
 
     def visible(self, block: int, first: int, last: int) -> Iterator[Run]:
         return self.pattern.visible(block, first, last)

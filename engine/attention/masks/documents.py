@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.geometry.shard_table import Integers, ShardTable, by_pair
+from engine.attention.masks.block_cells import BlockRuns, Rectangles
 from engine.attention.masks.blocks import MAX_TILES, BlockMask, Run
 from engine.attention.masks.mask import PairSpans
 
@@ -195,8 +196,24 @@ class Documents(BlockMask):
         repeat, index = divmod(block, len(self.lengths))
         return repeat * self.tokens + self._starts[index]
 
-    def shown(self, queries: Integers, keys: Integers) -> NDArray[np.bool_]:
-        return queries[:, None] == keys
+    def blocks_at(self, positions: Integers) -> Integers:
+        repeat, place = np.divmod(positions, self.tokens)
+        return repeat * len(self.lengths) + np.searchsorted(self._starts, place, side="right") - 1
+
+    def first_positions(self, blocks: Integers) -> Integers:
+        repeat, index = np.divmod(blocks, len(self.lengths))
+        return repeat * self.tokens + np.array(self._starts)[index]
+
+    def rectangles(self, queries: BlockRuns, keys: BlockRuns, hi: Integers) -> Rectangles:
+        """One for each document that is in both shards."""
+        most = max(int(each.blocks.max(initial=0)) for each in (queries, keys)) + 1
+        sides = []
+        for side in (queries, keys):
+            of, run = np.nonzero(side.held)
+            sides.append((of, run, of * most + side.blocks[of, run]))
+        (of, row, documents), (_, column, others) = sides
+        _, first, second = np.intersect1d(documents, others, assume_unique=True, return_indices=True)
+        return Rectangles(of[first], row[first], row[first] + 1, column[second], column[second] + 1)
 
     def visible(self, block: int, first: int, last: int) -> Iterator[Run]:
         if first <= block < last:
