@@ -138,6 +138,15 @@ def _replaced(cells: Cells, which: Integers, by: Cells) -> Cells:
     return cells
 
 
+def pairs_below(rows: Integers, columns: Integers, limit: Integers, step: int) -> Integers:
+    """Pairs (i, j) of rectangles of rows x columns with j - step * i <= limit."""
+    # Row i holds clamp(step * i + limit + 1, 0, columns) of them: zero first, then an arithmetic rise, then full rows.
+    first = np.clip(-(limit // step), 0, rows)
+    full = np.clip(-((limit + 1 - columns) // step), first, rows)
+    rising = full - first
+    return rising * (step * first + limit + 1) + step * rising * (rising - 1) // 2 + (rows - full) * columns
+
+
 def cover(cells: Cells) -> Rectangles:
     """Few disjoint rectangles of the true cells of each grid [grids, rows, columns]: swept along the rows, or along the
     columns where those are fewer."""

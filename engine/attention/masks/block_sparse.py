@@ -90,7 +90,7 @@ class BlockSparse(BlockMask):
     def shown(self, queries: Integers, keys: Integers) -> NDArray[np.bool_]:
         return self.pattern.shown(queries, keys)
 
-    def keys_seen(self, seq_len: int) -> tuple[tuple[int, int], ...]:
+    def keys_seen(self, seq_len: int) -> tuple[Integers, Integers]:
         size, blocks = self.block_size, -(-seq_len // self.block_size)
         each = np.arange(blocks)
         whole = size * self.pattern.visible_before(each, each if self.causal else np.full_like(each, blocks))
@@ -100,7 +100,7 @@ class BlockSparse(BlockMask):
             own[-1] -= missing if own[-1] else 0
         else:
             whole -= missing * self.pattern.shown(each, np.full_like(each, blocks - 1))
-        return tuple(zip(whole.tolist(), own.tolist(), strict=True))
+        return whole, own
 
     def block_at(self, position: int) -> int:
         return position // self.block_size

@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 from engine.attention.geometry.layout import Segment
 from engine.attention.geometry.shard_table import Integers, ShardTable, table_of
 from engine.attention.geometry.tile_table import TileTable, tile_table
-from engine.attention.geometry.tiles import Tile, band_area, join, trim, without_upper_bands
+from engine.attention.geometry.tiles import Tile, join, trim, without_upper_bands
 from engine.attention.masks.block_cells import (
     FEW_RECTANGLES,
     BlockRuns,
     Rectangles,
     Shards,
     cover,
+    pairs_below,
     parts_of_pairs,
     under_diagonal,
 )
@@ -79,7 +80,7 @@ class BlockMask:
         blocks = self.block_at(int((shards.start + (shards.count - 1) * shards.step).max())) + 1
         if blocks > MAX_TILES:
             return None
-        firsts = np.array([self.first_position(block) for block in range(blocks + 1)])
+        firsts = self.first_positions(np.arange(blocks + 1))
         ranks, cuts = np.broadcast_arrays(np.arange(len(shards.segments))[:, None], firsts)
         runs = shards.rows_before(ranks, cuts)
         kind_of: dict[bytes, int] = {}
@@ -119,18 +120,10 @@ class BlockMask:
         """`first_position` of each block."""
         raise NotImplementedError
 
-    def keys_seen(self, seq_len: int) -> tuple[tuple[int, int], ...]:
+    def keys_seen(self, seq_len: int) -> tuple[Integers, Integers]:
         """For each query block: keys that all its queries see, and keys of its own that a causal mask shows in
         part."""
-        blocks = self.block_at(seq_len - 1) + 1
-        starts = [*(self.first_position(block) for block in range(blocks)), seq_len]
-        seen = []
-        for block in range(blocks):
-            limit = block if self.causal else blocks
-            whole = sum(starts[last] - starts[first] for first, last in self.visible(block, 0, limit))
-            own = self.causal and any(self.visible(block, block, block + 1))
-            seen.append((whole, starts[block + 1] - starts[block] if own else 0))
-        return tuple(seen)
+        raise NotImplementedError
 
     def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
         """Work of the shard `q` against the shard `k`. Raises TooManyTiles when there are too many of them."""
@@ -200,15 +193,12 @@ class BlockMask:
 
     def row_area(self, queries: Segment, seq_len: int) -> int:
         """Keys of the whole sequence that these queries see, summed over the queries."""
-        keys = _keys_seen(self, seq_len)
-        area = 0
-        for block, start, stop in self.local_blocks((queries,)):
-            whole, own = keys[block]
-            area += (stop - start) * whole
-            if own:  # the keys of the queries' own block, under the diagonal
-                position = queries.start + start * queries.step - self.first_position(block)
-                area += band_area(stop - start, own, None, position, queries.step)
-        return area
+        whole, own = _keys_seen(self, seq_len)
+        runs = self.block_runs(Shards(np.array([[queries.start]]), np.array([[queries.count]]), queries.step))
+        blocks, first, rows = runs.blocks[0], runs.cuts[0, :-1], np.diff(runs.cuts[0])
+        # The keys of the queries' own block, under the diagonal.
+        position = queries.start + first * queries.step - self.first_positions(blocks)
+        return int((rows * whole[blocks] + pairs_below(rows, own[blocks], position, queries.step)).sum())
 
     def area(self, seq_len: int) -> int:
         """Visible (query, key) pairs of a whole sequence, exactly. Raises ValueError with `unsupported_reason`."""
@@ -237,7 +227,7 @@ class BlockMask:
 
 
 @lru_cache(maxsize=64)
-def _keys_seen(mask: BlockMask, seq_len: int) -> tuple[tuple[int, int], ...]:
+def _keys_seen(mask: BlockMask, seq_len: int) -> tuple[Integers, Integers]:
     return mask.keys_seen(seq_len)
 
 

@@ -33,6 +33,7 @@ class Documents(BlockMask):
     repeat: bool = False
     # Where each document starts and the last one ends, and the hash: formed once, because calls ask for both.
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _first_positions: Integers = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -41,6 +42,7 @@ class Documents(BlockMask):
             raise ValueError(f"document lengths {list(lengths)[:8]} are not all positive; give tokens per document")
         object.__setattr__(self, "lengths", lengths)
         object.__setattr__(self, "_starts", tuple(itertools.accumulate(lengths, initial=0)))
+        object.__setattr__(self, "_first_positions", np.array(self._starts))
         object.__setattr__(self, "_hash", hash((lengths, self.causal, self.repeat)))
 
     def __hash__(self) -> int:
@@ -62,7 +64,7 @@ class Documents(BlockMask):
     def boundaries(self, seq_len: int) -> Integers:
         """Where each document of a sequence starts, and the sequence's end."""
         whole, rest = divmod(seq_len, self.tokens)
-        once = np.array(self._starts[:-1], dtype=np.int64)
+        once = self._first_positions[:-1]
         starts = (np.arange(whole + (rest > 0))[:, None] * self.tokens + once).reshape(-1)
         return np.append(starts[starts < seq_len], seq_len)
 
@@ -196,13 +198,18 @@ class Documents(BlockMask):
         repeat, index = divmod(block, len(self.lengths))
         return repeat * self.tokens + self._starts[index]
 
+    def keys_seen(self, seq_len: int) -> tuple[Integers, Integers]:
+        lengths = np.diff(self.boundaries(seq_len))
+        nothing = np.zeros_like(lengths)
+        return (nothing, lengths) if self.causal else (lengths, nothing)
+
     def blocks_at(self, positions: Integers) -> Integers:
         repeat, place = np.divmod(positions, self.tokens)
-        return repeat * len(self.lengths) + np.searchsorted(self._starts, place, side="right") - 1
+        return repeat * len(self.lengths) + np.searchsorted(self._first_positions, place, side="right") - 1
 
     def first_positions(self, blocks: Integers) -> Integers:
         repeat, index = np.divmod(blocks, len(self.lengths))
-        return repeat * self.tokens + np.array(self._starts)[index]
+        return repeat * self.tokens + self._first_positions[index]
 
     def rectangles(self, queries: BlockRuns, keys: BlockRuns, hi: Integers) -> Rectangles:
         """One for each document that is in both shards."""

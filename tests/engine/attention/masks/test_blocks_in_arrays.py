@@ -82,12 +82,39 @@ def test_equal_grids_and_grids_covered_by_columns_are_covered_as_alone() -> None
         assert np.array_equal(painted, grid)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_keys_that_blocks_see_are_counted_as_block_by_block(causal: bool) -> None:
+def keys_seen(mask: BlockMask, seq_len: int) -> list[tuple[int, int]]:
+    """For each query block, the keys that all its queries see and those of its own that they see in part."""
+    blocks = mask.block_at(seq_len - 1) + 1
+    starts = [*(mask.first_position(block) for block in range(blocks)), seq_len]
+    seen = []
+    for block in range(blocks):
+        limit = block if mask.causal else blocks
+        whole = sum(starts[last] - starts[first] for first, last in mask.visible(block, 0, limit))
+        own = mask.causal and any(mask.visible(block, block, block + 1))
+        seen.append((whole, starts[block + 1] - starts[block] if own else 0))
+    return seen
+
+
+def test_the_keys_that_blocks_see_are_counted_as_block_by_block() -> None:
     generator = random.Random(0)
-    for _ in range(100):
+    for _ in range(300):
         blocks, size = generator.randint(1, 12), generator.randint(1, 5)
-        grid = [[generator.random() < 0.5 for _ in range(blocks)] for _ in range(blocks)]
-        for pattern in (LocalGlobal(generator.randint(0, 3), generator.randint(0, 3)), Strided(blocks // 2 + 1), grid):
-            mask, seq_len = BlockSparse(pattern, size, causal), blocks * size - generator.randrange(size)
-            assert mask.keys_seen(seq_len) == block_masks.BlockMask.keys_seen(mask, seq_len), (mask, seq_len)
+        mask = random_mask(generator, blocks, size)
+        seq_len = blocks * size - generator.randrange(size)
+        found = mask.keys_seen(seq_len)
+        assert list(zip(*(each.tolist() for each in found), strict=True)) == keys_seen(mask, seq_len), (mask, seq_len)
+
+
+def test_the_keys_that_some_queries_see_are_those_of_each_query() -> None:
+    generator = random.Random(1)
+    for _ in range(200):
+        blocks, size = generator.randint(1, 8), generator.randint(1, 5)
+        mask, seq_len = random_mask(generator, blocks, size), blocks * size
+        step, start = generator.choice([1, 1, 2, 3, 7]), generator.randrange(seq_len)
+        queries = Segment(start, generator.randint(1, (seq_len - 1 - start) // step + 1), step)
+        shown = [[False] * seq_len for _ in range(seq_len)]
+        for query in queries.positions():
+            for first, last in mask.visible(mask.block_at(query), 0, mask.block_at(seq_len - 1) + 1):
+                for key in range(mask.first_position(first), min(mask.first_position(last), seq_len)):
+                    shown[query][key] = not mask.causal or key <= query
+        assert mask.row_area(queries, seq_len) == sum(map(sum, shown)), (mask, queries)
