@@ -77,8 +77,7 @@ class Parts(NamedTuple):
     """Pairs of shards, or of their segments, with one causal limit each."""
 
     pair: Integers  # ascending
-    q: Shards
-    k: Shards
+    sides: Shards  # the queries of every part, then the keys of every part
     hi: Integers  # key j is no later than query i when j - i <= hi, both counted in the part
     offsets: Integers  # [parts, 2]: local tokens in front of the part's queries and keys
 
@@ -86,34 +85,32 @@ class Parts(NamedTuple):
 def parts_of_pairs(shards: ShardTable, q_ranks: Integers, k_ranks: Integers, causal: bool) -> Parts:
     """The parts of each pair that have work. Local order is position order, so that one diagonal serves a shard against
     itself, and none is needed where the mask is not causal."""
-    own = np.full(len(q_ranks), not causal)
-    own |= ((shards.start[q_ranks] == shards.start[k_ranks]) & (shards.count[q_ranks] == shards.count[k_ranks])).all(1)
-    whole, each = np.flatnonzero(own), np.flatnonzero(~own)
-    segments = shards.start.shape[1]
-    first, second = np.divmod(np.arange(segments * segments), segments)
-    each, first, second = np.repeat(each, len(first)), np.tile(first, len(each)), np.tile(second, len(each))
-    q, k = q_ranks[each], k_ranks[each]
-    hi = (shards.start[q, first] - shards.start[k, second]) // shards.step
-    q_count, k_count = shards.count[q, first], shards.count[k, second]
-    some = (hi + q_count > 0) & (q_count > 0) & (k_count > 0)
-    each, first, second, q, k, hi = (array[some] for array in (each, first, second, q, k, hi))
-    hi = np.where(hi >= k_count[some] - 1, NO_LIMIT, hi)
-    pair = np.concatenate((whole, each))
-    order = np.argsort(pair, kind="stable")
-
-    def side(ranks: Integers, of_part: Integers, segment: Integers) -> Shards:
-        alone = np.zeros((2, len(of_part), segments), dtype=np.int64)
-        alone[:, :, 0] = shards.start[of_part, segment], shards.count[of_part, segment]
-        start, count = (
-            np.concatenate((shards.start[ranks[whole]], alone[0])),
-            np.concatenate((shards.count[ranks[whole]], alone[1])),
-        )
-        return Shards(start[order], count[order], shards.step)
-
-    offsets = np.zeros((len(pair), 2), dtype=np.int64)
-    offsets[len(whole) :] = np.stack((shards.offset[q, first], shards.offset[k, second]), axis=-1)
-    limits = np.concatenate((np.full(len(whole), 0 if causal else NO_LIMIT), hi))
-    return Parts(pair[order], side(q_ranks, q, first), side(k_ranks, k, second), limits[order], offsets[order])
+    ranks = np.stack((q_ranks, k_ranks))
+    start, count = shards.start[ranks], shards.count[ranks]  # [2, pairs, segments]
+    own = (
+        (start[0] == start[1]).all(axis=1) & (count[0] == count[1]).all(axis=1)
+        if causal
+        else np.full(len(q_ranks), True)
+    )
+    whole, apart = np.flatnonzero(own), ~own[:, None, None]
+    hi = (start[0, :, :, None] - start[1, :, None, :]) // shards.step
+    rows, columns = count[0, :, :, None], count[1, :, None, :]
+    pair, *segment = np.nonzero(apart & (hi + rows > 0) & (rows > 0) & (columns > 0))
+    alone = np.zeros((4, 2, len(pair), start.shape[2]), dtype=np.int64)
+    for side in range(2):
+        for index, numbers in enumerate((start[side], count[side], shards.offset[ranks[side]])):
+            alone[index, side, :, 0] = numbers[pair, segment[side]]
+    hi = hi[pair, segment[0], segment[1]]
+    hi = np.where(hi >= alone[1, 1, :, 0] - 1, NO_LIMIT, hi)
+    start, count = (np.concatenate((each[:, whole], alone[index]), axis=1) for index, each in enumerate((start, count)))
+    offsets = np.concatenate((np.zeros((len(whole), 2), dtype=np.int64), alone[2, :, :, 0].T))
+    hi = np.concatenate((np.full(len(whole), 0 if causal else NO_LIMIT), hi))
+    of_part = np.concatenate((whole, pair))
+    if len(whole) and len(pair):
+        order = np.argsort(of_part, kind="stable")
+        start, count, offsets, hi, of_part = start[:, order], count[:, order], offsets[order], hi[order], of_part[order]
+    segments = start.shape[2]
+    return Parts(of_part, Shards(start.reshape(-1, segments), count.reshape(-1, segments), shards.step), hi, offsets)
 
 
 def under_diagonal(cells: Cells, queries: BlockRuns, keys: BlockRuns, hi: Integers) -> Cells:
@@ -122,13 +119,18 @@ def under_diagonal(cells: Cells, queries: BlockRuns, keys: BlockRuns, hi: Intege
     limited = np.flatnonzero(hi < NO_LIMIT)
     if not len(limited):
         return cells
+    runs, parts = keys.cuts.shape[1] - 1, np.arange(len(limited))[:, None]
     future = queries.cuts[limited, 1:] + hi[limited, None]  # first key that no query of this row sees
-    columns = np.arange(cells.shape[2])
-    seen = keys.cuts[limited, None, :-1] < future[..., None]
-    last = np.maximum(seen.sum(axis=2) - 1, 0)[..., None]
-    cut = np.take_along_axis(cells[limited], last, axis=2) & seen[..., :1]
-    cut &= np.take_along_axis(keys.cuts[limited, 1:], last[..., 0], axis=1)[..., None] >= future[..., None]
-    under = np.where(seen, cells[limited], cut & (columns < keys.count[limited, None, None]))
+    # The runs of keys that start before it: a search in those of all parts, each part's after the one before.
+    far = np.arange(len(limited))[:, None] * (4 * NO_LIMIT)
+    starts = (keys.cuts[limited, :-1] + far).reshape(-1)
+    seen = np.searchsorted(starts, future + far) - parts * runs
+    last = np.maximum(seen - 1, 0)
+    cut = np.take_along_axis(cells[limited], last[..., None], axis=2)[..., 0] & (seen > 0)
+    cut &= np.take_along_axis(keys.cuts[limited, 1:], last, axis=1) >= future
+    columns = np.arange(runs, dtype=np.int32)
+    end = np.where(cut, keys.count[limited, None], 0).astype(np.int32)[..., None]
+    under = np.where(columns < seen.astype(np.int32)[..., None], cells[limited], columns < end)
     return under if len(limited) == len(cells) else _replaced(cells, limited, under)
 
 

@@ -146,7 +146,8 @@ class BlockMask:
 
     def _tile_table(self, shards: ShardTable, q_ranks: Integers, k_ranks: Integers) -> TileTable:
         parts = parts_of_pairs(shards, q_ranks, k_ranks, self.causal)
-        queries, keys = self.block_runs(parts.q), self.block_runs(parts.k)
+        runs, count = self.block_runs(parts.sides), len(parts.pair)
+        queries, keys = runs.chosen(slice(count)), runs.chosen(slice(count, None))
         of, top, bottom, left, right = self.rectangles(queries, keys, parts.hi)
         corners = (queries.cuts[of, top], queries.cuts[of, bottom], keys.cuts[of, left], keys.cuts[of, right])
         found = tile_table(len(q_ranks), parts.pair[of], np.stack(corners, axis=-1), parts.hi[of], parts.offsets[of])

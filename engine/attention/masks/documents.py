@@ -6,6 +6,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,30 +87,9 @@ class Documents(BlockMask):
             return super(Documents, self).pair_keys(shards)
         if not self.causal:
             return None
-        seen, rows, first_keys = self._seen_earlier(shards, self.boundaries(int(shards.count.sum())))
+        seen, rows, first_keys = _seen_earlier(self, shards)
         own = np.diag(np.arange(len(shards.segments)) + 1)  # no two ranks' own documents are alike
         return by_pair(shards.count, shards.count, np.where(seen, rows, 0), np.where(seen, first_keys, 0), own)
-
-    def _seen_earlier(self, shards: ShardTable, firsts: Integers) -> tuple[NDArray[np.bool_], Integers, Integers]:
-        """Which segments see an earlier one, in the one document that has the last token of the one and the first of
-        the other: (any, how many of the first queries, first key), [query ranks, key ranks, query and key segments]."""
-        start, stop, ranks = shards.start, shards.start + shards.count, np.arange(len(shards.segments))
-        head = np.searchsorted(firsts, start, side="right") - 1
-        tail = np.searchsorted(firsts, stop - 1, side="right") - 1
-        seen = (
-            (head[:, None, :, None] == tail[None, :, None, :])
-            & (start[:, None, :, None] >= stop[None, :, None, :])
-            & (shards.count > 0)[:, None, :, None]
-            & (shards.count > 0)[None, :, None, :]
-        )
-        seen[ranks, ranks] = False
-        rows = np.minimum(stop, firsts[np.minimum(head, len(firsts) - 2) + 1]) - start
-        first_keys = np.maximum(start, firsts[np.maximum(tail, 0)]) - start
-        return (
-            seen,
-            np.broadcast_to(rows[:, None, :, None], seen.shape),
-            np.broadcast_to(first_keys[None, :, None, :], seen.shape),
-        )
 
     def _documents_of(self, shards: ShardTable, firsts: Integers) -> tuple[Integers, Integers]:
         """First and last document of each segment; each document once per rank: empty ranges have first > last."""
@@ -145,7 +125,7 @@ class Documents(BlockMask):
         Pairs with several such segments are asked for their tiles."""
         ranks, tokens = len(shards.segments), shards.count.sum(axis=1)
         first, last = self._documents_of(shards, firsts)
-        seen, rows, first_keys = self._seen_earlier(shards, firsts)
+        seen, rows, first_keys = _seen_earlier(self, shards)
         counts = seen.sum(axis=(2, 3))
         spans = [np.zeros((ranks, ranks), dtype=np.int64) for _ in range(4)]
         each = np.nonzero(seen)
@@ -229,3 +209,27 @@ class Documents(BlockMask):
     def __str__(self) -> str:
         lengths = ",".join(map(str, self.lengths)) + (",..." if self.repeat else "")
         return f"documents:{lengths}" + ("" if self.causal else ":full")
+
+
+@lru_cache(maxsize=16)
+def _seen_earlier(mask: Documents, shards: ShardTable) -> tuple[NDArray[np.bool_], Integers, Integers]:
+    """Which segments see an earlier one, in the one document that has the last token of the one and the first of
+    the other: (any, how many of the first queries, first key), [query ranks, key ranks, query and key segments]."""
+    firsts = mask.boundaries(int(shards.count.sum()))
+    start, stop, ranks = shards.start, shards.start + shards.count, np.arange(len(shards.segments))
+    head = np.searchsorted(firsts, start, side="right") - 1
+    tail = np.searchsorted(firsts, stop - 1, side="right") - 1
+    seen = (
+        (head[:, None, :, None] == tail[None, :, None, :])
+        & (start[:, None, :, None] >= stop[None, :, None, :])
+        & (shards.count > 0)[:, None, :, None]
+        & (shards.count > 0)[None, :, None, :]
+    )
+    seen[ranks, ranks] = False
+    rows = np.minimum(stop, firsts[np.minimum(head, len(firsts) - 2) + 1]) - start
+    first_keys = np.maximum(start, firsts[np.maximum(tail, 0)]) - start
+    return (
+        seen,
+        np.broadcast_to(rows[:, None, :, None], seen.shape),
+        np.broadcast_to(first_keys[None, :, None, :], seen.shape),
+    )
