@@ -44,12 +44,14 @@ class ShardTable:
         Limits that hide nothing of a pair of segments, or all of it, are one number each: pairs with equal numbers have
         equal tiles.
         """
-        distance = self.start[None, :, None, :] - self.start[:, None, :, None]
-        rows, columns = self.count[:, None, :, None], self.count[None, :, None, :]
+        ranks, segments = self.start.shape
+        start, count = self.start.reshape(-1), self.count.reshape(-1)  # as two long axes, which is faster than four
+        distance, rows, columns = start - start[:, None], count[:, None], count
         nothing = np.zeros_like(distance)
         lo = nothing if left is None else np.clip(-((left + distance) // self.step), 1 - rows, columns)
         hi = nothing if right is None else np.clip((right - distance) // self.step, -rows, columns - 1)
-        return lo, hi
+        shape = (ranks, segments, ranks, segments)
+        return lo.reshape(shape).swapaxes(1, 2), hi.reshape(shape).swapaxes(1, 2)
 
 
 @lru_cache(maxsize=64)

@@ -41,7 +41,8 @@ class Rectangles(NamedTuple):
         return cls(*map(np.concatenate, zip(nothing, *parts, strict=True)))
 
 
-class Shards(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Shards:
     """Segments of several shards, [shards, segments], empty ones last."""
 
     start: Integers

@@ -169,12 +169,13 @@ class BlockMask:
         # One block at the end of a segment and at the start of the next is one run.
         held[:, 1:] &= blocks[:, 1:] > last[:, :-1, None]
         runs = blocks.shape[1] * blocks.shape[2]
-        blocks, held = (each.reshape(len(blocks), runs) for each in (blocks, held))
+        blocks, held = blocks.reshape(len(blocks), runs), held.reshape(len(blocks), runs)
         starts, stops = (shards.rows_before(self.first_positions(each)) for each in (blocks, blocks + 1))
         held &= stops > starts
         if not held.all():
             order = np.argsort(~held, axis=1, kind="stable")[:, : int(held.sum(axis=1).max(initial=0))]
-            blocks, starts, held = (np.take_along_axis(each, order, axis=1) for each in (blocks, starts, held))
+            blocks, starts = np.take_along_axis(blocks, order, axis=1), np.take_along_axis(starts, order, axis=1)
+            held = np.take_along_axis(held, order, axis=1)
         tokens = shards.count.sum(axis=1)[:, None]
         cuts = np.concatenate((np.where(held, starts, tokens), tokens), axis=1)
         return BlockRuns(np.where(held, blocks, 0), cuts, held.sum(axis=1))

@@ -100,7 +100,7 @@ def _from_keys(
     if keys is None:
         kinds, first = np.arange(len(q_ranks)), np.arange(len(q_ranks))
     else:
-        kinds, first = _alike(keys[q_ranks, k_ranks])
+        kinds, first = _alike(keys[q_ranks, k_ranks] if spans else keys.reshape(cp_size * cp_size, -1))
     tiles = mask.tile_table(shards, q_ranks[first], k_ranks[first]) if len(first) else None
     bands = mask.band_kinds or frozenset()
     formed: TileTable | list[tuple[Tile, ...]]
