@@ -44,21 +44,27 @@ class ShardTable:
         Limits that hide nothing of a pair of segments, or all of it, are one number each: pairs with equal numbers have
         equal tiles.
         """
-        distance = self.start[None, :, None, :] - self.start[:, None, :, None]
-        rows, columns = self.count[:, None, :, None], self.count[None, :, None, :]
+        ranks, segments = self.start.shape
+        start, count = self.start.reshape(-1), self.count.reshape(-1)  # as two long axes, which is faster than four
+        distance, rows, columns = start - start[:, None], count[:, None], count
         nothing = np.zeros_like(distance)
         lo = nothing if left is None else np.clip(-((left + distance) // self.step), 1 - rows, columns)
         hi = nothing if right is None else np.clip((right - distance) // self.step, -rows, columns - 1)
-        return lo, hi
+        shape = (ranks, segments, ranks, segments)
+        return lo.reshape(shape).swapaxes(1, 2), hi.reshape(shape).swapaxes(1, 2)
 
 
 @lru_cache(maxsize=64)
 def shard_table(layout: Layout, seq_len: int, cp_size: int) -> ShardTable:
     """The shards of a sequence."""
-    segments = tuple(layout.segments(seq_len, cp_size, rank) for rank in range(cp_size))
+    return table_of(tuple(layout.segments(seq_len, cp_size, rank) for rank in range(cp_size)))
+
+
+def table_of(segments: tuple[tuple[Segment, ...], ...]) -> ShardTable:
+    """Some shards, by their segments."""
     most = max(map(len, segments))
     padded = [[(s.start, s.count) for s in shard] + [(0, 0)] * (most - len(shard)) for shard in segments]
-    table = np.array(padded, dtype=np.int64).reshape(cp_size, most, 2)
+    table = np.array(padded, dtype=np.int64).reshape(len(segments), most, 2)
     (step,) = {segment.step for shard in segments for segment in shard}
     return ShardTable(segments, table[..., 0], table[..., 1], step)
 

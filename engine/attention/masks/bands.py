@@ -23,6 +23,9 @@ class _BandMask:
     def pair_spans(self, shards: ShardTable) -> None:
         return None
 
+    def tile_table(self, shards: ShardTable, q_ranks: Integers, k_ranks: Integers) -> None:
+        return None
+
     def unsupported_reason(self, seq_len: int) -> str | None:
         return None
 

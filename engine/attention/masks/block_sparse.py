@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.geometry.shard_table import Integers, ShardTable, by_pair
+from engine.attention.masks.block_cells import BlockRuns, Shards
 from engine.attention.masks.blocks import BlockMask, Run
 from engine.attention.masks.patterns import Grid, LocalGlobal, Pattern, Strided
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_MOST_CELLS = 256  # between the blocks of two ranks, up to which pairs of ranks are compared by them
+_MOST_BLOCKS = 16  # of a rank, up to which pairs of ranks are compared by the cells between their blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,27 +71,31 @@ class BlockSparse(BlockMask):
             near = pattern.reach + most
             ranks = np.concatenate((ranks, np.clip(pattern.global_blocks - first, 0, most)), axis=1)
             return by_pair(ranks, ranks, np.clip(apart, -near, near), hi)
-        if (first.shape[1] * most) ** 2 <= _MOST_CELLS:
-            return by_pair(ranks, ranks, self._cells_between(first, last, most), hi)
+        if most * first.shape[1] <= 2 * _MOST_BLOCKS:
+            runs = self.block_runs(Shards(shards.start, shards.count, shards.step))
+            if runs.blocks.shape[1] <= _MOST_BLOCKS:
+                return by_pair(ranks, ranks, self._cells_between(runs), hi)
         if not isinstance(pattern, Strided):
             return None
         near, columns = pattern.stride + most, np.concatenate((ranks, first % pattern.stride), axis=1)
         return by_pair(ranks, columns, np.clip(apart, -near, near), hi)
 
-    def _cells_between(self, first: Integers, last: Integers, most: int) -> Integers:
-        """What the blocks of every two ranks see of each other, where the segments hold blocks `first` to `last`,
-        [ranks, segments], at most so many each: eight cells a number, [query ranks, key ranks, numbers]."""
-        ranks, blocks = len(first), first[..., None] + np.arange(most)
-        held = (blocks <= last[..., None]).reshape(ranks, -1)
-        blocks = np.minimum(blocks, last.max()).reshape(ranks, -1)
-        seen = self.pattern.shown(blocks[:, None, :, None], blocks[None, :, None, :])
-        seen = seen & held[:, None, :, None] & held[None, :, None, :]
-        return np.packbits(seen.reshape(ranks, ranks, -1), axis=-1).astype(np.int64)
+    def _cells_between(self, runs: BlockRuns) -> Integers:
+        """What the blocks of every two ranks see of each other: sixteen cells a number, [query ranks, key ranks,
+        numbers]."""
+        ranks, most = runs.blocks.shape
+        wide = -(-most // 4) * 4
+        blocks, held = np.zeros((ranks, wide), dtype=np.int32), np.zeros((ranks, wide), dtype=bool)
+        blocks[:, :most], held[:, :most] = runs.blocks, runs.held
+        blocks, held = blocks.reshape(-1), held.reshape(-1)  # two long axes are faster than four
+        seen = self.pattern.shown(blocks[:, None], blocks) & held[:, None] & held
+        cells = np.packbits(seen.reshape(ranks, wide, ranks, wide).swapaxes(1, 2)).view(np.uint16)
+        return cells.reshape(ranks, ranks, -1).astype(np.int64)
 
     def shown(self, queries: Integers, keys: Integers) -> NDArray[np.bool_]:
-        return self.pattern.shown(queries[:, None], keys)
+        return self.pattern.shown(queries, keys)
 
-    def keys_seen(self, seq_len: int) -> tuple[tuple[int, int], ...]:
+    def keys_seen(self, seq_len: int) -> tuple[Integers, Integers]:
         size, blocks = self.block_size, -(-seq_len // self.block_size)
         each = np.arange(blocks)
         whole = size * self.pattern.visible_before(each, each if self.causal else np.full_like(each, blocks))
@@ -100,13 +105,19 @@ class BlockSparse(BlockMask):
             own[-1] -= missing if own[-1] else 0
         else:
             whole -= missing * self.pattern.shown(each, np.full_like(each, blocks - 1))
-        return tuple(zip(whole.tolist(), own.tolist(), strict=True))
+        return whole, own
 
     def block_at(self, position: int) -> int:
         return position // self.block_size
 
     def first_position(self, block: int) -> int:
         return block * self.block_size
+
+    def blocks_at(self, positions: Integers) -> Integers:
+        return positions // self.block_size
+
+    def first_positions(self, blocks: Integers) -> Integers:
+        return blocks * self.block_size
 
     def visible(self, block: int, first: int, last: int) -> Iterator[Run]:
         return self.pattern.visible(block, first, last)

@@ -19,14 +19,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.geometry.layout import Segment
-from engine.attention.geometry.shard_table import Integers, ShardTable
-from engine.attention.geometry.tiles import Tile, band_area, join, trim, without_upper_bands
+from engine.attention.geometry.shard_table import Integers, ShardTable, table_of
+from engine.attention.geometry.tile_table import TileTable, tile_table
+from engine.attention.geometry.tiles import Tile, join, trim, without_upper_bands
+from engine.attention.masks.block_cells import (
+    FEW_RECTANGLES,
+    BlockRuns,
+    Rectangles,
+    Shards,
+    cover,
+    pairs_below,
+    parts_of_pairs,
+    under_diagonal,
+)
 from engine.attention.masks.mask import PairSpans
 
 # A kernel call per tile: beyond this many between two shards, launching them would take longer than a dense sequence.
 MAX_TILES = 4096
-_FEW_RECTANGLES = 256  # up to so many are also formed column by column
 _FEW_CELLS = 256  # up to so many pairs of blocks are looked at one by one
+_CELLS_AT_ONCE = 1 << 22
 
 Run = tuple[int, int]  # [start, stop)
 
@@ -69,7 +80,7 @@ class BlockMask:
         blocks = self.block_at(int((shards.start + (shards.count - 1) * shards.step).max())) + 1
         if blocks > MAX_TILES:
             return None
-        firsts = np.array([self.first_position(block) for block in range(blocks + 1)])
+        firsts = self.first_positions(np.arange(blocks + 1))
         ranks, cuts = np.broadcast_arrays(np.arange(len(shards.segments))[:, None], firsts)
         runs = shards.rows_before(ranks, cuts)
         kind_of: dict[bytes, int] = {}
@@ -98,43 +109,98 @@ class BlockMask:
         raise NotImplementedError
 
     def shown(self, queries: Integers, keys: Integers) -> NDArray[np.bool_]:
-        """Whether each of these query blocks sees each of these key blocks, but for `causal`: [queries, keys]."""
+        """Whether these query blocks see these key blocks, but for `causal`; the arrays are broadcast."""
         raise NotImplementedError
 
-    def keys_seen(self, seq_len: int) -> tuple[tuple[int, int], ...]:
+    def blocks_at(self, positions: Integers) -> Integers:
+        """`block_at` of each position."""
+        raise NotImplementedError
+
+    def first_positions(self, blocks: Integers) -> Integers:
+        """`first_position` of each block."""
+        raise NotImplementedError
+
+    def keys_seen(self, seq_len: int) -> tuple[Integers, Integers]:
         """For each query block: keys that all its queries see, and keys of its own that a causal mask shows in
         part."""
-        blocks = self.block_at(seq_len - 1) + 1
-        starts = [*(self.first_position(block) for block in range(blocks)), seq_len]
-        seen = []
-        for block in range(blocks):
-            limit = block if self.causal else blocks
-            whole = sum(starts[last] - starts[first] for first, last in self.visible(block, 0, limit))
-            own = self.causal and any(self.visible(block, block, block + 1))
-            seen.append((whole, starts[block + 1] - starts[block] if own else 0))
-        return tuple(seen)
+        raise NotImplementedError
 
     def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
         """Work of the shard `q` against the shard `k`. Raises TooManyTiles when there are too many of them."""
-        tiles = join([tile for pair in _segment_pairs(q, k, self.causal) for tile in _pair_tiles(self, pair)])
-        if len(tiles) > MAX_TILES:
+        if q and k and self._many_cells(q, k):
+            return self._tile_table(table_of((q, k)), np.array([0]), np.array([1])).tiles(0)
+        return tuple(join([tile for pair in _segment_pairs(q, k, self.causal) for tile in _pair_tiles(self, pair)]))
+
+    def _many_cells(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> bool:
+        """There are so many blocks in two shards that arrays are faster."""
+        queries, keys = (
+            sum(self.block_at(part.positions()[-1]) - self.block_at(part.start) + 1 for part in parts)
+            for parts in (q, k)
+        )
+        return queries * keys > _FEW_CELLS
+
+    def tile_table(self, shards: ShardTable, q_ranks: Integers, k_ranks: Integers) -> TileTable | None:
+        if len(q_ranks) == 1 and not self._many_cells(shards.segments[q_ranks[0]], shards.segments[k_ranks[0]]):
+            return None
+        return self._tile_table(shards, q_ranks, k_ranks)
+
+    def _tile_table(self, shards: ShardTable, q_ranks: Integers, k_ranks: Integers) -> TileTable:
+        parts = parts_of_pairs(shards, q_ranks, k_ranks, self.causal)
+        runs, count = self.block_runs(parts.sides), len(parts.pair)
+        queries, keys = runs.chosen(slice(count)), runs.chosen(slice(count, None))
+        of, top, bottom, left, right = self.rectangles(queries, keys, parts.hi)
+        corners = (queries.cuts[of, top], queries.cuts[of, bottom], keys.cuts[of, left], keys.cuts[of, right])
+        found = tile_table(len(q_ranks), parts.pair[of], np.stack(corners, axis=-1), parts.hi[of], parts.offsets[of])
+        many = found.counts[found.counts > MAX_TILES].tolist()
+        if many:
             raise TooManyTiles(
-                f"the mask leaves {len(tiles)} rectangles between two shards and {MAX_TILES} is the "
+                f"the mask leaves {many[0]} rectangles between two shards and {MAX_TILES} is the "
                 "limit; take larger blocks, or layout contiguous"
             )
-        return tuple(tiles)
+        return found
+
+    def block_runs(self, shards: Shards) -> BlockRuns:
+        """The local tokens of some shards, by block."""
+        first = self.blocks_at(shards.start)
+        last = self.blocks_at(shards.start + (shards.count - 1) * shards.step)
+        last = np.where(shards.count > 0, last, first - 1)
+        blocks = first[..., None] + np.arange(int((last - first).max(initial=0)) + 1)
+        held = blocks <= last[..., None]
+        # One block at the end of a segment and at the start of the next is one run.
+        held[:, 1:] &= blocks[:, 1:] > last[:, :-1, None]
+        runs = blocks.shape[1] * blocks.shape[2]
+        blocks, held = blocks.reshape(len(blocks), runs), held.reshape(len(blocks), runs)
+        starts, stops = (shards.rows_before(self.first_positions(each)) for each in (blocks, blocks + 1))
+        held &= stops > starts
+        if not held.all():
+            order = np.argsort(~held, axis=1, kind="stable")[:, : int(held.sum(axis=1).max(initial=0))]
+            blocks, starts = np.take_along_axis(blocks, order, axis=1), np.take_along_axis(starts, order, axis=1)
+            held = np.take_along_axis(held, order, axis=1)
+        tokens = shards.count.sum(axis=1)[:, None]
+        cuts = np.concatenate((np.where(held, starts, tokens), tokens), axis=1)
+        return BlockRuns(np.where(held, blocks, 0), cuts, held.sum(axis=1))
+
+    def rectangles(self, queries: BlockRuns, keys: BlockRuns, hi: Integers) -> Rectangles:
+        """Few rectangles that cover the visible cells of each part, counted in its runs."""
+        rows, columns = queries.blocks.shape[1], keys.blocks.shape[1]
+        at_once = max(1, _CELLS_AT_ONCE // max(1, rows * columns))
+        found = []
+        for start in range(0, len(hi), at_once):
+            own = slice(start, start + at_once)
+            q, k = queries.chosen(own), keys.chosen(own)
+            cells = self.shown(q.blocks[:, :, None], k.blocks[:, None, :]) & q.held[:, :, None] & k.held[:, None, :]
+            each = cover(under_diagonal(cells, q, k, hi[own]))
+            found.append(each._replace(of=each.of + start))
+        return Rectangles.joined(found)
 
     def row_area(self, queries: Segment, seq_len: int) -> int:
         """Keys of the whole sequence that these queries see, summed over the queries."""
-        keys = _keys_seen(self, seq_len)
-        area = 0
-        for block, start, stop in self.local_blocks((queries,)):
-            whole, own = keys[block]
-            area += (stop - start) * whole
-            if own:  # the keys of the queries' own block, under the diagonal
-                position = queries.start + start * queries.step - self.first_position(block)
-                area += band_area(stop - start, own, None, position, queries.step)
-        return area
+        whole, own = _keys_seen(self, seq_len)
+        runs = self.block_runs(Shards(np.array([[queries.start]]), np.array([[queries.count]]), queries.step))
+        blocks, first, rows = runs.blocks[0], runs.cuts[0, :-1], np.diff(runs.cuts[0])
+        # The keys of the queries' own block, under the diagonal.
+        position = queries.start + first * queries.step - self.first_positions(blocks)
+        return int((rows * whole[blocks] + pairs_below(rows, own[blocks], position, queries.step)).sum())
 
     def area(self, seq_len: int) -> int:
         """Visible (query, key) pairs of a whole sequence, exactly. Raises ValueError with `unsupported_reason`."""
@@ -163,7 +229,7 @@ class BlockMask:
 
 
 @lru_cache(maxsize=64)
-def _keys_seen(mask: BlockMask, seq_len: int) -> tuple[tuple[int, int], ...]:
+def _keys_seen(mask: BlockMask, seq_len: int) -> tuple[Integers, Integers]:
     return mask.keys_seen(seq_len)
 
 
@@ -206,10 +272,7 @@ def _segment_pairs(q: tuple[Segment, ...], k: tuple[Segment, ...], causal: bool)
 
 def _pair_tiles(mask: BlockMask, pair: _SegmentPair) -> Iterator[Tile]:
     hi = pair.hi
-    queries, keys = _local_blocks(mask, pair.q), _local_blocks(mask, pair.k)
-    many = len(queries) * len(keys) > _FEW_CELLS
-    found = _rectangles_in_arrays(mask, pair) if many else rectangles(_visible_rows(mask, pair))
-    for top, bottom, left, right in found:
+    for top, bottom, left, right in rectangles(_visible_rows(mask, pair)):
         tile = trim(bottom - top, right - left, None, None if hi is None else hi + top - left)
         if tile is not None:
             yield from without_upper_bands(tile.shifted(pair.q_offset + top, pair.k_offset + left))
@@ -256,7 +319,7 @@ def _stretches(blocks: list[int]) -> Iterator[Run]:
 def rectangles(rows: Sequence[tuple[int, int, list[Run]]]) -> list[Rectangle]:
     """Few disjoint rectangles that cover exactly the given runs of each row; rows are ascending and touch."""
     by_rows = _sweep(rows)
-    if not 1 < len(by_rows) <= _FEW_RECTANGLES:
+    if not 1 < len(by_rows) <= FEW_RECTANGLES:
         return by_rows
     by_columns = [Rectangle(r.left, r.right, r.top, r.bottom) for r in _sweep(_transposed(by_rows))]
     return min(by_rows, by_columns, key=len)
@@ -284,63 +347,3 @@ def _transposed(found: list[Rectangle]) -> list[tuple[int, int, list[Run]]]:
         for _, _, runs in columns[place[r.left] : place[r.right]]:
             runs.append((runs.pop()[0], r.bottom) if runs and runs[-1][1] == r.top else (r.top, r.bottom))
     return columns
-
-
-def _rectangles_in_arrays(mask: BlockMask, pair: _SegmentPair) -> list[Rectangle]:
-    """`rectangles(_visible_rows(mask, pair))` where there are many blocks."""
-    queries, keys = (np.array(_local_blocks(mask, segments)) for segments in (pair.q, pair.k))
-    shown = mask.shown(queries[:, 0], keys[:, 0])
-    if pair.hi is not None:
-        rows, first, last = _runs_of_rows(shown)
-        future = queries[rows, 2] + pair.hi  # first key that no query of this row sees
-        seen, to_the_end = keys[first, 1] < future, keys[last, 2] >= future
-        rows, first, last = rows[seen], first[seen], np.where(to_the_end, len(keys) - 1, last)[seen]
-        steps = np.zeros((len(queries), len(keys) + 1), dtype=np.int8)
-        steps[rows, first] += 1
-        steps[rows, last + 1] -= 1
-        shown = steps[:, :-1].cumsum(axis=1) > 0
-    cuts = [np.append(blocks[:, 1], blocks[-1, 2]) for blocks in (queries, keys)]
-    return list(_fewest(shown.tobytes(), *(each.tobytes() for each in cuts)))
-
-
-@lru_cache(maxsize=16)
-def _fewest(cells: bytes, *cuts_of_sides: bytes) -> list[Rectangle]:
-    """Few rectangles that cover the visible cells between the cuts of rows and columns: pairs of ranks whose diagonals
-    differ have them in common."""
-    cuts = [np.frombuffer(each, dtype=np.int64) for each in cuts_of_sides]
-    shown = np.frombuffer(cells, dtype=bool).reshape(len(cuts[0]) - 1, -1)
-    by_rows = _sweep_arrays(shown, *cuts)
-    if len(by_rows) > _FEW_RECTANGLES:
-        return by_rows
-    by_columns = [Rectangle(r.left, r.right, r.top, r.bottom) for r in _sweep_arrays(shown.T, *reversed(cuts))]
-    return min(by_rows, by_columns, key=len)
-
-
-def _runs_of_rows(shown: NDArray[np.bool_]) -> tuple[Integers, Integers, Integers]:
-    """(row, first column, last column) of each run of visible cells."""
-    rows, columns = shown.shape
-    framed = np.zeros((rows, columns + 2), dtype=bool)
-    framed[:, 1:-1] = shown
-    edges = np.flatnonzero(framed[:, 1:] != framed[:, :-1])  # where a run starts, and behind its end, in turn
-    row, first = np.divmod(edges[::2], columns + 1)
-    return row, first, edges[1::2] - row * (columns + 1) - 1
-
-
-def _sweep_arrays(shown: NDArray[np.bool_], row_cuts: Integers, column_cuts: Integers) -> list[Rectangle]:
-    """`_sweep` of a grid of cells between these cuts."""
-    (rows, columns), (row, first, last) = shown.shape, _runs_of_rows(shown)
-    ends = np.full((columns, rows + 2), -1, dtype=np.int32)  # by first column and row: where a run ends that starts
-    ends[first, row + 1] = last  # there, between rows without any
-    changes = np.flatnonzero(ends[:, 1:] != ends[:, :-1])
-    column, top = np.divmod(changes, rows + 1)  # the run in row `top` starts there, or is another than the one before
-    end = ends[column, top + 1]
-    bottom = np.append(changes[1:] - column[:-1] * (rows + 1), 0)  # the next change is the end of each
-    run = end >= 0
-    found = zip(
-        row_cuts[top[run]].tolist(),
-        row_cuts[bottom[run]].tolist(),
-        column_cuts[column[run]].tolist(),
-        column_cuts[end[run] + 1].tolist(),
-        strict=True,
-    )
-    return sorted(map(Rectangle._make, found))

@@ -6,11 +6,13 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.geometry.shard_table import Integers, ShardTable, by_pair
+from engine.attention.masks.block_cells import BlockRuns, Rectangles
 from engine.attention.masks.blocks import MAX_TILES, BlockMask, Run
 from engine.attention.masks.mask import PairSpans
 
@@ -32,6 +34,7 @@ class Documents(BlockMask):
     repeat: bool = False
     # Where each document starts and the last one ends, and the hash: formed once, because calls ask for both.
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _first_positions: Integers = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -40,6 +43,7 @@ class Documents(BlockMask):
             raise ValueError(f"document lengths {list(lengths)[:8]} are not all positive; give tokens per document")
         object.__setattr__(self, "lengths", lengths)
         object.__setattr__(self, "_starts", tuple(itertools.accumulate(lengths, initial=0)))
+        object.__setattr__(self, "_first_positions", np.array(self._starts))
         object.__setattr__(self, "_hash", hash((lengths, self.causal, self.repeat)))
 
     def __hash__(self) -> int:
@@ -61,7 +65,7 @@ class Documents(BlockMask):
     def boundaries(self, seq_len: int) -> Integers:
         """Where each document of a sequence starts, and the sequence's end."""
         whole, rest = divmod(seq_len, self.tokens)
-        once = np.array(self._starts[:-1], dtype=np.int64)
+        once = self._first_positions[:-1]
         starts = (np.arange(whole + (rest > 0))[:, None] * self.tokens + once).reshape(-1)
         return np.append(starts[starts < seq_len], seq_len)
 
@@ -83,30 +87,9 @@ class Documents(BlockMask):
             return super(Documents, self).pair_keys(shards)
         if not self.causal:
             return None
-        seen, rows, first_keys = self._seen_earlier(shards, self.boundaries(int(shards.count.sum())))
+        seen, rows, first_keys = _seen_earlier(self, shards)
         own = np.diag(np.arange(len(shards.segments)) + 1)  # no two ranks' own documents are alike
         return by_pair(shards.count, shards.count, np.where(seen, rows, 0), np.where(seen, first_keys, 0), own)
-
-    def _seen_earlier(self, shards: ShardTable, firsts: Integers) -> tuple[NDArray[np.bool_], Integers, Integers]:
-        """Which segments see an earlier one, in the one document that has the last token of the one and the first of
-        the other: (any, how many of the first queries, first key), [query ranks, key ranks, query and key segments]."""
-        start, stop, ranks = shards.start, shards.start + shards.count, np.arange(len(shards.segments))
-        head = np.searchsorted(firsts, start, side="right") - 1
-        tail = np.searchsorted(firsts, stop - 1, side="right") - 1
-        seen = (
-            (head[:, None, :, None] == tail[None, :, None, :])
-            & (start[:, None, :, None] >= stop[None, :, None, :])
-            & (shards.count > 0)[:, None, :, None]
-            & (shards.count > 0)[None, :, None, :]
-        )
-        seen[ranks, ranks] = False
-        rows = np.minimum(stop, firsts[np.minimum(head, len(firsts) - 2) + 1]) - start
-        first_keys = np.maximum(start, firsts[np.maximum(tail, 0)]) - start
-        return (
-            seen,
-            np.broadcast_to(rows[:, None, :, None], seen.shape),
-            np.broadcast_to(first_keys[None, :, None, :], seen.shape),
-        )
 
     def _documents_of(self, shards: ShardTable, firsts: Integers) -> tuple[Integers, Integers]:
         """First and last document of each segment; each document once per rank: empty ranges have first > last."""
@@ -142,7 +125,7 @@ class Documents(BlockMask):
         Pairs with several such segments are asked for their tiles."""
         ranks, tokens = len(shards.segments), shards.count.sum(axis=1)
         first, last = self._documents_of(shards, firsts)
-        seen, rows, first_keys = self._seen_earlier(shards, firsts)
+        seen, rows, first_keys = _seen_earlier(self, shards)
         counts = seen.sum(axis=(2, 3))
         spans = [np.zeros((ranks, ranks), dtype=np.int64) for _ in range(4)]
         each = np.nonzero(seen)
@@ -195,8 +178,29 @@ class Documents(BlockMask):
         repeat, index = divmod(block, len(self.lengths))
         return repeat * self.tokens + self._starts[index]
 
-    def shown(self, queries: Integers, keys: Integers) -> NDArray[np.bool_]:
-        return queries[:, None] == keys
+    def keys_seen(self, seq_len: int) -> tuple[Integers, Integers]:
+        lengths = np.diff(self.boundaries(seq_len))
+        nothing = np.zeros_like(lengths)
+        return (nothing, lengths) if self.causal else (lengths, nothing)
+
+    def blocks_at(self, positions: Integers) -> Integers:
+        repeat, place = np.divmod(positions, self.tokens)
+        return repeat * len(self.lengths) + np.searchsorted(self._first_positions, place, side="right") - 1
+
+    def first_positions(self, blocks: Integers) -> Integers:
+        repeat, index = np.divmod(blocks, len(self.lengths))
+        return repeat * self.tokens + self._first_positions[index]
+
+    def rectangles(self, queries: BlockRuns, keys: BlockRuns, hi: Integers) -> Rectangles:
+        """One for each document that is in both shards."""
+        most = max(int(each.blocks.max(initial=0)) for each in (queries, keys)) + 1
+        sides = []
+        for side in (queries, keys):
+            of, run = np.nonzero(side.held)
+            sides.append((of, run, of * most + side.blocks[of, run]))
+        (of, row, documents), (_, column, others) = sides
+        _, first, second = np.intersect1d(documents, others, assume_unique=True, return_indices=True)
+        return Rectangles(of[first], row[first], row[first] + 1, column[second], column[second] + 1)
 
     def visible(self, block: int, first: int, last: int) -> Iterator[Run]:
         if first <= block < last:
@@ -205,3 +209,27 @@ class Documents(BlockMask):
     def __str__(self) -> str:
         lengths = ",".join(map(str, self.lengths)) + (",..." if self.repeat else "")
         return f"documents:{lengths}" + ("" if self.causal else ":full")
+
+
+@lru_cache(maxsize=16)
+def _seen_earlier(mask: Documents, shards: ShardTable) -> tuple[NDArray[np.bool_], Integers, Integers]:
+    """Which segments see an earlier one, in the one document that has the last token of the one and the first of
+    the other: (any, how many of the first queries, first key), [query ranks, key ranks, query and key segments]."""
+    firsts = mask.boundaries(int(shards.count.sum()))
+    start, stop, ranks = shards.start, shards.start + shards.count, np.arange(len(shards.segments))
+    head = np.searchsorted(firsts, start, side="right") - 1
+    tail = np.searchsorted(firsts, stop - 1, side="right") - 1
+    seen = (
+        (head[:, None, :, None] == tail[None, :, None, :])
+        & (start[:, None, :, None] >= stop[None, :, None, :])
+        & (shards.count > 0)[:, None, :, None]
+        & (shards.count > 0)[None, :, None, :]
+    )
+    seen[ranks, ranks] = False
+    rows = np.minimum(stop, firsts[np.minimum(head, len(firsts) - 2) + 1]) - start
+    first_keys = np.maximum(start, firsts[np.maximum(tail, 0)]) - start
+    return (
+        seen,
+        np.broadcast_to(rows[:, None, :, None], seen.shape),
+        np.broadcast_to(first_keys[None, :, None, :], seen.shape),
+    )

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from engine.attention.geometry.layout import Segment, split_at
 from engine.attention.geometry.shard_table import Integers, ShardTable, by_pair
+from engine.attention.geometry.tile_table import TileTable
 from engine.attention.geometry.tiles import Tile, join
 
 
@@ -48,6 +49,11 @@ class Mask(Protocol):
 
     def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
         """Work of the shard `q` against the shard `k`, in local indices; empty when no query sees any key."""
+        ...
+
+    def tile_table(self, shards: ShardTable, q_ranks: Integers, k_ranks: Integers) -> TileTable | None:
+        """`tiles` of the shards of each query rank and key rank, as arrays; None where they are to be formed pair by
+        pair."""
         ...
 
     def row_area(self, queries: Segment, seq_len: int) -> int:
@@ -97,6 +103,9 @@ class FirstRows:
         seen = ((whole.queries[1] > whole.queries[0]) | whole.unknown) & (rows > 0)[:, None]
         nothing = np.zeros_like(whole.queries[0])
         return PairSpans((nothing, nothing), (nothing, nothing), ~seen, seen)
+
+    def tile_table(self, shards: ShardTable, q_ranks: Integers, k_ranks: Integers) -> None:
+        return None
 
     def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
         first, _ = split_at(q, self.cut)

@@ -63,6 +63,9 @@ class SlidingWindow:
     def pair_spans(self, shards: ShardTable) -> None:
         return None
 
+    def tile_table(self, shards: ShardTable, q_ranks: Integers, k_ranks: Integers) -> None:
+        return None
+
     def tiles(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
         return _window_tiles(self, q, k)
 

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring, RingTraffic
 from engine.attention.geometry.shard_table import Integers
-from engine.attention.geometry.tiles import Band
 from engine.attention.masks import Mask
-from engine.attention.planning.pair_table import PairTable, pair_table
+from engine.attention.planning.pair_table import KernelCall, PairTable, pair_table
 
 TokenRange = tuple[int, int]  # of a shard's local tokens; (0, 0) for none
 
@@ -33,9 +32,6 @@ class ChunkRanges:
     longest: int  # most tokens any local rank sends to another
     all_unreduced: bool  # no gradient between local ranks is a sum
     held: tuple[TokenRange, ...] | None = None  # by local rank, the part of its chunk at the start; None: all of it
-
-
-KernelCall = tuple[slice, slice, Band]  # local query tokens, local key tokens, visible band
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +20,12 @@ from numpy.typing import NDArray
 from engine.attention.accumulate import WAITING_PARTS
 from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.shard_table import Integers, ShardTable, shard_table
+from engine.attention.geometry.tile_table import TileTable
 from engine.attention.geometry.tiles import Band, Tile
 from engine.attention.masks import Mask, rank_pair_tiles
 from engine.attention.masks.mask import PairSpans
 
+KernelCall: TypeAlias = tuple[slice, slice, Band]  # local query tokens, local key tokens, visible band
 _MIXING = np.random.default_rng(20).integers(1 << 62, size=4096, dtype=np.int64) | 1
 
 
@@ -43,27 +46,34 @@ class PairTable:
     keys: Side
     kinds: frozenset[str]  # of band in the tiles; for masks of whole blocks those that may be
     _problem: tuple[Mask, Layout, int, int]
-    _kind_of: Integers | None = None  # [query ranks, key ranks], into `_tiles`
-    _tiles: list[tuple[Tile, ...]] = field(default_factory=list)
-    _calls: dict[int, tuple[tuple[slice, slice, Band], ...]] = field(default_factory=dict)  # by kind
+    _kind_of: Integers  # [query ranks, key ranks], into `_tiles`; -1 where a pair's tiles are formed when asked for
+    _tiles: TileTable | list[tuple[Tile, ...]]
+    _calls: dict[int, tuple[KernelCall, ...]] = field(default_factory=dict)  # by kind
 
     def tiles(self, q_rank: int, k_rank: int) -> tuple[Tile, ...]:
         """Tiles of one pair."""
+        return tuple(Tile(q.start, q.stop, k.start, k.stop, band) for q, k, band in self.calls(q_rank, k_rank))
+
+    def calls(self, q_rank: int, k_rank: int) -> tuple[KernelCall, ...]:
+        """Tiles of one pair as kernel calls. Pairs of one kind share them."""
         if self.queries.stop[q_rank, k_rank] == 0:
             return ()
-        if self._kind_of is not None and (kind := self._kind_of[q_rank, k_rank]) >= 0:
-            return self._tiles[kind]
-        return rank_pair_tiles(*self._problem, q_rank, k_rank)
-
-    def calls(self, q_rank: int, k_rank: int) -> tuple[tuple[slice, slice, Band], ...]:
-        """Tiles of one pair as kernel calls: queries, keys, band. Pairs of one kind share them."""
-        kind = -1 if self._kind_of is None else int(self._kind_of[q_rank, k_rank])
-        if kind < 0 or kind not in self._calls:
-            found = tuple((tile.q, tile.k, tile.band) for tile in self.tiles(q_rank, k_rank))
-            if kind < 0:
-                return found
-            self._calls[kind] = found
+        kind = int(self._kind_of[q_rank, k_rank])
+        if kind < 0:
+            return self._formed(q_rank, k_rank)
+        if kind not in self._calls:
+            tiles = self._tiles
+            self._calls[kind] = tiles.calls(kind) if isinstance(tiles, TileTable) else _calls(tiles[kind])
         return self._calls[kind]
+
+    def _formed(self, q_rank: int, k_rank: int) -> tuple[KernelCall, ...]:
+        mask, layout, seq_len, cp_size = self._problem
+        table = mask.tile_table(shard_table(layout, seq_len, cp_size), np.array([q_rank]), np.array([k_rank]))
+        return _calls(rank_pair_tiles(*self._problem, q_rank, k_rank)) if table is None else table.calls(0)
+
+
+def _calls(tiles: tuple[Tile, ...]) -> tuple[KernelCall, ...]:
+    return tuple((tile.q, tile.k, tile.band) for tile in tiles)
 
 
 @lru_cache(maxsize=64)
@@ -90,10 +100,20 @@ def _from_keys(
     if keys is None:
         kinds, first = np.arange(len(q_ranks)), np.arange(len(q_ranks))
     else:
-        kinds, first = _alike(keys[q_ranks, k_ranks])
-    tiles = [mask.tiles(shards.segments[q_ranks[pair]], shards.segments[k_ranks[pair]]) for pair in first]
-    queries = np.array([(*hull((t.q_start, t.q_stop) for t in each), _unreduced(each, True)) for each in tiles])
-    stretches = np.array([(*hull((t.k_start, t.k_stop) for t in each), _unreduced(each, False)) for each in tiles])
+        kinds, first = _alike(keys[q_ranks, k_ranks] if spans else keys.reshape(cp_size * cp_size, -1))
+    tiles = mask.tile_table(shards, q_ranks[first], k_ranks[first]) if len(first) else None
+    bands = mask.band_kinds or frozenset()
+    formed: TileTable | list[tuple[Tile, ...]]
+    if tiles is None:
+        formed = [mask.tiles(shards.segments[q_ranks[pair]], shards.segments[k_ranks[pair]]) for pair in first]
+        queries = np.array([(*hull((t.q_start, t.q_stop) for t in each), _unreduced(each, True)) for each in formed])
+        stretches = np.array([(*hull((t.k_start, t.k_stop) for t in each), _unreduced(each, False)) for each in formed])
+        bands = bands or frozenset(tile.band.kind for each in formed for tile in each)
+    else:
+        formed, few = tiles, tiles.counts <= WAITING_PARTS
+        (q_start, q_stop, q_apart), (k_start, k_stop, k_apart) = tiles.spans(True), tiles.spans(False)
+        queries = np.stack((q_start, q_stop, q_apart & few), axis=-1)
+        stretches = np.stack((k_start, k_stop, k_apart & few), axis=-1)
     kind_of = np.full((cp_size, cp_size), -1)
     kind_of[q_ranks, k_ranks] = kinds
     sides = []
@@ -106,8 +126,7 @@ def _from_keys(
         if len(q_ranks):
             table[q_ranks, k_ranks] = found[kinds]
         sides.append(Side(table[..., 0], table[..., 1], table[..., 2].astype(bool)))
-    bands = mask.band_kinds or frozenset(tile.band.kind for each in tiles for tile in each)
-    return PairTable(sides[0], sides[1], bands, problem, kind_of, tiles)
+    return PairTable(sides[0], sides[1], bands, problem, kind_of, formed)
 
 
 def _alike(keys: Integers) -> tuple[Integers, Integers]:

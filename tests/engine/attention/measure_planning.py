@@ -21,7 +21,8 @@ from engine.attention.geometry.shard_table import shard_table
 from engine.attention.masks import BlockSparse, Causal, Documents, Full, LocalGlobal, Mask, SlidingWindow, Strided
 from engine.attention.masks.balance import rank_pair_tiles
 from engine.attention.masks.bands import band_tiles
-from engine.attention.masks.blocks import _fewest, _keys_seen, _local_blocks
+from engine.attention.masks.blocks import _keys_seen, _local_blocks
+from engine.attention.masks.documents import _seen_earlier
 from engine.attention.masks.window import _window_tiles
 from engine.attention.planning import comm_plan, comm_volume, pair_table
 from engine.attention.planning.comm_volume import RingVolume, Shards, Widths, cheaper_backward
@@ -34,7 +35,7 @@ CACHES = (
     _window_tiles,
     _keys_seen,
     _local_blocks,
-    _fewest,
+    _seen_earlier,
     pair_table.pair_table,
     comm_plan.ring_tables,
     comm_plan.comm_plan,
