@@ -134,7 +134,7 @@ class BlockMask:
     def _many_cells(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> bool:
         """There are so many blocks in two shards that arrays are faster."""
         queries, keys = (
-            sum(self.block_at(part.positions()[-1]) - self.block_at(part.start) + 1 for part in parts)
+            sum(self.block_at(part.positions()[-1]) - self.block_at(part.start) + 1 for part in parts if part.count)
             for parts in (q, k)
         )
         return queries * keys > _FEW_CELLS
