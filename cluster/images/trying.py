@@ -31,7 +31,7 @@ def run_command(image: Image, words: Sequence[str], *, gpus: bool, options: Sequ
 def tests_command(checkout: Path, paths: Sequence[str]) -> tuple[list[str], list[str]]:
     """Options of the engine that mount the checkout's tests in the stage `test`, and words that run some of them."""
     options = ["--volume", f"{checkout}/tests:{IN_IMAGE}/tests:ro"]
-    return options, ["python", "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "--", *paths]
+    return options, ["python", "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "--", *paths]
 
 
 def podman_settings() -> str:
