@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -157,6 +158,7 @@ def test_the_saved_fraction_is_the_configured_one(policy: str) -> None:
 def live_bytes(policy: str) -> int:
     """Bytes of device memory that a forward leaves allocated, as torch's allocator counts them."""
     model, _, _ = model_with(policy)
+    gc.collect()  # so that nothing of earlier tests is freed within the profile
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         loss = loss_of(model, seed=1)
     assert loss.requires_grad
