@@ -42,6 +42,8 @@ class _Handlers:
         self.requested = False  # a signal was to interrupt the block
         self.holds = 0  # `held` blocks under way, less the `released` ones in them
         self._react = react
+        self._arrived: list[int] = []  # signals that nothing has reacted to yet
+        self._handling = False  # a handler is under way
         self._waits_since: float | None = None  # of a signal that is still to be raised
         self._raised_at = -math.inf
         self._before = {
@@ -74,31 +76,44 @@ class _Handlers:
 
     def raise_waiting(self) -> None:
         if self._waits_since is not None:
-            self._raise()
+            self._raised()
+            raise KeyboardInterrupt
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        if self._react(number):
-            self.requested = True
-            self._raise_when_possible(frame)
+        self._arrived.append(number)
+        self._go_on(frame)
 
     def _again(self, _: int, frame: FrameType | None) -> None:
-        if self._waits_since is not None:
-            self._raise_when_possible(frame)
+        self._go_on(frame)
 
-    def _raise_when_possible(self, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self._waits_since is None:
-            self._waits_since = now
-        settling = now < self._raised_at + SETTLING_SECONDS
-        if (settling or self.holds > 0 or _drops(frame)) and now < self._waits_since + WAIT_SECONDS:
+    def _go_on(self, frame: FrameType | None) -> None:
+        """React to one signal that has arrived, and raise for one that waits, as far as that is possible now."""
+        if self._handling:  # a signal within the handler of another, of which an exception here would leave nothing
             signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
             return
-        self._raise()
+        self._handling, raises = True, False
+        try:
+            if self._arrived and self._react(self._arrived.pop(0)):
+                self.requested = True
+                if self._waits_since is None:
+                    self._waits_since = time.monotonic()
+            raises = self._waits_since is not None and not self._has_to_wait(self._waits_since, frame)
+            if raises:
+                self._raised()
+            if self._arrived or self._waits_since is not None:
+                signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
+        finally:
+            self._handling = False
+        if raises:
+            raise KeyboardInterrupt
 
-    def _raise(self) -> None:
-        self._waits_since = None
-        self._raised_at = time.monotonic()
-        raise KeyboardInterrupt
+    def _has_to_wait(self, since: float, frame: FrameType | None) -> bool:
+        now = time.monotonic()
+        settling = now < self._raised_at + SETTLING_SECONDS
+        return (settling or self.holds > 0 or _drops(frame)) and now < since + WAIT_SECONDS
+
+    def _raised(self) -> None:
+        self._waits_since, self._raised_at = None, time.monotonic()
 
     def _dropped(self, unraisable: UnraisableHookArgs) -> None:
         """Called with an exception that Python could not raise: a KeyboardInterrupt of this block is raised again."""

@@ -219,6 +219,24 @@ def test_two_signals_at_once_are_two_interruptions(now):
             now[0] += interrupts.SETTLING_SECONDS
 
 
+def test_a_signal_within_the_reaction_to_another_is_an_interruption_of_its_own(now):
+    heard = []
+
+    def react(number: int) -> bool:
+        heard.append(number)
+        if len(heard) == 1:
+            signal.raise_signal(signal.SIGINT)  # its handler runs here, in the middle of the first one's
+        return True
+
+    with interruptible(react):
+        with pytest.raises(KeyboardInterrupt):
+            press(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+        with interrupted():
+            now[0] += interrupts.SETTLING_SECONDS
+    assert heard == [signal.SIGTERM, signal.SIGINT]
+
+
 LANDING = """\
 import importlib, signal, sys
 class Signals:
