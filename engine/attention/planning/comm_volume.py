@@ -16,7 +16,7 @@ from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring
 from engine.attention.geometry.shard_table import Integers
 from engine.attention.masks import Mask
-from engine.attention.planning.comm_plan import CommPlan, chunks_held, comm_plan
+from engine.attention.planning.comm_plan import CommPlan, chunks_held, comm_plan, length
 from engine.attention.planning.cost_model import BACKWARD_SIDES, GIB, HardwareModel
 
 if TYPE_CHECKING:  # reports count bytes too, and start without torch
@@ -176,9 +176,7 @@ class RingVolume:
             ranges = tables.used[own[:, None], workers]
             counts[workers] = (ranges[..., 1] - ranges[..., 0]).sum(axis=0)
             counts[cp_rank] = 0
-        if ring.nodes > 1:
-            leaving = tables.needed[own[:-1], outer_steps[1:]]
-            counts[(cp_rank + ring.node_size) % ring.cp_size] += (leaving[:, 1] - leaving[:, 0]).sum()
+        counts[(cp_rank + ring.node_size) % ring.cp_size] += sum(map(length, work.leaving))
         return self._counted(cp_rank, counts * token_bytes)
 
     def gradients(self, work: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool) -> Sent:
@@ -199,10 +197,9 @@ class RingVolume:
             width = np.where(unreduced, np.array([each.unreduced for each in widths])[:, None], summed[:, None])
             nbytes[workers] = ((ranges[..., 1] - ranges[..., 0]) * width).sum(axis=0)
             nbytes[cp_rank] = 0
-        given, unreduced = tables.touched[own, outer_steps], tables.unreduced_across[own, outer_steps]
-        across = np.where(unreduced, shards.inter_node.unreduced, shards.inter_node.summed)
-        returned = (given[:, 1] - given[:, 0]) * across
-        nbytes[own[1:]] += returned[1:]
+        given = list(zip(own.tolist(), work.given, work.given_unreduced, strict=True))
+        for owner, tokens, as_written in given[1:]:  # the first are of this rank's own chunk, and stay
+            nbytes[owner] += length(tokens) * shards.inter_node.of(as_written)
         return self._counted(cp_rank, nbytes * shards.gradient(sends_queries, 1))
 
     def _of_node(self, cp_rank: int) -> Integers:
