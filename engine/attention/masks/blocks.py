@@ -19,15 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.geometry.layout import Segment
-from engine.attention.geometry.shard_table import Integers, ShardTable, table_of
+from engine.attention.geometry.shard_table import Integers, SegmentTable, ShardTable, table_of
 from engine.attention.geometry.tile_table import TileTable, tile_table
 from engine.attention.geometry.tiles import Tile, join, trim, without_upper_bands
 from engine.attention.masks.block_cells import (
     FEW_RECTANGLES,
     BlockRuns,
     Rectangles,
-    Shards,
     cover,
+    numbered,
     pairs_below,
     parts_of_pairs,
     under_diagonal,
@@ -80,11 +80,7 @@ class BlockMask:
         blocks = self.block_at(int((shards.start + (shards.count - 1) * shards.step).max())) + 1
         if blocks > MAX_TILES:
             return None
-        firsts = self.first_positions(np.arange(blocks + 1))
-        ranks, cuts = np.broadcast_arrays(np.arange(len(shards.segments))[:, None], firsts)
-        runs = shards.rows_before(ranks, cuts)
-        kind_of: dict[bytes, int] = {}
-        kinds = np.array([kind_of.setdefault(of_rank.tobytes(), len(kind_of)) for of_rank in runs])
+        kinds = numbered(shards.rows_before(self.first_positions(np.arange(blocks + 1))[None]))
         queries, keys = np.broadcast_arrays(kinds.reshape(-1, 1), kinds.reshape(1, -1))
         # The diagonal of a rank with itself is that with the ranks before it.
         later = self.causal & (shards.start[:, None, 0] < shards.start[None, :, 0])
@@ -159,7 +155,7 @@ class BlockMask:
             )
         return found
 
-    def block_runs(self, shards: Shards) -> BlockRuns:
+    def block_runs(self, shards: SegmentTable) -> BlockRuns:
         """The local tokens of some shards, by block."""
         first = self.blocks_at(shards.start)
         last = self.blocks_at(shards.start + (shards.count - 1) * shards.step)
@@ -196,7 +192,7 @@ class BlockMask:
     def row_area(self, queries: Segment, seq_len: int) -> int:
         """Keys of the whole sequence that these queries see, summed over the queries."""
         whole, own = _keys_seen(self, seq_len)
-        runs = self.block_runs(Shards(np.array([[queries.start]]), np.array([[queries.count]]), queries.step))
+        runs = self.block_runs(SegmentTable(np.array([[queries.start]]), np.array([[queries.count]]), queries.step))
         blocks, first, rows = runs.blocks[0], runs.cuts[0, :-1], np.diff(runs.cuts[0])
         # The keys of the queries' own block, under the diagonal.
         position = queries.start + first * queries.step - self.first_positions(blocks)
