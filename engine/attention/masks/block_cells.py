@@ -1,7 +1,7 @@
 """Rectangles between the blocks of many pairs of shards at once, in arrays.
 
 The cells of a pair are its blocks of queries x its blocks of keys that have local tokens. Everything is in the order of
-`engine.attention.masks.blocks`, which forms the rectangles of one pair with few blocks, row by row.
+`engine.attention.masks.block_rows`, which forms the rectangles of one pair with few blocks, row by row.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from engine.attention.geometry.shard_table import Integers, ShardTable, by_pair
 from engine.attention.masks.block_cells import BlockRuns
-from engine.attention.masks.blocks import BlockMask, Run
+from engine.attention.masks.block_rows import Run
+from engine.attention.masks.blocks import BlockMask
 from engine.attention.masks.patterns import Grid, LocalGlobal, Pattern, Strided
 
 if TYPE_CHECKING:

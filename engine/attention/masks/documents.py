@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from engine.attention.geometry.shard_table import Integers, ShardTable, by_pair
 from engine.attention.masks.block_cells import BlockRuns, Rectangles
-from engine.attention.masks.blocks import MAX_TILES, BlockMask, Run
+from engine.attention.masks.block_rows import Run
+from engine.attention.masks.blocks import MAX_TILES, BlockMask
 from engine.attention.masks.mask import PairSpans
 
 FEW_TILES = 4  # up to so many tiles of a pair are told apart: `accumulate.WAITING_PARTS`
