@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.cuda.graph import CapturedParts
+from engine.data.batch import Batch, page_locked
 from engine.lm_head.tiles import check_labels
 from engine.optimizer import OnePassAdamW
-from engine.tasks.captured.batch import Batch, page_locked
 
 Work = Generator[None, None, tuple[Tensor, Tensor]]  # ends with the loss and the gradients' norm, both 0-dim
 
