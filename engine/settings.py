@@ -214,18 +214,14 @@ class TrialSettings:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     projection_tiles: int = 1  # runs of tokens that queries, keys and values are formed in, one after another
     mlp_tiles: int = 1  # runs of tokens the MLP is computed in, one after another
-    head_tiles: int = (
-        0  # runs of tokens that the fused LM head's logits are formed in; 0: as many as their size asks for
-    )
+    head_tiles: int = 0  # runs of tokens that the fused LM head's logits are formed in; 0: by their size
     gather_ahead: int = 1  # layers whose parameters are gathered before the one that computes is done
     optimizer_offload: bool = False  # optimizer states live in host memory
     memory: str = ""  # of one GPU for this trial, such as 80GiB; empty: all that it has
     planned: str = ""  # dotted names, with a space between, of the settings that the planner chooses; no user gives it
     sharding: Sharding = "full"  # parameters over all ranks, or over the ranks of a node and repeated on every node
     parameters: Parameters = "auto"  # one rank alone: kept whole with copies in `dtype`, or gathered by FSDP2
-    cuda_graph: CudaGraph = (
-        "auto"  # a training step of one GPU replayed as CUDA graphs (`step`), or launched by the host
-    )
+    cuda_graph: CudaGraph = "auto"  # a training step of one GPU: replayed as CUDA graphs (`step`), or launched (`none`)
     gradient_accumulation: int = 1  # micro-batches of `batch_size` sequences per optimizer step
     learning_rate: float = 3e-4
     data: str = "python_docs"  # or the path of a UTF-8 text file

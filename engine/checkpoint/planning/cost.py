@@ -54,9 +54,8 @@ class CostModel:
         item = BYTES_OF[settings.dtype]
         wide = max(4, item)
         self._copy = item * self._tokens * model.hidden / speeds.host_link  # of one hidden state
-        self._copy_attention = (
-            self._tokens * model.heads * (item * model.head_dim + 4) / speeds.host_link
-        )  # of output and LSE
+        row = item * model.head_dim + 4  # of output and LSE, of one token and head
+        self._copy_attention = self._tokens * model.heads * row / speeds.host_link
         self._passes = PASSES_AGAIN * item * self._tokens * model.hidden / speeds.memory  # of one layer's forward
         self._layer = 2.0 * self._tokens * matmul_parameters(model) / speeds.gemm + self._passes + self._attention
         self._moments = 2 * wide * model.parameters / settings.world_size / speeds.host_link
