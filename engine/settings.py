@@ -93,9 +93,18 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """Parameters of one decoder layer: attention projections, MLP, norms."""
-        attention = 2 * self.hidden * self.heads * self.head_dim + 2 * self.hidden * self.kv_heads * self.head_dim
-        mlp = (3 if self.gated else 2) * self.hidden * self.ffn
-        return attention + mlp + self.layer_norm_parameters
+        output = self.hidden * self.heads * self.head_dim
+        return self.projection_parameters + output + self.mlp_parameters + self.layer_norm_parameters
+
+    @property
+    def projection_parameters(self) -> int:
+        """Of the projections of one layer to queries, keys and values."""
+        return self.hidden * (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Of one layer's MLP."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
     def layer_norm_parameters(self) -> int:
