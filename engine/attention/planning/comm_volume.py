@@ -164,14 +164,12 @@ class RingVolume:
         workers = self._of_node(cp_rank)
         counts = np.zeros(ring.cp_size, dtype=np.int64)  # tokens by the rank that they are sent to
         if self.exchange == "relay":
-            held = own[:, None] // ring.node_size * ring.node_size + workers % ring.node_size
-            ranges = tables.needed[held, outer_steps[:, None]]
+            ranges = tables.needed[self._of_node(own[:, None]), outer_steps[:, None]]
             lengths = ranges[..., 1] - ranges[..., 0]
             lengths[0] = tokens  # nothing is cut off before the first inner ring
             # Every chunk is passed on but that of the next rank, which arrives last.
             after = workers[(cp_rank + 1) % ring.node_size]
-            if len(workers) > 1:
-                counts[after] = lengths[:, workers != after].sum()
+            counts[after] = lengths[:, workers != after].sum()
         else:
             ranges = tables.used[own[:, None], workers]
             counts[workers] = (ranges[..., 1] - ranges[..., 0]).sum(axis=0)
@@ -188,11 +186,10 @@ class RingVolume:
         widths = [shards.inside(int(step)) for step in outer_steps]
         summed = np.array([each.summed for each in widths])
         if self.exchange == "relay":
-            if len(workers) > 1:
-                after = workers[(cp_rank + 1) % ring.node_size]
-                nbytes[after] = (len(workers) - 1) * shards.tokens * summed.sum()
+            after = workers[(cp_rank + 1) % ring.node_size]
+            nbytes[after] = (len(workers) - 1) * shards.tokens * summed.sum()
         else:
-            owners = own[:, None] // ring.node_size * ring.node_size + workers % ring.node_size
+            owners = self._of_node(own[:, None])
             ranges, unreduced = tables.used[owners, cp_rank], tables.unreduced[owners, cp_rank]
             width = np.where(unreduced, np.array([each.unreduced for each in widths])[:, None], summed[:, None])
             nbytes[workers] = ((ranges[..., 1] - ranges[..., 0]) * width).sum(axis=0)
@@ -202,10 +199,10 @@ class RingVolume:
             nbytes[owner] += length(tokens) * shards.inter_node.of(as_written)
         return self._counted(cp_rank, nbytes * shards.gradient(sends_queries, 1))
 
-    def _of_node(self, cp_rank: int) -> Integers:
-        """The ranks of a rank's inner ring."""
+    def _of_node(self, cp_ranks: int | Integers) -> Integers:
+        """The ranks of a rank's inner ring, in the last dimension."""
         size = self.ring.node_size
-        return cp_rank // size * size + np.arange(size)
+        return cp_ranks // size * size + np.arange(size)
 
     def backward(self, work: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool) -> Sent:
         """Bytes that `cp_rank` sends in backward with one side, chunks and gradients; `work` is that side's plan."""
