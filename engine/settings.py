@@ -93,9 +93,18 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """Parameters of one decoder layer: attention projections, MLP, norms."""
-        attention = 2 * self.hidden * self.heads * self.head_dim + 2 * self.hidden * self.kv_heads * self.head_dim
-        mlp = (3 if self.gated else 2) * self.hidden * self.ffn
-        return attention + mlp + self.layer_norm_parameters
+        output = self.hidden * self.heads * self.head_dim
+        return self.projection_parameters + output + self.mlp_parameters + self.layer_norm_parameters
+
+    @property
+    def projection_parameters(self) -> int:
+        """Of the projections of one layer to queries, keys and values."""
+        return self.hidden * (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Of one layer's MLP."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
     def layer_norm_parameters(self) -> int:
@@ -214,18 +223,14 @@ class TrialSettings:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     projection_tiles: int = 1  # runs of tokens that queries, keys and values are formed in, one after another
     mlp_tiles: int = 1  # runs of tokens the MLP is computed in, one after another
-    head_tiles: int = (
-        0  # runs of tokens that the fused LM head's logits are formed in; 0: as many as their size asks for
-    )
+    head_tiles: int = 0  # runs of tokens that the fused LM head's logits are formed in; 0: by their size
     gather_ahead: int = 1  # layers whose parameters are gathered before the one that computes is done
     optimizer_offload: bool = False  # optimizer states live in host memory
     memory: str = ""  # of one GPU for this trial, such as 80GiB; empty: all that it has
     planned: str = ""  # dotted names, with a space between, of the settings that the planner chooses; no user gives it
     sharding: Sharding = "full"  # parameters over all ranks, or over the ranks of a node and repeated on every node
     parameters: Parameters = "auto"  # one rank alone: kept whole with copies in `dtype`, or gathered by FSDP2
-    cuda_graph: CudaGraph = (
-        "auto"  # a training step of one GPU replayed as CUDA graphs (`step`), or launched by the host
-    )
+    cuda_graph: CudaGraph = "auto"  # a training step of one GPU: replayed as CUDA graphs (`step`), or launched (`none`)
     gradient_accumulation: int = 1  # micro-batches of `batch_size` sequences per optimizer step
     learning_rate: float = 3e-4
     data: str = "python_docs"  # or the path of a UTF-8 text file

@@ -1,4 +1,4 @@
-"""FLOPs of forward work that backward does again, and layers' forwards of attention.
+"""FLOPs of forward work that backward does again, layers' forwards of attention, and sums over tiles.
 
 Checkpointing repeats the matrix multiplications of each layer it recomputes once, except the MLP's last, whose result
 no gradient needs; with `checkpoint.every` k those of k - 1 of k such layers once more, or as often as
@@ -41,6 +41,13 @@ def layers_run_again(model: ModelShape, checkpoint: Checkpoint) -> int:
     """Runs of a layer's forward in backward: its own recomputation, and those for the next layer's input."""
     again = checkpoint.layers_again(model.layers)
     return again + _for_inputs(checkpoint, again)
+
+
+def added_weights(model: ModelShape, mlp_tiles: int, projection_tiles: int) -> int:
+    """Weights whose gradients are sums over tiles, in all layers, each counted once per tile; of one tile there is no
+    sum."""
+    tiled = (mlp_tiles, model.mlp_parameters), (projection_tiles, model.projection_parameters)
+    return model.layers * sum(tiles * weights for tiles, weights in tiled if tiles > 1)
 
 
 def repeated_attention(checkpoint: Checkpoint, layers: int, head_share: float) -> float:

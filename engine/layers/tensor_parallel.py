@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from engine.attention.comm.gather import GroupGather
 from engine.attention.context import ContextParallel
 from engine.lm_head.plain import IGNORE
-from engine.lm_head.tiles import runs_with_labels
+from engine.lm_head.tiles import check_labels
 from engine.model import MLP, Attend, Attention, Decoder, Projected, Rotary, rotary_angles
 from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
 from engine.ops.runs import add_product, runs, zeros_for_sum
@@ -122,7 +122,7 @@ class TensorParallel:
         Raises ValueError for a label of this rank that is neither a word nor -100.
         """
         words = weight_VE.shape[0]
-        runs_with_labels(labels_T, len(labels_T), words * self.size)  # before the copy: labels may be in host memory
+        check_labels(labels_T, words * self.size)  # before the copy: labels may be in host memory
         labels_T = labels_T.to(hidden_TE.device, non_blocking=True)
         # One row of tokens, rank after rank: a sum has no order.
         hidden_TE = self.gathered(hidden_TE.unsqueeze(0)).squeeze(0)

@@ -38,11 +38,11 @@ class Tile:
 
 
 def choose_tile(vocabulary: int, hidden_TE: Tensor, tiles: int = 0) -> Tile:
-    """The tile for these hidden states: the whole vocabulary, unless that leaves too few tokens.
+    """The tile for these hidden states.
 
-    With `tiles` it holds the whole vocabulary and one of so many runs of the tokens. Else:
-    Its logits take `TILE_BYTES` of the device at most; on a GPU as much as the hidden states, if they take more, and no
-    more than `ENOUGH_TOKENS`.
+    With `tiles`: the whole vocabulary, and one of so many runs of the tokens. Without: the whole vocabulary, unless
+    that leaves too few tokens. Its logits then take `TILE_BYTES` of the device at most; on a GPU as much as the hidden
+    states, if they take more, and no more than `ENOUGH_TOKENS`.
 
     With part of the vocabulary, each tile moves 8 E bytes per word (weight gradient, read and written in fp32) and 8 E
     bytes per token (gradient of the hidden states, likewise); a square tile moves the least for its area.
@@ -60,6 +60,11 @@ def choose_tile(vocabulary: int, hidden_TE: Tensor, tiles: int = 0) -> Tile:
         return Tile(tokens=min(whole // vocabulary, enough), words=vocabulary)
     side = math.isqrt(TILE_BYTES[device] // 4) // _STEP * _STEP  # in fp32
     return Tile(tokens=side, words=min(side, vocabulary))
+
+
+def check_labels(labels_T: Tensor, vocabulary: int) -> None:
+    """Raises ValueError for a label that is neither a word nor -100. Reads the labels on the host, once."""
+    runs_with_labels(labels_T, labels_T.shape[0], vocabulary)
 
 
 def runs_with_labels(labels_T: Tensor, size: int, vocabulary: int) -> list[tuple[slice, bool]]:

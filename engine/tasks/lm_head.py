@@ -15,6 +15,7 @@ from torch.profiler import record_function
 
 from engine.distributed import World
 from engine.lm_head.choose import loss_sum_of
+from engine.lm_head.loss_kernel import forms_tiles
 from engine.lm_head.plain import LossSum, plain_loss_sum
 from engine.lm_head.tiles import choose_tile
 from engine.measurement import Measurement
@@ -113,7 +114,7 @@ class HeadTask:
 
     def _chosen(self) -> dict[str, str]:
         """The tile of the engine's own fused form, tokens x words."""
-        if not self.settings.lm_head_fusion or self.settings.loss_kernel != "own":
+        if not forms_tiles(self.settings):
             return {}
         tile = choose_tile(self.settings.model.vocab, self.hidden_TE, self.settings.head_tiles)
         return {"tile": f"{tile.tokens} x {tile.words}"}

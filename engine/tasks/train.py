@@ -22,6 +22,7 @@ from torch.profiler import record_function
 
 from engine.attention.context import ContextParallel
 from engine.data import open_tokens
+from engine.data.batch import Batch, page_locked, to_device
 from engine.data.sequences import Sequences
 from engine.distributed import World
 from engine.layers.tensor_parallel import TensorParallel
@@ -36,7 +37,6 @@ from engine.parallelize import build_model, sum_across_nodes
 from engine.recipe import Recipe
 from engine.settings import TrialSettings, keeps_whole, vocabulary_unsupported_reason
 from engine.tasks.captured import choice
-from engine.tasks.captured.batch import Batch, page_locked, to_device
 from engine.tasks.captured.step import CapturedStep, Work
 from engine.tasks.clock import StepClock
 from engine.tasks.gemm_speeds import gemm_figures

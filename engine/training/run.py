@@ -77,9 +77,9 @@ class TrainingRun:
     def _about_storage(self) -> list[str]:
         """Where checkpoints are, unless all ranks see one directory. Collective."""
         storage = self.checkpoints.storage
-        hosts = cast(list[str], self.world.gather(socket.gethostname()))
-        if storage.shared:
+        if storage.shared:  # on every rank, or on none
             return []
+        hosts = cast(list[str], self.world.gather(socket.gethostname()))
         names = " and on ".join(hosts[rank] for rank in storage.keepers)
         return [f"the hosts do not share the run directory: each checkpoint is gathered, whole on {names}"]
 

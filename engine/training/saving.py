@@ -105,7 +105,8 @@ class Checkpoints:
             self._sweep()  # frees space on a full disk for the error report
             raise _failed(f"the state after step {step} cannot be saved", error) from error
         self._world.barrier()
-        parts = self._gathered_facts(file_facts(aside, self.storage.share(data_files(aside))))
+        mine = file_facts(aside, self.storage.share(data_files(aside)))
+        parts = cast(list[dict[str, FileFacts]], self._world.gather(mine))  # by the rank that has read them
         if self._courier is not None:
             try:
                 self._courier.deliver(aside, aside, parts, self.storage.keepers)
@@ -163,13 +164,14 @@ class Checkpoints:
                 problem = damage(path, mine)
             except ValueError as error:
                 problem = str(error)
-        problems = cast(list[str], self._world.gather(problem))  # when all have answered, no rank still reads it
-        manifests = cast(list[Manifest | None], self._world.gather(manifest if self._world.rank == leader else None))
-        if problem := next(filter(None, problems), ""):
+        found = problem, manifest if self._world.rank == leader else None, mine
+        # When all have answered, no rank still reads it.
+        answers = cast(list[tuple[str, Manifest | None, dict[str, FileFacts]]], self._world.gather(found))
+        if problem := next((problem for problem, _, _ in answers if problem), ""):
             return problem
-        manifest = manifests[leader]
+        manifest = answers[leader][1]
         assert manifest is not None, path
-        return manifest, self._gathered_facts(mine)
+        return manifest, [files for _, _, files in answers]
 
     def _load(self, path: Path, manifest: Manifest, parts: list[dict[str, FileFacts]], leader: int) -> None:
         """Load a checkpoint of `leader`'s directory, copied before to the directories that are apart from it."""
@@ -193,16 +195,13 @@ class Checkpoints:
         set_model_state_dict(self._model, parameters)
         set_optimizer_state_dict(self._model, self._optimizer, optimizer)
         self._world.barrier()  # no rank still reads it
-        if source == there and self.storage.leads and self.storage.keeps:  # so that the next loss leaves one
-            write_manifest(there, manifest)
-            publish(self._directory, manifest.step)
-        elif source == there and self.storage.leads:
-            sweep(self._directory)
+        if source == there and self.storage.leads:
+            if self.storage.keeps:  # so that the loss of another host leaves one
+                write_manifest(there, manifest)
+                publish(self._directory, manifest.step)
+            else:
+                sweep(self._directory)
         self._world.barrier()
-
-    def _gathered_facts(self, mine: dict[str, FileFacts]) -> list[dict[str, FileFacts]]:
-        """Files and their facts by the rank that has read them. Collective."""
-        return cast(list[dict[str, FileFacts]], self._world.gather(mine))
 
     def _sweep(self) -> None:
         """Remove what is half written in every directory. Collective."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from engine.attention.geometry.layout import layout_named
 from engine.attention.masks import parse_mask
+from engine.checkpoint.repeated import added_weights
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole
 from engine.tasks.captured.choice import not_captured_reason
 from harness.metrics.flops import Work, work_of
@@ -176,12 +177,8 @@ def _elementwise_bytes(settings: TrialSettings, work: Work) -> float:
 
 def _tile_bytes(settings: TrialSettings) -> float:
     """Bytes of the sums of weights' gradients that tiles of a layer read and write, once per tile and micro-batch."""
-    model = settings.model
-    mlp = (3 if model.gated else 2) * model.hidden * model.ffn if settings.mlp_tiles > 1 else 0
-    projections = model.hidden * (model.heads + 2 * model.kv_heads) * model.head_dim
-    projected = projections if settings.projection_tiles > 1 else 0
-    of_layer = settings.mlp_tiles * mlp + settings.projection_tiles * projected
-    return 2.0 * max(4, BYTES_OF[settings.dtype]) * settings.gradient_accumulation * model.layers * of_layer
+    weights = added_weights(settings.model, settings.mlp_tiles, settings.projection_tiles)
+    return 2.0 * max(4, BYTES_OF[settings.dtype]) * settings.gradient_accumulation * weights
 
 
 def _logits_bytes(settings: TrialSettings) -> float:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import os
 import statistics
@@ -41,6 +40,7 @@ from engine.ops.copies import product
 from engine.optimizer import OnePassAdamW
 from engine.profile.timeline import breakdown_of
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
+from engine.tasks.between_trials import clear
 from engine.tasks.train import TrainTask
 from harness.spec.models import load_model
 
@@ -169,22 +169,14 @@ def settings_of(length: int, changed: dict[str, object]) -> TrialSettings:
     kernel = "fa4" if on_gpu and kernel_named("fa4").unsupported_reason() is None else "auto"
     return TrialSettings(
         task="train", method="burst", model=one_b() if on_gpu else TINY, seq_len=length, dtype="bf16", kernel=kernel,
-        learning_rate=3e-5, steps=Steps(), **{"checkpoint": Checkpoint(every=0), **changed},
+        learning_rate=3e-5, steps=Steps(), **{"checkpoint": Checkpoint(every=0), "cuda_graph": "none", **changed},
     )  # fmt: skip
 
 
-@contextlib.contextmanager
-def task_of(world: World, length: int, changed: dict[str, object]) -> Iterator[TrainTask]:
-    """A task of these settings; its memory is given back."""
-    task = TrainTask(settings_of(length, changed), METHOD, world)
-    try:
-        yield task
-    finally:
-        del task
-        gc.collect()
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+def task_of(world: World, length: int, changed: dict[str, object]) -> TrainTask:
+    """A task of these settings, after the memory of the task before it has been freed: nothing may refer to that."""
+    clear()
+    return TrainTask(settings_of(length, changed), METHOD, world)
 
 
 def traced(task: TrainTask, index: int, kernels: int) -> str:
@@ -215,7 +207,8 @@ def traced(task: TrainTask, index: int, kernels: int) -> str:
 def measure(world: World, length: int, name: str, steps: int, kernels: int) -> None:
     changed, patch = VARIANTS[name]
     started = time.perf_counter()
-    with patch(), task_of(world, length, changed) as task:
+    with patch():
+        task = task_of(world, length, changed)
         losses = [task.step(index).loss for index in range(2)]
         if world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -282,11 +275,16 @@ def measure_short(world: World, steps: int) -> None:
     on_gpu = world.device.type == "cuda"
     for length in SHORT if on_gpu else (64,):
         for how in ("none", "step") if on_gpu else ("none",):
-            with task_of(world, length, {"cuda_graph": how}) as task:
-                for index in range(3):
-                    task.step(index)
-                seconds = statistics.median(task.step(3 + index).step_seconds for index in range(steps))
-                print(f"{length:6d} {how} {1e3 * seconds:8.2f} ms {length / seconds / 1e3:7.2f}K tok/s", flush=True)
+            seconds = step_seconds(world, length, how, steps)
+            print(f"{length:6d} {how} {1e3 * seconds:8.2f} ms {length / seconds / 1e3:7.2f}K tok/s", flush=True)
+
+
+def step_seconds(world: World, length: int, cuda_graph: str, steps: int) -> float:
+    """Median seconds of some steps of a task, after three others."""
+    task = task_of(world, length, {"cuda_graph": cuda_graph})
+    for index in range(3):
+        task.step(index)
+    return statistics.median(task.step(3 + index).step_seconds for index in range(steps))
 
 
 def main() -> None:

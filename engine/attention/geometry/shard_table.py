@@ -16,13 +16,26 @@ Integers: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class ShardTable:
-    """Every rank's segments, [ranks, segments]; a rank with fewer than others has empty ones behind its own."""
+class SegmentTable:
+    """Segments of some shards, [shards, segments]; a shard with fewer than others has empty ones behind its own."""
 
-    segments: tuple[tuple[Segment, ...], ...]
     start: Integers  # global position
     count: Integers
     step: int  # of all segments
+
+    def rows_before(self, cuts: Integers) -> Integers:
+        """Local tokens of each shard before global positions, [shards, cuts]; `cuts` are of each shard, or one row."""
+        rows = np.zeros((len(self.start), cuts.shape[1]), dtype=np.int64)
+        for start, count in zip(self.start.T[..., None], self.count.T[..., None], strict=True):
+            rows += np.clip(-((start - cuts) // self.step), 0, count)
+        return rows
+
+
+@dataclass(frozen=True, eq=False)
+class ShardTable(SegmentTable):
+    """The shards of all ranks, in order."""
+
+    segments: tuple[tuple[Segment, ...], ...]
 
     @property
     def offset(self) -> Integers:
@@ -32,11 +45,6 @@ class ShardTable:
     def count_before(self, cut: int) -> Integers:
         """Positions of each segment before `cut`."""
         return np.clip(-((self.start - cut) // self.step), 0, self.count)
-
-    def rows_before(self, ranks: Integers, cuts: Integers) -> Integers:
-        """Local tokens before global position `cuts[i]` of rank `ranks[i]`, arrays of any one shape."""
-        start, count = self.start[ranks], self.count[ranks]
-        return np.clip(-((start - cuts[..., None]) // self.step), 0, count).sum(axis=-1)
 
     def limits(self, left: int | None, right: int | None) -> tuple[Integers, Integers]:
         """(lo, hi) of `geometry.tiles.segment_tile`, [query ranks, key ranks, query segments, key segments].
@@ -66,7 +74,7 @@ def table_of(segments: tuple[tuple[Segment, ...], ...]) -> ShardTable:
     padded = [[(s.start, s.count) for s in shard] + [(0, 0)] * (most - len(shard)) for shard in segments]
     table = np.array(padded, dtype=np.int64).reshape(len(segments), most, 2)
     (step,) = {segment.step for shard in segments for segment in shard}
-    return ShardTable(segments, table[..., 0], table[..., 1], step)
+    return ShardTable(table[..., 0], table[..., 1], step, segments)
 
 
 def by_pair(of_query_rank: Integers, of_key_rank: Integers, *of_pairs: Integers) -> Integers:

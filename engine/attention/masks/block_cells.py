@@ -1,19 +1,19 @@
 """Rectangles between the blocks of many pairs of shards at once, in arrays.
 
 The cells of a pair are its blocks of queries x its blocks of keys that have local tokens. Everything is in the order of
-`engine.attention.masks.blocks`, which forms the rectangles of one pair with few blocks, row by row.
+`engine.attention.masks.block_rows`, which forms the rectangles of one pair with few blocks, row by row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.attention.geometry.shard_table import Integers, ShardTable
+from engine.attention.geometry.shard_table import Integers, SegmentTable, ShardTable
 from engine.attention.geometry.tile_table import NO_LIMIT
 
 FEW_RECTANGLES = 256  # up to so many are also formed column by column
@@ -42,22 +42,6 @@ class Rectangles(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Shards:
-    """Segments of several shards, [shards, segments], empty ones last."""
-
-    start: Integers
-    count: Integers
-    step: int
-
-    def rows_before(self, cuts: Integers) -> Integers:
-        """Local tokens of each shard before its global positions `cuts`, [shards, cuts]."""
-        rows = np.zeros_like(cuts)
-        for start, count in zip(self.start.T[..., None], self.count.T[..., None], strict=True):
-            rows += np.clip(-((start - cuts) // self.step), 0, count)
-        return rows
-
-
-@dataclass(frozen=True, eq=False)
 class BlockRuns:
     """Local tokens of several shards by block, [shards, runs]; a shard with fewer runs has empty ones at its end."""
 
@@ -78,7 +62,7 @@ class Parts(NamedTuple):
     """Pairs of shards, or of their segments, with one causal limit each."""
 
     pair: Integers  # ascending
-    sides: Shards  # the queries of every part, then the keys of every part
+    sides: SegmentTable  # the queries of every part, then the keys of every part
     hi: Integers  # key j is no later than query i when j - i <= hi, both counted in the part
     offsets: Integers  # [parts, 2]: local tokens in front of the part's queries and keys
 
@@ -111,7 +95,8 @@ def parts_of_pairs(shards: ShardTable, q_ranks: Integers, k_ranks: Integers, cau
         order = np.argsort(of_part, kind="stable")
         start, count, offsets, hi, of_part = start[:, order], count[:, order], offsets[order], hi[order], of_part[order]
     segments = start.shape[2]
-    return Parts(of_part, Shards(start.reshape(-1, segments), count.reshape(-1, segments), shards.step), hi, offsets)
+    sides = SegmentTable(start.reshape(-1, segments), count.reshape(-1, segments), shards.step)
+    return Parts(of_part, sides, hi, offsets)
 
 
 def under_diagonal(cells: Cells, queries: BlockRuns, keys: BlockRuns, hi: Integers) -> Cells:
@@ -150,14 +135,18 @@ def pairs_below(rows: Integers, columns: Integers, limit: Integers, step: int) -
     return rising * (step * first + limit + 1) + step * rising * (rising - 1) // 2 + (rows - full) * columns
 
 
+def numbered(arrays: NDArray[Any]) -> Integers:
+    """A number for each array along the first axis, from 0 in the order in which they appear; equal ones have one."""
+    numbers: dict[bytes, int] = {}
+    return np.array([numbers.setdefault(each.tobytes(), len(numbers)) for each in arrays])
+
+
 def cover(cells: Cells) -> Rectangles:
     """Few disjoint rectangles of the true cells of each grid [grids, rows, columns]: swept along the rows, or along the
     columns where those are fewer."""
     packed = np.packbits(cells.reshape(len(cells), -1), axis=1)
-    kind_of: dict[bytes, int] = {}
-    kinds = np.array([kind_of.setdefault(grid.tobytes(), len(kind_of)) for grid in packed])
-    first = np.zeros(len(kind_of), dtype=np.int64)
-    first[kinds[::-1]] = np.arange(len(cells))[::-1]
+    kinds = numbered(packed)
+    _, first = np.unique(kinds, return_index=True)
     cells = cells[first]
     by_rows = _sweep(cells)
     counts = np.bincount(by_rows.of, minlength=len(cells))

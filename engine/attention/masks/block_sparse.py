@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.geometry.shard_table import Integers, ShardTable, by_pair
-from engine.attention.masks.block_cells import BlockRuns, Shards
-from engine.attention.masks.blocks import BlockMask, Run
+from engine.attention.masks.block_cells import BlockRuns
+from engine.attention.masks.block_rows import Run
+from engine.attention.masks.blocks import BlockMask
 from engine.attention.masks.patterns import Grid, LocalGlobal, Pattern, Strided
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class BlockSparse(BlockMask):
             ranks = np.concatenate((ranks, np.clip(pattern.global_blocks - first, 0, most)), axis=1)
             return by_pair(ranks, ranks, np.clip(apart, -near, near), hi)
         if most * first.shape[1] <= 2 * _MOST_BLOCKS:
-            runs = self.block_runs(Shards(shards.start, shards.count, shards.step))
+            runs = self.block_runs(shards)
             if runs.blocks.shape[1] <= _MOST_BLOCKS:
                 return by_pair(ranks, ranks, self._cells_between(runs), hi)
         if not isinstance(pattern, Strided):

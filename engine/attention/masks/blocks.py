@@ -4,63 +4,44 @@ Local tokens are in the order of their positions under every layout, so a block 
 whatever the layout, and a run of visible key blocks is one run of local keys. The visible pairs of two shards are then
 rectangles with at most one diagonal through them: a sweep over the rows extends a rectangle while the same run of keys
 stays visible. Keys above a causal diagonal are hidden by the diagonal, so a rectangle may include them.
+
+The tiles are formed in arrays, of many pairs of shards at once (`engine.attention.masks.block_cells`); or row by row
+(`engine.attention.masks.block_rows`) for one pair with few blocks, as ranks with a few documents have: that takes 10 to
+200 us, and arrays at least 250.
 """
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.geometry.layout import Segment
-from engine.attention.geometry.shard_table import Integers, ShardTable, table_of
+from engine.attention.geometry.shard_table import Integers, SegmentTable, ShardTable, table_of
 from engine.attention.geometry.tile_table import TileTable, tile_table
-from engine.attention.geometry.tiles import Tile, join, trim, without_upper_bands
+from engine.attention.geometry.tiles import Tile
 from engine.attention.masks.block_cells import (
-    FEW_RECTANGLES,
     BlockRuns,
     Rectangles,
-    Shards,
     cover,
+    numbered,
     pairs_below,
     parts_of_pairs,
     under_diagonal,
 )
+from engine.attention.masks.block_rows import Run, tiles_by_rows
 from engine.attention.masks.mask import PairSpans
 
 # A kernel call per tile: beyond this many between two shards, launching them would take longer than a dense sequence.
 MAX_TILES = 4096
-_FEW_CELLS = 256  # up to so many pairs of blocks are looked at one by one
+_FEW_CELLS = 256  # up to so many pairs of blocks are looked at row by row
 _CELLS_AT_ONCE = 1 << 22
-
-Run = tuple[int, int]  # [start, stop)
 
 
 class TooManyTiles(ValueError):
     """The mask has too many rectangles between two shards to be run under this layout."""
-
-
-class BlockRun(NamedTuple):
-    """Local tokens [start, stop) of one shard are in `block`."""
-
-    block: int
-    start: int
-    stop: int
-
-
-class Rectangle(NamedTuple):
-    """Rows [top, bottom) x columns [left, right)."""
-
-    top: int
-    bottom: int
-    left: int
-    right: int
 
 
 class BlockMask:
@@ -80,11 +61,7 @@ class BlockMask:
         blocks = self.block_at(int((shards.start + (shards.count - 1) * shards.step).max())) + 1
         if blocks > MAX_TILES:
             return None
-        firsts = self.first_positions(np.arange(blocks + 1))
-        ranks, cuts = np.broadcast_arrays(np.arange(len(shards.segments))[:, None], firsts)
-        runs = shards.rows_before(ranks, cuts)
-        kind_of: dict[bytes, int] = {}
-        kinds = np.array([kind_of.setdefault(of_rank.tobytes(), len(kind_of)) for of_rank in runs])
+        kinds = numbered(shards.rows_before(self.first_positions(np.arange(blocks + 1))[None]))
         queries, keys = np.broadcast_arrays(kinds.reshape(-1, 1), kinds.reshape(1, -1))
         # The diagonal of a rank with itself is that with the ranks before it.
         later = self.causal & (shards.start[:, None, 0] < shards.start[None, :, 0])
@@ -129,10 +106,10 @@ class BlockMask:
         """Work of the shard `q` against the shard `k`. Raises TooManyTiles when there are too many of them."""
         if q and k and self._many_cells(q, k):
             return self._tile_table(table_of((q, k)), np.array([0]), np.array([1])).tiles(0)
-        return tuple(join([tile for pair in _segment_pairs(q, k, self.causal) for tile in _pair_tiles(self, pair)]))
+        return tiles_by_rows(self, q, k)
 
     def _many_cells(self, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> bool:
-        """There are so many blocks in two shards that arrays are faster."""
+        """Whether there are so many blocks in two shards that arrays are faster."""
         queries, keys = (
             sum(self.block_at(part.positions()[-1]) - self.block_at(part.start) + 1 for part in parts if part.count)
             for parts in (q, k)
@@ -159,7 +136,7 @@ class BlockMask:
             )
         return found
 
-    def block_runs(self, shards: Shards) -> BlockRuns:
+    def block_runs(self, shards: SegmentTable) -> BlockRuns:
         """The local tokens of some shards, by block."""
         first = self.blocks_at(shards.start)
         last = self.blocks_at(shards.start + (shards.count - 1) * shards.step)
@@ -196,7 +173,7 @@ class BlockMask:
     def row_area(self, queries: Segment, seq_len: int) -> int:
         """Keys of the whole sequence that these queries see, summed over the queries."""
         whole, own = _keys_seen(self, seq_len)
-        runs = self.block_runs(Shards(np.array([[queries.start]]), np.array([[queries.count]]), queries.step))
+        runs = self.block_runs(SegmentTable(np.array([[queries.start]]), np.array([[queries.count]]), queries.step))
         blocks, first, rows = runs.blocks[0], runs.cuts[0, :-1], np.diff(runs.cuts[0])
         # The keys of the queries' own block, under the diagonal.
         position = queries.start + first * queries.step - self.first_positions(blocks)
@@ -209,141 +186,7 @@ class BlockMask:
             raise ValueError(unsupported_reason)
         return self.row_area(Segment(0, seq_len), seq_len)
 
-    def local_blocks(self, segments: tuple[Segment, ...]) -> list[BlockRun]:
-        """The local tokens of some segments, by block."""
-        runs: list[BlockRun] = []
-        offset = 0
-        for segment in segments:
-            index = 0
-            while index < segment.count:
-                block = self.block_at(segment.start + index * segment.step)
-                end = self.first_position(block + 1)
-                stop = min(segment.count, -((segment.start - end) // segment.step))  # tokens before the block's end
-                if runs and runs[-1].block == block:
-                    runs[-1] = runs[-1]._replace(stop=offset + stop)
-                else:
-                    runs.append(BlockRun(block, offset + index, offset + stop))
-                index = stop
-            offset += segment.count
-        return runs
-
 
 @lru_cache(maxsize=64)
 def _keys_seen(mask: BlockMask, seq_len: int) -> tuple[Integers, Integers]:
     return mask.keys_seen(seq_len)
-
-
-@lru_cache(maxsize=1024)
-def _local_blocks(mask: BlockMask, segments: tuple[Segment, ...]) -> list[BlockRun]:
-    return mask.local_blocks(segments)
-
-
-@dataclass(frozen=True, slots=True)
-class _SegmentPair:
-    """Segments of a query shard and segments of a key shard with one causal limit for all of them."""
-
-    q: tuple[Segment, ...]
-    k: tuple[Segment, ...]
-    q_offset: int  # of the segments in their shards, local tokens
-    k_offset: int
-    hi: int | None  # key j is no later than query i when j - i <= hi, both counted in the segments; None: always
-
-
-def _segment_pairs(q: tuple[Segment, ...], k: tuple[Segment, ...], causal: bool) -> Iterator[_SegmentPair]:
-    if not causal:
-        yield _SegmentPair(q, k, 0, 0, None)
-        return
-    if q == k:  # local order is position order
-        yield _SegmentPair(q, k, 0, 0, 0)
-        return
-    q_offsets = itertools.accumulate((segment.count for segment in q), initial=0)
-    for q_segment, q_offset in zip(q, q_offsets, strict=False):
-        k_offsets = itertools.accumulate((segment.count for segment in k), initial=0)
-        for k_segment, k_offset in zip(k, k_offsets, strict=False):
-            assert q_segment.step == k_segment.step, "layouts have segments of one step"
-            hi: int | None = (q_segment.start - k_segment.start) // q_segment.step
-            assert hi is not None
-            if hi + q_segment.count <= 0:
-                continue  # every key is in the future
-            if hi >= k_segment.count - 1:
-                hi = None  # every key is in the past
-            yield _SegmentPair((q_segment,), (k_segment,), q_offset, k_offset, hi)
-
-
-def _pair_tiles(mask: BlockMask, pair: _SegmentPair) -> Iterator[Tile]:
-    hi = pair.hi
-    for top, bottom, left, right in rectangles(_visible_rows(mask, pair)):
-        tile = trim(bottom - top, right - left, None, None if hi is None else hi + top - left)
-        if tile is not None:
-            yield from without_upper_bands(tile.shifted(pair.q_offset + top, pair.k_offset + left))
-
-
-def _visible_rows(mask: BlockMask, pair: _SegmentPair) -> list[tuple[int, int, list[Run]]]:
-    """(first query, last query, runs of visible keys), in the pair's own indices."""
-    keys = _local_blocks(mask, pair.k)
-    if not keys:
-        return []
-    blocks, columns = [run.block for run in keys], keys[-1].stop
-    stretches = list(_stretches(blocks))  # no block between them is asked for
-    rows = []
-    for queries in _local_blocks(mask, pair.q):
-        runs: list[Run] = []
-        for first, last in itertools.chain.from_iterable(mask.visible(queries.block, *each) for each in stretches):
-            start, stop = bisect_left(blocks, first), bisect_left(blocks, last)
-            if start == stop:
-                continue  # none of these blocks has a token in this shard
-            run = keys[start].start, keys[stop - 1].stop
-            if pair.hi is not None:
-                future = queries.stop + pair.hi  # first key that no query of this row sees
-                if run[0] >= future:
-                    break
-                run = (run[0], columns) if run[1] >= future else run
-            if runs and runs[-1][1] == run[0]:
-                run = (runs.pop()[0], run[1])
-            runs.append(run)
-        rows.append((queries.start, queries.stop, runs))
-    return rows
-
-
-def _stretches(blocks: list[int]) -> Iterator[Run]:
-    """Runs of ascending blocks that follow one another."""
-    start = before = blocks[0]
-    for block in blocks[1:]:
-        if block != before + 1:
-            yield start, before + 1
-            start = block
-        before = block
-    yield start, before + 1
-
-
-def rectangles(rows: Sequence[tuple[int, int, list[Run]]]) -> list[Rectangle]:
-    """Few disjoint rectangles that cover exactly the given runs of each row; rows are ascending and touch."""
-    by_rows = _sweep(rows)
-    if not 1 < len(by_rows) <= FEW_RECTANGLES:
-        return by_rows
-    by_columns = [Rectangle(r.left, r.right, r.top, r.bottom) for r in _sweep(_transposed(by_rows))]
-    return min(by_rows, by_columns, key=len)
-
-
-def _sweep(rows: Sequence[tuple[int, int, list[Run]]]) -> list[Rectangle]:
-    """Rectangles extended downwards while the same run stays visible."""
-    done: list[Rectangle] = []
-    growing: dict[Run, int] = {}  # run -> its top row
-    for top, _, runs in rows:
-        ended = growing.keys() - runs
-        done.extend(Rectangle(growing.pop(run), top, *run) for run in sorted(ended))
-        for run in runs:
-            growing.setdefault(run, top)
-    done.extend(Rectangle(top, rows[-1][1], *run) for run, top in growing.items())
-    return sorted(done)
-
-
-def _transposed(found: list[Rectangle]) -> list[tuple[int, int, list[Run]]]:
-    """The same area, column by column."""
-    cuts = sorted({cut for r in found for cut in (r.left, r.right)})
-    place = {cut: index for index, cut in enumerate(cuts)}
-    columns: list[tuple[int, int, list[Run]]] = [(left, right, []) for left, right in itertools.pairwise(cuts)]
-    for r in found:  # ascending in `top`
-        for _, _, runs in columns[place[r.left] : place[r.right]]:
-            runs.append((runs.pop()[0], r.bottom) if runs and runs[-1][1] == r.top else (r.top, r.bottom))
-    return columns

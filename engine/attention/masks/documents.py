@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from engine.attention.geometry.shard_table import Integers, ShardTable, by_pair
 from engine.attention.masks.block_cells import BlockRuns, Rectangles
-from engine.attention.masks.blocks import MAX_TILES, BlockMask, Run
+from engine.attention.masks.block_rows import Run
+from engine.attention.masks.blocks import MAX_TILES, BlockMask
 from engine.attention.masks.mask import PairSpans
 
 FEW_TILES = 4  # up to so many tiles of a pair are told apart: `accumulate.WAITING_PARTS`
@@ -110,15 +111,10 @@ class Documents(BlockMask):
         low = np.where(both, low, len(firsts)).min(axis=(2, 3))
         high = np.where(both, high, -1).max(axis=(2, 3))
         starts, stops = firsts[np.where(some, low, 0)], firsts[np.where(some, high, 0) + 1]
-        queries, keys = np.indices(low.shape)
-        spans = [
-            (
-                np.where(some, shards.rows_before(ranks, starts), 0),
-                np.where(some, shards.rows_before(ranks, stops), 0),
-            )
-            for ranks in (queries, keys)
-        ]
-        return PairSpans(spans[0], spans[1], counts <= FEW_TILES, counts > MAX_TILES)
+        queries = [np.where(some, shards.rows_before(cuts), 0) for cuts in (starts, stops)]
+        keys = [np.where(some, shards.rows_before(cuts.T).T, 0) for cuts in (starts, stops)]
+        spans = (queries[0], queries[1]), (keys[0], keys[1])
+        return PairSpans(*spans, counts <= FEW_TILES, counts > MAX_TILES)
 
     def _causal_spans(self, shards: ShardTable, firsts: Integers) -> PairSpans:
         """A rank's own documents are a tile each, and so is the one document in which a segment sees an earlier one.
@@ -148,14 +144,13 @@ class Documents(BlockMask):
         sure = np.flatnonzero(lengths >= 3 * shards.step)  # two tokens at least of every rank, whichever is first
         if len(sure) <= FEW_TILES or 3 * len(lengths) > MAX_TILES:
             return None
-        queries, keys = np.indices((ranks, ranks))
-        hi = np.where(shards.start[queries, 0] >= shards.start[keys, 0], 0, -1) if self.causal else None
+        first = shards.start[:, 0]
+        hi = np.where(first[:, None] >= first, 0, -1) if self.causal else None
 
         def visible(document: int) -> tuple[Integers, Integers, Integers, Integers, NDArray[np.bool_]]:
             """(query start, stop, key start, stop, any) of one document in every pair."""
-            bounds = firsts[document : document + 2]
-            runs = [[shards.rows_before(each, np.full_like(each, at)) for at in bounds] for each in (queries, keys)]
-            (top, bottom), (left, right) = runs
+            bounds = shards.rows_before(firsts[None, document : document + 2]).T
+            (top, bottom), (left, right) = bounds[:, :, None], bounds[:, None]
             if hi is not None:
                 top, right = np.maximum(top, left - hi), np.minimum(right, bottom + hi)
             return top, bottom, left, right, (top < bottom) & (left < right)

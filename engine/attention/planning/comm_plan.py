@@ -54,13 +54,12 @@ class RingStep:
 class CommPlan:
     """One rank's work along a ring: the steps with their tiles, and the token ranges sent in each inner ring."""
 
-    leaving: tuple[
-        TokenRange, ...
-    ]  # by outer step, tokens that later nodes need of the chunk that this rank then holds
-    given: tuple[TokenRange, ...]  # by outer step, the tokens of that chunk whose gradients this rank's node computes
-    given_unreduced: tuple[bool, ...]  # by outer step, those gradients are as kernels wrote them
-    returned: tuple[TokenRange, ...]  # by outer step, this rank's own tokens whose gradients the node of the chunk then
-    returned_unreduced: tuple[bool, ...]  # computes, and whether those are as kernels wrote them
+    # By outer step; "unreduced": the gradients are as kernels wrote them.
+    leaving: tuple[TokenRange, ...]  # tokens of the chunk that this rank then holds which later nodes need
+    given: tuple[TokenRange, ...]  # tokens of that chunk whose gradients this rank's node computes
+    given_unreduced: tuple[bool, ...]
+    returned: tuple[TokenRange, ...]  # this rank's own tokens whose gradients the node that then has them computes
+    returned_unreduced: tuple[bool, ...]
     tables: RingTables  # of all ranks
     _cp_rank: int
 
@@ -152,11 +151,11 @@ def _ranges(of_steps: Integers) -> tuple[TokenRange, ...]:
 def comm_plan(mask: Mask, layout: Layout, ring: Ring, seq_len: int, cp_rank: int, sends_queries: bool) -> CommPlan:
     """Tiles and sent tokens of `cp_rank` when the query side's chunks, or the key side's, move along `ring`."""
     tables = ring_tables(mask, layout, ring, seq_len, sends_queries)
-    outer_steps, held_here = chunks_held(ring, cp_rank)
+    outer_steps, held = chunks_held(ring, cp_rank)
     return CommPlan(
-        leaving=_ranges(tables.needed[held_here[:-1], outer_steps[1:]]),
-        given=_ranges(tables.touched[held_here, outer_steps]),
-        given_unreduced=tuple(tables.unreduced_across[held_here, outer_steps].tolist()),
+        leaving=_ranges(tables.needed[held[:-1], outer_steps[1:]]),
+        given=_ranges(tables.touched[held, outer_steps]),
+        given_unreduced=tuple(tables.unreduced_across[held, outer_steps].tolist()),
         returned=_ranges(tables.touched[cp_rank]),
         returned_unreduced=tuple(tables.unreduced_across[cp_rank].tolist()),
         tables=tables,
@@ -214,13 +213,12 @@ def ring_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int) -> RingTr
 
 
 def _rank_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int, rank: int) -> tuple[float, float, float]:
-    tables = ring_tables(mask, layout, ring, seq_len, False)
-    (node, local_rank), size, nodes = divmod(rank, ring.node_size), ring.node_size, ring.nodes
+    tables, size, nodes = ring_tables(mask, layout, ring, seq_len, False), ring.node_size, ring.nodes
     tokens, lengths = seq_len // ring.cp_size, (tables.used[:, rank, 1] - tables.used[:, rank, 0])
-    others = np.arange(ring.cp_size) % size != local_rank
-    outer_steps = np.arange(1, nodes)
-    held = tables.needed[(node - outer_steps) % nodes * size + local_rank, outer_steps]
-    near, far, steps = (int(each.sum()) for each in (lengths[others], held[:, 1] - held[:, 0], lengths > 0))
+    others = np.arange(ring.cp_size) % size != rank % size
+    outer_steps, held = chunks_held(ring, rank)
+    arrived = tables.needed[held[1:], outer_steps[1:]]
+    near, far, steps = (int(each.sum()) for each in (lengths[others], arrived[:, 1] - arrived[:, 0], lengths > 0))
     return (
         steps / ring.cp_size,
         near / max(1, tokens * nodes * (size - 1)),

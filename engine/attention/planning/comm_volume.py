@@ -16,7 +16,7 @@ from engine.attention.geometry.layout import Layout
 from engine.attention.geometry.ring import Ring
 from engine.attention.geometry.shard_table import Integers
 from engine.attention.masks import Mask
-from engine.attention.planning.comm_plan import CommPlan, chunks_held, comm_plan
+from engine.attention.planning.comm_plan import CommPlan, chunks_held, comm_plan, length
 from engine.attention.planning.cost_model import BACKWARD_SIDES, GIB, HardwareModel
 
 if TYPE_CHECKING:  # reports count bytes too, and start without torch
@@ -164,21 +164,17 @@ class RingVolume:
         workers = self._of_node(cp_rank)
         counts = np.zeros(ring.cp_size, dtype=np.int64)  # tokens by the rank that they are sent to
         if self.exchange == "relay":
-            held = own[:, None] // ring.node_size * ring.node_size + workers % ring.node_size
-            ranges = tables.needed[held, outer_steps[:, None]]
+            ranges = tables.needed[self._of_node(own[:, None]), outer_steps[:, None]]
             lengths = ranges[..., 1] - ranges[..., 0]
             lengths[0] = tokens  # nothing is cut off before the first inner ring
             # Every chunk is passed on but that of the next rank, which arrives last.
             after = workers[(cp_rank + 1) % ring.node_size]
-            if len(workers) > 1:
-                counts[after] = lengths[:, workers != after].sum()
+            counts[after] = lengths[:, workers != after].sum()
         else:
             ranges = tables.used[own[:, None], workers]
             counts[workers] = (ranges[..., 1] - ranges[..., 0]).sum(axis=0)
             counts[cp_rank] = 0
-        if ring.nodes > 1:
-            leaving = tables.needed[own[:-1], outer_steps[1:]]
-            counts[(cp_rank + ring.node_size) % ring.cp_size] += (leaving[:, 1] - leaving[:, 0]).sum()
+        counts[(cp_rank + ring.node_size) % ring.cp_size] += sum(map(length, work.leaving))
         return self._counted(cp_rank, counts * token_bytes)
 
     def gradients(self, work: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool) -> Sent:
@@ -190,25 +186,23 @@ class RingVolume:
         widths = [shards.inside(int(step)) for step in outer_steps]
         summed = np.array([each.summed for each in widths])
         if self.exchange == "relay":
-            if len(workers) > 1:
-                after = workers[(cp_rank + 1) % ring.node_size]
-                nbytes[after] = (len(workers) - 1) * shards.tokens * summed.sum()
+            after = workers[(cp_rank + 1) % ring.node_size]
+            nbytes[after] = (len(workers) - 1) * shards.tokens * summed.sum()
         else:
-            owners = own[:, None] // ring.node_size * ring.node_size + workers % ring.node_size
+            owners = self._of_node(own[:, None])
             ranges, unreduced = tables.used[owners, cp_rank], tables.unreduced[owners, cp_rank]
             width = np.where(unreduced, np.array([each.unreduced for each in widths])[:, None], summed[:, None])
             nbytes[workers] = ((ranges[..., 1] - ranges[..., 0]) * width).sum(axis=0)
             nbytes[cp_rank] = 0
-        given, unreduced = tables.touched[own, outer_steps], tables.unreduced_across[own, outer_steps]
-        across = np.where(unreduced, shards.inter_node.unreduced, shards.inter_node.summed)
-        returned = (given[:, 1] - given[:, 0]) * across
-        nbytes[own[1:]] += returned[1:]
+        given = list(zip(own.tolist(), work.given, work.given_unreduced, strict=True))
+        for owner, tokens, as_written in given[1:]:  # the first are of this rank's own chunk, and stay
+            nbytes[owner] += length(tokens) * shards.inter_node.of(as_written)
         return self._counted(cp_rank, nbytes * shards.gradient(sends_queries, 1))
 
-    def _of_node(self, cp_rank: int) -> Integers:
-        """The ranks of a rank's inner ring."""
+    def _of_node(self, cp_ranks: int | Integers) -> Integers:
+        """The ranks of a rank's inner ring, in the last dimension."""
         size = self.ring.node_size
-        return cp_rank // size * size + np.arange(size)
+        return cp_ranks // size * size + np.arange(size)
 
     def backward(self, work: CommPlan, cp_rank: int, shards: Shards, sends_queries: bool) -> Sent:
         """Bytes that `cp_rank` sends in backward with one side, chunks and gradients; `work` is that side's plan."""

@@ -11,6 +11,7 @@ from engine.checkpoint.counts import group_starts
 from engine.checkpoint.planning.choice import Choice
 from engine.checkpoint.planning.memory import own_tile_tokens
 from engine.checkpoint.repeated import (
+    added_weights,
     head_share,
     layers_run_again,
     matmul_parameters,
@@ -22,9 +23,10 @@ from engine.settings import BYTES_OF, TrialSettings
 # Of the time of copies to the host and back, what a step grows by although computation hides them: the 1b model at 128K
 # tokens on two H200 takes 1.8% longer with `offload: all` (results/published/h200x4/memory_levers).
 CONTENTION = 0.12
-# Hidden states that a layer's elementwise work reads or writes when it runs again: norms, rotary embedding, sums,
-# SwiGLU and the copies between them. Fitted to three plans of the 1b model at 64K tokens on one H200
-# (results/published/h200x1/memory_budget, 40 GiB): by its products alone such a layer takes half of what it takes.
+# Hidden states that a layer would have to read or write to take the time that it takes when it runs again, beside its
+# products and attention. Fitted to three plans of the 1b model at 64K tokens on one H200 (results/published/h200x1/
+# memory_budget, 40 GiB): by its products alone such a layer takes half of what it takes. A fit and no count: by the
+# tensors' sizes, norms, sums, rotary embedding and SwiGLU read and write 25 hidden states in a forward of that shape.
 PASSES_AGAIN = 75
 
 
@@ -54,20 +56,16 @@ class CostModel:
         item = BYTES_OF[settings.dtype]
         wide = max(4, item)
         self._copy = item * self._tokens * model.hidden / speeds.host_link  # of one hidden state
-        self._copy_attention = (
-            self._tokens * model.heads * (item * model.head_dim + 4) / speeds.host_link
-        )  # of output and LSE
+        row = item * model.head_dim + 4  # of output and LSE, of one token and head
+        self._copy_attention = self._tokens * model.heads * row / speeds.host_link
         self._passes = PASSES_AGAIN * item * self._tokens * model.hidden / speeds.memory  # of one layer's forward
         self._layer = 2.0 * self._tokens * matmul_parameters(model) / speeds.gemm + self._passes + self._attention
         self._moments = 2 * wide * model.parameters / settings.world_size / speeds.host_link
-        per_run = 2 * wide * micro / speeds.memory  # a sum is read and written once per run
-        self._mlp_run = per_run * model.layers * (3 if model.gated else 2) * model.hidden * model.ffn
-        projections = model.hidden * (model.heads + 2 * model.kv_heads) * model.head_dim
-        self._projection_run = per_run * model.layers * projections
+        self._sum = 2 * wide * micro / speeds.memory  # of reading and writing the sum of one weight's gradient
         self._heads: dict[float, float] = {}
         # The LM head's own tiles are sized for speed: only more of them cost time.
         own = own_tile_tokens(model, item, self._rank_tokens)
-        self.own_head_tiles, self._head_run = math.ceil(self._rank_tokens / own), per_run * model.vocab * model.hidden
+        self.own_head_tiles, self._head_run = math.ceil(self._rank_tokens / own), self._sum * model.vocab * model.hidden
         self._waits: dict[int, float] = {}
 
     def seconds(self, choice: Choice) -> float:
@@ -81,19 +79,15 @@ class CostModel:
 
     def _split(self, choice: Choice) -> float:
         """Tokens whose MLP products are kept and those whose are not are different runs, with a sum over them."""
-        layers = self._settings.model.layers
-        whole = layers - choice.checkpoint.layers_again(layers)
-        if not whole or choice.checkpoint.mlp in (0, 1):
+        model = self._settings.model
+        whole = model.layers - choice.checkpoint.layers_again(model.layers)
+        if choice.checkpoint.mlp in (0, 1):
             return 0.0
-        return (2 if choice.mlp_tiles == 1 else 1) * self._mlp_run * whole / layers
+        return (2 if choice.mlp_tiles == 1 else 1) * self._sum * model.mlp_parameters * whole
 
     def fixed(self, choice: Choice) -> float:
         """Of it, what no choice of `tail`, `whole_layers` and `mlp` changes but for the copies: tiles and moments."""
-        added = 0.0
-        if choice.mlp_tiles > 1:
-            added += choice.mlp_tiles * self._mlp_run
-        if choice.projection_tiles > 1:
-            added += choice.projection_tiles * self._projection_run
+        added = self._sum * added_weights(self._settings.model, choice.mlp_tiles, choice.projection_tiles)
         if choice.optimizer_offload:
             added += 2 * self._moments  # in and out; neither forward nor backward hides them
         if choice.head_tiles:

@@ -93,7 +93,7 @@ class MemoryModel:
             gathered_first=(2 * item + wide) * layer,
             further=item * layer,
             head=(2 * item + 2 * wide) * shape.vocab * shape.hidden,
-            mlp_sums=wide * (1 + self._gates) * shape.hidden * shape.ffn,
+            mlp_sums=wide * shape.mlp_parameters,
         )
         # Gradients are formed where they stay, sums over several runs among them.
         whole = _OfParameters(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.cuda.graph import CapturedParts
-from engine.lm_head.tiles import runs_with_labels
+from engine.data.batch import Batch, page_locked
+from engine.lm_head.tiles import check_labels
 from engine.optimizer import OnePassAdamW
-from engine.tasks.captured.batch import Batch, page_locked
 
 Work = Generator[None, None, tuple[Tensor, Tensor]]  # ends with the loss and the gradients' norm, both 0-dim
 
@@ -65,8 +65,7 @@ class CapturedStep:
         Raises ValueError for a label that is neither a word nor -100.
         """
         for kept, batch in zip(self._batches, batches, strict=True):
-            labels_T = batch.labels_BL.flatten()
-            runs_with_labels(labels_T, labels_T.shape[0], self._vocabulary)
+            check_labels(batch.labels_BL.flatten(), self._vocabulary)
             kept.labels_BL.copy_(batch.labels_BL)
             kept.tokens_BL.copy_(batch.tokens_BL)
         self._batches[0].targets.copy_(batches[0].targets)

@@ -21,7 +21,8 @@ from engine.attention.geometry.shard_table import shard_table
 from engine.attention.masks import BlockSparse, Causal, Documents, Full, LocalGlobal, Mask, SlidingWindow, Strided
 from engine.attention.masks.balance import rank_pair_tiles
 from engine.attention.masks.bands import band_tiles
-from engine.attention.masks.blocks import _keys_seen, _local_blocks
+from engine.attention.masks.block_rows import _local_blocks
+from engine.attention.masks.blocks import _keys_seen
 from engine.attention.masks.documents import _seen_earlier
 from engine.attention.masks.window import _window_tiles
 from engine.attention.planning import comm_plan, comm_volume, pair_table

@@ -25,7 +25,8 @@ from engine.attention.masks import (
     rank_areas,
     rank_pair_tiles,
 )
-from engine.attention.masks.blocks import MAX_TILES, rectangles
+from engine.attention.masks.block_rows import rectangles
+from engine.attention.masks.blocks import MAX_TILES
 from tests.positions import shard_positions
 
 SEQ_LEN = 24  # splits into 1, 2, 3 and 4 ranks under every layout

@@ -10,18 +10,12 @@ import pytest
 
 from engine.attention.geometry.layout import LAYOUTS, Gathered, Segment, SplitZigzag
 from engine.attention.geometry.shard_table import shard_table
-from engine.attention.geometry.tiles import Tile, join
 from engine.attention.masks import BlockSparse, Documents, LocalGlobal, Strided
 from engine.attention.masks import blocks as block_masks
 from engine.attention.masks.block_cells import cover
+from engine.attention.masks.block_rows import tiles_by_rows
 from engine.attention.masks.blocks import BlockMask
 from engine.attention.planning.pair_table import hull
-
-
-def one_by_one(mask: BlockMask, q: tuple[Segment, ...], k: tuple[Segment, ...]) -> tuple[Tile, ...]:
-    """The tiles of two shards, rectangle by rectangle."""
-    pairs = block_masks._segment_pairs(q, k, mask.causal)
-    return tuple(join([tile for pair in pairs for tile in block_masks._pair_tiles(mask, pair)]))
 
 
 def random_mask(generator: random.Random, blocks: int, size: int) -> BlockMask:
@@ -54,7 +48,7 @@ def test_tiles_of_all_pairs_at_once_are_those_found_block_by_block(seed: int, mo
         table = mask._tile_table(shards, q_ranks, k_ranks)
         spans = [table.spans(queries) for queries in (True, False)]
         for index, (q_rank, k_rank) in enumerate(pairs):
-            tiles = one_by_one(mask, shards.segments[q_rank], shards.segments[k_rank])
+            tiles = tiles_by_rows(mask, shards.segments[q_rank], shards.segments[k_rank])
             assert table.tiles(index) == tiles, (mask, layout, seq_len, q_rank, k_rank)
             assert table.calls(index) == tuple((tile.q, tile.k, tile.band) for tile in tiles)
             for (start, stop, apart), sides in zip(
