@@ -59,13 +59,12 @@ def run_rails(nodes: Sequence[Node], rails: Mapping[str, Sequence[Rail]], plan: 
 def _measure_pair(
     plan: Plan, by_name: Mapping[str, Node], rails: Mapping[str, Sequence[Rail]], seconds: float, pair: Pair
 ) -> list[tuple[str, RailSpeed]] | str:
-    """The rails of two nodes, first with first, second with second; or the reason why there are none."""
+    """Speeds of the rails of two nodes, each with its node's name; or the reason why there are none."""
     one, other = pair
     facing, left = facing_rails(rails[one], rails[other])
-    ours, theirs = [mine for mine, _ in facing], [theirs for _, theirs in facing]
     conversation = Conversation(
-        opener=("rails", "--rails", ",".join(rail.argument for rail in ours)),
-        caller=lambda ports: ("rails", "--rails", ",".join(rail.argument for rail in theirs), "--ports", ports),
+        opener=("rails", "--rails", ",".join(rail.argument for rail, _ in facing)),
+        caller=lambda ports: ("rails", "--rails", ",".join(rail.argument for _, rail in facing), "--ports", ports),
         answer="rails",
         both_answer=False,
         seconds=seconds,
@@ -74,10 +73,10 @@ def _measure_pair(
     if isinstance(answer, str):
         return answer
     speeds: list[tuple[str, RailSpeed]] = []
-    for ours_rail, theirs_rail, speed in zip(ours, theirs, answer["speeds"], strict=False):
-        speeds.append((one, RailSpeed(rail=ours_rail, other=f"{other} {theirs_rail.port}", speed=speed)))
+    for (ours, theirs), speed in zip(facing, answer["speeds"], strict=False):
+        speeds.append((one, RailSpeed(rail=ours, other=f"{other} {theirs.port}", speed=speed)))
         if other != one:
-            speeds.append((other, RailSpeed(rail=theirs_rail, other=f"{one} {ours_rail.port}", speed=speed)))
+            speeds.append((other, RailSpeed(rail=theirs, other=f"{one} {ours.port}", speed=speed)))
     for (node, lacks), unmatched in zip(((one, other), (other, one)), left, strict=True):
         speeds += [(node, RailSpeed(rail=rail, other=lacks, speed=None)) for rail in unmatched]
     return speeds
