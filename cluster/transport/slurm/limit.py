@@ -23,7 +23,6 @@ def job_end(say: Callable[[str], None], environment: Mapping[str, str] = os.envi
     job = slurm_job(environment)
     if job is None:
         return None
-    problem = ""
     try:
         done = subprocess.run(
             ["squeue", "--noheader", f"--jobs={job}", "--format=%A %e"],
