@@ -43,6 +43,15 @@ def started(seconds: float, *command: str, **variables: str) -> subprocess.Popen
     )
 
 
+def fed(process: subprocess.Popen[bytes]) -> Bracketed:
+    """A reader of the step's output, after its program and an empty input were sent."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdin as pipe:
+        pipe.writelines(step_input(""))
+    return Bracketed(process.stdout.read1, MARK)  # type: ignore[attr-defined]
+
+
 def content(reader: Bracketed) -> bytes:
     found = b""
     while chunk := reader.read(1 << 16):
@@ -87,11 +96,7 @@ def test_the_variables_of_the_step_do_not_reach_the_command() -> None:
 def test_a_step_lasts_as_long_as_something_that_its_command_has_left() -> None:
     leaves = "setsid sleep 600 > /dev/null 2>&1 & echo $!"
     with started(AMPLE, "sh", "-c", leaves) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with process.stdin as pipe:
-            pipe.writelines(step_input(""))
-        reader = Bracketed(process.stdout.read1, MARK)  # type: ignore[attr-defined]
+        reader = fed(process)
         pid = content(reader).decode().strip()
         assert reader.trailer == "0 and more"
         assert process.poll() is None
@@ -103,11 +108,7 @@ def test_the_end_of_a_step_ends_all_that_its_command_has_left_before_its_task() 
     """Also what ignores TERM and what has a session of its own: Slurm may not find it after the task."""
     leaves = "trap '' TERM; setsid sleep 600 > /dev/null 2>&1 & echo $!"
     with started(AMPLE, "sh", "-c", leaves) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with process.stdin as pipe:
-            pipe.writelines(step_input(""))
-        reader = Bracketed(process.stdout.read1, MARK)  # type: ignore[attr-defined]
+        reader = fed(process)
         pid = int(content(reader))
         process.terminate()
         assert process.wait(AMPLE) == 128 + signal.SIGTERM
