@@ -18,7 +18,7 @@ from cluster.inventory.ranges import expand, split_list
 from cluster.node_arguments import add_node_arguments
 from cluster.render.grouping import Selection
 
-# Verdicts that come from elsewhere than a file of cluster/checks.
+# Verdicts that no file of cluster/checks gives.
 OTHERS = (REACHABILITY, CLOCK, "drift", "history", *TESTS)
 _EXIT_CODES_HELP = "exit codes: 0 all ok, 1 a warning, 2 a failure, 3 a node stayed unknown or the usage was wrong"
 

@@ -1,7 +1,7 @@
-"""Bandwidth of each adapter by itself, from GPU memory to GPU memory, with perftest's ib_write_bw where it is there.
+"""Bandwidth of each adapter alone, from GPU memory to GPU memory, by perftest's ib_write_bw where it is installed.
 
-An exchange of all GPUs hides one slow adapter among eight. A rail is one adapter's port with the GPU beside it. One end
-listens for every rail at a port of its own, the other goes through them one after the other.
+An exchange of all GPUs does not show one slow adapter among eight. A rail is one port of an adapter with its nearest
+GPU. One node runs a listener for each rail, on a TCP port of its own; the other calls one listener after another.
 Source: linux-rdma/perftest; message size and the loopback of a single node: Azure/azurehpc-health-checks.
 """
 
@@ -34,7 +34,7 @@ class Rail:
 
     @property
     def argument(self) -> str:
-        """As a worker is told: `mlx5_0:1=0`."""
+        """The rail in a worker's argument --rails: `mlx5_0:1=0`."""
         return f"{self.port}={'' if self.gpu is None else self.gpu}"
 
 

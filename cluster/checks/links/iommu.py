@@ -25,7 +25,7 @@ echo end
 
 
 def judge(output: Output, site: Site) -> Verdict:
-    """Warns where a real machine has GPUs and adapters and their group is not passed through (`identity`)."""
+    """Warns where the IOMMU translates the addresses of a GPU or adapter; not in a virtual machine, or without both."""
     lines = output.text.splitlines()
     if "end" not in lines:
         return Verdict(level="unknown", summary=f"the IOMMU's groups cannot be read ({output.first_line})")
