@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -15,11 +14,11 @@ from cluster.health.nodes import CLOCK, REACHABILITY
 from cluster.inventory.file import named_nodes
 from cluster.inventory.hosts import read_hosts
 from cluster.inventory.nodes import Node
-from cluster.inventory.ranges import expand
+from cluster.inventory.ranges import expand, split_list
 from cluster.node_arguments import add_node_arguments
 from cluster.render.grouping import Selection
 
-# Verdicts that come from elsewhere than a file of cluster/checks.
+# Verdicts that no file of cluster/checks gives.
 OTHERS = (REACHABILITY, CLOCK, "drift", "history", *TESTS)
 _EXIT_CODES_HELP = "exit codes: 0 all ok, 1 a warning, 2 a failure, 3 a node stayed unknown or the usage was wrong"
 
@@ -101,4 +100,4 @@ def chosen_part(arguments: argparse.Namespace, nodes: Sequence[Node]) -> Selecti
 
 def _names(text: str) -> tuple[str, ...]:
     """Names between commas; a comma within brackets belongs to a range."""
-    return tuple(name.strip() for name in re.split(r",(?![^\[]*\])", text) if name.strip())
+    return tuple(name.strip() for name in split_list(text) if name.strip())

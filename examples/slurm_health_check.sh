@@ -5,7 +5,7 @@
 BURST=${BURST:-/opt/burst/.venv/bin/burst}
 SITE=${SITE:-/etc/burst/site.yaml}
 NODE=${SLURMD_NODENAME:-$(hostname -s)}
-OURS='burst check:' # begins our reasons; what somebody else drained stays drained
+OURS='burst check:' # our reasons begin with it; a node with another reason stays drained
 
 said=$(timeout -k 5 50 "$BURST" check --site "$SITE" --nagios --timeout 40 2>/dev/null)
 code=$?
@@ -14,13 +14,13 @@ state=$(scontrol show node "$NODE" --oneliner)
 reason=$(printf '%s\n' "$state" | sed -n 's/.* Reason=\([^[]*\).*/\1/p')
 
 case $code in
-0 | 1) # well, or only worth a look
+0 | 1) # ok, or a warning
     case $reason in "$OURS"*) scontrol update NodeName="$NODE" State=RESUME ;; esac
     ;;
-2) # a failure; a reason that is there already is kept, whoever gave it
+2) # a failure; a reason that the node already has is kept
     [ -n "$reason" ] || scontrol update NodeName="$NODE" State=DRAIN Reason="$OURS $finding"
     ;;
-*) # nothing is known: no ground to drain, and none to resume
+*) # no verdict: neither drain nor resume
     logger -t burst-check "the check gave no answer (status $code): $finding"
     ;;
 esac

@@ -144,15 +144,16 @@ def _exchange(kind: Device, node: int, peer: str, port: int, seconds: float) -> 
 
 
 def _rails(node: int, ours: Sequence[rails.Rail], peer: str, ports: str | None) -> None:
-    """Node 0 listens until every rail was called or it is ended; node 1 calls them one after the other."""
+    """Node 0 listens until node 1 has called every rail, or until it is ended; node 1 calls one rail after another."""
+    gpus = rails.takes_gpus()
     if node == 1:
         assert ports is not None
         numbers = [int(port) for port in ports.split(",")]
-        speeds = [rails.measure(rail, port, peer) for rail, port in zip(ours, numbers, strict=True)]
+        speeds = [rails.measure(rail, port, peer, gpus) for rail, port in zip(ours, numbers, strict=True)]
         print(line("rails", {"speeds": speeds}), flush=True)
         return
     free = rails.free_ports(len(ours))
-    listeners = rails.listen(ours, free)
+    listeners = rails.listen(ours, free, gpus)
     time.sleep(_LISTEN_SECONDS)
     print(line("port", {"port": ",".join(map(str, free))}), flush=True)
     for listener in listeners:

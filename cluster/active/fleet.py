@@ -122,7 +122,7 @@ def exchange(plan: Plan, by_name: Mapping[str, Node], pair: Pair) -> float | str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Two workers: the opener prints the port, or ports, it listens at, and the caller is told them."""
+    """Commands of two workers. The opener prints the port or ports on which it listens; the caller connects to them."""
 
     opener: tuple[str, ...]
     caller: Callable[[str], tuple[str, ...]]

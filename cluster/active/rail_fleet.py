@@ -1,4 +1,4 @@
-"""Rails of a fleet: every node with one other, or with itself where it is alone; and the verdict on its rails."""
+"""Rails of a fleet, measured between two nodes, or within a node that has no partner; and the verdict on each node."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_rails(nodes: Sequence[Node], rails: Mapping[str, Sequence[Rail]], plan: 
     alone = [name for name in able if not any(name in pair for pair in pairs)]
     group: list[Pair] = [*pairs, *((name, name) for name in alone)]
     by_name = {node.name: node for node in nodes}
-    # A rail takes its seconds and a little; the ends start once.
+    # Each rail adds the seconds of its measurement and a reserve; the two workers start once.
     seconds = plan.pair_seconds + max(len(rails[name]) for name in able) * (node_rails.SECONDS + 5.0)
     work = partial(_measure_pair, plan, by_name, rails, seconds)
     speeds: dict[str, list[RailSpeed]] = {}
@@ -59,13 +59,12 @@ def run_rails(nodes: Sequence[Node], rails: Mapping[str, Sequence[Rail]], plan: 
 def _measure_pair(
     plan: Plan, by_name: Mapping[str, Node], rails: Mapping[str, Sequence[Rail]], seconds: float, pair: Pair
 ) -> list[tuple[str, RailSpeed]] | str:
-    """The rails of two nodes, first with first, second with second; or the reason why there are none."""
+    """Speeds of the rails of two nodes, each with its node's name; or the reason why there are none."""
     one, other = pair
     facing, left = facing_rails(rails[one], rails[other])
-    ours, theirs = [mine for mine, _ in facing], [theirs for _, theirs in facing]
     conversation = Conversation(
-        opener=("rails", "--rails", ",".join(rail.argument for rail in ours)),
-        caller=lambda ports: ("rails", "--rails", ",".join(rail.argument for rail in theirs), "--ports", ports),
+        opener=("rails", "--rails", ",".join(rail.argument for rail, _ in facing)),
+        caller=lambda ports: ("rails", "--rails", ",".join(rail.argument for _, rail in facing), "--ports", ports),
         answer="rails",
         both_answer=False,
         seconds=seconds,
@@ -74,10 +73,10 @@ def _measure_pair(
     if isinstance(answer, str):
         return answer
     speeds: list[tuple[str, RailSpeed]] = []
-    for ours_rail, theirs_rail, speed in zip(ours, theirs, answer["speeds"], strict=False):
-        speeds.append((one, RailSpeed(rail=ours_rail, other=f"{other} {theirs_rail.port}", speed=speed)))
+    for (ours, theirs), speed in zip(facing, answer["speeds"], strict=False):
+        speeds.append((one, RailSpeed(rail=ours, other=f"{other} {theirs.port}", speed=speed)))
         if other != one:
-            speeds.append((other, RailSpeed(rail=theirs_rail, other=f"{one} {ours_rail.port}", speed=speed)))
+            speeds.append((other, RailSpeed(rail=theirs, other=f"{one} {ours.port}", speed=speed)))
     for (node, lacks), unmatched in zip(((one, other), (other, one)), left, strict=True):
         speeds += [(node, RailSpeed(rail=rail, other=lacks, speed=None)) for rail in unmatched]
     return speeds
@@ -86,10 +85,10 @@ def _measure_pair(
 def facing_rails(
     ours: Sequence[Rail], theirs: Sequence[Rail]
 ) -> tuple[list[tuple[Rail, Rail]], tuple[list[Rail], list[Rail]]]:
-    """Rails of two nodes that face each other, and those of each that face none.
+    """Pairs of rails to measure, one of each node, and the rails of each node that have no partner.
 
-    Those of one name do: where a node lacks an adapter, all after it would else meet another switch. The others do in
-    order.
+    Rails of one name are a pair. By position alone, all rails after a missing adapter would be measured across another
+    switch. The rails whose names only one node has are paired in order.
     """
     named = {rail.port: rail for rail in theirs}
     names = {rail.port for rail in ours}
@@ -101,7 +100,7 @@ def facing_rails(
 def judge_rails(speeds: Mapping[str, Sequence[RailSpeed]], missing: Mapping[str, str]) -> dict[str, Verdict]:
     """Warns on rails far below the fleet's median or their own rate, and on those without a result.
 
-    `missing`: nodes of which none was measured, with the reason; a program that is not installed is no fault.
+    `missing`: nodes without a measured rail, with the reason; a program that is not installed is no fault.
     """
     good = [one.speed for rails in speeds.values() for one in rails if isinstance(one.speed, float)]
     median = statistics.median(good) if good else None

@@ -1,7 +1,7 @@
-"""Bandwidth of each adapter by itself, from GPU memory to GPU memory, with perftest's ib_write_bw where it is there.
+"""Bandwidth of each adapter alone, from GPU memory to GPU memory, by perftest's ib_write_bw where it is installed.
 
-An exchange of all GPUs hides one slow adapter among eight. A rail is one adapter's port with the GPU beside it. One end
-listens for every rail at a port of its own, the other goes through them one after the other.
+An exchange of all GPUs does not show one slow adapter among eight. A rail is one port of an adapter with its nearest
+GPU. One node runs a listener for each rail, on a TCP port of its own; the other calls one listener after another.
 Source: linux-rdma/perftest; message size and the loopback of a single node: Azure/azurehpc-health-checks.
 """
 
@@ -34,7 +34,7 @@ class Rail:
 
     @property
     def argument(self) -> str:
-        """As a worker is told: `mlx5_0:1=0`."""
+        """The rail in a worker's argument --rails: `mlx5_0:1=0`."""
         return f"{self.port}={'' if self.gpu is None else self.gpu}"
 
 
@@ -55,10 +55,13 @@ def unavailable() -> str:
 
 
 def takes_gpus() -> bool:
-    """True when this build of the program can use the memory of a GPU."""
+    """True when this build of the program can use the memory of a GPU. Raises RuntimeError when it does not answer."""
     program = _program()
     assert program is not None
-    done = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=20.0, check=False)
+    try:
+        done = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=20.0, check=False)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{PROGRAM} --help gave no answer within 20 s") from None
     return "--use_cuda" in done.stdout + done.stderr
 
 
@@ -71,20 +74,22 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def listen(rails: Sequence[Rail], ports: Sequence[int]) -> list[subprocess.Popen[str]]:
-    """A listening program for each rail; each ends with its first client, and with the process group of this one."""
-    gpus = takes_gpus()
+def listen(rails: Sequence[Rail], ports: Sequence[int], gpus: bool) -> list[subprocess.Popen[str]]:
+    """A listening program for each rail; each ends with its first client, and with the process group of this one.
+
+    `gpus` is what `takes_gpus` says.
+    """
     return [
         subprocess.Popen(_command(rail, port, gpus), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True)
         for rail, port in zip(rails, ports, strict=True)
     ]
 
 
-def measure(rail: Rail, port: int, peer: str) -> float | str:
-    """Average Gb/s of one rail to the one that listens at `peer`, or the reason why there is none."""
+def measure(rail: Rail, port: int, peer: str, gpus: bool) -> float | str:
+    """Average Gb/s of one rail to the one that listens at `peer`, or the reason why there is none; `gpus` as above."""
     try:
         done = subprocess.run(
-            [*_command(rail, port, takes_gpus()), peer],
+            [*_command(rail, port, gpus), peer],
             capture_output=True, text=True, timeout=SECONDS + 20.0, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -104,7 +104,7 @@ def _compare(
     """A verdict for each node of a group whose value of this fact is not that of most. No value is no difference."""
     values = {name: verdicts[check].facts.get(fact) for name, verdicts in group.items() if check in verdicts}
     found = {name: _version(value) for name, value in values.items() if value is not None}
-    groups = _by_value(dict(found))
+    groups = _by_value(found)
     if len(groups) < 2:
         return {}
     common, names = next(iter(groups.items()))

@@ -72,7 +72,7 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One line of a file from which NCCL takes variables by itself."""
+    """One line of a file from which NCCL reads variables."""
 
     file: str
     line: int  # from 1
@@ -94,7 +94,7 @@ class NodeFacts:
     driver: str | None = None  # NVIDIA driver
     nccl: str | None = None  # version of the NCCL wheel beside the node's torch
     nccl_conf: tuple[Setting, ...] = ()  # in NCCL's order: the user's file, then /etc/nccl.conf
-    absent: tuple[str, ...] = ()  # files that variables of NCCL name, and that cannot be read
+    absent: tuple[str, ...] = ()  # files that variables of NCCL name and that cannot be read
     unread: tuple[str, ...] = ()  # a sentence for each probe that failed
 
     def interface(self, name: str) -> Interface | None:

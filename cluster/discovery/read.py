@@ -64,6 +64,7 @@ def parse(node: str, outputs: Mapping[str, Output]) -> NodeFacts:
     interfaces = tuple(_interfaces(text.get("interfaces", ""), _json_list(text.get("addresses", ""))))
     head = [_route(line, table, interfaces) for line in text.get("head", "").splitlines() if line.strip()]
     storage = [_route(line, table, interfaces) for line in text.get("storage", "").splitlines() if line.strip()]
+    settings, problems = _settings(text.get("nccl_conf", ""))
     return NodeFacts(
         node=node,
         cores=_number(text.get("cores", "")),
@@ -74,9 +75,9 @@ def parse(node: str, outputs: Mapping[str, Output]) -> NodeFacts:
         storage_routes=tuple(dict.fromkeys(storage)),
         driver=rows[0]["driver_version"] if rows else None,
         nccl=text.get("nccl", "").strip() or None,
-        nccl_conf=tuple(_settings(text.get("nccl_conf", ""))),
+        nccl_conf=tuple(settings),
         absent=tuple(dict.fromkeys(line for line in text.get("absent", "").splitlines() if line.startswith("/"))),
-        unread=(*_unread(outputs, smi), *_no_settings(text.get("nccl_conf", ""))),
+        unread=(*_unread(outputs, smi), *problems),
     )
 
 
@@ -211,19 +212,21 @@ _SETTING = re.compile(r"([^\t]+)\t(\d+)\t([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 _REMARK = re.compile(r"[^\t]+\t\d+\t\s*(#.*)?")
 
 
-def _settings(text: str) -> Iterable[Setting]:
-    """Lines `file TAB number TAB line` that set a variable, as NCCL reads them: without blanks around the name."""
+def _settings(text: str) -> tuple[list[Setting], list[str]]:
+    """Settings in lines `file TAB number TAB line`, and a sentence for each line that NCCL cannot understand.
+
+    NCCL takes no blanks around a name.
+    """
+    settings, problems = [], []
     for line in text.splitlines():
         if match := _SETTING.fullmatch(line):
-            yield Setting(file=match[1], line=int(match[2]), name=match[3], value=match[4])
-
-
-def _no_settings(text: str) -> Iterable[str]:
-    """A sentence for each line that NCCL cannot understand."""
-    for line in text.splitlines():
-        if not _SETTING.fullmatch(line) and not _REMARK.fullmatch(line) and line.count("\t") >= 2:
+            settings.append(Setting(file=match[1], line=int(match[2]), name=match[3], value=match[4]))
+        elif line.count("\t") >= 2 and not _REMARK.fullmatch(line):
             file, number, content = line.split("\t", 2)
-            yield f"line {number} of {file} is {content[:60]!r}; NCCL expects NAME=VALUE without blanks around the name"
+            problems.append(
+                f"line {number} of {file} is {content[:60]!r}; NCCL expects NAME=VALUE without blanks around the name"
+            )
+    return settings, problems
 
 
 _UP, _REJECT = 0x1, 0x200  # RTF_UP, RTF_REJECT

@@ -74,12 +74,12 @@ def setting_problem(name: str, value: str) -> str:
 
 
 def left_alone(taken: Sequence[str]) -> list[LeftAlone]:
-    """The variables that neither `taken` names set nor a file of NCCL's."""
+    """The variables of LEFT_ALONE whose names are not `taken`."""
     return [left for left in LEFT_ALONE if left.name not in taken]
 
 
 def configured(settings: Sequence[Setting], values: Sequence[Value]) -> tuple[tuple[Value, ...], list[str]]:
-    """What NCCL takes from its files, as values; and a warning for each line that something else replaces.
+    """The values that NCCL takes from its files, and a warning for each line that another value replaces.
 
     `settings` in NCCL's order: of two lines for one name the first counts, and `values` of the environment win.
     """

@@ -1,7 +1,7 @@
 """Docker and podman, here and on nodes: command lines as pure functions, and the look-up of an image.
 
-Podman takes docker's commands. Where the two differ, this module knows it: podman has no daemon, buildah builds its
-images, an id has no `sha256:` before it, and an image that is absent is "not known".
+Podman takes docker's commands. This module holds the differences: podman has no daemon, buildah builds its images, its
+ids have no `sha256:` before them, and it calls an absent image "not known".
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def build_command(
     options: Sequence[str] = (),
 ) -> list[str]:
     """Build the Dockerfile in `folder`. An argument without a value is taken from the engine's environment, where `ps`
-    and shell histories do not show it. `volumes` are mounted while podman's images are built; docker has no such thing.
+    and shell histories do not show it. `volumes` are mounted while podman's images are built; docker cannot do that.
     """
     if engine == "docker":
         assert not volumes, volumes

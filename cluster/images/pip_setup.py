@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 import configparser
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from cluster.files.filesystem import cache_folder
 from cluster.images.engine import ImageFailed, last_line
 
 IN_BUILD = "/etc/xdg/pip"  # where pip looks for configuration on every distribution, and none of them keeps any
@@ -21,6 +25,16 @@ _OPTIONS = frozenset(
     | {"default-timeout", "retries", "timeout", "trusted-host"}
 )
 _SECONDS = 60.0
+
+
+@contextlib.contextmanager
+def mounted_pip_setup() -> Iterator[list[str]]:
+    """What a build mounts, as `write_pip_setup` returns it; the files are removed afterwards. Raises ImageFailed."""
+    cache = cache_folder("pip-setup")
+    cache.mkdir(parents=True, exist_ok=True)
+    # Builds side by side have a folder each, of mode 0700.
+    with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as folder:
+        yield write_pip_setup(Path(folder))
 
 
 def write_pip_setup(folder: Path) -> list[str]:

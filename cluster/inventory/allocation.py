@@ -16,7 +16,7 @@ from cluster.inventory.hosts import Host, parse_hosts
 from cluster.inventory.site import RayPorts, Site
 
 SLURM = "slurm"  # the word that stands for the nodes of the allocation wherever nodes are named
-# Jobs that share a node share its ports. A dashboard is for a cluster that somebody looks at.
+# Jobs on one node share its ports, so Ray takes free ones (0). The cluster of a job runs without Ray's dashboard.
 ALLOCATED = Site(name=SLURM, ray=RayPorts(head_port=0, client_port=0, dashboard=False, dashboard_port=0))
 
 _JOB = re.compile(r"\d+")
@@ -30,7 +30,7 @@ def slurm_job(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def slurm_run(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Job and number of its start, as in `7.0`: a job that is requeued keeps its number. None outside one."""
+    """Job number and number of restarts, as in `7.0`: a requeued job keeps its job number. None outside a job."""
     job = slurm_job(environment)
     return f"{job}.{environment.get('SLURM_RESTART_COUNT') or 0}" if job else None
 
@@ -43,8 +43,8 @@ def hosts_of(target: str, environment: Mapping[str, str] = os.environ) -> list[H
 def allocated_hosts(environment: Mapping[str, str] = os.environ) -> list[Host]:
     """The nodes of the allocation, in Slurm's order, each with its ranks. Raises UsageError outside a job.
 
-    A node takes as many ranks of a trial as it has GPUs in the allocation. Where the variables do not say how many, it
-    is asked later; without any GPU it takes as many ranks as Slurm would start tasks.
+    A node takes as many ranks of a trial as it has GPUs in the allocation. Where no variable gives their number, the
+    node's GPUs are counted later. In a job without GPUs a node takes one rank for each of its Slurm tasks.
     """
     job = slurm_job(environment)
     listed = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
@@ -84,14 +84,14 @@ def _addresses(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ranks(environment: Mapping[str, str], nodes: int) -> Sequence[int | None]:
-    """Ranks of each node; None where the node is to be asked for its GPUs."""
+    """Ranks of each node; None where the GPUs of the node are counted later."""
     if requested := environment.get("SLURM_GPUS_PER_NODE"):  # 8, or h100:8, or a:4,b:4
         counts = [entry.rpartition(":")[2] for entry in requested.split(",")]
         if not all(count.isascii() and count.isdecimal() for count in counts):
             raise ValueError(f"SLURM_GPUS_PER_NODE is {requested!r}; expected a number such as 8 or h100:8")
         return [sum(map(int, counts)) or None] * nodes
     if environment.get("SLURM_GPUS_ON_NODE", "0") != "0" or environment.get("SLURM_JOB_GPUS"):
-        return [None] * nodes  # of one node alone: others may have another number
+        return [None] * nodes  # these describe one node alone: others may have another number
     return _tasks(environment, nodes)
 
 

@@ -246,14 +246,14 @@ def _inventory(targets: Sequence[str], site_file: Path | None) -> Inventory:
     if not targets:
         return Inventory(name="this machine", nodes=(Node(host=this_machine(), site=site),))
     first, *others = targets
-    if first == SLURM or _is_file(first):
+    if _is_inventory(first):
         inventory = read_inventory(Path(first), site_file)
         return inventory.select(others) if others else inventory
-    if misplaced := next((target for target in others if target == SLURM or _is_file(target)), None):
+    if misplaced := next(filter(_is_inventory, others), None):
         what = "the allocation" if misplaced == SLURM else "a file"
         raise UsageError(f"{misplaced} is {what} behind hosts; give one inventory, then the names of nodes in it")
     return from_hosts([host for target in targets for host in parse_hosts(target)], site)
 
 
-def _is_file(target: str) -> bool:
-    return target.endswith((".yaml", ".yml")) or Path(target).is_file()
+def _is_inventory(target: str) -> bool:
+    return target == SLURM or target.endswith((".yaml", ".yml")) or Path(target).is_file()

@@ -60,8 +60,8 @@ def this_machine() -> Host:
 
 
 def parse_hosts(target: str) -> list[Host]:
-    """Hosts of one target: `[user@]address[:port]`, where a name may hold ranges such as `gpu[01-04,07]`, or of several
-    with commas between, each with its own user and port.
+    """Hosts of one target: `[user@]address[:port]`, where a name may hold ranges such as `gpu[01-04,07]`. Commas
+    separate several targets, each with its own user and port.
 
     An IPv6 address with a port is written `[fe80::1]:2222`. Raises ValueError for anything else.
     """

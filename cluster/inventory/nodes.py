@@ -59,7 +59,7 @@ def opened_by(inventory: Inventory, key: Path) -> Inventory:
 
 
 def reached(host: Host, site: Site) -> Host:
-    """The host, with the site's `ssh` for the parts that its target left out. SSH reaches none of a Slurm job's."""
+    """The host, with the site's `ssh` for the parts that its target left out. A host of a Slurm job needs no SSH."""
     if host.is_local or host.slurm_job:
         return host
     ssh = site.ssh

@@ -1,6 +1,6 @@
 """Ranges in names: `gpu[01-04]` stands for four nodes, and four nodes are written as `gpu[01-04]`.
 
-Read is what Slurm writes into SLURM_JOB_NODELIST: `gpu[01-04,07],login2,r[1-2]n[0-10:2]`.
+Lists are read as Slurm writes them into SLURM_JOB_NODELIST: `gpu[01-04,07],login2,r[1-2]n[0-10:2]`.
 """
 
 from __future__ import annotations

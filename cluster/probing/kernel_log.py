@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cluster.probing.probe import Output, Probe, printable
 from cluster.probing.verdict import Verdict
 
-# What each check looks for; of every kind the last 500 lines are read, so that none can push out another.
+# The lines that checks look for. The last 500 lines of each kind are read, so that no kind can push out another.
 _KINDS = (
     "NVRM: Xid",
     "SXid",
@@ -57,9 +57,10 @@ class KernelLog:
 
 
 def read(output: Output, what: str, *, warns: bool = False) -> KernelLog | Verdict:
-    """The log, or the verdict of a check that cannot see it: `what` stays unseen.
+    """The log, or the verdict of a check where it cannot be read; `what` names the events that the check looks for.
 
-    Several checks read this log, and only the one that `warns` does so where this user may not: one cause, one warning.
+    Several checks read this log. Where this user may not read it, only the check with `warns` warns: one cause, one
+    warning.
     """
     lines = output.text.splitlines()
     uptime = next((line.split()[1] for line in lines if re.fullmatch(r"uptime \d+(\.\d+)?", line)), None)

@@ -31,7 +31,7 @@ class Selection:
         ]
 
     def holds(self, report: NodeReport) -> bool:
-        """True for a node that is shown, be it only by its name."""
+        """True for a node of which at least the name is shown."""
         return bool(self.verdicts(report)) or not (self.only_faults or self.nodes)
 
     def shown(self, reports: Iterable[NodeReport]) -> list[tuple[NodeReport, list[tuple[str, Verdict]]]]:
@@ -48,7 +48,7 @@ class Group:
     """Nodes with the same faults, or with the same GPUs and no fault shown here."""
 
     nodes: tuple[str, ...]
-    rows: tuple[tuple[str, Verdict], ...]  # check, or how many, and its verdict
+    rows: tuple[tuple[str, Verdict], ...]  # name of a check, or number of checks, and the verdict
 
     @property
     def name(self) -> str:

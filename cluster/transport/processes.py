@@ -12,7 +12,7 @@ from cluster.transport.streams import chunks
 
 
 def start(command: Sequence[str], stderr: int, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Start a command with pipes; `environment` None is ours. Raises OSError when there is no such program."""
+    """Start a command with pipes; without `environment`, in this program's. Raises OSError for an absent program."""
     return subprocess.Popen(
         list(command),
         env=environment,

@@ -84,8 +84,8 @@ def connection(
 ) -> Connect:
     """`Connect` for these hosts: one for all of them, because those behind a jump host share its connection.
 
-    `known_hosts` None is SSH's default. paramiko is imported only when SSH reaches a host; raises UsageError when it is
-    not installed.
+    `known_hosts` None is SSH's default. paramiko is imported only for a host that SSH reaches; raises UsageError when
+    it is not installed.
     """
     if not any(_over_ssh(host) for host in hosts):
         return _without_ssh

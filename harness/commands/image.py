@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import time
@@ -131,13 +132,10 @@ def _base(arguments: argparse.Namespace) -> int:
 
 def _build(arguments: argparse.Namespace) -> int:
     import shlex
-    import shutil
-    import tempfile
 
-    from cluster.files.filesystem import cache_folder
     from cluster.images.base import BASE_TAG
     from cluster.images.engine import build_command
-    from cluster.images.pip_setup import write_pip_setup
+    from cluster.images.pip_setup import mounted_pip_setup
     from harness.records.provenance import PROJECT_ROOT, commit
 
     if not (PROJECT_ROOT / "Dockerfile").is_file():
@@ -157,37 +155,34 @@ def _build(arguments: argparse.Namespace) -> int:
         raise UsageError(
             f"--cuda 12 needs torch's builds for CUDA 12; set {TORCH_INDEX} to the index pytorch.org names for them"
         )
+    own_base = NO_CUDA_BASE in " ".join(arguments.engine_option)
+    bases = [BASE_TAG] if arguments.cuda == "none" and not own_base else []
     began = time.monotonic()
-    cache = cache_folder("pip-setup")
-    cache.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=cache))  # builds side by side have one each, of mode 0700
-    command = build_command(
-        engine,
-        PROJECT_ROOT,
-        tag=arguments.tag,
-        arguments=values,
-        target=arguments.target,
-        volumes=write_pip_setup(folder) if arguments.pip_setup else (),
-        options=arguments.engine_option,
-    )
-    try:
+    with mounted_pip_setup() if arguments.pip_setup else contextlib.nullcontext(()) as volumes:
+        command = build_command(
+            engine,
+            PROJECT_ROOT,
+            tag=arguments.tag,
+            arguments=values,
+            target=arguments.target,
+            volumes=volumes,
+            options=arguments.engine_option,
+        )
         if arguments.show:
             print(shlex.join(command))
             return ALL_WELL
-        _images_here(engine, [])
-        own_base = NO_CUDA_BASE in " ".join(arguments.engine_option)
-        if arguments.cuda == "none" and not own_base and not _images_here(engine, [BASE_TAG], must_exist=False):
+        if len(_images_here(engine, bases, must_exist=False)) < len(bases):
             raise UsageError(
                 f"{engine} here has no image {BASE_TAG}, from which --cuda none starts; make it as root with "
                 f"burst image base --engine {engine}"
             )
-        if subprocess.run(command, env={**os.environ, "DOCKER_BUILDKIT": "1"}, check=False).returncode:
-            print(f"{arguments.tag} was not built; {command[0]} says above why")
-            return NOT_ALL
-    except FileNotFoundError:
-        raise UsageError(f"{command[0]} is not found; install Debian's package {command[0]}") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # an index may have a password in its address
+        try:
+            failed = subprocess.run(command, env={**os.environ, "DOCKER_BUILDKIT": "1"}, check=False).returncode
+        except FileNotFoundError:
+            raise UsageError(f"{command[0]} is not found; install Debian's package {command[0]}") from None
+    if failed:
+        print(f"{arguments.tag} was not built; {command[0]} says above why")
+        return NOT_ALL
     (built,) = _images_here(engine, [arguments.tag]).values()
     print(f"{arguments.tag} is {built.image_id}, {_size(built)}, built in {time.monotonic() - began:.0f} s")
     if arguments.target is None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.cluster.fake_docker import FakeDocker, install_fake_docker, node_with_docker
 from tests.cluster.loopback_sshd import LoopbackSshd, running_sshd
+from tests.programs import shell_program
 
 
 @pytest.fixture(scope="session")
@@ -56,9 +57,7 @@ def install_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
     def install(body: str) -> Path:
         folder = tmp_path / "bin"
         folder.mkdir()
-        program = folder / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\nSTATE={tmp_path}\n{body}\n")
-        program.chmod(0o755)
+        shell_program(folder / "nvidia-smi", f"STATE={tmp_path}\n{body}")
         monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
         return tmp_path
 

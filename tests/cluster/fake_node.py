@@ -19,6 +19,7 @@ from cluster.discovery.read import read_node
 from cluster.inventory.site import Site, Software
 from cluster.transport.reach import LocalRunner
 from tests.patience import AMPLE
+from tests.programs import shell_program
 
 INFINIBAND = {"link_layer": "InfiniBand", "rate": "400 Gb/sec (4X NDR)"}
 ETHERNET = {"link_layer": "Ethernet", "rate": "100 Gb/sec (4X EDR)"}
@@ -45,9 +46,7 @@ class FakeNode:
         monkeypatch.setenv("PATH", f"{self._bin}:{os.environ['PATH']}")
 
     def program(self, name: str, body: str) -> None:
-        path = self._bin / name
-        path.write_text(f"#!/bin/sh\n{body}\n")
-        path.chmod(0o755)
+        shell_program(self._bin / name, body)
 
     def device(self, path: str, numa: int = 0) -> Path:
         """A PCI device at `path`, written as root bus/bridge/.../device."""

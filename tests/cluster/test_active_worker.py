@@ -24,6 +24,7 @@ from cluster.inventory.site import Container, NetworkExpectation, Site, Software
 from cluster.profiles import load_profiles
 from cluster.transport.reach import connect_local
 from cluster.transport.runner import Runner
+from tests.programs import shell_program
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,12 +67,11 @@ def stand_in(path: Path, exchanges: bool) -> str:
     speeds = line("speeds", {"gpu": "cpu", **{key: [1.0] for key in lists}})
     answer = line("pair", {"gb_per_second": 40.0}) if exchanges else line("failure", {"reason": "no route to host"})
     port = line("port", {"port": 9}) if exchanges else ""
-    path.write_text(
-        f"#!/bin/sh\ncase \"$*\" in *' speeds '*) echo '{speeds}' ;; *'--node 0'*) echo '{port}'; echo '{answer}' ;; "
-        f"*) echo '{answer}' ;; esac\n"
+    body = (
+        f"case \"$*\" in *' speeds '*) echo '{speeds}' ;; *'--node 0'*) echo '{port}'; echo '{answer}' ;; "
+        f"*) echo '{answer}' ;; esac"
     )
-    path.chmod(0o755)
-    return str(path)
+    return str(shell_program(path, body))
 
 
 def test_a_node_whose_worker_cannot_exchange_is_found_by_the_second_pass(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from cluster.probing.probe import Output
 from cluster.transport.reach import LocalRunner
 from harness.cli import main
 from tests.patience import AMPLE
+from tests.programs import shell_program
 
 ROOT = Path(__file__).resolve().parents[2]
 ID = "4e" * 32
@@ -44,9 +45,7 @@ version*) echo 4.3.1 ;;
 esac
 """
     for name in ("podman", "buildah"):
-        program = folder / name
-        program.write_text(f'#!/bin/sh\necho "$CONTAINERS_CONF {name} $*" >> {log}\n{answers}')
-        program.chmod(0o755)
+        shell_program(folder / name, f'echo "$CONTAINERS_CONF {name} $*" >> {log}\n{answers}')
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CONTAINERS_CONF", "own.conf")
@@ -172,8 +171,7 @@ def test_a_base_needs_root_and_debootstrap(podman, tmp_path, monkeypatch, capsys
     assert main(["image", "base", "--engine", "podman"]) == 2
     assert "it needs root; run this as root" in capsys.readouterr().err
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    (tmp_path / "programs" / "debootstrap").write_text("#!/bin/sh\necho 'E: No such script: nosuch' >&2; exit 1\n")
-    (tmp_path / "programs" / "debootstrap").chmod(0o755)
+    shell_program(tmp_path / "programs" / "debootstrap", "echo 'E: No such script: nosuch' >&2; exit 1")
     assert main(["image", "base", "--engine", "podman", "--suite", "nosuch"]) == 2
     assert "debootstrap made no nosuch (E: No such script: nosuch)" in capsys.readouterr().err
     assert shlex.join(debootstrap_command(Path("/r"), suite="bookworm", mirror=None)) == (
@@ -255,9 +253,8 @@ def test_pips_configuration_is_mounted_with_the_files_and_folders_it_names(tmp_p
 
 
 def test_a_python_without_pip_is_one_sentence(tmp_path, monkeypatch):
-    (tmp_path / "python").write_text("#!/bin/sh\necho 'No module named pip' >&2; exit 1\n")
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    python = shell_program(tmp_path / "python", "echo 'No module named pip' >&2; exit 1")
+    monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(ImageFailed, match=r"does not tell its configuration \(No module named pip\)"):
         write_pip_setup(tmp_path / "setup")
 

@@ -16,6 +16,7 @@ from cluster.probing.probe import Output
 from cluster.transport.reach import LocalRunner
 from tests.cluster.gpu_outputs import EIGHT, OUTPUTS, board
 from tests.patience import AMPLE
+from tests.programs import shell_program
 
 LINES = (OUTPUTS / "dmesg.txt").read_text().splitlines()
 
@@ -91,8 +92,7 @@ def test_a_log_this_user_may_not_read_is_one_warning_and_not_four() -> None:
 
 def test_one_probe_reads_every_kind_of_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for program, body in (("journalctl", "exit 1"), ("dmesg", f"cat {OUTPUTS}/dmesg.txt; echo '[1.0] unrelated'")):
-        (tmp_path / program).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / program).chmod(0o755)
+        shell_program(tmp_path / program, body)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     (tmp_path / "infiniband/mlx5_0/device/net/ibp26s0").mkdir(parents=True)
     script = PROBE.script.replace("/sys/class/infiniband", f"{tmp_path}/infiniband")

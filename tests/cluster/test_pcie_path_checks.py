@@ -13,6 +13,7 @@ from cluster.probing.probe import Output, Probe
 from cluster.transport.reach import LocalRunner
 from tests.cluster.gpu_outputs import OUTPUTS
 from tests.patience import AMPLE
+from tests.programs import shell_program
 
 SWITCH = "pci0000:15/0000:15:01.0/0000:16:00.0"
 
@@ -44,8 +45,7 @@ def look(probe: Probe, tree: Path, machine: str = "real") -> Output:
 
 def install_lspci(tree: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     (tree / "bin").mkdir()
-    (tree / "bin/lspci").write_text(f"#!/bin/sh\n{body}\n")
-    (tree / "bin/lspci").chmod(0o755)
+    shell_program(tree / "bin/lspci", body)
     monkeypatch.setenv("PATH", f"{tree}/bin:/usr/bin:/bin")
 
 
@@ -64,7 +64,7 @@ def test_access_control_that_is_off_is_ok_and_one_that_was_not_read_says_so(
     install_lspci(tree, monkeypatch, f"sed '/ACSCtl/s/+/-/g' {OUTPUTS}/lspci_bridge.txt")
     verdict = pcie_acs.judge(look(pcie_acs.PROBE, tree), Site())
     assert (verdict.level, verdict.summary) == ("ok", "access control is off at 2 bridges above GPUs and adapters")
-    (tree / "bin/lspci").write_text("#!/bin/sh\necho '\tCapabilities: <access denied>'\n")
+    shell_program(tree / "bin/lspci", "echo '\tCapabilities: <access denied>'")
     assert "only root may read it" in pcie_acs.judge(look(pcie_acs.PROBE, tree), Site()).summary
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster.probing.verdict import EXIT_CODES
+from tests.programs import shell_program
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "examples" / "slurm_health_check.sh"
@@ -31,8 +32,7 @@ def told(folder: Path, code: int, state: str) -> list[str]:
         "logger": f'printf "%s\\n" "$3" >>{folder}/told',
     }
     for name, body in programs.items():
-        (folder / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
-        (folder / "bin" / name).chmod(0o755)
+        shell_program(folder / "bin" / name, body)
     environment = {
         "PATH": f"{folder}/bin:/usr/bin:/bin",
         "BURST": f"{folder}/bin/burst",
@@ -81,12 +81,11 @@ def test_a_check_without_an_answer_neither_drains_nor_resumes(code: int, tmp_pat
 def test_the_line_for_cron_speaks_up_only_about_faults(tmp_path: Path, roomy_site: Path) -> None:
     [line] = re.findall(r"^\d+ \* \* \* \* burst (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert "%" not in line, "cron would end the command there"
-    (tmp_path / "burst").write_text(f'#!/bin/sh\ncd {ROOT} && exec {sys.executable} -m harness "$@"\n')
-    (tmp_path / "burst").chmod(0o755)
+    burst = shell_program(tmp_path / "burst", f'cd {ROOT} && exec {sys.executable} -m harness "$@"')
     full = tmp_path / "full.yaml"
     full.write_text("disks: [{path: /, warn_percent: 0.001, fail_percent: 0.001}]\n")
     for site, speaks in ((roomy_site, False), (full, True)):
-        command = line.replace("/opt/burst/.venv/bin/burst", str(tmp_path / "burst"))
+        command = line.replace("/opt/burst/.venv/bin/burst", str(burst))
         command = command.replace("/etc/burst/lab.yaml", f"--site {site} --no-history --only disk")
         command = command.replace("/var/www/html/nodes.html", str(tmp_path / "nodes.html"))
         command = command.replace("/run/lock/burst-check", str(tmp_path / "lock"))

@@ -14,6 +14,7 @@ from cluster.transport.runner import Unreachable
 from cluster.transport.slurm.limit import job_end
 from cluster.transport.slurm.steps import Bracketed, srun_command, srun_environment, step_input
 from tests.patience import AMPLE, running, scaled, wait_for_end
+from tests.programs import shell_program
 
 NODE = Host(name="gpu01", address="gpu01", slurm_job="7", ranks=8)
 MARK = "0123abcd"
@@ -41,6 +42,15 @@ def started(seconds: float, *command: str, **variables: str) -> subprocess.Popen
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+
+
+def fed(process: subprocess.Popen[bytes]) -> Bracketed:
+    """A reader of the step's output, after its program and an empty input were sent."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdin as pipe:
+        pipe.writelines(step_input(""))
+    return Bracketed(process.stdout.read1, MARK)  # type: ignore[attr-defined]
 
 
 def content(reader: Bracketed) -> bytes:
@@ -87,11 +97,7 @@ def test_the_variables_of_the_step_do_not_reach_the_command() -> None:
 def test_a_step_lasts_as_long_as_something_that_its_command_has_left() -> None:
     leaves = "setsid sleep 600 > /dev/null 2>&1 & echo $!"
     with started(AMPLE, "sh", "-c", leaves) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with process.stdin as pipe:
-            pipe.writelines(step_input(""))
-        reader = Bracketed(process.stdout.read1, MARK)  # type: ignore[attr-defined]
+        reader = fed(process)
         pid = content(reader).decode().strip()
         assert reader.trailer == "0 and more"
         assert process.poll() is None
@@ -103,11 +109,7 @@ def test_the_end_of_a_step_ends_all_that_its_command_has_left_before_its_task() 
     """Also what ignores TERM and what has a session of its own: Slurm may not find it after the task."""
     leaves = "trap '' TERM; setsid sleep 600 > /dev/null 2>&1 & echo $!"
     with started(AMPLE, "sh", "-c", leaves) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with process.stdin as pipe:
-            pipe.writelines(step_input(""))
-        reader = Bracketed(process.stdout.read1, MARK)  # type: ignore[attr-defined]
+        reader = fed(process)
         pid = int(content(reader))
         process.terminate()
         assert process.wait(AMPLE) == 128 + signal.SIGTERM
@@ -143,8 +145,7 @@ def test_a_node_of_a_job_needs_srun_and_nothing_of_ssh(monkeypatch: pytest.Monke
 
 def as_srun(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
     """Let this shell script be srun, and the only program on the PATH."""
-    (folder / "srun").write_text(f"#!/bin/sh\n{script}\n")
-    (folder / "srun").chmod(0o755)
+    shell_program(folder / "srun", script)
     monkeypatch.setenv("PATH", str(folder))
 
 
@@ -185,9 +186,7 @@ def test_without_squeue_the_end_of_a_job_is_the_variables(sentences: list[str]) 
 def test_the_end_of_a_task_is_read_where_its_number_also_names_the_whole_array(
     sentences: list[str], tmp_path: Path
 ) -> None:
-    squeue = tmp_path / "squeue"
-    squeue.write_text("#!/bin/sh\necho '8 2026-11-22T10:00:00'; echo '7 2026-11-22T12:00:00'; echo '9 N/A'\n")
-    squeue.chmod(0o755)
+    shell_program(tmp_path / "squeue", "echo '8 2026-11-22T10:00:00'; echo '7 2026-11-22T12:00:00'; echo '9 N/A'")
     ends = [job_end(sentences.append, {"SLURM_JOB_ID": job, "PATH": str(tmp_path)}) for job in ("7", "8", "9")]
     assert [end and end.hour for end in ends] == [12, 10, None]
     assert sentences == []

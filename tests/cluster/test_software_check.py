@@ -13,6 +13,7 @@ from cluster.probing.probe import Output
 from cluster.probing.verdict import Verdict
 from cluster.transport.reach import LocalRunner
 from tests.patience import AMPLE
+from tests.programs import shell_program
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,9 +45,7 @@ def test_each_part_that_is_absent_fails_and_is_named(tmp_path: Path) -> None:
     verdict = found(named(folder=str(tmp_path)))
     assert (verdict.level, verdict.action) == ("fail", "isolate")
     assert verdict.summary.startswith(f"{tmp_path} is no checkout of this project")
-    bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # without site-packages
-    bare.chmod(0o755)
+    bare = shell_program(tmp_path / "python", f'exec {sys.executable} -I -S "$@"')  # without site-packages
     assert f"{bare} lacks ray and torch" in found(named(python=str(bare))).summary
 
 

@@ -16,6 +16,7 @@ from cluster.profiles import NO_GPUS
 from cluster.transport.reach import LocalRunner
 from tests.cluster.gpu_outputs import EIGHT, board
 from tests.patience import AMPLE
+from tests.programs import shell_program
 
 
 def try_storage(*paths: SharedPath) -> Verdict:
@@ -55,8 +56,7 @@ def test_a_hanging_server_costs_its_own_time_and_leaves_nothing_behind(
     programs, hangs, well = tmp_path / "bin", tmp_path / "hangs", tmp_path / "well"
     for folder in (programs, hangs, well):
         folder.mkdir()
-    (programs / "cat").write_text(f'#!/bin/sh\ncase $1 in {hangs}/*) sleep 60 ;; esac\nexec /bin/cat "$@"\n')
-    (programs / "cat").chmod(0o755)
+    shell_program(programs / "cat", f'case $1 in {hangs}/*) sleep 60 ;; esac\nexec /bin/cat "$@"')
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     verdict = try_storage(SharedPath(path=str(hangs), probe_seconds=1), SharedPath(path=str(well)))
     assert verdict.level == "fail"
@@ -120,8 +120,7 @@ def test_the_docker_probe_reads_a_real_command_line(
         'case $1 in info) printf "engine 28.2.2\\nruntimes nvidia runc \\n" ;; '
         f'image) [ "$6" = registry.lab/burst:2.1 ] && echo {IMAGE_ID} ;; esac'
     )
-    (tmp_path / "docker").write_text(f"#!/bin/sh\n{answer if running else 'echo no daemon >&2; exit 1'}\n")
-    (tmp_path / "docker").chmod(0o755)
+    shell_program(tmp_path / "docker", answer if running else "echo no daemon >&2; exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     done = LocalRunner().run(["sh", "-c", docker.probe(DOCKED).script], deadline_seconds=AMPLE)
     verdict = docker.judge(Output(text=done.stdout), DOCKED, board("h200"))

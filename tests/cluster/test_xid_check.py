@@ -13,6 +13,7 @@ from cluster.profiles import NO_GPUS
 from cluster.transport.reach import LocalRunner
 from tests.cluster.gpu_outputs import EIGHT, MODELS, STRANGER, board
 from tests.patience import AMPLE
+from tests.programs import shell_program
 
 MESSAGE = "NVRM: Xid (PCI:0000:{bus}:00): {number}, pid='<unknown>', name=<unknown>, something happened"
 
@@ -77,8 +78,7 @@ def test_the_probe_reads_the_journal_where_there_is_one_and_dmesg_otherwise(
     asked = 'case "$*" in *"-n 1 "*) echo entry ;; *) echo "' + line.format("gpu01 kernel: ") + '" ;; esac'
     entries = asked if journal else "exit 1"
     for program, body in (("journalctl", entries), ("dmesg", f"echo '{line.format('')}'; echo '[ 2.0] other'")):
-        (tmp_path / program).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / program).chmod(0o755)
+        shell_program(tmp_path / program, body)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     done = LocalRunner().run(["sh", "-c", xid.PROBE.script], deadline_seconds=AMPLE)
     lines = done.stdout.splitlines()

@@ -1,1 +1,1 @@
-"""Checks of the GPUs themselves: there, free, without errors, at their clocks, and one version of everything."""
+"""Checks of the GPUs: present, free, without errors, at their clocks, with equal versions."""

@@ -6,14 +6,15 @@ import re
 
 from cluster.checks import BoardCheck
 from cluster.inventory.site import Site
+from cluster.probing import kernel_files
 from cluster.probing.probe import Output, Probe
 from cluster.probing.verdict import Verdict
 from cluster.profiles import NO_GPUS, Board
 
 SLOW_MICROSECONDS = 50
 PROBE = Probe(
-    script="""
-value() { v='?'; [ -r "$1" ] && read -r v <"$1"; }
+    script=kernel_files.VALUE
+    + """
 for state in /sys/devices/system/cpu/cpu[0-9]*/cpuidle/state*; do
     [ -d "$state" ] || continue
     value "$state/name"; name=$v

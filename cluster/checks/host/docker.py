@@ -14,7 +14,7 @@ _INFO = {
     "docker": "engine {{.ServerVersion}}\nruntimes {{range $name, $runtime := .Runtimes}}{{$name}} {{end}}",
     "podman": "engine {{.Version.Version}}",
 }
-# What lets the engine give containers GPUs: docker's hook, or the devices by name that podman takes.
+# Succeeds where the engine can give containers GPUs: docker by its hook, podman by devices that it knows by name.
 _TOOLKIT = {
     "docker": "command -v nvidia-container-runtime-hook",
     "podman": "grep -qs nvidia.com/gpu /etc/cdi/*.yaml /etc/cdi/*.json /var/run/cdi/*.yaml /var/run/cdi/*.json",

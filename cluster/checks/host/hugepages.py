@@ -1,4 +1,4 @@
-"""Huge pages: is memory set aside for them that nobody uses?"""
+"""Huge pages: does the kernel reserve memory for huge pages that no program uses?"""
 
 from __future__ import annotations
 

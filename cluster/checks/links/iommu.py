@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from cluster.checks import Check
 from cluster.inventory.site import Site
+from cluster.probing import kernel_files
 from cluster.probing.probe import Output, Probe, printable
 from cluster.probing.verdict import Verdict
 
 PROBE = Probe(
-    script="""
-value() { v='none'; [ -r "$1" ] && read -r v <"$1"; }
-grep -qw hypervisor /proc/cpuinfo && echo 'machine virtual' || echo 'machine real'
-for device in /sys/bus/pci/devices/*; do
-    value "$device/vendor"; [ "$v" = 0x10de ] || continue
-    value "$device/class"; case $v in 0x0300* | 0x0302*) ;; *) continue ;; esac
+    script=kernel_files.GPUS
+    + kernel_files.MACHINE
+    + """
+for device in $(gpus); do
     value "$device/iommu_group/type"; printf 'gpu %s %s\\n' "${device##*/}" "$v"
 done
 for adapter in /sys/class/infiniband/*; do
@@ -26,7 +25,7 @@ echo end
 
 
 def judge(output: Output, site: Site) -> Verdict:
-    """Warns where a real machine has GPUs and adapters and their group is not passed through (`identity`)."""
+    """Warns where the IOMMU translates the addresses of a GPU or adapter; not in a virtual machine, or without both."""
     lines = output.text.splitlines()
     if "end" not in lines:
         return Verdict(level="unknown", summary=f"the IOMMU's groups cannot be read ({output.first_line})")

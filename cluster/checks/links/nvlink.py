@@ -29,8 +29,8 @@ exit 0
 _COUNT = re.compile(r"^gpus (\d+)$", re.MULTILINE)
 _GPU = re.compile(r"GPU (\d+):")
 _LINK = re.compile(r"\s+Link (\d+): (.+)")
-# "Replay Errors: 3", of newer drivers also "Link recovery failed events: 1". FEC counts by how many symbols were
-# corrected, which is normal; a total counts what others count already.
+# "Replay Errors: 3", of newer drivers also "Link recovery failed events: 1". FEC counters count corrected symbols,
+# which are normal; totals repeat other counters.
 _ERRORS = re.compile(r"(?!FEC |Total )(.*(?:error|recovery).*): (\d+)$", re.IGNORECASE)
 _SPEED = re.compile(r"([\d.]+) GB/s")
 
@@ -54,7 +54,7 @@ class _Links:
 def judge(output: Output, site: Site, board: Board = NO_GPUS) -> Verdict:
     """Fails when a link of a GPU is down, missing or could not recover; warns on recoveries, and on many other errors.
 
-    A lone GPU needs no links; one that a virtual machine was given has none to list.
+    A single GPU needs no links, and nvidia-smi lists none for a single GPU of a virtual machine.
     """
     blocked = nvidia_smi.blocked(output, site)
     if blocked:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from cluster.checks import BoardCheck
 from cluster.files.errors import counted
 from cluster.inventory.site import Site
+from cluster.probing import kernel_files
 from cluster.probing.probe import Output, Probe, printable
 from cluster.probing.verdict import Verdict, merge
 from cluster.profiles import NO_GPUS, Board
 from cluster.profiles.thresholds import Pcie
 
-# sysfs names a speed per lane; 0x10de is NVIDIA, classes 0x0300 and 0x0302 are its GPUs.
+# sysfs names a speed per lane.
 _GENERATIONS = {
     "2.5": 1,
     "5.0": 2,
@@ -26,11 +27,9 @@ _GENERATIONS = {
 }
 _HIDDEN_WIDTHS = (0, 63, 255)  # the kernel's values where a hypervisor hides the link
 PROBE = Probe(
-    script="""
-value() { v='?'; [ -r "$1" ] && read -r v <"$1"; }
-for device in /sys/bus/pci/devices/*; do
-    value "$device/vendor"; [ "$v" = 0x10de ] || continue
-    value "$device/class"; case $v in 0x0300* | 0x0302*) ;; *) continue ;; esac
+    script=kernel_files.GPUS
+    + """
+for device in $(gpus); do
     line="gpu ${device##*/}"
     for name in current_link_width max_link_width current_link_speed max_link_speed; do
         value "$device/$name"; line="$line|$v"

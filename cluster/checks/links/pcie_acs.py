@@ -6,19 +6,17 @@ import re
 
 from cluster.checks import Check
 from cluster.inventory.site import Site
+from cluster.probing import kernel_files
 from cluster.probing.probe import Output, Probe, printable
 from cluster.probing.verdict import Verdict
 
-# 0x10de is NVIDIA, classes 0x0300 and 0x0302 are its GPUs. The last part of a device's path is the device itself.
+# The last part of a device's path is the device itself.
 PROBE = Probe(
-    script="""
-value() { v='?'; [ -r "$1" ] && read -r v <"$1"; }
-grep -qw hypervisor /proc/cpuinfo && echo 'machine virtual' || echo 'machine real'
+    script=kernel_files.GPUS
+    + kernel_files.MACHINE
+    + """
 devices=$(
-    for device in /sys/bus/pci/devices/*; do
-        value "$device/vendor"; [ "$v" = 0x10de ] || continue
-        value "$device/class"; case $v in 0x0300* | 0x0302*) printf '%s\\n' "$device" ;; esac
-    done
+    gpus
     for adapter in /sys/class/infiniband/*/device; do [ -e "$adapter" ] && printf '%s\\n' "$adapter"; done
 )
 printf 'devices %s\\n' "$(printf '%s' "$devices" | grep -c .)"

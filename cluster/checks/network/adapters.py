@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from cluster.checks import Check
 from cluster.inventory.site import Site
+from cluster.probing import kernel_files
 from cluster.probing.probe import Output, Probe, printable
 from cluster.probing.verdict import Verdict, with_facts
 
 PROBE = Probe(
-    script="""
-value() { v='?'; [ -r "$1" ] && read -r v <"$1"; }
+    script=kernel_files.VALUE
+    + """
 for device in /sys/class/infiniband/*; do
     [ -e "$device" ] || continue
     value "$device/fw_ver"; firmware=$v

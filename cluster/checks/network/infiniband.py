@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from cluster.checks import BoardCheck, Rise
 from cluster.inventory.site import Site
+from cluster.probing import kernel_files
 from cluster.probing.probe import Output, Probe, printable
 from cluster.probing.verdict import Verdict, merge, with_facts
 from cluster.profiles import NO_GPUS, Board
 
 PROBE = Probe(
-    script="""
-value() { v='?'; [ -r "$1" ] && read -r v <"$1"; }
+    script=kernel_files.VALUE
+    + """
 for port in /sys/class/infiniband/*/ports/*; do
     [ -d "$port" ] || continue
     device=${port#/sys/class/infiniband/}

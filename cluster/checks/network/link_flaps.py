@@ -17,7 +17,7 @@ _LOST = re.compile(r"(?:^|\s)([A-Za-z0-9_.-]+): (?:[Ll]ost carrier|Link [Dd]own)
 
 
 def judge(output: Output, site: Site) -> Verdict:
-    """Warns on one, fails from five within a day; only interfaces of RDMA adapters and the site's own are counted."""
+    """Warns on one lost link, fails from five within a day, of interfaces of RDMA adapters and of the site's own."""
     log = read(output, "link flaps")
     if isinstance(log, Verdict):
         return log

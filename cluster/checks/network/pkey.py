@@ -19,11 +19,11 @@ done
 echo end
 """
 )
-_FULL = 0x8000  # without this bit a port reaches full members alone, and no other limited one
+_FULL = 0x8000  # a port without this bit is a limited member, which reaches full members alone
 
 
 def judge(output: Output, site: Site) -> Verdict:
-    """Ports that the site names fail without full membership, other ports that are up are worth a warning."""
+    """Fails for a port that the site names and that is no full member; warns for any other port that is up."""
     lines = output.text.splitlines()
     if "end" not in lines:
         return Verdict(level="unknown", summary=f"sysfs lists no InfiniBand devices ({output.first_line})")

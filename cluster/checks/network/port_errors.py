@@ -1,4 +1,4 @@
-"""Errors on InfiniBand and RoCE ports: do they rise now, or have they risen since the last look?"""
+"""Errors on InfiniBand and RoCE ports: do they rise now, or have they risen since the last check?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cluster.inventory.site import Site
 from cluster.probing.probe import Output, Probe, printable
 from cluster.probing.verdict import Verdict, with_facts
 
-# How much each may grow in an hour: the thresholds of infiniband-diags, which know no time; the hour is ours.
+# Growth in an hour from which a counter matters: thresholds of infiniband-diags, which name no time; the hour is ours.
 PER_HOUR = {
     "symbol_error": 10,
     "link_error_recovery": 10,
@@ -44,7 +44,7 @@ _ROW = re.compile(r"(first|second) (\S+ [a-z_]+) (\d+)")
 
 
 def judge(output: Output, site: Site) -> Verdict:
-    """Warns on counters that grow while they are looked at; the history judges slower growth."""
+    """Warns on counters that grow between two readings; the history judges slower growth."""
     lines = output.text.splitlines()
     if "end" not in lines:
         return Verdict(level="unknown", summary=f"the ports' counters cannot be read ({output.first_line})")

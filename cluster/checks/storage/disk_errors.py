@@ -13,7 +13,7 @@ from cluster.probing.verdict import Verdict, merge
 
 WINDOW_SECONDS = 24 * 3600
 _SHOWN = 4
-# A drive without a medium, and an image that is mounted, log errors that mean nothing.
+# Drives without a medium, and loop devices of mounted images, log errors that mean nothing.
 _DEVICE = r"(?!sr\d|fd\d|loop\d)([A-Za-z0-9_-]+)"
 _READS = re.compile(rf"I/O error(?:,| on) dev(?:ice)? {_DEVICE}")
 _BROKEN = (

@@ -15,15 +15,14 @@ _UNLIMITED = ("NONE", "N/A", "UNLIMITED", "INVALID", "")
 
 
 def job_end(say: Callable[[str], None], environment: Mapping[str, str] = os.environ) -> datetime | None:
-    """The time at which Slurm ends the job; None outside a job, in one without a limit, and, after a sentence, in one
-    of which that cannot be found out.
+    """The time at which Slurm ends the job; None outside a job and in a job without a limit.
 
-    squeue knows a limit that was changed after the start. Where it does not answer, the variable of Slurm 23.02 counts.
+    squeue also knows a limit that was changed after the start. Without an answer of squeue, SLURM_JOB_END_TIME counts,
+    which Slurm 23.02 and newer set. Without both, one sentence is said and the answer is None.
     """
     job = slurm_job(environment)
     if job is None:
         return None
-    problem = ""
     try:
         done = subprocess.run(
             ["squeue", "--noheader", f"--jobs={job}", "--format=%A %e"],

@@ -1,8 +1,8 @@
 """The part of a connection that runs on the node, as the one task of a step. Standard library only, no import of ours.
 
-Slurm ends whatever a step's task leaves running as soon as the task ends. So a command that leaves something, as
-`ray start` does, keeps its step: the task adopts it and waits for its end. When Slurm ends the step, the task ends
-last: where Slurm follows parents and not control groups, it would lose sight of what outlives the task.
+When a step's task ends, Slurm ends all processes that it has left. So a command that leaves processes, as `ray start`
+does, keeps its step: the task adopts them and waits until they end. When Slurm ends the step, the task ends last: a
+Slurm that finds processes by their parents, and not by control groups, does not find those that outlive the task.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>: orphans below this process beco
 _TERM_SECONDS = 1.0  # from TERM to KILL for a command at its deadline
 _LEAVE_SECONDS = 5.0  # the same where Slurm ends the step, which by itself would kill after its KillWait, often 30 s
 _GIVE_UP_SECONDS = 10.0  # a process stuck in the kernel is left to Slurm
-NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as a shell says it
+NOT_FOUND, NOT_EXECUTABLE = 127, 126  # the exit statuses of a shell
 DEADLINE = "deadline"  # in place of an exit status
 # Of Slurm's variables these stay: the others describe this step, and programs would take their rank from them.
 _KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID", "SLURMD_NODENAME")
@@ -107,7 +107,7 @@ def _descendants() -> list[int]:
 
 
 def _has_children() -> bool:
-    """Whether something runs that the command has started; what has ended is reaped."""
+    """Whether a process that the command has started still runs; ended ones are reaped."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -1,8 +1,8 @@
 """`Connect` for the nodes of a Slurm job: each command is a step beside the job's others (`srun --overlap`, Slurm 20.11
 and newer).
 
-srun passes on arguments as they are and standard input unchanged. The program that runs the command there brackets its
-output with a random mark, so that what srun and a site's prolog print is told apart from it.
+srun passes on arguments and standard input unchanged. The program that runs the command on the node prints a random
+mark before and after the command's output, which separates it from the output of srun and of a site's prolog.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from cluster.transport.streams import Collector, LineReader, Reader, chunks, dra
 _PROLOG_BYTES = 65536  # kept of what is printed before the command
 # The interpreter that runs this program, where the node has it at the same path; else the one on its PATH.
 _INTERPRETER = 'python=$1; shift; [ -x "$python" ] || python=python3; exec "$python" -I -S "$@"'
-# A command line with the whole program would fill the lists of processes on the nodes.
+# Reads the program from standard input: every list of processes on the node would show it in a command line.
 _BOOTSTRAP = """import os, sys
 size, source = int(sys.argv.pop(1)), b""
 while len(source) < size: source += os.read(0, size - len(source)) or sys.exit(1)
 exec(source)"""
 _NO_BINDING = "lacks support for cpu binding"  # srun's only answer to --cpu-bind=none without a task plugin
 _END_SECONDS = 5.0  # for srun to end after its command
-# All others would be taken for options of srun; NONE of SLURM_EXPORT_ENV would empty the command's environment.
+# srun would read all others as its options; SLURM_EXPORT_ENV=NONE would empty the command's environment.
 _PASSED_ON = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID")
 
 
@@ -88,7 +88,7 @@ def srun_environment(environment: Mapping[str, str] = os.environ) -> dict[str, s
 
 
 class StepRunner:
-    """Runs commands on one node. What a command leaves running lives until it ends by itself, or the job ends."""
+    """Runs commands on one node. Processes that a command leaves run until they end by themselves, or the job ends."""
 
     def __init__(self, host: Host, begin_seconds: float) -> None:
         self._host = host
@@ -143,7 +143,7 @@ class _Step:
         self._out = Bracketed(self._process.stdout.read1, mark)  # type: ignore[attr-defined]
         self._err = Bracketed(self._process.stderr.read1, mark)  # type: ignore[attr-defined]
         self.stdout, self.stderr = self._out.read, self._err.read
-        self._kept = False  # the command has left something that the step is for
+        self._kept = False  # the command has left processes, for which the step goes on
         self._timer = threading.Timer(begin_seconds, self._give_up)
         self._timer.daemon = True
 
@@ -166,7 +166,7 @@ class _Step:
         return None if status == DEADLINE else int(status)
 
     def close(self) -> None:
-        """End the step, unless it is for what its command has left."""
+        """End the step, unless it goes on for processes that its command has left."""
         self._timer.cancel()
         if self._kept:
             threading.Thread(target=self._process.wait, daemon=True).start()  # reaps srun when it ends
@@ -200,7 +200,7 @@ class Bracketed:
 
     @property
     def outside(self) -> str:
-        """What was printed before the command, by srun or a prolog; all there was where no command began."""
+        """The output of srun or a prolog before the command's; the whole output where no command began."""
         return self._outside.decode("utf-8", errors="replace")
 
     def read(self, size: int) -> bytes:
@@ -234,7 +234,7 @@ class Bracketed:
             self._buffer = self._buffer[cut:]
 
     def _take(self) -> bytes:
-        """Bytes that are surely the command's; at the mark also its trailer, once that is whole."""
+        """Bytes that belong to the command for certain; at the mark, its trailer is read once it is whole."""
         before, mark, after = self._buffer.partition(self._last)
         if not mark:
             cut = len(self._buffer) - _partial(self._buffer, self._last)
