@@ -15,11 +15,10 @@ from engine.plain_json import from_json, read_json, to_json
 from engine.settings import TrialSettings
 from harness.metrics.hardware import hardware_for
 from harness.metrics.throughput import GIB
-from harness.plan.checkpointing import is_native
 from harness.plan.predict import predict
 from harness.predict.validation_table import write_block, write_table
 from harness.records.record import read_record
-from harness.spec.methods import method_named
+from harness.spec.methods import is_native, method_named
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published"
 TABLE_FILE = PUBLISHED / "predicted.csv"
