@@ -16,6 +16,7 @@ from harness.metrics.throughput import GIB
 from harness.plan.checkpointing import with_plan
 from harness.plan.predict import engine_memory
 from harness.plan.times import ranks_of_node, ranks_per_node, time_or_reason
+from harness.predict.published_rows import TRAINING
 from harness.predict.speeds import TERA
 from harness.predict.step import StepTime
 from harness.predict.systems import SYSTEM_OF, system_memory
@@ -90,9 +91,7 @@ def held_out_width(training: bool) -> float:
     """The factor within which nine of ten held-out published configurations were predicted: of training, or of
     attention alone."""
     errors = sorted(
-        abs(math.log1p(row.error))
-        for row in compare()
-        if row.side == HELD_OUT and (row.metric == "tokens_per_gpu_per_second") == training
+        abs(math.log1p(row.error)) for row in compare() if row.side == HELD_OUT and (row.metric == TRAINING) == training
     )
     return math.exp(statistics.quantiles(errors, n=100, method="inclusive")[round(100 * _INTERVAL) - 1])
 
