@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from engine.atomic import write_atomic
 from engine.data import PYTHON_DOCS
+from engine.forecast import Forecast
 from engine.measurement import write_json
 from engine.plain_json import read_json
 from engine.settings import Checkpoint, TrialSettings
@@ -124,23 +125,27 @@ def resuming(again: Sequence[str], changes: Mapping[str, int]) -> list[str]:
 def impossible(config: TrainingConfig, machine: Machine, run: Path | None) -> str | None:
     """One sentence why a run cannot start on this machine, or None; `run` is the directory of one that is resumed."""
     try:
-        settings, _ = planned_for(config.settings, machine, run)
+        _planned(config, machine, run)
     except UsageError as error:
         return str(error)
-    reason = unsupported_reason(settings, machine)
-    if reason is None:
-        return None
-    fitting = settings_that_fit(config, machine) if run is not None else None
-    values = " ".join(f"--set {name}={value}" for name, value in (fitting or {}).items())
-    return f"this run cannot start: {reason}" + (f"; here it goes on with {values}" if values else "")
+    return None
 
 
 def planned_order(config: TrainingConfig, machine: Machine, run: Path, *, resume: bool) -> Order:
     """The order for the ranks, with what the planner chose. Raises UsageError when the run is impossible here."""
-    if reason := impossible(config, machine, run if resume else None):
-        raise UsageError(reason)
-    settings, forecast = planned_for(config.settings, machine, run if resume else None)
+    settings, forecast = _planned(config, machine, run if resume else None)
     return replace(order_of(replace(config, settings=settings), machine, resume=resume), plan=forecast)
+
+
+def _planned(config: TrainingConfig, machine: Machine, run: Path | None) -> tuple[TrialSettings, Forecast | None]:
+    """See `planned_for`. Raises UsageError when the run is impossible here; for one that is resumed it names the
+    parallel sizes with which it goes on, where there are some."""
+    settings, forecast = planned_for(config.settings, machine, run)
+    if reason := unsupported_reason(settings, machine):
+        fitting = settings_that_fit(config, machine) if run is not None else None
+        values = " ".join(f"--set {name}={value}" for name, value in (fitting or {}).items())
+        raise UsageError(f"this run cannot start: {reason}" + (f"; here it goes on with {values}" if values else ""))
+    return settings, forecast
 
 
 def describe_run(run_dir: Path, config: TrainingConfig, commit: str) -> None:
