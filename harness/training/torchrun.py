@@ -33,10 +33,10 @@ from harness.base.errors import UsageError
 from harness.base.interrupts import SIGNALS
 from harness.base.terminal import stderr_console
 from harness.launch.environment import render
+from harness.machine.addresses import route_towards
 from harness.machine.this_machine import Machine, code_digest, discover, together
 from harness.records.provenance import PROJECT_ROOT, commit
 from harness.run.directory import opened_for_writing
-from harness.training.addresses import route_towards
 from harness.training.file import TrainingFile
 from harness.training.hosts_watch import LOST_SECONDS, HostsWatch, beat_key, ended_key, follow
 from harness.training.places import Place, place_of
