@@ -114,7 +114,8 @@ class ClusterLauncher:
                 reason += "; the cluster ended with it, so first: burst cluster down --forget"
             return outcome(status, reason, hosts, run.lost)
         except TooFewHosts as error:
-            return outcome("node_lost", str(error))
+            again = f", then {job.again}: a host that passes its check is used again" if job.again else ""
+            return outcome("node_lost", f"{error}{again}")
         except HostLost as error:
             self._take_losses({error.host: error.why})
             lost = {error.host: error.why}
