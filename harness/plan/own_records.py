@@ -1,7 +1,7 @@
 """`python -m harness.plan.own_records`: every training record of this engine, predicted, into results/published.
 
-Records of the engine of today are judged; older ones are listed. An engine changes, and a record of an earlier one says
-little of it: docs/memory.md says what came since.
+Records of the engine of today are judged. Those of an earlier engine are only listed; docs/memory.md says what has
+changed since then.
 """
 
 from __future__ import annotations
@@ -64,9 +64,8 @@ def compared_records() -> list[Compared]:
         hardware = hardware_for(record.gpu)
         if measured is None or hardware is None or not measured.peak_reserved_bytes:
             continue
-        written = read_json(path)[
-            "settings"
-        ]  # without settings that came later: what was done before there was a choice
+        # A record from before a setting existed lacks it; the value is what the engine did then.
+        written = read_json(path)["settings"]
         if "parameters" not in written:
             settings = replace(settings, parameters="gathered")
         if "cuda_graph" not in written:
