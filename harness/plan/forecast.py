@@ -161,7 +161,7 @@ def cost_of(
     seconds = gpu_seconds = 0.0
     count = unknown = 0
     for settings in trials:
-        time = forecast(settings, hardware, gpus_per_node=ranks_of_node(settings, hosts)).time
+        time, _ = time_or_reason(settings, hardware, node_ranks=ranks_of_node(settings, hosts))
         if time is None:
             unknown += 1
             continue
