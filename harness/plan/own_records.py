@@ -10,9 +10,10 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
-from engine.plain_json import from_json, read_json, to_json
-from engine.settings import TrialSettings
+from engine.plain_json import read_json
+from engine.settings import Kernel
 from harness.metrics.hardware import hardware_for
 from harness.metrics.throughput import GIB
 from harness.plan.predict import predict
@@ -72,7 +73,7 @@ def compared_records() -> list[Compared]:
             settings = replace(settings, cuda_graph="none")
         chosen = measured.chosen.get("kernel", "")
         if settings.kernel == "auto" and chosen in hardware.kernel_ceilings:
-            settings = from_json(TrialSettings, to_json(settings) | {"kernel": chosen})
+            settings = replace(settings, kernel=cast(Kernel, chosen))
         expected = predict(settings, hardware)
         if expected.seconds is None or expected.gpu_gib is None or expected.reserved_gib is None:
             continue
