@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from engine.atomic import write_atomic
 from engine.data import PYTHON_DOCS
@@ -70,9 +71,8 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
     with opened_for_writing(start.run_dir, resume=start.resume, marker=RUN_FILE) as (_, moved):
         if moved is not None:
             say(f"the earlier run in {start.run_dir} is now {moved}")
-        if start.resume and (not start.over_nodes or checkpoints(checkpoints_directory(start.run_dir))):
-            with refusing():  # else a host may have a checkpoint that was not fetched
-                check_resume(config, facts, start.run_dir)
+        if start.resume:
+            refuse_checkpoints(config, facts, start.run_dir, elsewhere=start.over_nodes)
         run_file = start.run_dir / RUN_FILE
         earlier = run_file.read_text(encoding="utf-8") if start.resume else None
         describe_run(start.run_dir, config, start.commit)
@@ -178,6 +178,14 @@ def refusing() -> Iterator[None]:
         yield
     except ValueError as error:
         raise UsageError(f"this run cannot start: {error}") from error
+
+
+def refuse_checkpoints(config: TrainingConfig, facts: dict[str, Any], run_dir: Path, *, elsewhere: bool) -> None:
+    """Raises UsageError when the run can resume from no checkpoint here. Where there is none at all, the run goes on if
+    another host may have one (`elsewhere`)."""
+    if not elsewhere or checkpoints(checkpoints_directory(run_dir)):
+        with refusing():
+            check_resume(config, facts, run_dir)
 
 
 def _attempt(order: Order, start: Start, on_progress: OnProgress, say: Callable[[str], None]) -> tuple[Outcome, Path]:
