@@ -9,13 +9,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import os
 import pkgutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from cluster.node_arguments import add_host_key_arguments
 from harness.base.errors import UsageError
+from harness.launch.launcher import LAUNCHERS
 
 
 class Command(Protocol):
@@ -54,6 +57,29 @@ def parse_tolerance(text: str) -> float:
     if not 0 <= value < 1:
         raise UsageError(f"--tolerance {text}: expected a share from 0 to below 1, such as 2% or 0.02")
     return value
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser, *, what: str) -> None:
+    """With what and where ranks are started; `what` the command does there, such as `run`."""
+    parser.add_argument("--launcher", choices=LAUNCHERS, help="default: ray where it is installed, else local")
+    add_cluster_arguments(
+        parser,
+        nodes_help=f"inventory or list of hosts: {what} on those of them that burst cluster up has started, "
+        "or, where no cluster is up, on one started for this run; slurm: the nodes of the Slurm job around",
+    )
+
+
+def check_launch_arguments(arguments: argparse.Namespace) -> None:
+    """Raises UsageError where the launcher cannot start ranks on the named hosts."""
+    if arguments.nodes and arguments.launcher == "local":
+        raise UsageError("--launcher local starts ranks on this machine alone; leave it out with --nodes")
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """Exit without Python's exit handlers, in which a Ray without its head would wait for minutes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser, *, nodes_help: str) -> None:

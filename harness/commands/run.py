@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import os
 import shlex
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from cluster.files.errors import shown_value
 from harness.base.errors import UsageError
 from harness.base.interrupts import interrupted_once
-from harness.commands import add_cluster_arguments, command_line
-from harness.launch.launcher import LAUNCHERS, default_launcher, make_launcher
+from harness.commands import add_launch_arguments, check_launch_arguments, command_line, leave_at_once
+from harness.launch.launcher import default_launcher, make_launcher
 from harness.spec.experiment import add_experiment_arguments, chosen_experiment
 
 if TYPE_CHECKING:
@@ -60,9 +58,8 @@ class Run:
         bounds = Bounds(
             retries=arguments.retry, failures_in_a_row=arguments.max_failures, trials=arguments.limit, stop=stop
         )
+        check_launch_arguments(arguments)
         if arguments.nodes:
-            if arguments.launcher == "local":
-                raise UsageError("--launcher local starts ranks on this machine alone; leave it out with --nodes")
             from harness.launch.nodes.cluster import cluster_launcher
 
             machine, launcher = cluster_launcher(
@@ -124,12 +121,7 @@ class Run:
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """How trials are run, whatever names the experiment."""
-    parser.add_argument("--launcher", choices=LAUNCHERS, help="default: ray where it is installed, else local")
-    add_cluster_arguments(
-        parser,
-        nodes_help="inventory or list of hosts: run on those of them that burst cluster up has started, "
-        "or, where no cluster is up, on one started for this run; slurm: the nodes of the Slurm job around",
-    )
+    add_launch_arguments(parser, what="run")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="directory of the run (default: results/runs/<experiment>)"
     )
@@ -203,13 +195,6 @@ def _count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 up")
     return number
-
-
-def leave_at_once(code: int) -> NoReturn:
-    """Exit without Python's exit handlers, in which a Ray without its head would wait for minutes."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 COMMAND = Run()

@@ -8,12 +8,15 @@ import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.base.errors import UsageError
 from harness.base.interrupts import interruptible
-from harness.commands import add_cluster_arguments, command_line
-from harness.commands.run import leave_at_once
-from harness.launch.launcher import LAUNCHERS, default_launcher, make_launcher
+from harness.commands import add_launch_arguments, check_launch_arguments, command_line, leave_at_once
+from harness.launch.launcher import default_launcher, make_launcher
+
+if TYPE_CHECKING:
+    from harness.training.file import TrainingFile
 
 
 class Train:
@@ -26,12 +29,7 @@ class Train:
             "--set", dest="overrides", action="append", default=[], metavar="PATH=VALUE",
             help="replace one value, such as save.every=100; may be repeated",
         )  # fmt: skip
-        parser.add_argument("--launcher", choices=LAUNCHERS, help="default: ray where it is installed, else local")
-        add_cluster_arguments(
-            parser,
-            nodes_help="inventory or list of hosts: train on those of them that burst cluster up has started, "
-            "or, where no cluster is up, on one started for this run; slurm: the nodes of the Slurm job around",
-        )
+        add_launch_arguments(parser, what="train")
         parser.add_argument(
             "--torchrun", action="store_true", help="this process is one rank, which torchrun started on each host"
         )
@@ -44,7 +42,6 @@ class Train:
         from harness.base.terminal import stderr_console
         from harness.machine.this_machine import discover
         from harness.records.provenance import commit
-        from harness.training.file import load_training
         from harness.training.progress import TrainingView
         from harness.training.run import Start, impossible, interruption, train
 
@@ -54,11 +51,9 @@ class Train:
             from harness.training.torchrun import said_once, train_as_rank
 
             with said_once():
-                file = load_training(arguments.config, arguments.overrides)
-                _check_packages(file.config.metrics.tensorboard)
+                file = _loaded(arguments)
                 return train_as_rank(file, run_dir, resume=arguments.resume, again=command_line(arguments))
-        file = load_training(arguments.config, arguments.overrides)
-        _check_packages(file.config.metrics.tensorboard)
+        file = _loaded(arguments)
         view = TrainingView(stderr_console(), file.config.steps)
         if arguments.nodes:
             from harness.launch.nodes.cluster import cluster_launcher
@@ -94,20 +89,24 @@ class Train:
 
 def _check_options(arguments: argparse.Namespace) -> None:
     """Raises UsageError for options that contradict each other, and for torchrun's ranks that are not told so."""
-    if arguments.nodes and arguments.launcher == "local":
-        raise UsageError("--launcher local starts ranks on this machine alone; leave it out with --nodes")
+    check_launch_arguments(arguments)
     if arguments.torchrun and (arguments.nodes or arguments.launcher):
         raise UsageError("with --torchrun the ranks run already; leave --nodes and --launcher out")
     if not arguments.torchrun and "TORCHELASTIC_RUN_ID" in os.environ:
         raise UsageError("torchrun started this process, and burst train would start ranks of its own; add --torchrun")
 
 
-def _check_packages(tensorboard: bool) -> None:
-    if tensorboard and importlib.util.find_spec("tensorboard") is None:
+def _loaded(arguments: argparse.Namespace) -> TrainingFile:
+    """The configuration. Raises UsageError, also for a package that it needs and that is not installed."""
+    from harness.training.file import load_training
+
+    file = load_training(arguments.config, arguments.overrides)
+    if file.config.metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UsageError(
             "metrics.tensorboard is true, but the tensorboard package is not installed; install it with: "
             "pip install 'burst-harness[train]', or set metrics.tensorboard to false"
         )
+    return file
 
 
 def _announced(say: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:

@@ -108,13 +108,11 @@ class Ranks:
 def has_ended(pid: int) -> bool:
     """Whether a process has ended, also one that nothing has reaped yet."""
     try:
-        # The name in field 2 may hold spaces and brackets; the state follows its last bracket.
-        return (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
-            in "ZX"
-        )
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return True
+    # The name in field 2 may hold spaces and brackets; the state follows its last bracket.
+    return fields.rpartition(")")[2].split()[0] in "ZX"
 
 
 def tells_start(command: list[str]) -> bool:

@@ -108,6 +108,13 @@ def imagined(gpu_name: str, gpu_memory_gib: float) -> Machine:
     )  # fmt: skip
 
 
+def imagined_nodes(gpu_name: str, gpu_memory_gib: float, *, ranks: int, ranks_per_node: int) -> Machine:
+    """As many such hosts as `ranks` need, of which each takes `ranks_per_node`."""
+    return dataclasses.replace(
+        imagined(gpu_name, gpu_memory_gib), nodes=-(-ranks // ranks_per_node), ranks_per_node=ranks_per_node
+    )
+
+
 def discover() -> Machine:
     """This machine. Honours CUDA_VISIBLE_DEVICES, CPU affinity and the control group's limits."""
     gpus, problem = _query_gpus()

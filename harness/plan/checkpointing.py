@@ -10,7 +10,6 @@ from engine.checkpoint.planning.cost import Speeds
 from engine.checkpoint.planning.memory import GIB
 from engine.checkpoint.planning.plan import Budget, planned
 from engine.forecast import Forecast
-from engine.method import Method
 from engine.settings import Kernel, TrialSettings, size_in_bytes
 from harness.machine.this_machine import Machine
 from harness.metrics.hardware import Hardware, hardware_for
@@ -19,11 +18,6 @@ from harness.predict.speeds import TERA, speeds_of
 from harness.records.forecasts import NO_CORRECTION, Correction
 
 _CONTEXT_GIB = 1.5  # of a GPU, what CUDA and NCCL hold outside the allocator: where no file says what is left
-
-
-def is_native(method: Method) -> bool:
-    """Whether the engine runs the method, in whose layers the planner chooses; other systems decide for themselves."""
-    return getattr(method, "layout", None) is not None
 
 
 def with_plan(

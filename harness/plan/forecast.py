@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from engine.settings import TrialSettings
-from harness.machine.this_machine import Machine, imagined
+from harness.machine.this_machine import Machine, imagined_nodes
 from harness.metrics.flops import tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB
 from harness.plan.checkpointing import with_plan
 from harness.plan.predict import engine_memory
-from harness.plan.times import ranks_of_node, time_or_reason
+from harness.plan.times import ranks_of_node, ranks_per_node, time_or_reason
+from harness.predict.published_rows import TRAINING
 from harness.predict.speeds import TERA
 from harness.predict.step import StepTime
 from harness.predict.systems import SYSTEM_OF, system_memory
@@ -68,7 +69,7 @@ class Forecast:
 
 def forecast(settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int | None = None) -> Forecast:
     """Time and memory of a trial, or one sentence why there is none."""
-    node_ranks = min(gpus_per_node or hardware.gpus_per_node, settings.world_size)
+    node_ranks = ranks_per_node(settings, hardware, gpus_per_node)
     memory = engine_memory(settings)
     time, reason = time_or_reason(settings, hardware, node_ranks=node_ranks)
     return Forecast(
@@ -90,9 +91,7 @@ def held_out_width(training: bool) -> float:
     """The factor within which nine of ten held-out published configurations were predicted: of training, or of
     attention alone."""
     errors = sorted(
-        abs(math.log1p(row.error))
-        for row in compare()
-        if row.side == HELD_OUT and (row.metric == "tokens_per_gpu_per_second") == training
+        abs(math.log1p(row.error)) for row in compare() if row.side == HELD_OUT and (row.metric == TRAINING) == training
     )
     return math.exp(statistics.quantiles(errors, n=100, method="inclusive")[round(100 * _INTERVAL) - 1])
 
@@ -104,9 +103,10 @@ def planned_on(
 
     The memory of a host is in no hardware file, so the sentence says how much of it the choice takes.
     """
-    node = imagined(hardware.gpu_names[0], hardware.memory_gib)
-    each = min(gpus_per_node or hardware.gpus_per_node, settings.world_size)
-    machine = replace(node, nodes=-(-settings.world_size // each), ranks_per_node=each)
+    machine = imagined_nodes(
+        hardware.gpu_names[0], hardware.memory_gib,
+        ranks=settings.world_size, ranks_per_node=ranks_per_node(settings, hardware, gpus_per_node),
+    )  # fmt: skip
     chosen, found = with_plan(settings, machine, hardware=hardware)
     if found is None:
         return chosen, ""
@@ -161,7 +161,7 @@ def cost_of(
     seconds = gpu_seconds = 0.0
     count = unknown = 0
     for settings in trials:
-        time = forecast(settings, hardware, gpus_per_node=ranks_of_node(settings, hosts)).time
+        time, _ = time_or_reason(settings, hardware, node_ranks=ranks_of_node(settings, hosts))
         if time is None:
             unknown += 1
             continue

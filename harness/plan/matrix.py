@@ -37,13 +37,13 @@ from harness.machine.this_machine import Machine
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB
-from harness.plan.checkpointing import is_native, with_plan
+from harness.plan.checkpointing import with_plan
 from harness.plan.predict import predict
 from harness.plan.times import ranks_of_node
 from harness.records.forecasts import correction_of
 from harness.records.record import Record
 from harness.spec.experiment import Experiment
-from harness.spec.methods import method_named
+from harness.spec.methods import is_native, method_named
 from harness.spec.table import EQUAL, missing_entry_reason, origin_of, values_for
 from harness.spec.trial import Trial
 

@@ -1,7 +1,7 @@
 """`python -m harness.plan.own_records`: every training record of this engine, predicted, into results/published.
 
-Records of the engine of today are judged; older ones are listed. An engine changes, and a record of an earlier one says
-little of it: docs/memory.md says what came since.
+Records of the engine of today are judged. Those of an earlier engine are only listed; docs/memory.md says what has
+changed since then.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
-from engine.plain_json import from_json, read_json, to_json
-from engine.settings import TrialSettings
+from engine.plain_json import read_json
+from engine.settings import Kernel
 from harness.metrics.hardware import hardware_for
 from harness.metrics.throughput import GIB
-from harness.plan.checkpointing import is_native
 from harness.plan.predict import predict
 from harness.predict.validation_table import write_block, write_table
 from harness.records.record import read_record
-from harness.spec.methods import method_named
+from harness.spec.methods import is_native, method_named
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published"
 TABLE_FILE = PUBLISHED / "predicted.csv"
@@ -65,16 +65,15 @@ def compared_records() -> list[Compared]:
         hardware = hardware_for(record.gpu)
         if measured is None or hardware is None or not measured.peak_reserved_bytes:
             continue
-        written = read_json(path)[
-            "settings"
-        ]  # without settings that came later: what was done before there was a choice
+        # A record from before a setting existed lacks it; the value is what the engine did then.
+        written = read_json(path)["settings"]
         if "parameters" not in written:
             settings = replace(settings, parameters="gathered")
         if "cuda_graph" not in written:
             settings = replace(settings, cuda_graph="none")
         chosen = measured.chosen.get("kernel", "")
         if settings.kernel == "auto" and chosen in hardware.kernel_ceilings:
-            settings = from_json(TrialSettings, to_json(settings) | {"kernel": chosen})
+            settings = replace(settings, kernel=cast(Kernel, chosen))
         expected = predict(settings, hardware)
         if expected.seconds is None or expected.gpu_gib is None or expected.reserved_gib is None:
             continue

@@ -12,9 +12,8 @@ from engine.checkpoint.planning.memory import RankMemory, memory_of
 from engine.settings import TrialSettings
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB
-from harness.plan.checkpointing import is_native
 from harness.plan.times import time_or_reason
-from harness.spec.methods import method_named
+from harness.spec.methods import is_native, method_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

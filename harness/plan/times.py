@@ -13,18 +13,22 @@ from harness.spec.methods import method_named
 def time_or_reason(
     settings: TrialSettings, hardware: Hardware, *, node_ranks: int | None = None
 ) -> tuple[StepTime | None, str]:
-    """(time by phase, "") or (None, one sentence why there is none). `node_ranks`: of a node; by default as many as the
-    hardware file says, and no more than there are."""
+    """(time by phase, "") or (None, one sentence why there is none). `node_ranks`: see `ranks_per_node`."""
     if reason := method_named(settings.method).refuse(settings):
         return None, reason
     if settings.dtype != "bf16":
         return None, f"times are predicted in bf16 alone, found dtype {settings.dtype}"
-    ranks = min(node_ranks or hardware.gpus_per_node, settings.world_size)
+    ranks = ranks_per_node(settings, hardware, node_ranks)
     kernel = None if settings.kernel == "auto" else settings.kernel
     try:
         return step_time(settings, speeds_of(hardware, kernel), node_ranks=ranks), ""
     except ValueError as error:
         return None, str(error)
+
+
+def ranks_per_node(settings: TrialSettings, hardware: Hardware, most: int | None = None) -> int:
+    """Ranks of a trial on one node of such GPUs: at most `most`, by default as many as the hardware file says."""
+    return min(most or hardware.gpus_per_node, settings.world_size)
 
 
 def ranks_of_node(settings: TrialSettings, machine: Machine | None) -> int | None:

@@ -27,7 +27,7 @@ def within_a_node(schedule: str) -> str:
 
 def attention_passes(problem: AttentionProblem, exchange: Exchange, speeds: Speeds) -> tuple[Pass, Pass]:
     """Forward and backward of one layer's attention. Raises ValueError for what the schedule cannot run."""
-    across = speeds.across_gib if exchange.tuned_links else speeds.across_default_gib
+    across = exchange.across_gib(speeds)
     if problem.cp_size == 1:
         return _alone(problem, speeds, False), _alone(problem, speeds, True)
     if exchange.schedule in ("ring", "double_ring"):

@@ -125,29 +125,37 @@ def constants(found: Calibrated) -> tuple[dict[str, float], dict[str, float]]:
         "host_gib": found.figures.get("host"),
         "inside_gib": _last(found, r"link inside (\d+)"),
     }
-    kernel = fastest_kernel(found)
-    if kernel:
-        for way in ("forward", "backward"):
-            taken[f"attention_{way}_tflops"] = _last(found, rf"attention {kernel} {way} (\d+)")
+    kernels = [by_way for by_way in _attention(found).values() if "forward" in by_way]
+    fastest = max(kernels, key=lambda by_way: _longest(by_way["forward"]).median, default={})
+    taken |= {f"attention_{way}_tflops": _longest(tiles) for way, tiles in fastest.items()}
     speeds = {name: figure.median for name, figure in taken.items() if figure is not None}
     return speeds, {name: figure.spread for name, figure in taken.items() if figure is not None and figure.spread > 0}
 
 
-def fastest_kernel(found: Calibrated) -> str | None:
-    """The kernel whose forward is fastest on its longest tile."""
-    names = {match[1] for name in found.figures if (match := re.fullmatch(r"attention (\S+) forward \d+", name))}
-    speeds = {name: figure.median for name in names if (figure := _last(found, rf"attention {name} forward (\d+)"))}
-    return max(speeds, key=lambda name: speeds[name], default=None)
+def _attention(found: Calibrated) -> dict[str, dict[str, dict[int, Figure]]]:
+    """Figures of attention by kernel, by `forward` and `backward`, and by tokens of the tile, the shortest first."""
+    figures: dict[str, dict[str, dict[int, Figure]]] = {}
+    for name, figure in found.figures.items():
+        if match := re.fullmatch(r"attention (\S+) (forward|backward) (\d+)", name):
+            figures.setdefault(match[1], {}).setdefault(match[2], {})[int(match[3])] = figure
+    return {
+        kernel: {way: dict(sorted(tiles.items())) for way, tiles in by_way.items()}
+        for kernel, by_way in figures.items()
+    }
 
 
-def _tile_sizes(found: Calibrated) -> dict[str, list[int]]:
-    """Tokens of the tiles that a kernel was measured on both ways, the shortest first."""
-    sizes: dict[str, list[int]] = {}
-    for name in found.figures:
-        match = re.fullmatch(r"attention (\S+) forward (\d+)", name)
-        if match and f"attention {match[1]} backward {match[2]}" in found.figures:
-            sizes.setdefault(match[1], []).append(int(match[2]))
-    return {kernel: sorted(tokens) for kernel, tokens in sizes.items()}
+def _longest(tiles: Mapping[int, Figure]) -> Figure:
+    return tiles[max(tiles)]
+
+
+def _tiles(forward: Mapping[int, Figure], backward: Mapping[int, Figure]) -> dict[str, list[float]]:
+    """Speeds of one kernel by tile, as a hardware file has them: of the tiles that were measured both ways."""
+    tokens = [each for each in forward if each in backward]
+    return {
+        "tokens": [*tokens],
+        "forward": [_rounded(forward[each].median) for each in tokens],
+        "backward": [_rounded(backward[each].median) for each in tokens],
+    }
 
 
 def _conditions(found: Calibrated, pattern: str) -> str:
@@ -172,22 +180,18 @@ def hardware_document(found: Calibrated, *, memory_gib: float, gpus_per_node: in
     speeds, spread = constants(found)
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
     where = f"{found.ranks} x {found.device}, torch {found.torch}"
-    ceilings: dict[str, dict[str, float]] = {}
-    for name, figure in found.figures.items():
-        if match := re.fullmatch(r"attention (\S+) (forward|backward) \d+", name):
-            ceilings.setdefault(match[1], {})[match[2]] = _rounded(figure.median)  # the longest tile comes last
+    attention = _attention(found)
+    ceilings = {
+        kernel: {way: _rounded(_longest(tiles).median) for way, tiles in by_way.items()}
+        for kernel, by_way in attention.items()
+    }
     tiles = {
-        kernel: {
-            "tokens": sizes_of,
-            **{
-                way: [_rounded(found.figures[f"attention {kernel} {way} {tokens}"].median) for tokens in sizes_of]
-                for way in ("forward", "backward")
-            },
-        }
-        for kernel, sizes_of in _tile_sizes(found).items()
+        kernel: _tiles(by_way["forward"], by_way["backward"])
+        for kernel, by_way in attention.items()
+        if by_way.get("forward", {}).keys() & by_way.get("backward", {}).keys()
     }
     tile = r"attention \S+ \S+ "
-    longest = max((max(sizes_of) for sizes_of in _tile_sizes(found).values()), default=0)
+    longest = max((each["tokens"][-1] for each in tiles.values()), default=0)
     of = {
         "gemm_tflops": _conditions(found, "gemm .*"),
         "kernel_ceilings": _conditions(found, f"{tile}{longest}"),

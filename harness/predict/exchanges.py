@@ -13,12 +13,12 @@ from engine.attention.planning.cost_model import (
     choose_schedule,
     schedule_unsupported_reason,
 )
-from engine.method import Method, schedule_of
+from engine.method import schedule_of
 from engine.settings import TrialSettings
 from harness.metrics.hardware import Speeds
 from harness.predict.attention import within_a_node
 from harness.predict.problem import AttentionProblem, Exchange, Side
-from harness.spec.methods import all_methods, method_named
+from harness.spec.methods import all_methods, is_native, method_named
 
 
 def exchange_of(settings: TrialSettings, problem: AttentionProblem, speeds: Speeds) -> Exchange:
@@ -27,8 +27,8 @@ def exchange_of(settings: TrialSettings, problem: AttentionProblem, speeds: Spee
     Raises ValueError for a method that is not modelled.
     """
     method = method_named(settings.method)
-    if not _is_modelled(method):
-        known = ", ".join(name for name, each in all_methods().items() if _is_modelled(each))
+    if not is_native(method):
+        known = ", ".join(name for name, each in all_methods().items() if is_native(each))
         raise ValueError(f"method {settings.method} is not predicted; choose one of {known}")
     wire = settings.grad_comm_dtype
     if wire == "auto":
@@ -50,11 +50,6 @@ def exchange_of(settings: TrialSettings, problem: AttentionProblem, speeds: Spee
         gradient_bytes=gradient_bytes,
         tuned_links=settings.settings != "as_published",
     )
-
-
-def _is_modelled(method: Method) -> bool:
-    """A native method: the engine runs it."""
-    return getattr(method, "layout", None) is not None
 
 
 def _burst(settings: TrialSettings, problem: AttentionProblem, speeds: Speeds, gradient_bytes: int) -> Exchange:

@@ -57,13 +57,15 @@ class AttentionProblem:
 class Exchange:
     """How a method moves chunks and heads."""
 
-    schedule: (
-        str  # ring, double_ring, all_gather, ulysses, usp, usp_transposed; tensor_parallel moves none in attention
-    )
+    schedule: str  # ring, double_ring, all_gather, ulysses, usp, usp_transposed; tensor_parallel moves none
     backward: Side
     gradient_bytes: int  # per element of a partial gradient between ranks
     tuned_links: bool = True  # NCCL set up for the site, rather than its defaults
     head_chunks: int = 1  # of an all-to-all: all but one overlap with compute
+
+    def across_gib(self, speeds: Speeds) -> float:
+        """GiB/s of each GPU to another node, as NCCL is set up for the method."""
+        return speeds.across_gib if self.tuned_links else speeds.across_default_gib
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

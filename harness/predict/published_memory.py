@@ -15,7 +15,6 @@ from harness.predict.published_rows import (
     END_TO_END,
     REFERENCE,
     Configuration,
-    RowSaysTooLittle,
     configuration_of_row,
 )
 from harness.predict.systems import BURST_ENGINE, INTERN_EVO, MEGATRON_DEEPSPEED, MEGATRON_LM, System, system_memory
@@ -60,22 +59,21 @@ class ComparedMemory:
 
 @cache
 def published_memory() -> tuple[PublishedMemory, ...]:
-    """All rows of results/paper/reference.csv that hold a peak, in its order; all of them name a configuration."""
+    """All rows of results/paper/reference.csv that hold a peak, in its order.
+
+    Raises RowSaysTooLittle for one that names no configuration.
+    """
     found = []
     with REFERENCE.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             if row["metric"] != METRIC:
-                continue
-            try:
-                configuration = configuration_of_row(row)
-            except RowSaysTooLittle:
                 continue
             found.append(
                 PublishedMemory(
                     experiment=row["experiment"],
                     method=row["method"],
                     gib=float(row["value"]) if row["value"] else None,
-                    configuration=configuration,
+                    configuration=configuration_of_row(row),
                     system=_system(row["method"], row["experiment"] in END_TO_END),
                 )
             )
@@ -104,11 +102,10 @@ def compare_memory(waiting_layers: float | None = None) -> list[ComparedMemory]:
 @cache
 def _by_configuration() -> tuple[tuple[str, tuple[PublishedMemory, ...]], ...]:
     """Rows by the name of their configuration."""
-    by_name: dict[str, tuple[PublishedMemory, ...]] = {}
+    by_name: dict[str, list[PublishedMemory]] = {}
     for row in published_memory():
-        name = row.configuration.name
-        by_name[name] = (*by_name.get(name, ()), row)
-    return tuple(by_name.items())
+        by_name.setdefault(row.configuration.name, []).append(row)
+    return tuple((name, tuple(rows)) for name, rows in by_name.items())
 
 
 def _compared(name: str, rows: Sequence[PublishedMemory], waiting_layers: float) -> ComparedMemory:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from baselines.paper_cluster import GPUS_PER_NODE
 from engine.plain_json import to_json
@@ -109,6 +110,7 @@ class RowSaysTooLittle(Exception):
 
 
 def configuration_of_row(row: dict[str, str]) -> Configuration:
+    """Settings and exchange of a row's trial. Raises RowSaysTooLittle."""
     if row["experiment"] in _BENCH_HEADS:
         return _benchmark(row)
     if row["experiment"] == "sparse":
@@ -121,47 +123,35 @@ def configuration_of_row(row: dict[str, str]) -> Configuration:
         raise RowSaysTooLittle("the GPU count is not stated")
     gpus, seq_len = int(float(row["gpus"])), int(float(row["seq_len"]))
     words = row["method"]
-    cp_size = _context_size(words, gpus)
-    if "megatron-tp" in words.casefold():
-        return Configuration(
-            settings=TrialSettings(
-                task="train",
-                method="megatron_tp",
-                model=_model(row["model"]),
-                seq_len=seq_len,
-                tp_size=cp_size,
-                world_size=gpus,
-                lm_head_fusion=False,
-                checkpoint=Checkpoint(every=1, tail=0.0),
-            ),
-            exchange=Exchange(schedule="tensor_parallel", backward="key_value", gradient_bytes=2, tuned_links=False),
-        )
+    ranks = _ranks_of_sequence(words, gpus)
     method, schedule, side, tail, fused = _way(words, row["experiment"])
+    split: dict[str, Any] = {"method": "burst", "cp_size": ranks, "layout": "zigzag"}
+    if schedule == "tensor_parallel":
+        split = {"method": "megatron_tp", "tp_size": ranks}
     return Configuration(
         settings=TrialSettings(
             task="train",
-            method="burst",
             model=_model(row["model"]),
             seq_len=seq_len,
-            cp_size=cp_size,
             world_size=gpus,
-            layout="zigzag",
             lm_head_fusion=fused,
             checkpoint=Checkpoint(every=1, tail=tail),
             optimizer_offload="[offload]" in words,
+            **split,
         ),
-        exchange=_exchange(schedule, side, cp_size, tuned=method == "burst"),
+        exchange=_exchange(schedule, side, ranks, tuned=method == "burst"),
     )
 
 
-def _exchange(schedule: str, side: Side, cp_size: int, *, tuned: bool) -> Exchange:
-    """Inside one node a double ring is a ring, and both mixed forms are an all-to-all."""
-    if cp_size <= GPUS_PER_NODE:
+def _exchange(schedule: str, side: Side, ranks: int, *, tuned: bool) -> Exchange:
+    """Of so many ranks, which are one node's where they fit it."""
+    if ranks <= GPUS_PER_NODE:
         schedule = within_a_node(schedule)
     return Exchange(schedule=schedule, backward=side, gradient_bytes=2, tuned_links=tuned)
 
 
-def _context_size(words: str, gpus: int) -> int:
+def _ranks_of_sequence(words: str, gpus: int) -> int:
+    """Ranks among which a sequence, or the matrices, are divided."""
     said = re.search(r"\[sp=(\d+)\]", words)
     if said:
         return int(said.group(1))
@@ -173,6 +163,8 @@ def _context_size(words: str, gpus: int) -> int:
 def _way(words: str, experiment: str) -> tuple[str, str, Side, float, bool]:
     """(whose links, schedule, backward side, tail, fused head) by the source's name of the method."""
     name = words.casefold()
+    if "megatron-tp" in name:
+        return "other", "tensor_parallel", "key_value", 0.0, False
     kept = 0.0 if experiment not in ("e2e_main", "cp_scaling") else 1.0
     if "half-ckpt" in name or "sl-ckpt" in name or "sl_ckpt" in name:
         kept = 0.5

@@ -84,8 +84,8 @@ def step_time(
     _add(phases, "attention forward", forward, layers)
     _add(phases, "attention again", forward, layers * again)
     _add(phases, "attention backward", backward, layers)
-    across = speeds.across_gib if exchange.tuned_links else speeds.across_default_gib
-    _add(phases, "", tensor_parallel_seconds(settings, speeds, node_ranks, across), 1.0)
+    across = exchange.across_gib(speeds)
+    _add_waiting(phases, tensor_parallel_seconds(settings, speeds, node_ranks, across), 1.0)
     gemm = speeds.gemm_tflops * TERA * ranks
     phases["matrix products"] = 3 * work.layers / gemm
     phases["matrix products again"] = work.recomputed_layers / gemm
@@ -97,7 +97,7 @@ def step_time(
     if settings.optimizer_offload:
         phases["optimizer"] += shard * _MOMENTS_BYTES / (speeds.host_gib * GIB)
     computing = sum(phases.values()) / layers / 3  # of one layer in one direction, about
-    phases["parameters"] = layers * 3 * max(0.0, _gather_seconds(settings, speeds, node_ranks, exchange) - computing)
+    phases["parameters"] = layers * 3 * max(0.0, _gather_seconds(settings, speeds, node_ranks, across) - computing)
     if not whole:
         copied = _copied_bytes(settings) * settings.model.parameters / settings.tp_size * calls
         phases["parameters"] += copied / (speeds.memory_gib * GIB)
@@ -145,12 +145,12 @@ _ORDER = (
 
 
 def _add(phases: dict[str, float], name: str, one: Pass, count: float) -> None:
-    """A pass of attention, `count` times: its kernels under `name`, what it waited for under that.
+    """A pass of attention, `count` times: its kernels under `name`, what it waited for under that."""
+    phases[name] = one.kernels * count
+    _add_waiting(phases, one, count)
 
-    Tensor parallelism is one without kernels.
-    """
-    if one.kernels:
-        phases[name] = one.kernels * count
+
+def _add_waiting(phases: dict[str, float], one: Pass, count: float) -> None:
     for part, phase in _WAITING.items():
         phases[phase] = phases.get(phase, 0.0) + getattr(one, part) * count
 
@@ -188,14 +188,13 @@ def _logits_bytes(settings: TrialSettings) -> float:
     return float(passes) * tokens * settings.model.vocab
 
 
-def _gather_seconds(settings: TrialSettings, speeds: Speeds, node_ranks: int, exchange: Exchange) -> float:
+def _gather_seconds(settings: TrialSettings, speeds: Speeds, node_ranks: int, across: float) -> float:
     """Of gathering one layer's parameters, or of reducing its gradients: each node receives what others hold, over
-    the links of all its GPUs."""
+    the links of all its GPUs, each of `across` GiB/s."""
     ranks, node_ranks = settings.world_size // settings.tp_size, max(1, node_ranks // settings.tp_size)
     nbytes = settings.model.layer_parameters * BYTES_OF[settings.dtype] / settings.tp_size
     nodes = -(-ranks // node_ranks)
     inside = nbytes * (min(ranks, node_ranks) - 1) / min(ranks, node_ranks) / (speeds.inside_gib * GIB)
-    across = speeds.across_gib if exchange.tuned_links else speeds.across_default_gib
     return inside + (nbytes * (nodes - 1) / nodes / (across * GIB * node_ranks) if nodes > 1 else 0.0)
 
 

@@ -44,6 +44,7 @@ _NOT_PLANNED = {"checkpoint.plan": "hand", "memory": "", "planned": ""}
 _SETTINGS = frozenset(field.name for field in fields(TrialSettings))
 _TASKS = get_args(Task)
 
+UPSTREAM = "_upstream"  # ends the name of a system that runs unmodified beside our native form of it
 ONE_RANK = "one rank"  # what a trial ran that shared no sequence
 TENSOR_PARALLEL = "tensor and sequence parallel"
 _SIDES = {"query": "query side", "key_value": "key side"}
@@ -208,7 +209,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def method_rank(method: str) -> tuple[int, str]:
     """Sort key of a method: its place in METHOD_ORDER (`x_upstream` after `x`), unknown ones last by name."""
-    base = method.removesuffix("_upstream")
+    base = method.removesuffix(UPSTREAM)
     return (METHOD_ORDER.index(base) if base in METHOD_ORDER else len(METHOD_ORDER), method)
 
 
@@ -227,8 +228,8 @@ def is_given(row: Row, setting: str) -> bool:
     values of those that the experiment leaves open, and trials are compared all the same."""
     if row["settings"] == EQUAL or setting not in MAY_FILL:
         return True
-    if setting == "checkpoint.plan" and (row[setting] == "auto" or row["method"].endswith("_upstream")):
-        return False  # a real system has no planner, and is compared with what ours makes of the same memory
+    if setting == "checkpoint.plan" and (row[setting] == "auto" or row["method"].endswith(UPSTREAM)):
+        return False  # a real system has no planner; it is compared with what ours chooses for the same memory
     return setting in (row["settings_by_hand"] or "").split(", ")
 
 

@@ -7,12 +7,11 @@ Another predictor takes its place by setting PREDICTOR: a name and one function 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from baselines.paper_cluster import GPUS_PER_NODE
 from engine.settings import TrialSettings
-from harness.machine.this_machine import Machine, imagined
+from harness.machine.this_machine import Machine, imagined_nodes
 from harness.metrics.flops import counted_flops, tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
 from harness.plan.forecast import forecast
@@ -59,8 +58,7 @@ PREDICTOR: Predictor = Simulated()
 
 def cluster_of(hardware: Hardware, ranks: int) -> Machine:
     """Nodes of eight such GPUs, as many as the ranks need; one node for up to eight."""
-    node = imagined(hardware.gpu_names[0], hardware.memory_gib)
-    return replace(node, nodes=-(-ranks // GPUS_PER_NODE), ranks_per_node=GPUS_PER_NODE)
+    return imagined_nodes(hardware.gpu_names[0], hardware.memory_gib, ranks=ranks, ranks_per_node=GPUS_PER_NODE)
 
 
 def trials_of(figure: PaperFigure, scale: str, hardware: Hardware) -> list[Trial]:

@@ -76,7 +76,7 @@ def stop_time(
 ) -> StopTime | None:
     """The earliest of `--stop-before`, `--max-hours` from now and the end of Slurm's job; None without any.
 
-    A job whose end is over is none of this program's. Raises UsageError.
+    A job that has ended already is not the one that this program runs in, and is passed over. Raises UsageError.
     """
     started = now().astimezone()
     times = []
@@ -86,7 +86,7 @@ def stop_time(
         try:
             at = started + timedelta(hours=hours)
         except (OverflowError, ValueError):
-            raise UsageError(f"--max-hours {hours:g}: expected hours above 0, such as 8") from None
+            at = started
         if at <= started:
             raise UsageError(f"--max-hours {hours:g}: expected hours above 0, such as 8")
         times.append(StopTime(at, f"--max-hours {hours:g}", started))

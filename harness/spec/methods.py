@@ -35,6 +35,11 @@ def method_module(name: str) -> str:
     return _entry(name)[0]
 
 
+def is_native(method: Method) -> bool:
+    """Whether the engine runs the method, which then supplies a layout; other systems decide for themselves."""
+    return getattr(method, "layout", None) is not None
+
+
 def _entry(name: str) -> tuple[str, Method]:
     registry = _registry()
     if name not in registry:

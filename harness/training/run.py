@@ -11,9 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from engine.atomic import write_atomic
 from engine.data import PYTHON_DOCS
+from engine.forecast import Forecast
 from engine.measurement import write_json
 from engine.plain_json import read_json
 from engine.settings import Checkpoint, TrialSettings
@@ -69,9 +71,8 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
     with opened_for_writing(start.run_dir, resume=start.resume, marker=RUN_FILE) as (_, moved):
         if moved is not None:
             say(f"the earlier run in {start.run_dir} is now {moved}")
-        if start.resume and (not start.over_nodes or checkpoints(checkpoints_directory(start.run_dir))):
-            with refusing():  # else a host may have a checkpoint that was not fetched
-                check_resume(config, facts, start.run_dir)
+        if start.resume:
+            refuse_checkpoints(config, facts, start.run_dir, elsewhere=start.over_nodes)
         run_file = start.run_dir / RUN_FILE
         earlier = run_file.read_text(encoding="utf-8") if start.resume else None
         describe_run(start.run_dir, config, start.commit)
@@ -124,23 +125,27 @@ def resuming(again: Sequence[str], changes: Mapping[str, int]) -> list[str]:
 def impossible(config: TrainingConfig, machine: Machine, run: Path | None) -> str | None:
     """One sentence why a run cannot start on this machine, or None; `run` is the directory of one that is resumed."""
     try:
-        settings, _ = planned_for(config.settings, machine, run)
+        _planned(config, machine, run)
     except UsageError as error:
         return str(error)
-    reason = unsupported_reason(settings, machine)
-    if reason is None:
-        return None
-    fitting = settings_that_fit(config, machine) if run is not None else None
-    values = " ".join(f"--set {name}={value}" for name, value in (fitting or {}).items())
-    return f"this run cannot start: {reason}" + (f"; here it goes on with {values}" if values else "")
+    return None
 
 
 def planned_order(config: TrainingConfig, machine: Machine, run: Path, *, resume: bool) -> Order:
     """The order for the ranks, with what the planner chose. Raises UsageError when the run is impossible here."""
-    if reason := impossible(config, machine, run if resume else None):
-        raise UsageError(reason)
-    settings, forecast = planned_for(config.settings, machine, run if resume else None)
+    settings, forecast = _planned(config, machine, run if resume else None)
     return replace(order_of(replace(config, settings=settings), machine, resume=resume), plan=forecast)
+
+
+def _planned(config: TrainingConfig, machine: Machine, run: Path | None) -> tuple[TrialSettings, Forecast | None]:
+    """See `planned_for`. Raises UsageError when the run is impossible here; for one that is resumed it names the
+    parallel sizes with which it goes on, where there are some."""
+    settings, forecast = planned_for(config.settings, machine, run)
+    if reason := unsupported_reason(settings, machine):
+        fitting = settings_that_fit(config, machine) if run is not None else None
+        values = " ".join(f"--set {name}={value}" for name, value in (fitting or {}).items())
+        raise UsageError(f"this run cannot start: {reason}" + (f"; here it goes on with {values}" if values else ""))
+    return settings, forecast
 
 
 def describe_run(run_dir: Path, config: TrainingConfig, commit: str) -> None:
@@ -173,6 +178,14 @@ def refusing() -> Iterator[None]:
         yield
     except ValueError as error:
         raise UsageError(f"this run cannot start: {error}") from error
+
+
+def refuse_checkpoints(config: TrainingConfig, facts: dict[str, Any], run_dir: Path, *, elsewhere: bool) -> None:
+    """Raises UsageError when the run can resume from no checkpoint here. Where there is none at all, the run goes on if
+    another host may have one (`elsewhere`)."""
+    if not elsewhere or checkpoints(checkpoints_directory(run_dir)):
+        with refusing():
+            check_resume(config, facts, run_dir)
 
 
 def _attempt(order: Order, start: Start, on_progress: OnProgress, say: Callable[[str], None]) -> tuple[Outcome, Path]:

@@ -28,20 +28,20 @@ from engine.plain_json import from_json
 from engine.training.config import Order
 from engine.training.files import OUTCOME_FILE, RUN_FILE, attempt_directory, checkpoints_directory
 from engine.training.manifest import checkpoints
-from engine.training.preflight import check_resume, check_start
+from engine.training.preflight import check_start
 from harness.base.errors import UsageError
 from harness.base.interrupts import SIGNALS
 from harness.base.terminal import stderr_console
 from harness.launch.environment import render
+from harness.machine.addresses import route_towards
 from harness.machine.this_machine import Machine, code_digest, discover, together
 from harness.records.provenance import PROJECT_ROOT, commit
 from harness.run.directory import opened_for_writing
-from harness.training.addresses import route_towards
 from harness.training.file import TrainingFile
 from harness.training.hosts_watch import LOST_SECONDS, HostsWatch, beat_key, ended_key, follow
 from harness.training.places import Place, place_of
 from harness.training.progress import TrainingView
-from harness.training.run import describe_run, new_attempt, next_step, planned_order, refusing
+from harness.training.run import describe_run, new_attempt, next_step, planned_order, refuse_checkpoints, refusing
 from harness.training.sizes import settings_that_fit
 
 if TYPE_CHECKING:
@@ -174,8 +174,8 @@ class _Rank:
         order = planned_order(self._file.config, whole, self._run_dir, resume=self._resume)
         with refusing():
             facts = check_start(order)
-            if self._resume and (self._place.nodes == 1 or checkpoints(checkpoints_directory(self._run_dir))):
-                check_resume(order.config, facts, self._run_dir)  # else another host may have a checkpoint
+        if self._resume:
+            refuse_checkpoints(order.config, facts, self._run_dir, elsewhere=self._place.nodes > 1)
         return order
 
     def _opened(self, order: Order) -> dict[str, Any]:

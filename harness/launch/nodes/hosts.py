@@ -107,10 +107,7 @@ class HostPool:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in out.items() if reason)
         left = sum(reason is None for reason in out.values())
         needed = f"{counted(count, 'host')} {'is' if count == 1 else 'are'} needed"
-        return (
-            f"{needed} but {left} of {len(self._nodes)} can be used ({reasons}); "
-            "repair them, then --resume --retry-failed: a host that passes its check is used again"
-        )
+        return f"{needed} but {left} of {len(self._nodes)} can be used ({reasons}); repair them"
 
 
 class HostEnvironments:

@@ -11,10 +11,9 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from cluster.inventory.nodes import Node
 from cluster.ray_cluster.quarantine import Quarantine
@@ -93,9 +92,7 @@ class ClusterLauncher:
         """Run a job on hosts of the pool, which are those of `machine`."""
         started = time.monotonic()
 
-        def outcome(
-            status: Status, reason: str, hosts: Sequence[str] = (), lost: Mapping[str, str] = MappingProxyType({})
-        ) -> Outcome:
+        def outcome(status: Status, reason: str, hosts: Sequence[str] = (), lost: Iterable[str] = ()) -> Outcome:
             seconds = time.monotonic() - started
             return Outcome(status=status, reason=reason, wall_seconds=seconds, hosts=list(hosts), lost=tuple(lost))
 
@@ -114,7 +111,8 @@ class ClusterLauncher:
                 reason += "; the cluster ended with it, so first: burst cluster down --forget"
             return outcome(status, reason, hosts, run.lost)
         except TooFewHosts as error:
-            return outcome("node_lost", str(error))
+            again = f", then {job.again}: a host that passes its check is used again" if job.again else ""
+            return outcome("node_lost", f"{error}{again}")
         except HostLost as error:
             self._take_losses({error.host: error.why})
             lost = {error.host: error.why}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
-import socket
 import sys
 import tempfile
 import threading
@@ -18,6 +17,7 @@ from cluster.ray_cluster.state import ClusterState, StateDirectory
 from cluster.transport.reach import LocalRunner
 from harness.launch.ray.janitor import MARK, Janitor
 from harness.launch.ray.launcher import environment_set, import_ray, signal_handlers_kept
+from harness.machine.addresses import address_towards
 from harness.records.provenance import PROJECT_ROOT
 
 _UNSET = ("RAY_ADDRESS", "RAY_AUTH_TOKEN")  # the user's own, for another Ray
@@ -44,7 +44,7 @@ class RayGuest:
         self._directory = ""
         self._started: dict[str, object] = {}
         self._mark = f"{state.session}/guest-{secrets.token_hex(4)}"
-        address = _address_toward(state.head.address)
+        address = address_towards(state.head.address)
         try:
             if address not in {node.address for node in state.nodes}:
                 self._start_raylet(state, states, address)
@@ -109,10 +109,3 @@ class RayGuest:
             wait_seconds=START_SECONDS,
             reach=state.head_address,
         )
-
-
-def _address_toward(head: str) -> str:
-    """This machine's address on the route to the head. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((head, 9))
-        return str(probe.getsockname()[0])

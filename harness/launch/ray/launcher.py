@@ -105,7 +105,7 @@ class RayLauncher:
                     if time.monotonic() - probed_at > HEAD_PROBE_SECONDS:
                         if not answers(*self._head):
                             self._cancel(actor, pending, job)
-                            return self._lost(started, "was ended, because Ray's head does not answer")
+                            return self._lost(job, started, "was ended, because Ray's head does not answer")
                         probed_at = time.monotonic()
                     done = bool(ray.wait([pending], timeout=POLL_SECONDS)[0])
                     with contextlib.suppress(ray.exceptions.GetTimeoutError):  # slow is not lost
@@ -114,7 +114,7 @@ class RayLauncher:
                             if on_progress is not None:
                                 on_progress(line)
                     if not done and time.monotonic() - started > longest_seconds(job) + 2 * ENDING_SECONDS:
-                        return self._lost(started, "did not answer long after the deadline")
+                        return self._lost(job, started, "did not answer long after the deadline")
                 outcome: Outcome = ray.get(pending)
                 return outcome
             except ray.exceptions.RayActorError:
@@ -127,7 +127,7 @@ class RayLauncher:
                 raise error.cause from None
             raise
         except (ray.exceptions.RayActorError, ray.exceptions.RaySystemError) as error:
-            return self._lost(started, f"was lost ({str(error).strip().splitlines()[0].rstrip('.')})")
+            return self._lost(job, started, f"was lost ({str(error).strip().splitlines()[0].rstrip('.')})")
 
     def close(self) -> None:
         """End the ranks, then the Ray this launcher started. Idempotent."""
@@ -149,13 +149,14 @@ class RayLauncher:
             self._ray.get(actor.cancel.remote(), timeout=ENDING_SECONDS)
             self._ray.wait([pending], timeout=ENDING_SECONDS + (job.grace_seconds or 0))
 
-    def _lost(self, started: float, what: str) -> Outcome:
+    def _lost(self, job: Job, started: float, what: str) -> Outcome:
         """The outcome of a job whose supervisor is gone. The next job gets a new Ray."""
         self._actor = None
         self.close()
+        again = f"; run again with {job.again}" if job.again else ""
         return Outcome(
             status="node_lost",
-            reason=f"the supervisor of the ranks {what}; run again with --resume --retry-failed",
+            reason=f"the supervisor of the ranks {what}{again}",
             wall_seconds=time.monotonic() - started,
             hosts=[socket.gethostname()],
         )

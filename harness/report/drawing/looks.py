@@ -16,7 +16,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from harness.report.results import Row
+from harness.report.results import UPSTREAM, Row
 from harness.report.variants import method_name
 
 INK, MUTED, GRID = "#1b1f24", "#5b6470", "#dfe3e8"
@@ -35,7 +35,6 @@ COLOURS = {
 SPARE = ("#713920", "#736bd0", "#85c8a9", "#9e0051")
 # Systems with the colour of a method of another name: of their native form; TRL, which splits no sequence, has none.
 NATIVE_FORM = {"megatron_lm": "megatron_cp", "deepspeed": "ulysses", "torchtitan": "torch_cp", "trl": "megatron_tp"}
-UPSTREAM = "_upstream"  # ends the name of a system that runs unmodified beside our native form of it
 
 MAX_SERIES = 24  # told apart in one figure
 _PLAIN, _PALE, _DARK = 0.0, 0.62, -0.42  # share of white, or of black, mixed into a fill

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import socket
 import struct
@@ -10,13 +11,11 @@ _SIOCGIFADDR = 0x8915  # Linux: IPv4 address of an interface
 
 
 def address_towards(host: str) -> str:
-    """This machine's IPv4 address on the route to `host`; empty where its name has none, or nothing leads there."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((socket.gethostbyname(host), 9))
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
+    """This machine's IPv4 address on the route to `host`. Raises OSError where its name has none, or no route leads
+    there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((socket.gethostbyname(host), 9))
+        return str(probe.getsockname()[0])
 
 
 def addresses_and_interfaces() -> dict[str, str]:
@@ -40,8 +39,9 @@ def route_towards(host: str) -> tuple[str, str]:
     Where `host` is this machine, the route to it is loopback: then the address that its name has elsewhere, else the
     only one.
     """
-    address, mine = address_towards(host), addresses_and_interfaces()
-    if address in mine:
+    mine = addresses_and_interfaces()
+    with contextlib.suppress(OSError, KeyError):
+        address = address_towards(host)
         return address, mine[address]
     if len(mine) == 1:
         return next(iter(mine.items()))
