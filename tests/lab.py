@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tests.debian import find_or_install
 from tests.patience import wait_until
+from tests.processes import all_pids, content, kill
 
 PREFIX = "bl"
 SSH_PORT = 22  # of each host's own namespace
@@ -168,9 +169,7 @@ class Lab:
         """The host is lost: all its processes die at once and its address answers nobody."""
         _ip("-n", host.namespace, "link", "set", host.interface, "down", check=False)
         while pids := self.processes(host):
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill(pids)
             if host.sshd is not None:
                 host.sshd.poll()  # reap it: a zombie still counts as a process of the namespace
             time.sleep(0.02)
@@ -205,15 +204,15 @@ class Lab:
 
     def processes(self, host: LabHost) -> list[int]:
         """All processes on the host; none when it does not exist."""
-        done = _ip("netns", "pids", host.namespace, check=False)
-        return [int(pid) for pid in done.stdout.split()]
+        return _processes_in(host.namespace)
 
     def left_behind(self) -> list[str]:
         """Namespaces, interfaces and processes of this lab that still exist."""
         spaces = [line.split()[0] for line in _ip("netns", "list").stdout.splitlines() if line]
         links = re.findall(r"^\d+: ([^:@]+)", _ip("-o", "link").stdout, re.MULTILINE)
         found = [name for name in (*spaces, *links) if name.startswith(self.tag)]
-        return found + [f"process {pid}" for pid in _mentioning(str(self.folder))]
+        mentioning = [pid for pid in all_pids() if str(self.folder).encode() in content(pid, "cmdline")]
+        return found + [f"process {pid}" for pid in mentioning if pid != os.getpid()]
 
 
 @contextlib.contextmanager
@@ -234,11 +233,13 @@ def _remove_orphans() -> None:
     for line in _ip("netns", "list").stdout.splitlines():
         match = re.match(rf"{PREFIX}([0-9a-f]+)[a-z]\d\b", line)
         if match and not Path(f"/proc/{int(match[1], 16)}").exists():
-            for pid in _ip("netns", "pids", match[0], check=False).stdout.split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+            kill(_processes_in(match[0]))
             _ip("netns", "delete", match[0], check=False)
             _ip("link", "delete", match[0][:-1], check=False)
+
+
+def _processes_in(namespace: str) -> list[int]:
+    return [int(pid) for pid in _ip("netns", "pids", namespace, check=False).stdout.split()]
 
 
 def _free_subnet() -> str:
@@ -269,16 +270,6 @@ def _wait_for_ssh(host: LabHost) -> None:
         return False
 
     wait_until(greets, f"{host.name} does not answer")
-
-
-def _mentioning(text: str) -> list[int]:
-    """Processes, other than this one, with `text` in their command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if int(path.parent.name) != os.getpid() and text.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
 
 
 def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:

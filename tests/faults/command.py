@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from harness.cli import main
 from tests.faults.matrix import TRIALS, Point
 from tests.patience import AMPLE, wait_until
+from tests.processes import command_of, kill, output_of, parent_of, with_variable
 
 PROJECT = Path(__file__).parents[2]
 HOOK = Path(__file__).parent / "hook"
@@ -86,9 +86,7 @@ class Command:
 
     def kill_all(self) -> None:
         """For the end of a test that failed."""
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill(self.processes())
         self.process.wait(AMPLE)
 
     def fork_server(self) -> int:
@@ -168,16 +166,6 @@ def _asked(*arguments: str) -> tuple[int, str]:
     return code, said.getvalue()
 
 
-def with_variable(name: str, value: str) -> list[int]:
-    """All processes that run, or are stopped, and were started with this variable in their environment."""
-    found = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            if f"{name}={value}".encode() in environ.read_bytes().split(b"\0"):  # of a zombie it is empty
-                found.append(int(environ.parent.name))
-    return found
-
-
 def records(run_dir: Path) -> Mapping[str, bytes]:
     """The records by trial, as they lie there."""
     return {path.parent.name: path.read_bytes() for path in sorted(run_dir.glob("trials/*/record.json"))}
@@ -200,22 +188,3 @@ def outcomes(found: Mapping[str, bytes]) -> str:
     """The status of each trial, in the order in which they run; `-` where one has no record."""
     by_length = {length_of(trial): status_of(record) for trial, record in found.items()}
     return " ".join(by_length.get(length, "-") for length in TRIALS)
-
-
-def parent_of(pid: int) -> int:
-    # The name in field 2 may hold spaces and brackets; the parent is the second field after its last bracket.
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def command_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def output_of(pid: int) -> str:
-    try:
-        return os.readlink(f"/proc/{pid}/fd/1")
-    except OSError:
-        return ""

@@ -21,10 +21,10 @@ from tests.faults.command import (
     records,
     status_of,
     variables,
-    with_variable,
 )
 from tests.faults.matrix import NETWORK, POINTS
 from tests.patience import AMPLE, wait_until
+from tests.processes import with_variable
 
 if reason := lab_module.unavailable():
     pytest.skip(reason, allow_module_level=True)
