@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.debian import find_or_install
+from tests.debian import missing, path_of
 from tests.patience import wait_until
 from tests.processes import all_pids, content, kill
 
@@ -52,15 +52,18 @@ class LabHost:
         """Type and base64 of its public host key."""
         return " ".join((self.folder / "host_key.pub").read_text().split()[:2])
 
+    def inside(self, *command: str) -> list[str]:
+        """The command that runs `command` in the host's network and under its name."""
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$1" && shift && exec "$@"', "sh", self.name, *command]
+        return [path_of("ip", "iproute2"), "netns", "exec", self.namespace, *named]
+
 
 def unavailable() -> str:
     """Why there can be no lab on this machine; empty when there can."""
     if os.geteuid() != 0:
         return "network namespaces need root; run the tests as root"
-    for program, package in (("ip", "iproute2"), ("sshd", "openssh-server"), ("unshare", "util-linux")):
-        found, reason = find_or_install(program, package)
-        if found is None:
-            return reason
+    if reason := missing(("ip", "iproute2"), ("sshd", "openssh-server"), ("unshare", "util-linux")):
+        return reason
     done = subprocess.run(["ip", "netns", "add", f"{PREFIX}{os.getpid():x}try"], capture_output=True, text=True)
     if done.returncode:
         return f"the kernel makes no network namespaces here: {done.stderr.strip()}"
@@ -128,12 +131,10 @@ class Lab:
             "KbdInteractiveAuthentication no\nPermitRootLogin prohibit-password\nMaxStartups 100\nUseDNS no\n"
         )
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd's privilege separation insists on it
-        sshd, reason = find_or_install("sshd", "openssh-server")
-        assert sshd, reason
-        named = ["unshare", "--uts", "sh", "-c", 'hostname "$1" && exec "$2" -D -e -f "$3"', "sh", host.name, sshd]
+        sshd = path_of("sshd", "openssh-server")
         with open(host.folder / "log", "ab") as log:
             host.sshd = subprocess.Popen(
-                ["ip", "netns", "exec", host.namespace, *named, str(config)],
+                host.inside(sshd, "-D", "-e", "-f", str(config)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -273,9 +274,7 @@ def _wait_for_ssh(host: LabHost) -> None:
 
 
 def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    program, reason = find_or_install("ip", "iproute2")
-    assert program, reason
-    done = subprocess.run([program, *arguments], capture_output=True, text=True)
+    done = subprocess.run([path_of("ip", "iproute2"), *arguments], capture_output=True, text=True)
     assert not check or done.returncode == 0, (arguments, done.stderr)
     return done
 

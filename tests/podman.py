@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cluster.images.engine import ImageFailed
 from cluster.images.trying import SETTINGS_VARIABLE, podman_settings
-from tests.debian import find_or_install
+from tests.debian import missing
 from tests.lab import Lab, LabHost
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,10 +26,8 @@ def unavailable() -> str:
     """Why no image can be built and run on this machine; empty when it can."""
     if os.geteuid() != 0:
         return "building by chroot and filling a base by debootstrap need root; run the tests as root"
-    for program in ("debootstrap", "buildah", "podman", "catatonit", "runc"):
-        found, reason = find_or_install(program, program)
-        if found is None:
-            return reason
+    if reason := missing(*((name, name) for name in ("debootstrap", "buildah", "podman", "catatonit", "runc"))):
+        return reason
     try:
         podman_settings()
     except ImageFailed as error:
