@@ -13,8 +13,9 @@ import secrets
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from harness.cli import main
 from tests.faults.matrix import TRIALS, Point
@@ -59,10 +60,7 @@ class Command:
 
     def wait_for_hold(self) -> int:
         """Wait until a process is held; returns its number."""
-        reached = self.hold / "reached"
-        wait_until(lambda: reached.exists() or self.process.poll() is not None, "no process came to the point", 120)
-        assert reached.exists(), f"the command ended before it came to the point:\n{self.said()}"
-        return int(reached.read_text())
+        return wait_for_hold(self.hold, self.process, self.said)
 
     def release(self) -> None:
         (self.hold / "released").touch()
@@ -80,9 +78,10 @@ class Command:
         return with_variable(MARK, self.mark)
 
     def wait_until_gone(self) -> None:
-        with contextlib.suppress(AssertionError):  # which would not say what is left
-            wait_until(lambda: not self.processes(), "", GONE_SECONDS)
-        assert {pid: command_of(pid) for pid in self.processes()} == {}, self.said()
+        def left() -> str:
+            return f"{ {pid: command_of(pid) for pid in self.processes()} } still run:\n{self.said()}"
+
+        wait_until(lambda: not self.processes(), left, GONE_SECONDS)
 
     def kill_all(self) -> None:
         """For the end of a test that failed."""
@@ -91,8 +90,8 @@ class Command:
 
     def fork_server(self) -> int:
         """The newest one: an idle one may wait beside it."""
-        servers = [pid for pid in self._zygotes() if parent_of(pid) not in self._zygotes()]
-        return max(servers)
+        zygotes = self._zygotes()
+        return max(pid for pid in zygotes if parent_of(pid) not in zygotes)
 
     def rank(self, number: int) -> int:
         """The process of a rank, which writes to the rank's log."""
@@ -121,6 +120,14 @@ def variables(hold: Path) -> dict[str, str]:
     """What puts the hook into a program, and into those that it starts."""
     # Without git no record names a commit: one that is made, or a file that is edited, while tests run would not mix.
     return {"BURST_TEST_HOLD": str(hold), "PYTHONPATH": f"{HOOK}{os.pathsep}{PROJECT}", "GIT_DIR": os.devnull}
+
+
+def wait_for_hold(hold: Path, process: subprocess.Popen[Any], said: Callable[[], object]) -> int:
+    """Wait until a process of a command is held; returns its number. `said` gives what the command printed."""
+    reached = hold / "reached"
+    wait_until(lambda: reached.exists() or process.poll() is not None, "no process came to the point", 120)
+    assert reached.exists(), f"the command ended before it came to the point:\n{said()}"
+    return int(reached.read_text())
 
 
 @contextlib.contextmanager

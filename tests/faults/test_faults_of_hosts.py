@@ -21,6 +21,7 @@ from tests.faults.command import (
     records,
     status_of,
     variables,
+    wait_for_hold,
 )
 from tests.faults.matrix import NETWORK, POINTS
 from tests.patience import AMPLE, wait_until
@@ -61,8 +62,7 @@ def test_after_a_hosts_network_is_dropped_what_is_finished_stays_and_the_next_co
 
         POINTS[point].hold_in(hold)
         run = site.start(*arguments)
-        wait_until(lambda: (hold / "reached").exists() or run.poll() is not None, "no process came to the point", 120)
-        assert (hold / "reached").exists(), run.communicate()
+        wait_for_hold(hold, run, run.communicate)
         finished = records(run_dir)
         site.lab.cut(second)
         cut_at = time.monotonic()
