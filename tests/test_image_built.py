@@ -10,13 +10,10 @@ import pytest
 import torch
 
 from baselines.called import REQUEST_FILE
-from baselines.deepspeed import DeepSpeed
-from baselines.fidelity.attention import compared, settings_of
-from baselines.fidelity.cases import BATCH, HEAD_DIM, SEQ_LEN, Case
+from baselines.fidelity.attention import compared, request_of, write_inputs
+from baselines.fidelity.cases import SYSTEMS, Case
 from baselines.install.places import Place
 from baselines.pin import load_pin
-from engine.attention.masks import Causal
-from engine.attention.reference import dense_attention
 from tests import podman
 from tests.podman import IMAGE, ROOT, built, burst
 from tests.test_image import PINS
@@ -92,22 +89,13 @@ def attention_error(tmp_path: Path, tag: str) -> float:
     folder.mkdir()
     folder.chmod(0o777)  # the ranks run as the image's user
     case = Case(name="image", form="Ulysses", ranks=2, dtype="fp32", layout="contiguous")
-    torch.manual_seed(0)
-    heads = {"q": case.heads, "k": case.kv_heads, "v": case.kv_heads, "dout": case.heads}
-    whole = {
-        name: torch.randn(BATCH, SEQ_LEN, count, HEAD_DIM).double().requires_grad_() for name, count in heads.items()
-    }
-    torch.save({name: tensor.detach() for name, tensor in whole.items()}, folder / "inputs.pt")
-    request = DeepSpeed().request(settings_of(case, DeepSpeed.name), Place(system="deepspeed", flavour="current"))
-    own = {"inputs": str(folder / "inputs.pt"), "left": str(folder / "left"), "layout": case.layout, "dtype": "fp32"}
-    (folder / REQUEST_FILE).write_text(json.dumps(request | {"cases": [own]}))
+    wanted = write_inputs(case, folder)
+    request = request_of(SYSTEMS["deepspeed"], case, Place(system="deepspeed", flavour="current"), folder)
+    (folder / REQUEST_FILE).write_text(json.dumps(request | {"cases": [request]}))
     ours = f"{ROOT}/baselines"  # the program that calls the system; not in the image
     given = ["--env", "GLOO_SOCKET_IFNAME=lo", "--volume", f"{ours}:{ours}:ro", "--volume", f"{folder}:{folder}"]
     program = ["torchrun", "--standalone", "--nproc-per-node", "2", f"{ours}/programs/attention.py"]
     run(tmp_path, *given, tag, *program, str(folder / REQUEST_FILE))
-    out, _ = dense_attention(whole["q"], whole["k"], whole["v"], Causal())
-    out.backward(whole["dout"].detach())
-    wanted = {"out": out.detach(), **{f"d{name}": whole[name].grad for name in "qkv"}}
-    left = [torch.load(folder / f"left.rank{rank}.pt") for rank in range(case.ranks)]
+    left = [torch.load(f"{request['left']}.rank{rank}.pt") for rank in range(case.ranks)]
     assert not [each["text"] for each in left if "error" in each]
     return max(error.relative for error in compared(left, wanted).values())
