@@ -15,6 +15,7 @@ from cluster.images.engine import ImageFailed
 from cluster.images.trying import SETTINGS_VARIABLE, podman_settings
 from tests.debian import missing
 from tests.lab import Lab, LabHost
+from tests.patience import AMPLE
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGE = "localhost/burst-tests:cpu"
@@ -43,12 +44,24 @@ def variables(folder: Path) -> dict[str, str]:
     return {**os.environ, SETTINGS_VARIABLE: str(path), "COLUMNS": "200"}
 
 
-def burst(*arguments: str, seconds: float = BUILD_SECONDS) -> str:
-    """Output of a command on this machine; it has to end well."""
-    command = [sys.executable, "-m", "harness", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
-    assert done.returncode == 0, (command, done.stdout[-4000:], done.stderr[-4000:])
+def burst(*arguments: str) -> str:
+    """What a command on this machine prints; it has to end well."""
+    done = _ended([sys.executable, "-m", "harness", *arguments], None, BUILD_SECONDS)
     return done.stdout + done.stderr
+
+
+def run(folder: Path, *words: str, network: str = "none") -> subprocess.CompletedProcess[str]:
+    """`podman run` with these words, ended well; `folder` keeps the settings of podman."""
+    command = ["podman", "run", "--rm", "--init", "--network", network, "--ipc", "host", *words]
+    return _ended(command, variables(folder), AMPLE)
+
+
+def _ended(command: list[str], environment: dict[str, str] | None, seconds: float) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+    )
+    assert done.returncode == 0, (command, done.stdout[-4000:], done.stderr[-4000:])
+    return done
 
 
 @contextlib.contextmanager
