@@ -43,8 +43,8 @@ def scaled(seconds: float) -> float:
 
 
 def wait_until(condition: Callable[[], object], complaint: str | Callable[[], str], seconds: float = SOON) -> None:
-    """Wait for `condition` to be true. Fails with `complaint`, asked for then where it is a function, after `seconds`
-    of an idle machine, scaled."""
+    """Wait for `condition` to be true. Fails with `complaint` after `seconds` of an idle machine, scaled. A complaint
+    that is a function is called only then, so it can tell what there is at that moment."""
     started = time.monotonic()
     while not condition():
         waited = time.monotonic() - started

@@ -1,4 +1,4 @@
-"""One `burst run` under a fault: its processes by their part in it, the moment it is held at, and what it leaves.
+"""One `burst run` under a fault: its processes by role, the moment at which it is held, and what it leaves.
 
 All processes inherit a mark in their environment, by which they are found however they are named and grouped.
 """
@@ -174,7 +174,7 @@ def _asked(*arguments: str) -> tuple[int, str]:
 
 
 def records(run_dir: Path) -> Mapping[str, bytes]:
-    """The records by trial, as they lie there."""
+    """The bytes of each trial's record, by trial."""
     return {path.parent.name: path.read_bytes() for path in sorted(run_dir.glob("trials/*/record.json"))}
 
 
@@ -187,11 +187,11 @@ def status_of(record: bytes) -> str:
 
 
 def length_of(trial: str) -> int:
-    """Its tokens, which its id gives."""
+    """The trial's tokens, from its id."""
     return int(trial.split("-s")[1].split("-")[0])
 
 
 def outcomes(found: Mapping[str, bytes]) -> str:
-    """The status of each trial, in the order in which they run; `-` where one has no record."""
+    """The status of each trial in the order in which they run, `-` for a trial without a record."""
     by_length = {length_of(trial): status_of(record) for trial, record in found.items()}
     return " ".join(by_length.get(length, "-") for length in TRIALS)
