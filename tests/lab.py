@@ -195,8 +195,7 @@ class Lab:
 
     def mount(self, host: LabHost, path: Path, size: str) -> None:
         """A small disk at `path`, which only this host sees; it goes with the host."""
-        assert host.sshd is not None
-        _run(["nsenter", "-t", str(host.sshd.pid), "-m", "mount", "-t", "tmpfs", "-o", f"size={size}", "lab", path])
+        self.run(host, "mount", "-t", "tmpfs", "-o", f"size={size}", "lab", str(path))
 
     def run(self, host: LabHost, *command: str) -> str:
         """Output of a command in the host's namespaces."""
