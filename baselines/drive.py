@@ -84,8 +84,11 @@ def main(words: Sequence[str]) -> int:
 def as_its_script(
     settings: TrialSettings, rendered: Rendered, given: Mapping[str, str]
 ) -> tuple[Rendered, dict[str, str]]:
-    """One of the paper's copies, and the launcher's variables for it: as published, NCCL's are those of its own
-    script alone. They are among those of the program, too, because the record has these."""
+    """One of the paper's copies, and the launcher's variables for it.
+
+    As published, NCCL's variables are those of the system's own script alone. The program's variables have them too,
+    because the record holds the program's.
+    """
     found = with_own_nccl(settings, given)
     own = {name: found[name] for name in NCCL_VARIABLES if name in found}
     return replace(rendered, environment={**rendered.environment, **own}), found

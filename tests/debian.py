@@ -31,6 +31,22 @@ def find_or_install(program: str, package: str) -> tuple[str | None, str]:
     return found, "" if found else f"{package} was installed but left no {program}"
 
 
+def missing(*programs: tuple[str, str]) -> str:
+    """Why the first of these programs that cannot be had is absent, each given with its package; empty for none."""
+    for program, package in programs:
+        found, reason = find_or_install(program, package)
+        if found is None:
+            return reason
+    return ""
+
+
+def path_of(program: str, package: str) -> str:
+    """Absolute path of a program that a test cannot do without."""
+    found, reason = find_or_install(program, package)
+    assert found, reason
+    return found
+
+
 def _install(package: str) -> str:
     """Install one package; the result is empty, or what went wrong."""
     # RUNLEVEL=1 keeps a package from starting its service.

@@ -20,8 +20,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.debian import find_or_install
+from tests.debian import missing, path_of
 from tests.patience import wait_until
+from tests.processes import all_pids, content, kill
 
 PREFIX = "bl"
 SSH_PORT = 22  # of each host's own namespace
@@ -51,15 +52,18 @@ class LabHost:
         """Type and base64 of its public host key."""
         return " ".join((self.folder / "host_key.pub").read_text().split()[:2])
 
+    def inside(self, *command: str) -> list[str]:
+        """The command that runs `command` in the host's network and under its name."""
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$1" && shift && exec "$@"', "sh", self.name, *command]
+        return [path_of("ip", "iproute2"), "netns", "exec", self.namespace, *named]
+
 
 def unavailable() -> str:
     """Why there can be no lab on this machine; empty when there can."""
     if os.geteuid() != 0:
         return "network namespaces need root; run the tests as root"
-    for program, package in (("ip", "iproute2"), ("sshd", "openssh-server"), ("unshare", "util-linux")):
-        found, reason = find_or_install(program, package)
-        if found is None:
-            return reason
+    if reason := missing(("ip", "iproute2"), ("sshd", "openssh-server"), ("unshare", "util-linux")):
+        return reason
     done = subprocess.run(["ip", "netns", "add", f"{PREFIX}{os.getpid():x}try"], capture_output=True, text=True)
     if done.returncode:
         return f"the kernel makes no network namespaces here: {done.stderr.strip()}"
@@ -127,12 +131,10 @@ class Lab:
             "KbdInteractiveAuthentication no\nPermitRootLogin prohibit-password\nMaxStartups 100\nUseDNS no\n"
         )
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd's privilege separation insists on it
-        sshd, reason = find_or_install("sshd", "openssh-server")
-        assert sshd, reason
-        named = ["unshare", "--uts", "sh", "-c", 'hostname "$1" && exec "$2" -D -e -f "$3"', "sh", host.name, sshd]
+        sshd = path_of("sshd", "openssh-server")
         with open(host.folder / "log", "ab") as log:
             host.sshd = subprocess.Popen(
-                ["ip", "netns", "exec", host.namespace, *named, str(config)],
+                host.inside(sshd, "-D", "-e", "-f", str(config)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -168,9 +170,7 @@ class Lab:
         """The host is lost: all its processes die at once and its address answers nobody."""
         _ip("-n", host.namespace, "link", "set", host.interface, "down", check=False)
         while pids := self.processes(host):
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill(pids)
             if host.sshd is not None:
                 host.sshd.poll()  # reap it: a zombie still counts as a process of the namespace
             time.sleep(0.02)
@@ -195,8 +195,7 @@ class Lab:
 
     def mount(self, host: LabHost, path: Path, size: str) -> None:
         """A small disk at `path`, which only this host sees; it goes with the host."""
-        assert host.sshd is not None
-        _run(["nsenter", "-t", str(host.sshd.pid), "-m", "mount", "-t", "tmpfs", "-o", f"size={size}", "lab", path])
+        self.run(host, "mount", "-t", "tmpfs", "-o", f"size={size}", "lab", str(path))
 
     def run(self, host: LabHost, *command: str) -> str:
         """Output of a command in the host's namespaces."""
@@ -205,15 +204,15 @@ class Lab:
 
     def processes(self, host: LabHost) -> list[int]:
         """All processes on the host; none when it does not exist."""
-        done = _ip("netns", "pids", host.namespace, check=False)
-        return [int(pid) for pid in done.stdout.split()]
+        return _processes_in(host.namespace)
 
     def left_behind(self) -> list[str]:
         """Namespaces, interfaces and processes of this lab that still exist."""
         spaces = [line.split()[0] for line in _ip("netns", "list").stdout.splitlines() if line]
         links = re.findall(r"^\d+: ([^:@]+)", _ip("-o", "link").stdout, re.MULTILINE)
         found = [name for name in (*spaces, *links) if name.startswith(self.tag)]
-        return found + [f"process {pid}" for pid in _mentioning(str(self.folder))]
+        mentioning = [pid for pid in all_pids() if str(self.folder).encode() in content(pid, "cmdline")]
+        return found + [f"process {pid}" for pid in mentioning if pid != os.getpid()]
 
 
 @contextlib.contextmanager
@@ -234,11 +233,13 @@ def _remove_orphans() -> None:
     for line in _ip("netns", "list").stdout.splitlines():
         match = re.match(rf"{PREFIX}([0-9a-f]+)[a-z]\d\b", line)
         if match and not Path(f"/proc/{int(match[1], 16)}").exists():
-            for pid in _ip("netns", "pids", match[0], check=False).stdout.split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+            kill(_processes_in(match[0]))
             _ip("netns", "delete", match[0], check=False)
             _ip("link", "delete", match[0][:-1], check=False)
+
+
+def _processes_in(namespace: str) -> list[int]:
+    return [int(pid) for pid in _ip("netns", "pids", namespace, check=False).stdout.split()]
 
 
 def _free_subnet() -> str:
@@ -271,20 +272,8 @@ def _wait_for_ssh(host: LabHost) -> None:
     wait_until(greets, f"{host.name} does not answer")
 
 
-def _mentioning(text: str) -> list[int]:
-    """Processes, other than this one, with `text` in their command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if int(path.parent.name) != os.getpid() and text.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
-
-
 def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    program, reason = find_or_install("ip", "iproute2")
-    assert program, reason
-    done = subprocess.run([program, *arguments], capture_output=True, text=True)
+    done = subprocess.run([path_of("ip", "iproute2"), *arguments], capture_output=True, text=True)
     assert not check or done.returncode == 0, (arguments, done.stderr)
     return done
 

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
+
+from tests.processes import stat_of
 
 AMPLE = 600.0  # seconds; a deadline that is not the subject of its test, and that no machine reaches
 SOON = 60.0  # seconds in which an idle machine does whatever a test waits for
@@ -42,8 +43,8 @@ def scaled(seconds: float) -> float:
 
 
 def wait_until(condition: Callable[[], object], complaint: str | Callable[[], str], seconds: float = SOON) -> None:
-    """Wait for `condition` to be true. Fails with `complaint`, asked for then where it is a function, after `seconds`
-    of an idle machine, scaled."""
+    """Wait for `condition` to be true. Fails with `complaint` after `seconds` of an idle machine, scaled. A complaint
+    that is a function is called only then, so it can tell what there is at that moment."""
     started = time.monotonic()
     while not condition():
         waited = time.monotonic() - started
@@ -55,10 +56,7 @@ def wait_until(condition: Callable[[], object], complaint: str | Callable[[], st
 
 def running(pid: int) -> bool:
     """Whether a process runs. Zombies of a dead parent count as ended: in a container nothing may reap them."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    return stat_of(pid)[:1] not in ([], ["Z"], ["X"])
 
 
 def wait_for_end(pids: Iterable[int]) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from cluster.images.engine import ImageFailed
 from cluster.images.trying import SETTINGS_VARIABLE, podman_settings
-from tests.debian import find_or_install
+from tests.debian import missing
 from tests.lab import Lab, LabHost
+from tests.patience import AMPLE
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGE = "localhost/burst-tests:cpu"
@@ -26,10 +27,8 @@ def unavailable() -> str:
     """Why no image can be built and run on this machine; empty when it can."""
     if os.geteuid() != 0:
         return "building by chroot and filling a base by debootstrap need root; run the tests as root"
-    for program in ("debootstrap", "buildah", "podman", "catatonit", "runc"):
-        found, reason = find_or_install(program, program)
-        if found is None:
-            return reason
+    if reason := missing(*((name, name) for name in ("debootstrap", "buildah", "podman", "catatonit", "runc"))):
+        return reason
     try:
         podman_settings()
     except ImageFailed as error:
@@ -45,12 +44,24 @@ def variables(folder: Path) -> dict[str, str]:
     return {**os.environ, SETTINGS_VARIABLE: str(path), "COLUMNS": "200"}
 
 
-def burst(*arguments: str, seconds: float = BUILD_SECONDS) -> str:
-    """Output of a command on this machine; it has to end well."""
-    command = [sys.executable, "-m", "harness", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
-    assert done.returncode == 0, (command, done.stdout[-4000:], done.stderr[-4000:])
+def burst(*arguments: str) -> str:
+    """What a command on this machine prints; it has to end well."""
+    done = _ended([sys.executable, "-m", "harness", *arguments], None, BUILD_SECONDS)
     return done.stdout + done.stderr
+
+
+def run(folder: Path, *words: str, network: str = "none") -> subprocess.CompletedProcess[str]:
+    """`podman run` with these words, ended well; `folder` keeps the settings of podman."""
+    command = ["podman", "run", "--rm", "--init", "--network", network, "--ipc", "host", *words]
+    return _ended(command, variables(folder), AMPLE)
+
+
+def _ended(command: list[str], environment: dict[str, str] | None, seconds: float) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+    )
+    assert done.returncode == 0, (command, done.stdout[-4000:], done.stderr[-4000:])
+    return done
 
 
 @contextlib.contextmanager

@@ -12,11 +12,12 @@ import os
 import secrets
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from cluster.active.rails import free_ports
 from tests import lab as lab_module
-from tests.debian import find_or_install
+from tests.debian import missing, path_of
 from tests.lab import Lab, LabHost, open_lab
 from tests.patience import AMPLE, wait_until
 
@@ -27,13 +28,7 @@ CPUS = 2  # of each host; all hosts share those of this machine
 
 def unavailable() -> str:
     """Why there can be no Slurm on this machine; empty when there can."""
-    if reason := lab_module.unavailable():
-        return reason
-    for program, package in PROGRAMS:
-        found, reason = find_or_install(program, package)
-        if found is None:
-            return reason
-    return ""
+    return lab_module.unavailable() or missing(*PROGRAMS)
 
 
 class Slurm:
@@ -59,12 +54,13 @@ class Slurm:
         key.chmod(0o600)
         paths = {"key-file": key, "pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "munge.seed"}
         options = [f"--{name}={self.folder / path}" for name, path in paths.items()]
-        self._start("munged", ["--foreground", "--force", f"--socket={self._socket}", *options])
+        munged = path_of("munged", "munge")
+        self._start("munged", munged, "--foreground", "--force", f"--socket={self._socket}", *options)
         wait_until(self._socket.is_socket, "munged does not listen")
-        self._start("slurmctld", ["-D", "-c", "-f", str(self.conf)])
+        self._start("slurmctld", path_of("slurmctld", "slurmctld"), "-D", "-c", "-f", str(self.conf))
         for host in self.lab.hosts:
             self.start_slurmd(host)
-        wait_until(self._all_idle, f"not all hosts are idle; {self._log()}", STARTING_SECONDS)
+        wait_until(self._all_idle, lambda: f"not all hosts are idle; {self._log()}", STARTING_SECONDS)
 
     def close(self) -> None:
         """Cancel the jobs, then end the programs that `open` started; the lab ends what runs on its hosts."""
@@ -81,22 +77,13 @@ class Slurm:
 
     def start_slurmd(self, host: LabHost) -> None:
         """Start the host's slurmd, under the host's own name and in its network."""
-        slurmd = _program("slurmd", "slurmd")
-        named = ["unshare", "--uts", "sh", "-c", 'hostname "$1" && exec "$2" -D -c -f "$3" -N "$1"', "sh"]
-        self._start("ip", ["netns", "exec", host.namespace, *named, host.name, slurmd, str(self.conf)], host.name)
+        slurmd = path_of("slurmd", "slurmd")
+        self._start(host.name, *host.inside(slurmd, "-D", "-c", "-f", str(self.conf), "-N", host.name))
 
     def run(self, program: str, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
         """Output of one of Slurm's commands, run on the first host."""
-        command = [_program(program, "slurm-client"), *arguments]
-        done = subprocess.run(
-            ["ip", "netns", "exec", self.lab.hosts[0].namespace, *command],
-            env={**self.environment, **(environment or {})},
-            capture_output=True,
-            text=True,
-            timeout=AMPLE,
-        )
-        assert done.returncode == 0, (command, done.stdout, done.stderr, self._log())
-        return done.stdout
+        command = self.lab.hosts[0].inside(path_of(program, "slurm-client"), *arguments)
+        return self._output(command, environment or {})
 
     def submit(self, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
         """Submit a job; its number."""
@@ -104,16 +91,8 @@ class Slurm:
 
     def allocate(self, *arguments: str) -> str:
         """Output of a program in the shell of salloc on this machine, which is no node."""
-        done = subprocess.run(
-            [_program("salloc", "slurm-client"), "--quiet", *arguments],
-            env={**self.environment, "PYTHONPATH": str(Path(__file__).resolve().parents[1])},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=AMPLE,
-        )
-        assert done.returncode == 0, (arguments, done.stdout, done.stderr, self._log())
-        return done.stdout
+        command = [path_of("salloc", "slurm-client"), "--quiet", *arguments]
+        return self._output(command, {"PYTHONPATH": str(Path(__file__).resolve().parents[1])})
 
     def state(self, job: str) -> str:
         """The state of a job, such as RUNNING."""
@@ -129,11 +108,24 @@ class Slurm:
         wait_until(lambda: self.state(job) in states, f"job {job} is not {' or '.join(states)}", seconds)
         return self.state(job)
 
+    def _output(self, command: Sequence[str], more: Mapping[str, str]) -> str:
+        """Output of a command of Slurm, which has to end well, with `more` in its environment."""
+        done = subprocess.run(
+            command,
+            env={**self.environment, **more},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=AMPLE,
+        )
+        assert done.returncode == 0, (command, done.stdout, done.stderr, self._log())
+        return done.stdout
+
     def _all_idle(self) -> bool:
         for program in self._programs:
             assert program.poll() is None, self._log()
         done = subprocess.run(
-            [_program("sinfo", "slurm-client"), "--noheader", "--Node", "--format=%T"],
+            [path_of("sinfo", "slurm-client"), "--noheader", "--Node", "--format=%T"],
             env=self.environment, capture_output=True, text=True,
         )  # fmt: skip
         return done.returncode == 0 and done.stdout.split() == ["idle"] * len(self.lab.hosts)
@@ -143,9 +135,10 @@ class Slurm:
             f"NodeName={host.name} NodeAddr={host.address} CPUs={CPUS} RealMemory=1000 Gres=gpu:1"
             for host in self.lab.hosts
         )
+        controller_port, host_port = free_ports(2)
         self.conf.write_text(
             f"ClusterName=lab\nSlurmctldHost={socket.gethostname()}({self.lab.gateway})\n"
-            f"SlurmctldPort={_free_port()}\nSlurmdPort={_free_port()}\nSlurmUser=root\nSlurmdUser=root\n"
+            f"SlurmctldPort={controller_port}\nSlurmdPort={host_port}\nSlurmUser=root\nSlurmdUser=root\n"
             # A job that is requeued waits as long as a credential holds.
             f"AuthType=auth/munge\nAuthInfo=socket={self._socket},cred_expire=5\n"
             f"CredType=cred/munge\nStateSaveLocation={self.folder}/state\nSlurmdSpoolDir={self.folder}/spool/%n\n"
@@ -154,18 +147,18 @@ class Slurm:
             "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nJobAcctGatherType=jobacct_gather/none\n"
             "AccountingStorageType=accounting_storage/none\nSwitchType=switch/none\nMpiDefault=none\n"
             "SelectType=select/cons_tres\nSelectTypeParameters=CR_Core\nGresTypes=gpu\n"
-            "SchedulerParameters=sched_interval=1,batch_sched_delay=1\nKillWait=30\nOverTimeLimit=1\nReturnToService=2\nInactiveLimit=0\n"
-            f"SlurmdTimeout=300\nMessageTimeout=60\nTCPTimeout=20\n{hosts}\n"
+            "SchedulerParameters=sched_interval=1,batch_sched_delay=1\nKillWait=30\nOverTimeLimit=1\n"
+            f"ReturnToService=2\nInactiveLimit=0\nSlurmdTimeout=300\nMessageTimeout=60\nTCPTimeout=20\n{hosts}\n"
             "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO\n"
         )
 
-    def _start(self, program: str, arguments: list[str], log: str = "") -> None:
-        found = _program(program, dict(PROGRAMS).get(program, "iproute2"))
-        with_us = [_program("setpriv", "util-linux"), "--pdeathsig=TERM"]  # also where the tests are killed
-        with open(self.folder / f"{log or program}.out", "ab") as output:
+    def _start(self, name: str, *command: str) -> None:
+        """Start a program that runs until `close`; its output goes to NAME.out."""
+        with_us = [path_of("setpriv", "util-linux"), "--pdeathsig=TERM"]  # it also ends where the tests are killed
+        with open(self.folder / f"{name}.out", "ab") as output:
             self._programs.append(
                 subprocess.Popen(
-                    [*with_us, found, *arguments], env=self.environment, stdin=subprocess.DEVNULL,
+                    [*with_us, *command], env=self.environment, stdin=subprocess.DEVNULL,
                     stdout=output, stderr=output, start_new_session=True,
                 )
             )  # fmt: skip
@@ -187,15 +180,3 @@ def open_slurm(count: int, folder: Path) -> Iterator[Slurm]:
 
 def _without_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))}
-
-
-def _program(name: str, package: str) -> str:
-    found, reason = find_or_install(name, package)
-    assert found, reason
-    return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from baselines.called import REQUEST_FILE
-from baselines.deepspeed import DeepSpeed
-from baselines.fidelity.attention import compared, settings_of
-from baselines.fidelity.cases import BATCH, HEAD_DIM, SEQ_LEN, Case
+from baselines.fidelity.attention import compared, request_of, write_inputs
+from baselines.fidelity.cases import SYSTEMS, Case
 from baselines.install.places import Place
 from baselines.pin import load_pin
-from engine.attention.masks import Causal
-from engine.attention.reference import dense_attention
 from tests import podman
-from tests.podman import IMAGE, ROOT, built, burst
+from tests.podman import IMAGE, ROOT, built, burst, run
 from tests.test_image import PINS
 
 INSIDE = ["tests/engine/attention/planning", "tests/engine/lm_head"]
@@ -32,37 +28,21 @@ def engine(tmp_path):
         pytest.skip(reason)
 
 
-def run(tmp_path: Path, *words: str) -> str:
-    """Output of `podman run` with these words; it has to end well."""
-    command = ["podman", "run", "--rm", "--init", "--network", "none", "--ipc", "host", *words]
-    done = subprocess.run(
-        command,
-        env=podman.variables(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=podman.BUILD_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, (command, done.stdout[-4000:], done.stderr[-4000:])
-    return done.stdout
-
-
 def test_the_image_passes_doctor_and_the_demo_and_holds_the_pins_and_no_address_of_an_index(tmp_path):
     with built(IMAGE):
         said = burst("image", "try", IMAGE, "--engine", "podman")
         assert "8/8" in said
         assert f"{IMAGE} works here" in said
-        frozen = run(tmp_path, "--entrypoint", "pip", IMAGE, "freeze", "--exclude-editable")
+        frozen = run(tmp_path, "--entrypoint", "pip", IMAGE, "freeze", "--exclude-editable").stdout
         installed = dict(line.lower().split("==") for line in frozen.splitlines() if "==" in line)
         assert installed["torch"].removesuffix("+cpu") == PINS["torch"]
-        assert {name: PINS[name] for name in installed if name in PINS and name != "torch"} == {
-            name: installed[name] for name in installed if name in PINS and name != "torch"
-        }
+        others = (PINS.keys() & installed.keys()) - {"torch"}
+        assert {name: installed[name] for name in others} == {name: PINS[name] for name in others}
         assert {"ray", "numpy", "safetensors"} <= set(installed)
-        settings = run(tmp_path, "--entrypoint", "pip", IMAGE, "config", "list")
+        settings = run(tmp_path, "--entrypoint", "pip", IMAGE, "config", "list").stdout
         assert "index" not in settings
         assert "links" not in settings
-        assert run(tmp_path, "--entrypoint", "id", IMAGE, "-un") == "burst\n"
+        assert run(tmp_path, "--entrypoint", "id", IMAGE, "-un").stdout == "burst\n"
 
 
 def test_tests_that_need_no_extra_pass_inside_it(tmp_path):
@@ -81,7 +61,7 @@ def test_deepspeeds_stage_is_built_from_its_pins_and_attends_as_dense_attention_
         ]
         assert f"\n{wanted}\n" in burst("image", "try", tag, "--engine", "podman", "--import", "deepspeed")
         seen = run(tmp_path, tag, "python", "-c", "import importlib.util as u; print(u.find_spec('engine'))")
-        assert seen == "None\n"  # nothing of ours is in it
+        assert seen.stdout == "None\n"  # nothing of ours is in it
         error = attention_error(tmp_path, tag)
         assert 0 < error < 1e-5, error
 
@@ -92,22 +72,13 @@ def attention_error(tmp_path: Path, tag: str) -> float:
     folder.mkdir()
     folder.chmod(0o777)  # the ranks run as the image's user
     case = Case(name="image", form="Ulysses", ranks=2, dtype="fp32", layout="contiguous")
-    torch.manual_seed(0)
-    heads = {"q": case.heads, "k": case.kv_heads, "v": case.kv_heads, "dout": case.heads}
-    whole = {
-        name: torch.randn(BATCH, SEQ_LEN, count, HEAD_DIM).double().requires_grad_() for name, count in heads.items()
-    }
-    torch.save({name: tensor.detach() for name, tensor in whole.items()}, folder / "inputs.pt")
-    request = DeepSpeed().request(settings_of(case, DeepSpeed.name), Place(system="deepspeed", flavour="current"))
-    own = {"inputs": str(folder / "inputs.pt"), "left": str(folder / "left"), "layout": case.layout, "dtype": "fp32"}
-    (folder / REQUEST_FILE).write_text(json.dumps(request | {"cases": [own]}))
+    wanted = write_inputs(case, folder)
+    request = request_of(SYSTEMS["deepspeed"], case, Place(system="deepspeed", flavour="current"), folder)
+    (folder / REQUEST_FILE).write_text(json.dumps(request | {"cases": [request]}))
     ours = f"{ROOT}/baselines"  # the program that calls the system; not in the image
     given = ["--env", "GLOO_SOCKET_IFNAME=lo", "--volume", f"{ours}:{ours}:ro", "--volume", f"{folder}:{folder}"]
     program = ["torchrun", "--standalone", "--nproc-per-node", "2", f"{ours}/programs/attention.py"]
     run(tmp_path, *given, tag, *program, str(folder / REQUEST_FILE))
-    out, _ = dense_attention(whole["q"], whole["k"], whole["v"], Causal())
-    out.backward(whole["dout"].detach())
-    wanted = {"out": out.detach(), **{f"d{name}": whole[name].grad for name in "qkv"}}
-    left = [torch.load(folder / f"left.rank{rank}.pt") for rank in range(case.ranks)]
+    left = [torch.load(f"{request['left']}.rank{rank}.pt") for rank in range(case.ranks)]
     assert not [each["text"] for each in left if "error" in each]
     return max(error.relative for error in compared(left, wanted).values())

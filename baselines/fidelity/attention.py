@@ -35,7 +35,7 @@ def attention_rows(
 ) -> list[Row]:
     """A row for each case. `scratch` is a folder that receives inputs, results and logs of ranks."""
     scratch.mkdir(parents=True, exist_ok=True)
-    wanted = {case.name: _write_inputs(case, scratch) for case in cases}
+    wanted = {case.name: write_inputs(case, scratch) for case in cases}
     groups: dict[tuple[int, str], list[Case]] = {}
     for case in cases:
         groups.setdefault((case.ranks, case.name if case.alone else ""), []).append(case)
@@ -75,7 +75,7 @@ def settings_of(case: Case, method: str) -> TrialSettings:
     )
 
 
-def _write_inputs(case: Case, scratch: Path) -> dict[str, Tensor]:
+def write_inputs(case: Case, scratch: Path) -> dict[str, Tensor]:
     """q, k, v and dout to a file, rounded to the case's dtype, so that arithmetic alone can differ; and the float64
     results of dense attention."""
     import torch
@@ -101,7 +101,7 @@ def _run_system(
     system: System, cases: Sequence[Case], place: Place | None, ranks: int, folder: Path, scratch: Path
 ) -> str:
     """Run the cases through the adapter, as a trial of `task: attention` is run; see `run_ranks`."""
-    requests = [_request(system, case, place, scratch) for case in cases]
+    requests = [request_of(system, case, place, scratch) for case in cases]
     request = requests[0] | {"cases": requests}
     if place is None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def _run_system(
     return run_ranks(rendered.command, rendered.environment, ranks, folder, _SECONDS)
 
 
-def _request(system: System, case: Case, place: Place | None, scratch: Path) -> dict[str, Any]:
+def request_of(system: System, case: Case, place: Place | None, scratch: Path) -> dict[str, Any]:
     """What `programs/attention.py` reads: the adapter's own request, and the case."""
     own = {
         "inputs": str(scratch / f"{case.name}.inputs.pt"),

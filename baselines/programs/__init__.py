@@ -1,5 +1,5 @@
-"""Programs of ours that the interpreter of a compared system runs, by path. They import none of our packages,
-and `program_parts` of this folder."""
+"""Programs of ours that the interpreter of a compared system runs, by path. They import none of our packages; what
+several of them need is in modules of this folder."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What several programs of this folder need; a program imports it before it takes the folder off Python's path."""
+"""What several programs of this folder need. A program imports it before it removes the folder from Python's path."""
 
 import json
 import os
@@ -28,8 +28,7 @@ def say_peaks(rank, world):
 
 
 def leave():
-    """End the process, and not by returning: a thread of gloo that drops tensors while the interpreter ends aborts
-    it."""
+    """End the process at once: while an interpreter ends in order, a thread of gloo that drops tensors aborts it."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -68,7 +67,7 @@ def llama_config(request):
 
 
 def attention_name(request):
-    """Of transformers' attention functions."""
+    """The name of the attention function of transformers that the trial asks for."""
     return "flash_attention_4" if request["kernel"] == "fa4" else "sdpa"
 
 

@@ -23,6 +23,7 @@ from tests import lab as lab_module
 from tests.cluster.test_lab_checks import write_inventory
 from tests.lab import Lab, LabHost, open_lab
 from tests.patience import AMPLE, scaled, wait_until
+from tests.processes import command_of, content, output_of
 
 if reason := lab_module.unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -128,24 +129,10 @@ class Site:
         found = []
         for host in self.lab.hosts:
             for pid in self.lab.processes(host):
-                line = read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+                line = command_of(pid).strip()
                 if line and not line.startswith("sshd"):
                     found.append(f"{host.name}: {line[:120]}")
         return found
-
-
-def read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError:  # it ended meanwhile
-        return b""
-
-
-def output_of(pid: int) -> str:
-    try:
-        return os.readlink(f"/proc/{pid}/fd/1")
-    except OSError:  # it ended meanwhile
-        return ""
 
 
 @contextlib.contextmanager
@@ -175,7 +162,7 @@ def test_a_cluster_is_started_swept_over_half_lost_and_ended(tmp_path):
         assert token not in said
         for host in (head, second, third):
             for pid in lab.processes(host):
-                assert token.encode() not in read(f"/proc/{pid}/cmdline") + read(f"/proc/{pid}/environ")
+                assert token.encode() not in content(pid, "cmdline") + content(pid, "environ")
         code, said = site.burst("cluster", "status")
         assert (code, said.count(" up ")) == (0, 3), said
         assert "is up" in site.up()[1]  # and is not started twice

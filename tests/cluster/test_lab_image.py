@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from tests import podman
 from tests.cluster.test_lab_checks import ROOMY
 from tests.cluster.test_lab_cluster import EXPERIMENT
 from tests.lab import open_lab
-from tests.patience import AMPLE
 from tests.test_image import PINS
 
 if reason := lab_module.unavailable():
@@ -54,12 +52,9 @@ def test_the_image_is_pushed_to_two_hosts_and_a_trial_runs_in_it_over_both(tmp_p
 
             # The launcher has to have the hosts' Python, so it runs in the image too.
             def inside(*words: str) -> str:
-                command = ["podman", "run", "--rm", "--init", "--network", "host", "--ipc", "host", "--user", "0"]
-                command += ["--volume", f"{tmp_path}:{tmp_path}", image, *words, "--state", str(tmp_path / "state")]
-                done = subprocess.run(
-                    command, env=podman.variables(tmp_path), capture_output=True, text=True, timeout=AMPLE, check=False
-                )
-                assert done.returncode == 0, (words, done.stdout, done.stderr)
+                shared = ["--user", "0", "--volume", f"{tmp_path}:{tmp_path}"]
+                state = ["--state", str(tmp_path / "state")]
+                done = podman.run(tmp_path, *shared, image, *words, *state, network="host")
                 return done.stdout + done.stderr
 
             assert "2 nodes are up with room for 2 ranks, head lab1" in inside("cluster", "up", *reach)

@@ -17,6 +17,7 @@ import pytest
 from tests import slurm as slurm_module
 from tests.cluster.test_lab_training import CONFIG, losses, saved
 from tests.patience import AMPLE, wait_until
+from tests.processes import command_of
 from tests.slurm import Slurm, open_slurm
 
 pytestmark = pytest.mark.slow
@@ -118,7 +119,7 @@ class Site:
         """Wait for the job's end; its state. Nothing that it started is left then."""
         state = self.slurm.wait_for(job, *ENDED)
         assert "Traceback" not in self.output(name), self.output(name)
-        wait_until(lambda: self.programs() == [], f"{name} left {self.programs()}")
+        wait_until(lambda: self.programs() == [], lambda: f"{name} left {self.programs()}")
         return state
 
     def programs(self) -> list[str]:
@@ -126,7 +127,7 @@ class Site:
         found = []
         for host in self.slurm.lab.hosts:
             for pid in self.slurm.lab.processes(host):
-                line = _command_line(pid)
+                line = command_of(pid)
                 if any(word in line for word in ("ray", "harness", "srun", "sleep")):
                     found.append(f"{host.name}: {line[:120]}")
         return found
@@ -138,13 +139,6 @@ class Site:
         """Whether a trial that has no record, or none any more, has measured steps."""
         files = (self.folder / run).glob("trials/*/progress.jsonl")
         return any(file.stat().st_size > 200 for file in files if not file.with_name("record.json").exists())
-
-
-def _command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:  # it ended meanwhile
-        return ""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""One `burst run` under a fault: its processes by their part in it, the moment it is held at, and what it leaves.
+"""One `burst run` under a fault: its processes by role, the moment at which it is held, and what it leaves.
 
 All processes inherit a mark in their environment, by which they are found however they are named and grouped.
 """
@@ -11,15 +11,16 @@ import json
 import os
 import secrets
 import shlex
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from harness.cli import main
 from tests.faults.matrix import TRIALS, Point
 from tests.patience import AMPLE, wait_until
+from tests.processes import command_of, kill, output_of, parent_of, with_variable
 
 PROJECT = Path(__file__).parents[2]
 HOOK = Path(__file__).parent / "hook"
@@ -59,10 +60,7 @@ class Command:
 
     def wait_for_hold(self) -> int:
         """Wait until a process is held; returns its number."""
-        reached = self.hold / "reached"
-        wait_until(lambda: reached.exists() or self.process.poll() is not None, "no process came to the point", 120)
-        assert reached.exists(), f"the command ended before it came to the point:\n{self.said()}"
-        return int(reached.read_text())
+        return wait_for_hold(self.hold, self.process, self.said)
 
     def release(self) -> None:
         (self.hold / "released").touch()
@@ -80,21 +78,20 @@ class Command:
         return with_variable(MARK, self.mark)
 
     def wait_until_gone(self) -> None:
-        with contextlib.suppress(AssertionError):  # which would not say what is left
-            wait_until(lambda: not self.processes(), "", GONE_SECONDS)
-        assert {pid: command_of(pid) for pid in self.processes()} == {}, self.said()
+        def left() -> str:
+            return f"{ {pid: command_of(pid) for pid in self.processes()} } still run:\n{self.said()}"
+
+        wait_until(lambda: not self.processes(), left, GONE_SECONDS)
 
     def kill_all(self) -> None:
         """For the end of a test that failed."""
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill(self.processes())
         self.process.wait(AMPLE)
 
     def fork_server(self) -> int:
         """The newest one: an idle one may wait beside it."""
-        servers = [pid for pid in self._zygotes() if parent_of(pid) not in self._zygotes()]
-        return max(servers)
+        zygotes = self._zygotes()
+        return max(pid for pid in zygotes if parent_of(pid) not in zygotes)
 
     def rank(self, number: int) -> int:
         """The process of a rank, which writes to the rank's log."""
@@ -123,6 +120,14 @@ def variables(hold: Path) -> dict[str, str]:
     """What puts the hook into a program, and into those that it starts."""
     # Without git no record names a commit: one that is made, or a file that is edited, while tests run would not mix.
     return {"BURST_TEST_HOLD": str(hold), "PYTHONPATH": f"{HOOK}{os.pathsep}{PROJECT}", "GIT_DIR": os.devnull}
+
+
+def wait_for_hold(hold: Path, process: subprocess.Popen[Any], said: Callable[[], object]) -> int:
+    """Wait until a process of a command is held; returns its number. `said` gives what the command printed."""
+    reached = hold / "reached"
+    wait_until(lambda: reached.exists() or process.poll() is not None, "no process came to the point", 120)
+    assert reached.exists(), f"the command ended before it came to the point:\n{said()}"
+    return int(reached.read_text())
 
 
 @contextlib.contextmanager
@@ -168,18 +173,8 @@ def _asked(*arguments: str) -> tuple[int, str]:
     return code, said.getvalue()
 
 
-def with_variable(name: str, value: str) -> list[int]:
-    """All processes that run, or are stopped, and were started with this variable in their environment."""
-    found = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            if f"{name}={value}".encode() in environ.read_bytes().split(b"\0"):  # of a zombie it is empty
-                found.append(int(environ.parent.name))
-    return found
-
-
 def records(run_dir: Path) -> Mapping[str, bytes]:
-    """The records by trial, as they lie there."""
+    """The bytes of each trial's record, by trial."""
     return {path.parent.name: path.read_bytes() for path in sorted(run_dir.glob("trials/*/record.json"))}
 
 
@@ -192,30 +187,11 @@ def status_of(record: bytes) -> str:
 
 
 def length_of(trial: str) -> int:
-    """Its tokens, which its id gives."""
+    """The trial's tokens, from its id."""
     return int(trial.split("-s")[1].split("-")[0])
 
 
 def outcomes(found: Mapping[str, bytes]) -> str:
-    """The status of each trial, in the order in which they run; `-` where one has no record."""
+    """The status of each trial in the order in which they run, `-` for a trial without a record."""
     by_length = {length_of(trial): status_of(record) for trial, record in found.items()}
     return " ".join(by_length.get(length, "-") for length in TRIALS)
-
-
-def parent_of(pid: int) -> int:
-    # The name in field 2 may hold spaces and brackets; the parent is the second field after its last bracket.
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def command_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def output_of(pid: int) -> str:
-    try:
-        return os.readlink(f"/proc/{pid}/fd/1")
-    except OSError:
-        return ""

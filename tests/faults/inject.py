@@ -52,7 +52,8 @@ def small_disk(fault: Fault, place: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def happens(fault: Fault, point: Point, command: Command, held: int, run_dir: Path) -> Iterator[None]:
-    """Do it, while process `held` is. What a user would mend before the next command is mended at the block's end."""
+    """The fault happens while process `held` is held. What a user would repair before the next command is repaired at
+    the end of the block."""
     mend: Callable[[], object] = lambda: None  # noqa: E731 - most faults leave nothing to mend
     if fault is matrix.WORKER:
         _kill(command.rank(1))
@@ -84,7 +85,7 @@ def happens(fault: Fault, point: Point, command: Command, held: int, run_dir: Pa
 
 
 def _kill(pid: int) -> None:
-    """Returns when it has ended: what listens or is shared is gone by then."""
+    """Returns when it has ended: its sockets are closed and its shared memory is gone by then."""
     os.kill(pid, signal.SIGKILL)
     wait_for_end([pid])
 
@@ -97,7 +98,7 @@ def _fill(filler: Path) -> Callable[[], object]:
 
 
 def _forbid(run_dir: Path) -> Callable[[], object]:
-    """Nobody may write to the run's folder, nor to anything in it."""
+    """Take the right to write to the run's folder, and to everything in it, from all users."""
     modes = {path: path.stat().st_mode for path in (run_dir, *run_dir.rglob("*"))}
     for path, mode in modes.items():
         path.chmod(mode & ~0o222)

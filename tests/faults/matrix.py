@@ -78,7 +78,7 @@ class Impossible:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """`ends`, by point: the status of each trial when the command that was disturbed has ended, `-` for no record."""
+    """`ends`, by point: the status of each trial when the disturbed command has ended, `-` for no record."""
 
     name: str
     ends: dict[str, str | Impossible]
@@ -147,20 +147,7 @@ RAY_HEAD = Fault(
         "report": _LEFT,
     },
 )
-SUPERVISOR = Fault(
-    name="supervisor killed",
-    launcher="ray",
-    ends={
-        "start": "ok ok ok ok",
-        "import": "ok node_lost ok ok",
-        "join": "ok ok node_lost ok",
-        "warm-up": "ok ok node_lost ok",
-        "measuring": "ok ok node_lost ok",
-        "record": "ok ok ok ok",
-        "results": "ok ok ok ok",
-        "report": _LEFT,
-    },
-)
+SUPERVISOR = Fault(name="supervisor killed", launcher="ray", ends=dict(RAY_HEAD.ends))
 STALL = Fault(
     name="rank stalled",
     ends={

@@ -99,7 +99,7 @@ def test_after_a_fault_what_is_finished_stays_and_the_next_command_goes_on(
 
 
 def expected_code(fault: Fault, ends: str) -> int:
-    """Of the command that was disturbed: 0 where it never needed what it lost."""
+    """Exit code of the disturbed command: 0 where it never needed what it lost."""
     if fault is matrix.LAUNCHER:
         return -signal.SIGKILL
     if fault.name in REASONS:

@@ -21,10 +21,11 @@ from tests.faults.command import (
     records,
     status_of,
     variables,
-    with_variable,
+    wait_for_hold,
 )
 from tests.faults.matrix import NETWORK, POINTS
 from tests.patience import AMPLE, wait_until
+from tests.processes import with_variable
 
 if reason := lab_module.unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -61,8 +62,7 @@ def test_after_a_hosts_network_is_dropped_what_is_finished_stays_and_the_next_co
 
         POINTS[point].hold_in(hold)
         run = site.start(*arguments)
-        wait_until(lambda: (hold / "reached").exists() or run.poll() is not None, "no process came to the point", 120)
-        assert (hold / "reached").exists(), run.communicate()
+        wait_for_hold(hold, run, run.communicate)
         finished = records(run_dir)
         site.lab.cut(second)
         cut_at = time.monotonic()

@@ -17,6 +17,7 @@ from harness.launch.launcher import Job
 from harness.launch.ray.janitor import marked
 from harness.launch.ray.launcher import RayLauncher, signal_handlers_kept
 from tests.patience import AMPLE, wait_for_end, wait_until
+from tests.processes import parent_of
 
 PROJECT = Path(__file__).parents[2]
 SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
@@ -42,10 +43,6 @@ def job(trial_dir: Path, behaviour: str) -> Job:
     return Job(trial_id=behaviour, trial_dir=trial_dir, command=command, ranks=2, deadline_seconds=AMPLE)
 
 
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 def test_jobs_run_in_an_actor_and_a_lost_actor_costs_one_job(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # another program's Ray, which is not used
@@ -67,7 +64,7 @@ def test_jobs_run_in_an_actor_and_a_lost_actor_costs_one_job(tmp_path, monkeypat
         def kill_actor(line: dict[str, object]) -> None:
             if line["step"] == 2:
                 server = int((tmp_path / "hang" / "supervisor").read_text())
-                os.kill(parent(server), signal.SIGKILL)
+                os.kill(parent_of(server), signal.SIGKILL)
 
         outcome = launcher.run(job(tmp_path / "hang", "hang"), kill_actor)
         assert outcome.status == "node_lost"
@@ -114,7 +111,7 @@ def ray_directory(owner: int) -> str:
     """The directory of the Ray that `owner` embeds, from its janitor's arguments."""
     for stat in Path("/proc").glob("[0-9]*/cmdline"):
         arguments = stat.read_text().split("\0") if stat.exists() else []
-        if "harness.launch.ray.janitor" in arguments and parent(int(stat.parent.name)) == owner:
+        if "harness.launch.ray.janitor" in arguments and parent_of(int(stat.parent.name)) == owner:
             return arguments[arguments.index("harness.launch.ray.janitor") + 1]
     raise AssertionError("no janitor")
 
