@@ -115,6 +115,10 @@ class MemoryModel:
             self._attention_sums = min(2 * self._query, _KERNEL_SUMS)
             if shape.kv_heads < shape.heads:
                 self._attention_sums += 2 * self._keys
+        # A head that is not fused frees its logits in the inputs' dtype before it takes wider ones, which need larger
+        # blocks: the allocator keeps these as they are.
+        narrow = not self._fused and item < 4
+        self._left_by_head = item * self._tokens * shape.vocab if narrow else 0.0
         self._received = 0.0
         if settings.cp_size > 1:
             # Received chunks and the gradients sent back: the part of them that the mask uses.
@@ -148,10 +152,11 @@ class MemoryModel:
         host += 2 * self._parameters - moments_on_device
         base = self._parameters + moments_on_device + held.copies
         fullest = max(activations + gradients for activations, gradients in moments)
+        moments[0] = moments[0][0] + self._left_by_head, 0.0
         if held is self._sharded:
             reserved = max(activations for activations, _ in moments) + self._parameters
         else:
-            reserved = fullest
+            reserved = max(activations + gradients for activations, gradients in moments)
         return RankMemory(
             allocated=base + fullest,
             reserved=_SMALL + _ROUNDING * (base + reserved),
@@ -222,12 +227,13 @@ class MemoryModel:
 
     def _head_states(self, tiles: int) -> float:
         """The logits of one of `tiles` runs of tokens, or with 0 of a tile that the LM head chooses; input, norm and
-        gradient of the head."""
-        logits = (4 + self._item) * self._tokens * self._shape.vocab
+        gradient of the head. A head that is not fused holds in backward, of all logits in fp32 or wider, the log
+        probabilities, their gradient and the gradient of the logits (`engine.lm_head.plain`)."""
+        tokens, width = self._tokens, 3.0 * max(4, self._item)
         if self._fused:
-            tokens = -(-self._tokens // tiles) if tiles else own_tile_tokens(self._shape, self._item, self._tokens)
-            logits = min(logits, self._item * self._shape.vocab * tokens)
-        return logits + 3 * self._state
+            tokens = -(-tokens // tiles) if tiles else own_tile_tokens(self._shape, self._item, tokens)
+            tokens, width = min(tokens, self._tokens), self._item
+        return width * self._shape.vocab * tokens + 3 * self._state
 
 
 def own_tile_tokens(shape: ModelShape, item: int, tokens: float) -> float:

@@ -61,6 +61,10 @@ def render(figure: Figure, kind: str) -> bytes:
         figure = figure.for_paper()
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # what was laid out stays; else every format lays it out again
+    for axes in figure.axes:
+        # The last digits of the layout's sums differ from run to run, and SVG names clipped areas after all of them.
+        left, bottom, width, height = (round(edge, 9) for edge in axes.get_position(original=True).bounds)
+        axes.set_position((left, bottom, width, height), which="both")
     buffer = io.BytesIO()
     dated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
     with rc_context(_TYPES):
