@@ -34,8 +34,10 @@ class StopTime:
         reserve_seconds: float = RESERVE_SECONDS,
         reserve_share: float = RESERVE_SHARE,
     ) -> None:
-        """`at` has a time zone; `option` is the argument that asked for it, as typed, or names what ends then. The ranks
-        end `reserve_seconds` earlier, but at most that share of the time from `started` (now, unless given)."""
+        """`at` has a time zone; `option` is the argument that asked for it, as typed, or names what ends then.
+
+        The ranks end `reserve_seconds` earlier, but at most that share of the time from `started` (now, unless given).
+        """
         self.at = at
         self.option = option
         started = started or datetime.now().astimezone()
