@@ -29,7 +29,7 @@ def run_command(image: Image, words: Sequence[str], *, gpus: bool, options: Sequ
 
 
 def tests_command(checkout: Path, paths: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Options of the engine that mount the checkout's tests, and the records that some of them read, in the stage `test`;
+    """Options of the engine that mount the checkout's tests in the stage `test`, with the records that some of them read;
     and words that run some of the tests."""
     options = []
     for folder in ("tests", "results/published"):
