@@ -57,7 +57,7 @@ image: install
 	@$(BIN)/burst image build --engine podman --cuda none --tag burst:cpu --pip-setup
 	@$(BIN)/burst image try burst:cpu --engine podman
 	@$(BIN)/burst image build --engine podman --cuda none --target test --tag burst-test:cpu --pip-setup
-	@$(BIN)/burst image try burst-test:cpu --engine podman --tests tests/engine/attention/planning tests/engine/lm_head
+	@$(BIN)/burst image try burst-test:cpu --engine podman --tests tests/engine
 	@$(BIN)/burst image build --engine podman --cuda none --target deepspeed --tag burst-deepspeed:cpu --pip-setup
 	@$(BIN)/burst image try burst-deepspeed:cpu --engine podman --import deepspeed
 

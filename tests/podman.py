@@ -44,9 +44,9 @@ def variables(folder: Path) -> dict[str, str]:
     return {**os.environ, SETTINGS_VARIABLE: str(path), "COLUMNS": "200"}
 
 
-def burst(*arguments: str) -> str:
-    """What a command on this machine prints; it has to end well."""
-    done = _ended([sys.executable, "-m", "harness", *arguments], None, BUILD_SECONDS)
+def burst(*arguments: str, seconds: float = BUILD_SECONDS) -> str:
+    """What a command on this machine prints; it has to end well, and in time."""
+    done = _ended([sys.executable, "-m", "harness", *arguments], None, seconds)
     return done.stdout + done.stderr
 
 

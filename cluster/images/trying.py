@@ -29,8 +29,11 @@ def run_command(image: Image, words: Sequence[str], *, gpus: bool, options: Sequ
 
 
 def tests_command(checkout: Path, paths: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Options of the engine that mount the checkout's tests in the stage `test`, and words that run some of them."""
-    options = ["--volume", f"{checkout}/tests:{IN_IMAGE}/tests:ro"]
+    """Words that run some of the checkout's tests in the stage `test`, after options of the engine that mount
+    them there with the records that some of them read."""
+    options = []
+    for folder in ("tests", "results/published"):
+        options += ["--volume", f"{checkout}/{folder}:{IN_IMAGE}/{folder}:ro"]
     return options, ["python", "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "--", *paths]
 
 

@@ -122,7 +122,7 @@ def _release(patterns: Sequence[str], states: StateDirectory) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from error
     if unknown := [name for name in names if name not in locked]:
-        held = f"those that are: {', '.join(locked)}" if locked else f"no node is, by {states.path}"
+        held = f"those that are: {', '.join(locked)}" if locked else f"no node is, as {states.path} says"
         raise UsageError(f"{', '.join(unknown)} is not in quarantine; {held}")
     released = quarantine.release(*names)
     print(shown(f"released: {', '.join(released)}; the next run checks them as any other"))

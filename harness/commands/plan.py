@@ -10,7 +10,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from cluster.files.errors import shown
+from cluster.files.errors import counted, shown
 from harness.base.errors import UsageError
 from harness.commands import add_cluster_arguments
 from harness.spec.experiment import add_experiment_arguments, chosen_experiment
@@ -165,7 +165,7 @@ def _print_table(rows: list[dict[str, Any]], where: str, repetition: Repetition)
         console.print(f"({number}) {reason}", markup=False, highlight=False)
     runnable = sum(map(_runs, rows))
     often = "" if repetition == Repetition() else f", in {repetition}"
-    console.print(f"{len(rows)} trials, {runnable} can run on {where}{often}", markup=False, highlight=False)
+    console.print(f"{counted(len(rows), 'trial')}, {runnable} can run on {where}{often}", markup=False, highlight=False)
 
 
 def origin_lines(rows: list[dict[str, Any]]) -> list[str]:

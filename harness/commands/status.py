@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.files.errors import shown, shown_value
+from cluster.files.errors import counted, shown, shown_value
 from harness.base.errors import UsageError
 from harness.records.record import refuse_bad
 
@@ -88,7 +88,7 @@ def summary_of(state: RunState) -> str:
         left = f", about {duration(state.seconds_left)} left" + (f" (until {end:%Y-%m-%d %H:%M})" if end else "")
     return (
         f"{shown_value(state.experiment)} {'runs' if state.running else 'is not running'}: {counts} of "
-        f"{len(state.trials)} trials, started {state.started_at}{left}"
+        f"{counted(len(state.trials), 'trial')}, started {state.started_at}{left}"
     )
 
 

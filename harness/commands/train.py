@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from harness.commands import add_launch_arguments, check_launch_arguments, comma
 from harness.launch.launcher import default_launcher, make_launcher
 
 if TYPE_CHECKING:
+    from harness.run.bounds import StopTime
     from harness.training.file import TrainingFile
 
 
@@ -42,6 +44,7 @@ class Train:
         from harness.base.terminal import stderr_console
         from harness.machine.this_machine import discover
         from harness.records.provenance import commit
+        from harness.training.ending import stop_time
         from harness.training.progress import TrainingView
         from harness.training.run import Start, impossible, interruption, train
 
@@ -55,6 +58,7 @@ class Train:
                 return train_as_rank(file, run_dir, resume=arguments.resume, again=command_line(arguments))
         file = _loaded(arguments)
         view = TrainingView(stderr_console(), file.config.steps)
+        stop = stop_time(view.say, file.config.save.grace_seconds)
         if arguments.nodes:
             from harness.launch.nodes.cluster import cluster_launcher
 
@@ -74,7 +78,7 @@ class Train:
                 again=command_line(arguments),
                 over_nodes=arguments.nodes is not None,
             )
-            with view, _announced(view.say):
+            with view, _announced(view.say, stop), stop.interrupting() if stop else contextlib.nullcontext():
                 try:
                     code = train(file.config, start, view, view.say)
                 except KeyboardInterrupt:
@@ -109,16 +113,19 @@ def _loaded(arguments: argparse.Namespace) -> TrainingFile:
     return file
 
 
-def _announced(say: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
-    """Within the block the first signal prints the next step; each signal acts as Ctrl-C."""
+def _announced(say: Callable[[str], None], stop: StopTime | None) -> contextlib.AbstractContextManager[None]:
+    """Within the block the first signal prints the next step. Each signal acts as Ctrl-C; a SIGUSR1 after the first
+    signal does not: Slurm's and that of `stop` announce the same end, and the run is being saved."""
     said = False
 
-    def announce(_: int) -> bool:
+    def announce(number: int) -> bool:
         nonlocal said
-        if not said:
-            said = True
-            with contextlib.suppress(OSError):  # the terminal may be what is gone
-                say("stopping: the step under way is finished and saved; a second signal ends at once")
+        if said:
+            return number != signal.SIGUSR1
+        said = True
+        why = f" ahead of {stop.option}" if stop is not None and stop.passed else ""
+        with contextlib.suppress(OSError):  # the terminal may be what is gone
+            say(f"stopping{why}: the step under way is finished and saved; a second Ctrl-C or SIGTERM ends at once")
         return True
 
     return interruptible(announce)

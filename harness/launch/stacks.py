@@ -109,16 +109,21 @@ def ask_flight_recorder(pipes: Path, started_in: Path, logs: Path) -> None:
             path.rename(logs / path.name)
 
 
-def places_sentence(places: Mapping[int, str]) -> str:
-    """Where the ranks are, the fewest first: one rank that is elsewhere than all others is the one they wait for."""
+def places_sentence(places: Mapping[int, str], silent: Sequence[int] = ()) -> str:
+    """Where the ranks are, the fewest first: one rank that is elsewhere than all others is the one they wait for.
+
+    Before them those that are `silent`, running without a stack: one that is stopped cannot write any. Empty where no
+    rank has a place.
+    """
     if not places:
         return ""
     ranks_at: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         ranks_at.setdefault(place, []).append(rank)
     groups = sorted(ranks_at.items(), key=lambda item: (len(item[1]), item[1]))
-    said = [f"{_ranks(ranks)} at {place}" for place, ranks in groups[:NAMED_PLACES]]
-    more = sum(len(ranks) for _, ranks in groups[NAMED_PLACES:])
+    said = [f"{_ranks(silent)} left no stack"] if silent else []
+    said += [f"{_ranks(there)} at {place}" for place, there in groups[:NAMED_PLACES]]
+    more = sum(len(there) for _, there in groups[NAMED_PLACES:])
     return ", ".join(said) + (f", {more} more elsewhere" if more else "")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cluster.files.errors import quantity
 from harness.launch.launcher import Job
 from harness.launch.limits import Passed
 from harness.launch.stacks import STACKS_DIRECTORY, places_sentence
@@ -108,14 +109,18 @@ def _judge(job: Job, watched: Watched) -> tuple[Status, str]:
 def _late(job: Job, watched: Watched) -> tuple[Status, str]:
     """A job that was ended at one of its limits."""
     passed = watched.passed or Passed(limit="trial", seconds=job.deadline_seconds)
-    where = places_sentence(watched.places)
+    told = {*watched.places, *(end.rank for end in watched.exits)}
+    where = places_sentence(watched.places, [rank for rank in range(job.ranks) if rank not in told])
     seen = f"{where}; stacks in {STACKS_DIRECTORY}/" if where else f"see {_log(0)} for where it stopped"
     if watched.no_stacks:
         seen += f" (stacks could not be written: {watched.no_stacks})"
     if passed.limit == "start":
         return "hang", f"start-up did not end within its {passed.seconds:g} s (limits.start_seconds); {seen}"
     if passed.limit == "hang":
-        return "hang", f"no progress for {passed.seconds:g} s{_after(watched.progress)} (limits.hang_seconds); {seen}"
+        return (
+            "hang",
+            f"no progress for {quantity(passed.seconds)} s{_after(watched.progress)} (limits.hang_seconds); {seen}",
+        )
     return "timeout", (
         f"not finished within its {passed.seconds:g} s{_after(watched.progress)}; raise limits.trial_seconds, "
         + (f"or see where it was: {seen}" if where else f"or {seen}")

@@ -25,26 +25,40 @@ _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
 class StopTime:
     """The wall-clock time by which a run is to have ended. Its ranks are ended a little before."""
 
-    def __init__(self, at: datetime, option: str, started: datetime | None = None) -> None:
-        """`at` has a time zone; `option` is the argument that asked for it, as typed, or names what ends then."""
+    def __init__(
+        self,
+        at: datetime,
+        option: str,
+        started: datetime | None = None,
+        *,
+        reserve_seconds: float = RESERVE_SECONDS,
+        reserve_share: float = RESERVE_SHARE,
+    ) -> None:
+        """`at` has a time zone; `option` is the argument that asked for it, as typed, or names what ends then.
+
+        The ranks end `reserve_seconds` earlier, but at most that share of the time from `started` (now, unless given).
+        """
         self.at = at
         self.option = option
         started = started or datetime.now().astimezone()
         span = (at - started).total_seconds()
-        self.ranks_end = at - timedelta(seconds=min(RESERVE_SECONDS, RESERVE_SHARE * span))
+        self.ranks_end = at - timedelta(seconds=min(reserve_seconds, reserve_share * span))
 
     @property
     def passed(self) -> bool:
         """Whether the ranks are to have ended."""
         return datetime.now().astimezone() >= self.ranks_end
 
-    @contextlib.contextmanager
-    def interrupting(self) -> Iterator[None]:
+    def interrupting(self) -> contextlib.AbstractContextManager[None]:
         """A block of the main thread that is interrupted, as by SIGUSR1, when the ranks are to end."""
         main = threading.get_ident()
+        return self.calling(lambda: signal.pthread_kill(main, signal.SIGUSR1))
+
+    @contextlib.contextmanager
+    def calling(self, act: Callable[[], object]) -> Iterator[None]:
+        """A block during which a thread calls `act` when the ranks are to end."""
         seconds = (self.ranks_end - datetime.now().astimezone()).total_seconds()
-        timer = threading.Timer(min(max(0.0, seconds), threading.TIMEOUT_MAX), signal.pthread_kill,
-                                (main, signal.SIGUSR1))  # fmt: skip
+        timer = threading.Timer(min(max(0.0, seconds), threading.TIMEOUT_MAX), act)
         timer.daemon = True
         timer.start()
         try:
@@ -76,7 +90,7 @@ def stop_time(
 ) -> StopTime | None:
     """The earliest of `--stop-before`, `--max-hours` from now and the end of Slurm's job; None without any.
 
-    A job that has ended already is not the one that this program runs in, and is passed over. Raises UsageError.
+    Raises UsageError.
     """
     started = now().astimezone()
     times = []
@@ -90,9 +104,24 @@ def stop_time(
         if at <= started:
             raise UsageError(f"--max-hours {hours:g}: expected hours above 0, such as 8")
         times.append(StopTime(at, f"--max-hours {hours:g}", started))
-    if allocation_end is not None and allocation_end > started:
-        times.append(StopTime(allocation_end, f"the end of Slurm's job at {allocation_end:%Y-%m-%dT%H:%M:%S}", started))
+    ahead = ahead_of_allocation(allocation_end, RESERVE_SECONDS, RESERVE_SHARE, started)
+    if ahead is not None:
+        times.append(ahead)
     return min(times, key=lambda time: time.at, default=None)
+
+
+def ahead_of_allocation(
+    end: datetime | None, reserve_seconds: float, reserve_share: float, started: datetime | None = None
+) -> StopTime | None:
+    """The time to stop ahead of the end of Slurm's job; None without an end.
+
+    A job that has ended already is not the one that this program runs in, and is passed over.
+    """
+    started = started or datetime.now().astimezone()
+    if end is None or end <= started:
+        return None
+    named = f"the end of Slurm's job at {end:%Y-%m-%dT%H:%M:%S}"
+    return StopTime(end, named, started, reserve_seconds=reserve_seconds, reserve_share=reserve_share)
 
 
 def _time_of(text: str, now: datetime) -> datetime:

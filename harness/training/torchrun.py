@@ -37,6 +37,7 @@ from harness.machine.addresses import route_towards
 from harness.machine.this_machine import Machine, code_digest, discover, together
 from harness.records.provenance import PROJECT_ROOT, commit
 from harness.run.directory import opened_for_writing
+from harness.training.ending import stop_time
 from harness.training.file import TrainingFile
 from harness.training.hosts_watch import LOST_SECONDS, HostsWatch, beat_key, ended_key, follow
 from harness.training.places import Place, place_of
@@ -47,7 +48,7 @@ from harness.training.sizes import settings_that_fit
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from engine.training.run import TrainingRun
+    from engine.training.run import StopRequest, TrainingRun
 
 _REFUSED = "refused"
 _POLL_SECONDS = 0.1
@@ -209,7 +210,7 @@ class _Rank:
         with exit_on_error(attempt, rank), self._explained():
             stop = StopRequest([number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN])
             self._training = set_up(attempt, stop)
-            with view if rank == 0 else contextlib.nullcontext():
+            with view if rank == 0 else contextlib.nullcontext(), self._ending_with_the_job(stop):
                 finished = self._training.run(progressed if rank == 0 else silent)
             self._over.set()
             wait_for_all()  # no rank follows its leader any more
@@ -226,6 +227,18 @@ class _Rank:
                 os._exit(1)
             leave()
         raise AssertionError("a rank does not outlive its run")
+
+    def _ending_with_the_job(self, stop: StopRequest) -> contextlib.AbstractContextManager[None]:
+        """A block during which all ranks are asked to stop, by rank 0, ahead of the end of a Slurm job."""
+        ending = stop_time(_say, self._file.config.save.grace_seconds) if self._place.rank == 0 else None
+        if ending is None:
+            return contextlib.nullcontext()
+
+        def ask() -> None:
+            _say(f"stopping ahead of {ending.option}: the step under way is finished and saved")
+            stop.asked = True
+
+        return ending.calling(ask)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

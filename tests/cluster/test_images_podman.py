@@ -131,7 +131,8 @@ def test_a_compared_systems_image_is_tried_by_importing_its_package(podman, caps
 def test_the_stage_with_the_programs_of_tests_is_tried_by_tests_of_this_checkout(podman, capsys):
     assert main(["image", "try", "burst:cpu", "--engine", "podman", "--tests", "tests/engine", "tests/faults"]) == 0
     (run,) = [line for line in podman.read_text().splitlines() if " run " in line]
-    assert f"--volume {ROOT}/tests:/burst/tests:ro burst:cpu python -m pytest" in run
+    mounted = [f"--volume {ROOT}/{folder}:/burst/{folder}:ro" for folder in ("tests", "results/published")]
+    assert f"{' '.join(mounted)} burst:cpu python -m pytest" in run
     assert run.endswith(" -- tests/engine tests/faults")
     for path in ("tests/absent", "engine", "tests/../engine", "-x"):
         assert main(["image", "try", "burst:cpu", "--engine", "podman", f"--tests={path}"]) == 2

@@ -30,6 +30,16 @@ def test_all_links_up_without_errors_is_ok(model: str) -> None:
     assert (verdict.level, verdict.summary) == ("ok", f"{LINKS[model]} links up on each of 8 GPUs")
 
 
+def test_four_real_gpus_of_a_virtual_machine_have_all_their_links_and_a_broken_one_is_named() -> None:
+    status, errors = ((OUTPUTS / f"h200x4_virtual_nvlink_{kind}.txt").read_text() for kind in "se")
+    verdict = nvlink.judge(Output(text=f"gpus 4\n{status}errors\n{errors}"), Site(), board("h200"))
+    assert (verdict.level, verdict.summary) == ("ok", "18 links up on each of 4 GPUs")
+    assert set(verdict.facts["counters"].values()) == {0}  # type: ignore[attr-defined]
+    broken = errors.replace("Link 9: Recovery Errors: 0", "Link 9: Recovery Errors: 2", 1)
+    verdict = nvlink.judge(Output(text=f"gpus 4\n{status}errors\n{broken}"), Site(), board("h200"))
+    assert (verdict.level, verdict.summary) == ("warn", "GPU 0 counts errors on link 9: 2 recovery")
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("how", ["inactive", "absent", "still"])
 def test_one_link_less_fails_and_is_named(model: str, how: str) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from cluster.files.errors import quantity
 from harness.launch import stacks
 from harness.launch.launcher import Job, Part
 from harness.launch.limits import JobLimits, Passed, longest_seconds
 from harness.launch.stacks import ask_flight_recorder, places_sentence, py_spy
 from harness.launch.supervisor import Supervisor
-from harness.launch.verdict import Watched, judge
+from harness.launch.verdict import Exit, Watched, judge
 from tests.harness.test_launch_supervisor import HERE, job, pids, quick
 from tests.patience import scaled, wait_for_end
 
@@ -57,7 +58,9 @@ def test_a_rank_that_stops_is_a_hang_that_names_it_and_leaves_the_stack_of_each(
     )
     outcome = supervisor.run(stops)
     assert outcome.status == "hang", outcome
-    assert outcome.reason.startswith(f"no progress for {limit:g} s after step 2 of 9 (limits.hang_seconds); rank 1 at ")
+    assert outcome.reason.startswith(
+        f"no progress for {quantity(limit)} s after step 2 of 9 (limits.hang_seconds); rank 1 at "
+    )
     assert "stacks in stacks/" in outcome.reason
     assert "stuck" in (tmp_path / "stacks" / "rank1.txt").read_text()
     assert all("wait_for" in (tmp_path / "stacks" / f"rank{rank}.txt").read_text() for rank in (0, 2))
@@ -129,8 +132,26 @@ def test_a_host_without_rank_0_sees_no_progress_and_waits_for_start_up_and_trial
 def test_the_rank_that_is_elsewhere_is_named_first():
     places = {0: "wait (a.py:1)", 1: "wait (a.py:1)", 2: "load (b.py:7)", 3: "wait (a.py:1)"}
     assert places_sentence(places) == "rank 2 at load (b.py:7), ranks 0, 1, 3 at wait (a.py:1)"
+    assert places_sentence({0: "wait (a.py:1)", 2: "wait (a.py:1)"}, [1]) == (
+        "rank 1 left no stack, ranks 0, 2 at wait (a.py:1)"
+    )
     many = {rank: f"f{rank % 6} (a.py:1)" for rank in range(48)}
     assert places_sentence(many).endswith(", 8 ranks at f3 (a.py:1), 16 more elsewhere")
+
+
+def test_a_rank_without_a_stack_is_named_unless_it_has_ended(tmp_path):
+    watched = Watched(
+        timed_out_at=9.0,
+        passed=Passed(limit="hang", seconds=39.6679),
+        exits=[Exit(rank=3, returncode=0, at=1.0)],
+        places={0: "step (a.py:1)", 2: "step (a.py:1)"},
+        progress={"step": 6, "of": 9},
+    )
+    _, reason = judge(limited(trial_dir=tmp_path, ranks=4), watched)
+    assert reason == (
+        "no progress for 39.7 s after step 6 of 9 (limits.hang_seconds); rank 1 left no stack, ranks 0, 2 at step "
+        "(a.py:1); stacks in stacks/"
+    )
 
 
 def test_what_fails_after_a_hang_fails_because_of_it(tmp_path):

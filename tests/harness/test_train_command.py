@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from tests.patience import AMPLE, running, wait_until
+from tests.patience import AMPLE, running, scaled, wait_until
+from tests.programs import shell_program
 
 BURST = [sys.executable, "-m", "harness"]
 PROJECT = Path(__file__).parents[2]
@@ -94,7 +96,7 @@ def test_sigterm_saves_and_says_how_to_go_on(workplace: Path, stopped: tuple[int
     code, said = stopped
     assert code == 1, said
     last = metrics(workplace / "run")[-1]["step"]
-    assert "stopping: the step under way is finished and saved; a second signal ends at once" in said
+    assert "stopping: the step under way is finished and saved; a second Ctrl-C or SIGTERM ends at once" in said
     assert f"stopped; the state after step {last} is saved, go on with: burst train train.yaml" in said
     assert said.rstrip().endswith("--resume")
     assert (workplace / "run" / "checkpoints" / "latest").read_text() == f"step-{last:08d}\n"
@@ -135,6 +137,40 @@ def test_a_second_signal_ends_a_run_that_cannot_save(workplace: Path, store: str
     assert process.returncode == 1
     assert "stopped; no checkpoint was written, start again" in error
     assert not any(map(running, ranks))
+
+
+@pytest.mark.slow
+def test_a_run_in_a_slurm_job_saves_before_the_job_ends(
+    workplace: Path, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = datetime.now() + timedelta(seconds=scaled(30))
+    shell_program(tmp_path / "squeue", f"echo '7 {end:%Y-%m-%dT%H:%M:%S}'")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    process = train(workplace, "--out", "job")
+    _, error = process.communicate(timeout=AMPLE)  # of far too many steps
+    assert process.returncode == 1
+    assert f"stopping ahead of the end of Slurm's job at {end:%Y-%m-%dT%H:%M:%S}: the step under way is" in error
+    last = metrics(workplace / "job")[-1]["step"]
+    assert f"stopped; the state after step {last} is saved, go on with: burst train train.yaml" in error
+
+
+def test_slurms_signal_does_not_break_off_the_saving_that_it_asks_for(workplace: Path, store: str) -> None:
+    process = train(workplace, "--out", "slurm", "--set", f"save.grace_seconds={10 * AMPLE:g}")
+    wait_for_step(process, workplace / "slurm", 1)
+    ranks = grandchildren(process.pid)
+    for rank in ranks:
+        os.kill(rank, signal.SIGSTOP)
+    process.send_signal(signal.SIGUSR1)
+    assert process.stderr is not None
+    while "stopping:" not in (line := process.stderr.readline()):
+        assert line, "ended without a word"
+    process.send_signal(signal.SIGUSR1)  # ahead of the same end, as a run that knows the end sends itself one
+    for rank in ranks:
+        os.kill(rank, signal.SIGCONT)
+    _, error = process.communicate(timeout=AMPLE)
+    assert process.returncode == 1
+    assert f"stopped; the state after step {metrics(workplace / 'slurm')[-1]['step']} is saved" in error
 
 
 def test_an_impossible_start_changes_nothing(workplace: Path, store: str) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from harness.launch.ports import reserve_port
 from harness.training.places import place_of
 from harness.training.torchrun import check_hosts, joined
 from tests.harness.test_train_command import CONFIG, PROJECT, burst
-from tests.patience import AMPLE, wait_until
+from tests.patience import AMPLE, scaled, wait_until
+from tests.programs import shell_program
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +112,19 @@ def test_a_run_of_torchrun_goes_on_on_fewer_ranks_and_without_torchrun_and_refus
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP], ids=["slurm", "closed-terminal"])
-def test_a_rank_that_another_launcher_started_saves_and_ends_at_its_signal(
-    workplace: Path, number: int, tmp_path
+@pytest.mark.parametrize(
+    "number", [signal.SIGUSR1, signal.SIGHUP, None], ids=["slurm", "closed-terminal", "before-the-job-ends"]
+)
+def test_a_rank_that_another_launcher_started_saves_and_ends_at_its_signal_and_ahead_of_its_job(
+    workplace: Path, number: int | None, tmp_path
 ) -> None:
     run = tmp_path / "run"
     with reserve_port() as port:
         variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        if number is None:
+            end = datetime.now() + timedelta(seconds=scaled(30))
+            shell_program(tmp_path / "squeue", f"echo '7 {end:%Y-%m-%dT%H:%M:%S}'")
+            variables |= {"SLURM_JOB_ID": "7", "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(PROJECT)}
         arguments = ["--torchrun", "--out", str(run), "--set", "world_size=1", "--set", "cp_size=1"]
         program = subprocess.Popen(
@@ -128,9 +136,11 @@ def test_a_rank_that_another_launcher_started_saves_and_ends_at_its_signal(
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         wait_until(lambda: begun(run) or program.poll() is not None, "no step")
-        program.send_signal(number)
+        if number is not None:
+            program.send_signal(number)
         said, _ = program.communicate(timeout=AMPLE)
     assert program.returncode == 1, said
+    assert ("stopping ahead of the end of Slurm's job at " in said) == (number is None), said
     [newest] = checkpoints(run / "checkpoints")
     assert f"stopped; the state after step {step_of(newest)} is saved, go on with: " in said
     assert "Traceback" not in said

@@ -14,11 +14,17 @@ _SECONDS = 30.0  # for slurmctld to answer
 _UNLIMITED = ("NONE", "N/A", "UNLIMITED", "INVALID", "")
 
 
-def job_end(say: Callable[[str], None], environment: Mapping[str, str] = os.environ) -> datetime | None:
+def job_end(
+    say: Callable[[str], None],
+    environment: Mapping[str, str] = os.environ,
+    *,
+    otherwise: str = "--max-hours ends the run before it",
+) -> datetime | None:
     """The time at which Slurm ends the job; None outside a job and in a job without a limit.
 
     squeue also knows a limit that was changed after the start. Without an answer of squeue, SLURM_JOB_END_TIME counts,
-    which Slurm 23.02 and newer set. Without both, one sentence is said and the answer is None.
+    which Slurm 23.02 and newer set. Without both, the answer is None, and one sentence is said; `otherwise` is its end,
+    what the user can do.
     """
     job = slurm_job(environment)
     if job is None:
@@ -45,5 +51,5 @@ def job_end(say: Callable[[str], None], environment: Mapping[str, str] = os.envi
     seconds = environment.get("SLURM_JOB_END_TIME", "")
     if seconds.isascii() and seconds.isdecimal():
         return datetime.fromtimestamp(int(seconds), UTC).astimezone()
-    say(f"the end of Slurm's job {job} is not known ({problem}); --max-hours ends the run before it")
+    say(f"the end of Slurm's job {job} is not known ({problem}); {otherwise}")
     return None

@@ -137,5 +137,6 @@ def explain(error: Exception, address: str, port: int, user: str, seconds: float
 
 
 def reason(error: Exception) -> str:
-    """The exception's own words on one line; its name when it has none."""
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    """The exception's own words on one line, without the system's number of the error; its name when it has none."""
+    words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(words.split()).rstrip(".") or type(error).__name__
