@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.attention.context import ContextParallel
 from engine.distributed import World
+from engine.measurement import LINK
 from engine.settings import Steps
 
 MOMENTS = ("before", "between", "after")
@@ -51,7 +52,7 @@ class LinkProbes:
         if not all(slowest):
             return {}
         speeds = {moment: 1 / seconds for moment, seconds in zip(MOMENTS, slowest, strict=True)}
-        return {"link_gib_per_second": speeds, "across_gib_per_second": speeds["after"]}
+        return {LINK: speeds, "across_gib_per_second": speeds["after"]}
 
     def _measure(self, moment: str) -> None:
         if self._cp.node_size == self._cp.size:

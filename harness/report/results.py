@@ -61,8 +61,8 @@ def row_of(record: Record, run: str = "", stated: Stated = NOTHING_STATED) -> Ro
 
     `stated`: what the run's provenance.yaml says of its records.
 
-    Lists (`step_seconds_by_round` with its `round_numbers`, `loss_by_step`, `grad_norm_by_step`) are for tables and
-    figures, not results.csv.
+    Lists (`step_seconds_by_round` with its `round_numbers` and `link_by_round`, `loss_by_step`, `grad_norm_by_step`)
+    are for tables and figures, not results.csv.
     """
     settings, measured = record.settings, record.measurement
     row: Row = dict.fromkeys(COLUMNS)
@@ -104,6 +104,7 @@ def row_of(record: Record, run: str = "", stated: Stated = NOTHING_STATED) -> Ro
         started_at=record.started_at or None,
         step_seconds_by_round=record.step_seconds_by_round if record.status == "ok" else [],
         round_numbers=_round_numbers(record) if record.status == "ok" else [],
+        link_by_round=[one.link_gib_per_second for one in record.rounds if one.step_seconds],
         loss_by_step=list(measured.loss) if measured and record.status == "ok" else [],
         grad_norm_by_step=list(measured.grad_norm) if measured and record.status == "ok" else [],
     )
