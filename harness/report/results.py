@@ -40,7 +40,7 @@ COLUMNS: tuple[str, ...] = (
 )  # fmt: skip
 
 _NO_COLUMN = ("model.name", "model.note")  # the one is column `model`, the other no setting
-_NOT_PLANNED = {"checkpoint.plan": "hand", "memory": "", "planned": ""}
+_NOT_USED = {"checkpoint.plan": "hand", "memory": "", "planned": "", "between_nodes": "plain"}
 _SETTINGS = frozenset(field.name for field in fields(TrialSettings))
 _TASKS = get_args(Task)
 
@@ -168,11 +168,12 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
     """The contract's columns, then every scalar column any row has: settings, choices and extras. Those of the planner
-    only where a row has one, so that a results.csv from before it stays what is written today."""
+    and of ways to overlap only where a row uses one, so that a results.csv from before them stays what is written
+    today."""
     seen = dict.fromkeys(COLUMNS)
     for row in rows:
         seen.update(dict.fromkeys(name for name, value in row.items() if not isinstance(value, list)))
-    unused = {name for name, value in _NOT_PLANNED.items() if all(row.get(name) in (value, None) for row in rows)}
+    unused = {name for name, value in _NOT_USED.items() if all(row.get(name) in (value, None) for row in rows)}
     return [name for name in seen if name not in unused]
 
 
