@@ -255,15 +255,16 @@ class ContextParallel:
             self._link_gib.append(found)
         return Link(self._link_gib[0], measured=True)
 
-    def measure_link(self, message: Tensor) -> float | None:
-        """The speed of `link`, in GiB per second, with messages like `message`, of one size on all ranks.
+    def measure_link(self, message: Tensor, *, spread: bool = False) -> float | None:
+        """The speed of `link`, in GiB per second, with messages like `message`, of one size on all ranks; with `spread`
+        an equal part of each for every rank of the other nodes.
 
         Measured now. Collective.
         """
         if self.group is None or self.node_size == self.size:
             return None
         with self.collective():
-            return across_gib_per_second(self.group, self.node_size, message)
+            return across_gib_per_second(self.group, self.node_size, message, spread=spread)
 
     def _subgroup(self, cp_ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
         """A communicator of some CP ranks; None for a single rank."""
