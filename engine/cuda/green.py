@@ -64,13 +64,25 @@ def all_but(reserved: int, device: torch.device) -> Part:
         with torch.cuda.device(device):
             torch.cuda.current_stream(device).query()
             part = _divided(device, wanted)
-            part.stream().synchronize()
+            _try_out(part)
     except RuntimeError as error:
+        said = (str(error).splitlines() or ["no message"])[0]
         raise ValueError(
-            f"between_nodes reserve:{reserved} needs green contexts, which this driver refuses ({error}); "
+            f"between_nodes reserve:{reserved} needs green contexts, which this driver refuses ({said}); "
             "leave reserve out"
         ) from error
     return part
+
+
+def _try_out(part: Part) -> None:
+    """A kernel between events, as callers launch theirs. Raises RuntimeError where that does not work."""
+    stream, caller = part.stream(), torch.cuda.current_stream(part.device)
+    stream.wait_stream(caller)
+    with torch.cuda.stream(stream):
+        found = torch.ones(1, device=part.device) + 1
+    caller.wait_stream(stream)
+    if found.item() != 2:
+        raise RuntimeError("a kernel on such a stream gave a wrong result")
 
 
 def _divided(device: torch.device, wanted: int) -> Part:
