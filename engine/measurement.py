@@ -13,6 +13,7 @@ from engine.plain_json import from_json, read_json
 
 MEASUREMENT_FILE = "measurement.json"
 PROGRESS_FILE = "progress.jsonl"
+LINK = "link_gib_per_second"  # entry of `extra`: speed of the link between nodes, by moment of the trial
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -216,6 +216,7 @@ class TrialSettings:
     grad_comm_dtype: GradCommDtype = "auto"  # dtype of partial gradients between ranks; auto: as the method's original
     repeat_kv_heads: bool = True  # method ulysses: K and V heads fewer than ranks are repeated, else refused
     overlap_projections: bool = False  # method ulysses: q's all-to-all runs beside k's projection, k's beside v's
+    between_nodes: str = "plain"  # how transfers between nodes get their turn beside kernels; experimental
     deterministic: bool = False
     lm_head_fusion: bool = True
     loss_kernel: LossKernel = "own"  # the fused loss of the engine, or of a library

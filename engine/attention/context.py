@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine.attention.comm.all_to_all import AllToAll, GroupAllToAll
+from engine.attention.comm.between_nodes import PLAIN, BetweenNodes, parse_between_nodes
 from engine.attention.comm.exchange import HELD_GRADIENTS, AllPairsP2P, P2PRing, RingComms
 from engine.attention.comm.gather import GroupGather
 from engine.attention.comm.link_speed import Link, across_gib_per_second
+from engine.attention.comm.nccl import nccl_options, runs_nccl
 from engine.attention.comm.p2p import CallOrder, NoTransport, PointToPoint, Traffic, Transport, timeout_of
 from engine.attention.comm.symm_mem.all_to_all import CopyEngineAllToAll
 from engine.attention.comm.symm_mem.channel import copy_engine_unsupported_reason
@@ -52,6 +54,8 @@ class ContextParallel:
         node_size: consecutive CP ranks that share a node; found from host names when None (NCCL_HOSTID, which emulates
             nodes for NCCL, is honoured; hosts with unequal numbers of ranks count as several nodes of equal ones).
         layout: contiguous, zigzag or striped, or a layout of `engine.attention.geometry.layout` such as SplitZigzag.
+        between_nodes: how transfers between nodes get their turn beside kernels; see
+            `engine.attention.comm.between_nodes`. Experimental.
 
     Creating one is collective over `group`, and so is the first attention call with a new schedule or exchange. An
     exception in the middle of a collective call leaves the ranks in disagreement: from then on every call raises
@@ -63,12 +67,14 @@ class ContextParallel:
         group: dist.ProcessGroup | DeviceMesh | None = None,
         node_size: int | None = None,
         layout: str | Layout = "zigzag",
+        between_nodes: str = "plain",
     ) -> None:
         if isinstance(group, DeviceMesh):
             group = _group_of_mesh(group)
         elif group is None and dist.is_initialized():
             group = dist.group.WORLD
-        self._set_up(group, node_size, layout)
+        self._set_up(group, node_size, layout, between_nodes=parse_between_nodes(between_nodes))
+        self._check_between_nodes()
 
     @classmethod
     def single(cls, layout: str | Layout = "zigzag") -> ContextParallel:
@@ -84,7 +90,9 @@ class ContextParallel:
         layout: str | Layout,
         traffic: Traffic | None = None,
         order: CallOrder | None = None,
+        between_nodes: BetweenNodes = PLAIN,
     ) -> None:
+        self.between_nodes = between_nodes
         self.layout: Layout = layout_named(layout) if isinstance(layout, str) else layout
         self.traffic = traffic or Traffic()
         self._order = order or CallOrder()
@@ -105,6 +113,20 @@ class ContextParallel:
         self.node_size = node_size or self._find_node_size()
         self.name = f"context {next(_numbers)}"  # of this process alone
         self.plans = PlanCache()  # of attention among these ranks
+
+    def _check_between_nodes(self) -> None:
+        """Raises ValueError when the setting would have no effect here, or needs NCCL and there is none."""
+        found = self.between_nodes
+        if found != PLAIN and self.node_size == self.size:
+            raise ValueError(
+                f"between_nodes {found} is for ranks on several nodes and these {self.size} share one; "
+                "give between_nodes plain"
+            )
+        if found.needs_nccl and self.group is not None and not runs_nccl(self.group):
+            raise ValueError(
+                f"between_nodes has {', '.join(found.needs_nccl)}, which concern the kernels of NCCL, and these ranks "
+                f"exchange by {dist.get_backend(self.group)}; leave them out"
+            )
 
     def without_plans(self) -> ContextParallel:
         """This context with a cache of its own. A cached plan holds it: holding the cache's owner, a plan would keep
@@ -198,13 +220,14 @@ class ContextParallel:
             "usp_transposed": (columns, local_rank, nodes[node]),
         }[schedule]
         group = self._subgroup(groups[mine], "heads")
-        all_to_all: AllToAll = GroupAllToAll(group, self.traffic)
+        all_to_all: AllToAll = GroupAllToAll(group, self.traffic, between_nodes=self._spans_nodes(groups[mine]))
         if group is not None and how == "copy_engine":
             all_to_all = CopyEngineAllToAll(group, self.traffic)
         inner = ContextParallel.__new__(ContextParallel)
         inside = len(others) if schedule == "usp_transposed" else 1
         layout = Gathered(self.layout, tuple(groups))
-        inner._set_up(self._subgroup(others, "after_heads"), inside, layout, self.traffic, self._order)
+        after = self._subgroup(others, "after_heads")
+        inner._set_up(after, inside, layout, self.traffic, self._order, self.between_nodes)
         return all_to_all, groups[mine], inner
 
     def gather(self) -> GroupGather:
@@ -232,27 +255,33 @@ class ContextParallel:
             self._link_gib.append(found)
         return Link(self._link_gib[0], measured=True)
 
-    def measure_link(self, message: Tensor) -> float | None:
-        """The speed of `link`, in GiB per second, with messages like `message`, of one size on all ranks.
+    def measure_link(self, message: Tensor, *, spread: bool = False) -> float | None:
+        """The speed of `link`, in GiB per second, with messages like `message`, of one size on all ranks; with `spread`
+        an equal part of each for every rank of the other nodes.
 
         Measured now. Collective.
         """
         if self.group is None or self.node_size == self.size:
             return None
         with self.collective():
-            return across_gib_per_second(self.group, self.node_size, message)
+            return across_gib_per_second(self.group, self.node_size, message, spread=spread)
 
     def _subgroup(self, cp_ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
         """A communicator of some CP ranks; None for a single rank."""
         if len(cp_ranks) == 1 or self.group is None:
             return None
-        world = dist.get_process_group_ranks(self.group)
+        world, timeout = dist.get_process_group_ranks(self.group), timeout_of(self.group)
         return dist.new_group(
             [world[rank] for rank in cp_ranks],
-            timeout=timeout_of(self.group),
+            timeout=timeout,
+            pg_options=nccl_options(self.between_nodes, timeout) if self._spans_nodes(cp_ranks) else None,
             use_local_synchronization=True,
             group_desc=f"attention_{purpose}",
         )
+
+    def _spans_nodes(self, cp_ranks: Sequence[int]) -> bool:
+        """Whether some of these ranks are on different nodes."""
+        return len({rank // self.node_size for rank in cp_ranks}) > 1
 
     def ring_comms(self, ring: Ring, exchange: str) -> RingComms:
         """The communication of `ring`, made at first use (collective) and kept: communicators are expensive."""
@@ -284,7 +313,7 @@ class ContextParallel:
         if exchange == "copy_engine":
             slots = {"chunks": 2, "gradients": HELD_GRADIENTS + 1}[purpose]
             return CopyEngine(group, self.traffic, slots)
-        return PointToPoint(group, self.traffic)
+        return PointToPoint(group, self.traffic, between_nodes=self._spans_nodes(cp_ranks))
 
     def segments(self, seq_len: int) -> tuple[Segment, ...]:
         """Runs of global positions this rank holds. Raises ValueError, naming the nearest lengths, when it cannot."""

@@ -20,6 +20,7 @@ from engine.attention.context import ContextParallel
 from engine.attention.geometry.ring import RingTraffic
 from engine.attention.inputs import check_inputs, check_mask, check_scale
 from engine.attention.kernels import Problem, choose_kernel
+from engine.attention.kernels.fewer_processors import FewerProcessors
 from engine.attention.kernels.stand_in import AnyDelta
 from engine.attention.masks import Mask
 from engine.attention.planning.comm_plan import traffic_left
@@ -36,6 +37,7 @@ from engine.attention.planning.cost_model import (
 )
 from engine.attention.planning.pair_table import pair_table
 from engine.cuda.alternate import streams_of
+from engine.cuda.green import all_but
 from engine.old_names import renamed_keywords
 
 
@@ -134,6 +136,7 @@ def plan_attention(
     if unsupported_reason:
         raise ValueError(unsupported_reason)
 
+    _check_between_nodes(cp, schedule)
     gathers = schedule == ALL_GATHER and cp.size > 1
     if schedule == ALL_GATHER and not gathers:
         schedule = "ring"  # of one rank
@@ -166,6 +169,9 @@ def plan_attention(
         deterministic=deterministic,
     )
     attend = choose_kernel(kernel, problem)
+    if cp.between_nodes.reserve:
+        part = all_but(cp.between_nodes.reserve, q_BLND.device)
+        attend = FewerProcessors(attend, part, lambda: cp.traffic.pending > 0)
     if lse_gradient and not attend.takes_delta:
         attend = AnyDelta(attend)
     scale = head_dim**-0.5 if scale is None else scale
@@ -215,6 +221,21 @@ def plan_attention(
         inner=ring_plan,
         num_head_chunks=chunks,
     )
+
+
+def _check_between_nodes(cp: ContextParallel, schedule: str) -> None:
+    """Raises ValueError for a remedy that would have no effect under the schedule."""
+    found = cp.between_nodes
+    if found.ahead and schedule not in ("ulysses", "usp_transposed"):
+        raise ValueError(
+            f"between_nodes has ahead, which concerns heads that are sent between nodes, and schedule {schedule} sends "
+            "none; leave ahead out"
+        )
+    if schedule == ALL_GATHER and (found.reserve or found.blocks):
+        raise ValueError(
+            "between_nodes has reserve or blocks, which concern kernels beside a transfer, and schedule all_gather has "
+            "none beside its own; leave them out"
+        )
 
 
 def _token_runs(cp: ContextParallel, seq_len: int, ranks: Iterable[int]) -> tuple[TokenRun, ...]:

@@ -110,6 +110,15 @@ def _check(code: int, call: str) -> None:
         raise RuntimeError(f"{call} failed with CUDA driver error {code}; set exchange to direct")
 
 
+def call(name: str, *arguments: Any) -> None:
+    """A function of the driver by its name. Raises RuntimeError when the driver lacks it or returns an error."""
+    function = getattr(_driver(), name, None)
+    if function is None:
+        raise RuntimeError(f"the driver has no {name}")
+    if code := function(*arguments):
+        raise RuntimeError(f"{name} failed with CUDA driver error {code}")
+
+
 def create_stream(priority: int) -> int:
     """Handle of a new stream of this thread's device, which does not wait for the default stream."""
     handle = ctypes.c_void_p()

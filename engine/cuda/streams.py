@@ -48,6 +48,11 @@ class _OwnStream(torch.cuda.ExternalStream):
         self._free()
 
 
+def stream_from(handles: Handles, device: torch.device) -> torch.cuda.ExternalStream:
+    """A stream of `device` with one of `handles`, which is free again when the stream is garbage."""
+    return _OwnStream(handles, device)
+
+
 _handles: dict[tuple[torch.device, int], Handles] = {}  # by device and priority
 
 

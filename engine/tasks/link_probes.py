@@ -13,14 +13,20 @@ from torch import Tensor
 
 from engine.attention.context import ContextParallel
 from engine.distributed import World
+from engine.measurement import LINK
 from engine.settings import Steps
 
 MOMENTS = ("before", "between", "after")
+PATTERNS = ("one_peer", "all_peers")  # that each rank sends to at once
 MESSAGE_BYTES = 64 << 20  # at most, where no tensor is given: large enough for a link's full speed
+TENSOR_BYTES = 128 << 20  # at most of a tensor that is given
 
 
 class LinkProbes:
     """Measures the link around the steps of one trial. Where a sequence's ranks are on one node it does nothing.
+
+    Each measurement takes both patterns in which schedules send between nodes, one peer for each rank and all peers at
+    once, and keeps the faster: a bound from the other would be none for the schedules that send so.
 
     A measurement receives one message beside the tensors that exist between steps. A step holds more than that at its
     fullest, so no peak rises: the message is Q, or no larger than `message_bytes`, the size of Q, which a step has in
@@ -31,7 +37,9 @@ class LinkProbes:
         self, world: World, cp: ContextParallel, steps: Steps, *, message: Tensor | None = None, message_bytes: int = 0
     ) -> None:
         self._world, self._cp, self._steps = world, cp, steps
-        self._message, self._message_bytes = message, min(message_bytes, MESSAGE_BYTES)
+        self._message_bytes = min(message_bytes, MESSAGE_BYTES)
+        self._message = None if message is None else message.detach().flatten()[: TENSOR_BYTES // message.itemsize]
+        self._patterns = dict.fromkeys(PATTERNS, 0.0)  # GiB/s, the fastest of all moments
         self._seconds_per_gib = dict.fromkeys(MOMENTS, 0.0)  # 0 where it was not measured
 
     def before_step(self, index: int) -> None:
@@ -51,7 +59,8 @@ class LinkProbes:
         if not all(slowest):
             return {}
         speeds = {moment: 1 / seconds for moment, seconds in zip(MOMENTS, slowest, strict=True)}
-        return {"link_gib_per_second": speeds, "across_gib_per_second": speeds["after"]}
+        by_pattern = {pattern: speed for pattern, speed in self._patterns.items() if speed}
+        return {LINK: speeds, "across_gib_per_second": speeds["after"], "link_by_pattern": by_pattern}
 
     def _measure(self, moment: str) -> None:
         if self._cp.node_size == self._cp.size:
@@ -59,5 +68,8 @@ class LinkProbes:
         message = self._message
         if message is None:
             message = torch.empty(self._message_bytes, dtype=torch.uint8, device=self._world.device)
-        if (across := self._cp.measure_link(message)) is not None:
-            self._seconds_per_gib[moment] = 1 / across
+        for pattern in PATTERNS if self._cp.node_size > 1 else PATTERNS[:1]:  # nodes of one rank: both are the same
+            if across := self._cp.measure_link(message, spread=pattern == "all_peers"):
+                self._patterns[pattern] = max(self._patterns[pattern], across)
+                known = self._seconds_per_gib[moment]
+                self._seconds_per_gib[moment] = min(known, 1 / across) if known else 1 / across

@@ -46,6 +46,8 @@ class Round:
     hosts: list[str] = field(default_factory=list)
     gpus_before: list[GpuState] = field(default_factory=list)  # one per rank, before the warm-up
     gpus_after: list[GpuState] = field(default_factory=list)  # and after the last measured step
+    # Between nodes, by moment: before, between and after the round's steps; empty where it was not measured.
+    link_gib_per_second: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -40,7 +40,7 @@ COLUMNS: tuple[str, ...] = (
 )  # fmt: skip
 
 _NO_COLUMN = ("model.name", "model.note")  # the one is column `model`, the other no setting
-_NOT_PLANNED = {"checkpoint.plan": "hand", "memory": "", "planned": ""}
+_NOT_USED = {"checkpoint.plan": "hand", "memory": "", "planned": "", "between_nodes": "plain"}
 _SETTINGS = frozenset(field.name for field in fields(TrialSettings))
 _TASKS = get_args(Task)
 
@@ -61,8 +61,8 @@ def row_of(record: Record, run: str = "", stated: Stated = NOTHING_STATED) -> Ro
 
     `stated`: what the run's provenance.yaml says of its records.
 
-    Lists (`step_seconds_by_round` with its `round_numbers`, `loss_by_step`, `grad_norm_by_step`) are for tables and
-    figures, not results.csv.
+    Lists (`step_seconds_by_round` with its `round_numbers` and `link_by_round`, `loss_by_step`, `grad_norm_by_step`)
+    are for tables and figures, not results.csv.
     """
     settings, measured = record.settings, record.measurement
     row: Row = dict.fromkeys(COLUMNS)
@@ -104,6 +104,7 @@ def row_of(record: Record, run: str = "", stated: Stated = NOTHING_STATED) -> Ro
         started_at=record.started_at or None,
         step_seconds_by_round=record.step_seconds_by_round if record.status == "ok" else [],
         round_numbers=_round_numbers(record) if record.status == "ok" else [],
+        link_by_round=[one.link_gib_per_second for one in record.rounds if one.step_seconds],
         loss_by_step=list(measured.loss) if measured and record.status == "ok" else [],
         grad_norm_by_step=list(measured.grad_norm) if measured and record.status == "ok" else [],
     )
@@ -167,11 +168,12 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
     """The contract's columns, then every scalar column any row has: settings, choices and extras. Those of the planner
-    only where a row has one, so that a results.csv from before it stays what is written today."""
+    and of ways to overlap only where a row uses one, so that a results.csv from before them stays what is written
+    today."""
     seen = dict.fromkeys(COLUMNS)
     for row in rows:
         seen.update(dict.fromkeys(name for name, value in row.items() if not isinstance(value, list)))
-    unused = {name for name, value in _NOT_PLANNED.items() if all(row.get(name) in (value, None) for row in rows)}
+    unused = {name for name, value in _NOT_USED.items() if all(row.get(name) in (value, None) for row in rows)}
     return [name for name in seen if name not in unused]
 
 

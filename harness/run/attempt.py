@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.files.errors import shown
-from engine.measurement import Measurement, read_measurement, write_json
+from engine.measurement import LINK, Measurement, read_measurement, write_json
 from engine.method import Method
 from engine.profile.timeline import breakdown_of
 from engine.profile.unfinished import PROFILE, TRACE_FILE, cut_off
@@ -190,6 +190,7 @@ def _round(record: Record, turn: Turn) -> Round:
         hosts=list(record.hosts),
         gpus_before=list(measured.gpus_before),
         gpus_after=list(measured.gpus_after),
+        link_gib_per_second=dict(measured.extra.get(LINK, {})),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, MutableSequence, Sequen
 from dataclasses import replace
 from typing import Any, Literal
 
-from engine.measurement import Measurement
+from engine.measurement import LINK, Measurement
 from harness.metrics.flops import work_of
 from harness.metrics.intervals import median_interval
 from harness.records.record import RESULTS, Record, Round, Status
@@ -75,6 +75,7 @@ def rounds_of(record: Record) -> list[Round]:
             hosts=list(record.hosts),
             gpus_before=list(measured.gpus_before),
             gpus_after=list(measured.gpus_after),
+            link_gib_per_second=dict(measured.extra.get(LINK, {})),
         )
     ]
 

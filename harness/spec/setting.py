@@ -9,6 +9,7 @@ from typing import Any
 
 from cluster.files.document import Node, parse_yaml
 from cluster.files.errors import shown
+from engine.attention.comm.between_nodes import parse_between_nodes
 from engine.attention.masks import parse_mask
 from engine.old_names import SETTINGS as OLD_SETTINGS
 from engine.old_names import VALUES
@@ -103,6 +104,8 @@ def _check_range(key: str, value: Any) -> None:
         method_named(value)
     elif key == "mask":
         parse_mask(value)
+    elif key == "between_nodes":
+        parse_between_nodes(value)
     elif key == "data" and value != _BUILT_IN:
         _check_data(value)
     elif key.startswith("checkpoint."):

@@ -138,6 +138,8 @@ def _rounds(record: Record) -> Iterator[tuple[str, str]]:
             yield f"{name} of status {one.status} without a reason", "a reason"
         if min(one.step_seconds, default=1.0) <= 0:
             yield f"{name} with a step of {min(one.step_seconds):g} s", "seconds above 0"
+        if min(one.link_gib_per_second.values(), default=1.0) <= 0:
+            yield f"{name} with a link of {min(one.link_gib_per_second.values()):g} GiB/s", "speeds above 0"
         if one.wall_seconds < sum(one.step_seconds):
             yield f"{name} of {one.wall_seconds:g} s", f"no less than its steps, {sum(one.step_seconds):g} s"
         for states in (one.gpus_before, one.gpus_after):

@@ -180,6 +180,49 @@ def test_no_trial_of_the_engines_schedules_passes_its_bound_whatever_its_link_an
         assert found.seconds(found.needed) <= min(steps) * (1 + 1e-12)
 
 
+def in_rounds(*rounds: tuple[dict[str, float], list[float]]) -> Record:
+    """A trial over two nodes with the link and the steps of each round."""
+    trial = over_two_nodes(1.0, rounds[-1][0])
+    assert trial.measurement is not None
+    trial.measurement.step_seconds = [seconds for _, steps in rounds for seconds in steps]
+    trial.rounds = [
+        Round(
+            number=number, place=1, started_at="", wall_seconds=9.0, step_seconds=steps, link_gib_per_second=link,
+        )
+        for number, (link, steps) in enumerate(rounds, start=1)
+    ]  # fmt: skip
+    return trial
+
+
+def test_steps_are_judged_by_the_link_of_their_own_round() -> None:
+    fast, slow = dict.fromkeys(LINK, 2.0), dict.fromkeys(LINK, 0.5)
+    found = shown(in_rounds((fast, [0.5, 0.6]), (slow, [1.0, 1.1, 1.2])))
+    assert found["link GiB/s"] == pytest.approx(0.5)  # of three of five steps
+    assert found["% of link bound"] == pytest.approx(3 * Q / 0.5 / 1.0)
+    assert found["link measured"] == "3 times in each of 2 rounds, fastest before"
+    assert found["link spread %"] == pytest.approx(0.75)
+    # The fastest of all rounds would have given a bound that the slow rounds' link cannot reach.
+    last_alone = in_rounds(({}, [1.0, 1.1, 1.2]), (fast, [0.5, 0.6]))
+    assert shown(last_alone)["link GiB/s"] == pytest.approx(2.0)
+
+
+def test_no_median_of_rounds_passes_the_median_of_what_their_links_allow() -> None:
+    chance = random.Random(1)
+    for _ in range(50):
+        rounds = [
+            (
+                {moment: 10 ** chance.uniform(-2, 2) for moment in LINK},
+                [10 ** chance.uniform(-3, 2) for _ in range(chance.randint(1, 4))],
+            )
+            for _ in range(chance.randint(1, 4))
+        ]
+        row = row_of(in_rounds(*rounds))
+        found = spanning_trial(row)
+        assert found is not None
+        assert found.bounded
+        assert found.seconds(found.needed) <= row["step_seconds_median"] * (1 + 1e-12)
+
+
 @pytest.mark.parametrize(
     "changes", [{"emulate_nodes": 1}, {"emulate_nodes": 2, "world_size": 8, "cp_size": 4}, {"emulate_nodes": 3}]
 )

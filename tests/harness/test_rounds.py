@@ -87,6 +87,11 @@ def attempt(number: int, seconds: list[float], status: Status = "ok", reason: st
     )
 
 
+def test_a_record_from_before_there_were_rounds_keeps_the_link_of_its_only_one() -> None:
+    found = replace(attempt(1, [1.0], extra={"link_gib_per_second": {"before": 2.0}}), rounds=[])
+    assert [each.link_gib_per_second for each in rounds_of(found)] == [{"before": 2.0}]
+
+
 def test_rounds_become_one_record_with_all_steps_the_largest_peaks_and_the_rest_of_the_last():
     both = with_round(with_round(attempt(1, [1.0, 2.0]), attempt(2, [3.0])), attempt(3, [4.0, 5.0]))
     assert (both.status, both.reason) == ("ok", "")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from engine.measurement import Measurement, write_measurement
+from engine.measurement import LINK, Measurement, write_measurement
 from engine.profile.unfinished import PROFILE, unfinished
 from engine.settings import ModelShape, Steps, TrialSettings
 from harness.base.errors import UsageError
@@ -69,7 +69,8 @@ class Scripted:
             raise KeyboardInterrupt
         if how.startswith("ok"):
             seconds = float(how.partition(" ")[2] or number)
-            write_measurement(job.trial_dir, Measurement(step_seconds=[seconds], loss=[1.0]))
+            extra = {LINK: {"before": seconds}}
+            write_measurement(job.trial_dir, Measurement(step_seconds=[seconds], loss=[1.0], extra=extra))
             return Outcome(status="ok", reason="", wall_seconds=2.0, hosts=["here"])
         return Outcome(status=how, reason=f"the reason of {how}", wall_seconds=2.0, hosts=["here"])  # type: ignore[arg-type]
 
@@ -139,6 +140,7 @@ def test_every_round_runs_all_trials_in_an_order_of_its_own_and_records_round_an
     assert [(one.number, one.place) for one in record.rounds] == [(1, 1), (2, 2), (3, 3)]
     assert (record.status, record.reason, record.attempts, record.wall_seconds) == ("ok", "", 1, 6.0)
     assert record.step_seconds_by_round == [[1.0], [2.0], [3.0]]
+    assert [one.link_gib_per_second for one in record.rounds] == [{"before": 1.0}, {"before": 2.0}, {"before": 3.0}]
     assert record.run_command == ["burst", "run", "e"]
     rows = (run.run_dir / "results.csv").read_text().splitlines()
     assert len(rows) == 4

@@ -13,6 +13,7 @@ Shape letters as in `engine.attention.op`, with T for the group's tokens and H f
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
@@ -22,7 +23,13 @@ from torch import Tensor
 
 from engine.attention.algorithms.ring import RingPlan
 from engine.attention.algorithms.saved import Saved
-from engine.attention.comm.all_to_all import AllToAll, HeadChunk, TokenRun, token_runs_in_order
+from engine.attention.comm.all_to_all import (
+    AllToAll,
+    GroupAllToAll,
+    HeadChunk,
+    TokenRun,
+    token_runs_in_order,
+)
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import Segment, rows_before, split_at
 from engine.attention.geometry.tiles import Band
@@ -106,12 +113,15 @@ class UlyssesPlan:
         """`compute(index, chunk)` of each head chunk over the group's tokens; its results, all heads together again,
         for this rank's tokens."""
         exchange = self.all_to_all.begin(self.token_runs, self.num_head_chunks, alternate=self.inner.cp.size > 1)
-        receive = exchange.send(tensors, 0)
-        for index in range(self.num_head_chunks):
+        chunks = self.num_head_chunks
+        by_group = isinstance(self.all_to_all, GroupAllToAll)  # copy engines have two slots, which one chunk fills
+        ahead = 2 if by_group and self.cp.between_nodes.ahead else 1
+        receives = deque(exchange.send(tensors, index) for index in range(min(ahead, chunks)))
+        for index in range(chunks):
             with exchange.stream(index):
-                chunk = receive()
-                if index + 1 < self.num_head_chunks:  # sent before the device gets this chunk's work
-                    receive = exchange.send(tensors, index + 1)
+                chunk = receives.popleft()()
+                if index + ahead < chunks:  # sent before the device gets this chunk's work
+                    receives.append(exchange.send(tensors, index + ahead))
                 results = compute(index, chunk)
                 chunk.release()
                 del chunk

@@ -108,8 +108,9 @@ class AllToAll(Protocol):
 class GroupAllToAll:
     """An `AllToAll` of the process group, one message per head chunk and direction; a group of one sends nothing."""
 
-    def __init__(self, group: dist.ProcessGroup | None, traffic: Traffic) -> None:
-        self.group, self._traffic = group, traffic
+    def __init__(self, group: dist.ProcessGroup | None, traffic: Traffic, *, between_nodes: bool = False) -> None:
+        """`between_nodes`: the group's ranks are on several nodes, so its messages count as pending."""
+        self.group, self._traffic, self._between_nodes = group, traffic, between_nodes
         self.size = 1 if group is None else dist.get_world_size(group)
         self.name = "none" if self.size == 1 else "all_to_all"
 
@@ -126,10 +127,12 @@ class GroupAllToAll:
         peers = f"ranks {', '.join(map(str, dist.get_process_group_ranks(group)))}"
         with peers_needed(group, peers):
             work = dist.all_to_all_single(received, rows, group=group, async_op=True)
+        self._traffic.pending += self._between_nodes
 
         def receive() -> Tensor:
             with peers_needed(group, peers):
                 work.wait()
+            self._traffic.pending -= self._between_nodes
             return received
 
         return receive

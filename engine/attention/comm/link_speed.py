@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,28 +34,59 @@ class Link:
         return f"{self.gib:.2f} GiB/s between nodes" + ("" if self.measured else ", assumed: deterministic")
 
 
-def across_gib_per_second(group: dist.ProcessGroup, node_size: int, message: Tensor) -> float:
-    """GiB per second that each rank sends to the next node, while all ranks of `group` send and receive as much.
+def across_gib_per_second(group: dist.ProcessGroup, node_size: int, message: Tensor, *, spread: bool = False) -> float:
+    """GiB per second that each rank sends to other nodes, while all ranks of `group` send and receive as much.
 
-    Each node holds `node_size` consecutive ranks, and there are several; `message` is of one size on all. The median of
+    A message goes to the rank of the same place in the next node, as a ring and an all-to-all between nodes send it;
+    with `spread`, an equal part of it to every rank of all other nodes, as an all-to-all among all ranks does. Each
+    node holds `node_size` consecutive ranks, and there are several; `message` is of one size on all. The median of
     three rounds, each as slow as its slowest rank: the same number on every rank. Collective over `group`.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    assert node_size < size, "a single node has no link to another"
-    # A count of bytes apart from attention's. The group's communicator, which also finds the slowest rank.
-    transport = PointToPoint(group, Traffic())
-    message = message.detach()
+    assert node_size < dist.get_world_size(group), "a single node has no link to another"
+    sends = _to_all_peers(group, node_size, message.detach()) if spread else _to_one(group, node_size, message.detach())
     seconds = []
     for _ in range(REPEATS + 1):
         _slowest([0.0], group, message.device)  # all start together
         started = time.perf_counter()
-        transport.start(
-            (message,), (rank + node_size) % size, tensor_specs((message,)), (rank - node_size) % size
-        ).wait()
+        sends.send()
         _finish(message)
         seconds.append(time.perf_counter() - started)
     rounds = _slowest(seconds, group, message.device)[1:]  # the first round opens connections
-    return message.numel() * message.itemsize / _GIB / statistics.median(rounds)
+    return sends.nbytes / _GIB / statistics.median(rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sends:
+    """Sends and receives `nbytes`, and waits for it, at every call of `send`."""
+
+    nbytes: int
+    send: Callable[[], object]
+
+
+def _to_one(group: dist.ProcessGroup, node_size: int, message: Tensor) -> _Sends:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    # A count of bytes apart from attention's. The group's communicator, which also finds the slowest rank.
+    transport, specs = PointToPoint(group, Traffic()), tensor_specs((message,))
+    to, source = (rank + node_size) % size, (rank - node_size) % size
+    return _Sends(message.nbytes, lambda: transport.start((message,), to, specs, source).wait())
+
+
+def _to_all_peers(group: dist.ProcessGroup, node_size: int, message: Tensor) -> _Sends:
+    ranks, here = dist.get_process_group_ranks(group), dist.get_rank(group) // node_size
+    peers = [rank for place, rank in enumerate(ranks) if place // node_size != here]
+    flat = message.flatten()
+    each = len(flat) // len(peers)  # equally long on all ranks
+    parts = flat[: each * len(peers)].view(len(peers), each)
+    received = torch.empty_like(parts)
+
+    def send() -> None:
+        pairs = list(zip(peers, parts, received, strict=True))
+        operations = [dist.P2POp(dist.isend, sent, peer, group) for peer, sent, _ in pairs]
+        operations += [dist.P2POp(dist.irecv, coming, peer, group) for peer, _, coming in pairs]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    return _Sends(parts.nbytes, send)
 
 
 def _slowest(seconds: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:

@@ -22,10 +22,11 @@ _QUOTED_CHARACTERS = 160  # of another error's first line
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes that attention sends to other ranks, and the memory it holds to receive into."""
+    """Bytes that attention sends to other ranks, the memory it holds to receive into, and what is under way."""
 
     sent_bytes: int = 0
     window_bytes: int = 0  # memory held to receive into, outside the allocator's own count
+    pending: int = 0  # transfers between nodes that have been started and not waited for yet
 
     def reset(self) -> None:
         """Start counting sent bytes anew."""
@@ -72,13 +73,16 @@ class _SendReceive:
     group: dist.ProcessGroup | None = None
     peers: str = ""
     works: list[dist.Work] = field(default_factory=list)
+    counted_in: Traffic | None = None  # as pending
 
     def wait(self) -> tuple[Tensor, ...]:
         if self.group is not None:
             with peers_needed(self.group, self.peers):
                 for work in self.works:
                     work.wait()
-        self.works, self.sent = [], ()
+        if self.counted_in is not None:
+            self.counted_in.pending -= 1
+        self.works, self.sent, self.counted_in = [], (), None
         return self.received
 
     def release(self) -> None:
@@ -88,10 +92,11 @@ class _SendReceive:
 class PointToPoint:
     """Transfers by the process group's own send and receive (NCCL or gloo), into fresh memory of the allocator."""
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, *, between_nodes: bool = False) -> None:
+        """`between_nodes`: the group's ranks are on several nodes, so its transfers count as pending."""
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
-        self._traffic = traffic
+        self._traffic, self._between_nodes = traffic, between_nodes
         self._connected = False
 
     def reserve(self, largest: tuple[TensorSpec, ...]) -> None:
@@ -113,7 +118,10 @@ class PointToPoint:
         peers = " and ".join(f"rank {self._ranks[peer]}" for peer in sorted({to, source}))
         with peers_needed(self._group, peers):
             works = dist.batch_isend_irecv(operations) if operations else []
-        return _SendReceive(received, sent, self._group, peers, works)
+        counted_in = self._traffic if self._between_nodes and works else None
+        if counted_in is not None:
+            counted_in.pending += 1
+        return _SendReceive(received, sent, self._group, peers, works, counted_in)
 
 
 class NoTransport:

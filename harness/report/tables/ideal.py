@@ -10,7 +10,8 @@ Three figures, of which only the last is a bound:
     link bound  needed bytes ÷ link, with compute for nothing. No step of a schedule of the engine is shorter, by
                 construction (`engine.attention.planning.inter_node`): it needs no fewer bytes, and `link` is the
                 fastest of what was measured before, between and after the steps and of what the fastest step itself
-                sent between nodes. A link that drifts makes the bound lower, never false.
+                sent between nodes. A link that drifts makes the bound lower, never false. Each round is judged by its
+                own link: the bound is the median over the steps of what each one's round allows.
 
 A trial with a single measurement of the link, as records from before there were three have, gets the reference alone;
 so does one whose bytes between nodes are not known, or are fewer than those called needed. All is formed from trials
@@ -20,6 +21,7 @@ of one run. Ranks on a CPU share its cores, so there is no ideal of theirs.
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +42,7 @@ MOMENTS = ("before", "between", "after")  # the steps of a trial, when its link 
 # What sharing the problem out may change; everything else must be equal for a trial to be the ideal of another.
 _SHARING = frozenset({
     "method", "cp_size", "tp_size", "world_size", "layout", "schedule", "backward", "exchange", "grad_comm_dtype",
-    "emulate_nodes", "seed",
+    "emulate_nodes", "between_nodes", "seed",
 })  # fmt: skip
 
 NOTE = (
@@ -55,6 +57,8 @@ LINK_NOTE = (
     "row without a link bound has a reference only: its link was measured once, its bytes between nodes are not known, "
     "or it sent fewer than are needed by the engine's schedules"
 )
+
+ROUNDS_NOTE = "with several rounds a step's link is that of its round, and link the median over the steps"
 
 
 def ideal_table(rows: Sequence[Row]) -> Table | None:
@@ -113,10 +117,12 @@ def ideal_table(rows: Sequence[Row]) -> Table | None:
         Column(header="% of reference", form=significant(3, 100), numeric=True),
     )
     spans = any(value is not None for line in lines for value in line[9:])
+    by_round = any(sum(map(bool, row.get("link_by_round", ()))) > 1 for row in attention)
+    notes = (NOTE, *((LINK_NOTE,) if spans else ()), *((ROUNDS_NOTE,) if by_round else ()))
     return without_empty_columns(
         Table(
             name="ideal", title="Attention beside the ideal, forward and backward", columns=columns, rows=tuple(lines),
-            note="; ".join((NOTE, LINK_NOTE)) if spans else NOTE,
+            note="; ".join(notes),
         )
     )  # fmt: skip
 
@@ -143,14 +149,27 @@ def _problem(row: Row) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOnLink:
+    """The link as one round found it. Of several rounds whose link was measured in the last alone, all of them."""
+
+    measured: Mapping[str, float]  # GiB per second and rank, by moment
+    own: float | None  # the same that the fastest step sent at least; None if its bytes are not known
+    steps: int
+
+    @property
+    def link(self) -> float:
+        """GiB per second and rank, the fastest that was seen."""
+        return max(*self.measured.values(), self.own or 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpanningTrial:
     """A trial whose ranks are on several nodes: what it had to send between them, and how fast that could go."""
 
     least: Mapping[str, InterNodeBytes]  # by schedule, fewest bytes first, of the node that sends most
     ranks: int  # of a node
-    measured: Mapping[str, float]  # GiB per second and rank, by moment
     sent: int | None  # bytes that the node that sends most sent in a step, no more than it did; None if unknown
-    fastest_step: float  # seconds
+    rounds: tuple[RoundOnLink, ...]
 
     @property
     def needed(self) -> int:
@@ -158,35 +177,36 @@ class SpanningTrial:
         return next(iter(self.least.values())).total
 
     @property
-    def own(self) -> float | None:
-        """GiB per second and rank that the fastest step sent at least."""
-        return self.sent / self.ranks / GIB / self.fastest_step if self.sent else None
-
-    @property
     def link(self) -> float:
-        """GiB per second and rank, the fastest that was seen."""
-        return max(*self.measured.values(), self.own or 0.0)
+        """GiB per second and rank whose time for a GiB is the median, over all steps, of that of each one's round.
+
+        No step of a round is shorter than its round's link allows, so no median of steps is below this median.
+        """
+        return 1 / statistics.median(1 / each.link for each in self.rounds for _ in range(each.steps))
 
     @property
     def link_source(self) -> str:
         """How often the link was measured, and which measurement was the fastest."""
-        moment, fastest = max(self.measured.items(), key=lambda pair: pair[1])
-        count = "once" if len(self.measured) == 1 else f"{len(self.measured)} times"
-        if self.own and self.own > fastest:
+        measured = [pair for each in self.rounds for pair in each.measured.items()]
+        moment, _ = max(measured, key=lambda pair: pair[1])
+        count = "once" if len(measured) == 1 else f"{len(self.rounds[0].measured)} times"
+        if len(self.rounds) > 1:
+            count = f"{count} in each of {len(self.rounds)} rounds"
+        if any(each.own and each.own > max(each.measured.values()) for each in self.rounds):
             return f"{count}; its own steps were faster"
-        return f"{count}, {moment} the steps" if len(self.measured) == 1 else f"{count}, fastest {moment}"
+        return f"{count}, {moment} the steps" if len(measured) == 1 else f"{count}, fastest {moment}"
 
     @property
     def spread(self) -> float | None:
         """By how much the slowest measurement is below the fastest, as a fraction; None with a single one."""
-        if len(self.measured) == 1:
-            return None
-        return 1 - min(self.measured.values()) / max(self.measured.values())
+        measured = [speed for each in self.rounds for speed in each.measured.values()]
+        return None if len(measured) == 1 else 1 - min(measured) / max(measured)
 
     @property
     def bounded(self) -> bool:
         """Whether needed bytes ÷ link is a bound by construction: see the module's text."""
-        return self.measured.keys() == set(MOMENTS) and self.sent is not None and self.sent >= self.needed
+        measured = all(each.measured.keys() == set(MOMENTS) for each in self.rounds)
+        return measured and self.sent is not None and self.sent >= self.needed
 
     def seconds(self, nbytes: float) -> float:
         """Of the link, for so many bytes of a node."""
@@ -218,7 +238,7 @@ def spanning_trial(row: Row) -> SpanningTrial | None:
     found = {moment: row.get(f"extra_link_gib_per_second.{moment}") for moment in MOMENTS}
     if not any(found.values()):  # a record from before the link was measured three times
         found = {"after": row.get("extra_across_gib_per_second")}
-    known = {moment: speed for moment, speed in found.items() if isinstance(speed, int | float) and speed > 0}
+    known = _speeds(found)
     nodes, world, size = row["nodes"] or 1, row["world_size"], row["cp_size"]
     if not known or nodes < 2 or world % nodes or size % (ranks := world // nodes) or size == ranks:
         return None
@@ -230,13 +250,20 @@ def spanning_trial(row: Row) -> SpanningTrial | None:
     if counted := row.get("extra_computed_sent_between_nodes_bytes"):  # a list, in a row as JSON
         by_rank = json.loads(counted)
         sent = max(sum(by_rank[first : first + ranks]) for first in range(0, world, ranks))
-    return SpanningTrial(
-        least=least,
-        ranks=ranks,
-        measured=known,
-        sent=sent,
-        fastest_step=min(seconds for steps in row["step_seconds_by_round"] for seconds in steps),
+    steps_by_round = row["step_seconds_by_round"]
+    speeds = [_speeds(each) for each in row.get("link_by_round", ())]
+    if not speeds or not all(speeds):  # records that hold the link of the last round alone
+        speeds, steps_by_round = [known], [[seconds for steps in steps_by_round for seconds in steps]]
+    rounds = tuple(
+        RoundOnLink(measured=measured, own=sent / ranks / GIB / min(steps) if sent else None, steps=len(steps))
+        for measured, steps in zip(speeds, steps_by_round, strict=True)
     )
+    return SpanningTrial(least=least, ranks=ranks, sent=sent, rounds=rounds)
+
+
+def _speeds(found: Mapping[str, Any]) -> dict[str, float]:
+    """The measurements by moment, without what is no speed."""
+    return {moment: speed for moment, speed in found.items() if isinstance(speed, int | float) and speed > 0}
 
 
 def _least(row: Row, ranks_per_node: int) -> Mapping[str, InterNodeBytes]:

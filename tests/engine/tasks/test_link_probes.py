@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -37,9 +38,9 @@ def measured_on_two_nodes(task: str, steps: Steps, same_host: bool) -> tuple[Mea
     world = arrange(settings, torch.device("cpu"))
     measure = ContextParallel.measure_link
 
-    def watched(self: ContextParallel, message: torch.Tensor) -> float | None:
-        events.append("link")
-        return measure(self, message)
+    def watched(self: ContextParallel, message: torch.Tensor, *, spread: bool) -> float | None:
+        events.append("link to all peers" if spread else "link")
+        return measure(self, message, spread=spread)
 
     with mock.patch.object(ContextParallel, "measure_link", watched):
         measurement = TASKS[task](settings, METHOD, world).run(lambda step: events.append(f"step {step['step']}"))
@@ -82,13 +83,37 @@ def sizes_of_messages(message_bytes: int) -> list[Any]:
     probes = LinkProbes(world, ContextParallel(node_size=1), Steps(warmup=1, measured=2), message_bytes=message_bytes)
     sizes = []
 
-    def sized(message: torch.Tensor) -> float:
+    def sized(message: torch.Tensor, *, spread: bool) -> float:
         sizes.append(message.nbytes)
         return 2.0
 
     with mock.patch.object(probes._cp, "measure_link", sized):
         probes.before_step(0)
     return sizes
+
+
+def fastest_patterns() -> tuple[list[bool], dict[str, Any]]:
+    """(patterns in the order they were measured, figures) of four ranks on two nodes, where the first measurement of a
+    pattern finds 1 GiB/s, or 2 to all peers, and each later one a tenth more."""
+    settings = replace(settings_of("train", Steps()), cp_size=4, world_size=4)
+    world, asked = arrange(settings, torch.device("cpu")), []
+
+    def found(message: torch.Tensor, *, spread: bool) -> float:
+        asked.append(spread)
+        return (2.0 if spread else 1.0) + 0.1 * (asked.count(spread) - 1)
+
+    probes = LinkProbes(world, ContextParallel(node_size=2), Steps(warmup=1, measured=2), message_bytes=64)
+    with mock.patch.object(probes._cp, "measure_link", found):
+        for step in range(3):
+            probes.before_step(step)
+        return asked, probes.figures()
+
+
+def test_the_faster_of_both_patterns_is_the_link() -> None:
+    for asked, figures in run_on_ranks(4, fastest_patterns):
+        assert asked == [False, True] * 3
+        assert figures["link_gib_per_second"] == pytest.approx({"before": 2.0, "between": 2.1, "after": 2.2})
+        assert figures["link_by_pattern"] == pytest.approx({"one_peer": 1.2, "all_peers": 2.2})
 
 
 def test_a_message_is_no_larger_than_queries_and_than_a_link_needs() -> None:

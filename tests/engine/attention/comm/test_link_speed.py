@@ -4,25 +4,49 @@ from __future__ import annotations
 
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from engine import ContextParallel
-from engine.attention.comm.link_speed import across_gib_per_second
+from engine.attention.comm.link_speed import REPEATS, across_gib_per_second
 from engine.attention.masks import Causal
 from engine.attention.op import AttentionPlan
 from engine.attention.resolve import plan_attention
 from tests.ranks import run_on_ranks
 
 
-def measured() -> float:
-    return across_gib_per_second(dist.group.WORLD, 2, torch.ones(1, 64, 4, dtype=torch.bfloat16, requires_grad=True))
+def measured(spread: bool) -> float:
+    message = torch.ones(1, 65, 5, dtype=torch.bfloat16, requires_grad=True)
+    return across_gib_per_second(dist.group.WORLD, 2, message, spread=spread)
 
 
-def test_every_rank_finds_the_same_speed() -> None:
-    hardware = run_on_ranks(4, measured)
+@pytest.mark.parametrize("spread", [False, True])
+def test_every_rank_finds_the_same_speed(spread) -> None:
+    hardware = run_on_ranks(4, measured, spread)
     assert hardware[0] > 0
     assert set(hardware) == {hardware[0]}
+
+
+def sent_to_whom() -> list[tuple[int, int]]:
+    """Receiver and bytes of every message of one measurement to all peers, but for the one that opens connections."""
+    seen, operation = [], dist.P2POp
+
+    def noted(kind, tensor, peer, group):
+        if kind is dist.isend:
+            seen.append((peer, tensor.nbytes))
+        return operation(kind, tensor, peer, group)
+
+    with mock.patch("torch.distributed.P2POp", noted):
+        measured(spread=True)
+    return seen[len(seen) // (REPEATS + 1) :]
+
+
+def test_spread_every_rank_sends_an_equal_part_to_each_rank_of_other_nodes() -> None:
+    found = run_on_ranks(6, sent_to_whom)
+    for rank, sent in enumerate(found):
+        others = [peer for peer in range(6) if peer // 2 != rank // 2]
+        assert sent == [(peer, 2 * (65 * 5 // 4)) for peer in others] * REPEATS
 
 
 def kept_by_context() -> tuple[list[float | None], int]:
