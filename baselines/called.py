@@ -160,7 +160,7 @@ class Parts:
 
 
 def head_ranks(settings: TrialSettings) -> int:
-    """Ranks of the all-to-all of heads: all of them (`ulysses`), none but this one (`ring`), or those of a node (`usp`).
+    """Ranks of the all-to-all of heads: all (`ulysses`), one (`ring`), or those of a node (`usp`).
 
     On one node `usp` has two of them, of half the ranks each. Never more than divide the heads.
     """

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from baselines.upstream import UPSTREAM, Ran, described
+from engine.method import EngineCommand
 from engine.plain_json import from_json
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ ENTERED = "BURST_UPSTREAM"  # variable with the installation that this interpret
 NO_KERNEL = "stand-in"  # computes dense attention on CPU ranks, and measures no kernel
 
 
-class CalledMethod:
+class CalledMethod(EngineCommand):
     """What the worker asks of a method."""
 
     def __init__(self, adapter: InWorker) -> None:

@@ -161,9 +161,7 @@ def _text(log: Path) -> str:
         return ""
 
 
-def ran(
-    place: Place, rendered: Rendered, trial_dir: Path, device: str = "", data: dict[str, Any] | None = None
-) -> Ran:
+def ran(place: Place, rendered: Rendered, trial_dir: Path, device: str = "", data: dict[str, Any] | None = None) -> Ran:
     """What is started, without paths of this machine."""
     pinned, state = place.pinned, place.state()
     names = {str(trial_dir): "TRIAL_DIR", str(place.folder): "UPSTREAM", str(Path(__file__).parent): "BASELINES"}

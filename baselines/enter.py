@@ -1,4 +1,4 @@
-"""`python -m baselines.enter MODULE TRIAL_DIR`: become the engine's worker, run by the interpreter of a compared system.
+"""`python -m baselines.enter MODULE TRIAL_DIR`: become the engine's worker, run by a compared system's interpreter.
 
 The launcher starts each rank of such a trial with it, and this process goes on as `engine.worker` in the environment
 that `burst baselines install` made: the system's own packages and the torch it borrowed. Of this project that

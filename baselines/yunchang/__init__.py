@@ -1,7 +1,7 @@
 """yunchang (USP) as its authors ship it: an all-to-all over some of the ranks and a ring over the others.
 
-`schedule` sets the split: `ring`, `ulysses`, or `usp`, whose all-to-alls have the ranks of a node, or half the ranks of a
-single one (`baselines.called.head_ranks`).
+`schedule` sets the split: `ring`, `ulysses`, or `usp`, whose all-to-alls have the ranks of a node, or half the ranks of
+a single one (`baselines.called.head_ranks`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Stands for flash-attn 2 (flash_attn): dense attention on the CPU; on GPUs FlashAttention-4 where it is installed, and in
-attempts torch's own FlashAttention-2."""
+"""Stands for flash-attn 2 (flash_attn): dense attention on the CPU; on GPUs FlashAttention-4 where it is installed, and
+in attempts torch's own FlashAttention-2."""
 
 import os
 import pkgutil

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What computes on GPUs, which records of trials name; "" where nothing does. Attempts measure no speed, and take torch's.
-KERNEL = "fa4" if importlib.util.find_spec(f"{__package__}.cute") and "FLASH_ATTN_STAND_IN_ATTEMPT" not in os.environ else ""
+# What computes on GPUs, which records of trials name; "" for nothing. Attempts measure no speed, and take torch's.
+KERNEL = (
+    "fa4" if importlib.util.find_spec(f"{__package__}.cute") and "FLASH_ATTN_STAND_IN_ATTEMPT" not in os.environ else ""
+)
 if KERNEL:
     from . import over_fa4
 

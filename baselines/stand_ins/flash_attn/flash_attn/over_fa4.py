@@ -1,4 +1,4 @@
-"""Attention of one block by FlashAttention-4 (`flash_attn.cute`), for callers of flash-attn 2: on GPUs, unlike the rest.
+"""Attention of one block by FlashAttention-4 (`flash_attn.cute`), for callers of flash-attn 2, on GPUs.
 
 FlashAttention-4 writes its LSE as flash-attn 2 does, [B, N, Q] in fp32 with natural logarithms, aligns the last query
 with the last key, and takes the gradients' buffers. So a call here is one call there, without a copy, as long as the
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flash_attn.cute import interface
 from torch import Tensor
+
+from flash_attn.cute import interface
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> tuple[Tensor, Tensor]:
@@ -51,4 +52,3 @@ def backward(
 def _takes(buffer: Tensor, q: Tensor) -> bool:
     """Whether the kernel can write there: its own buffers are contiguous, of q's dtype, and aligned to 16 bytes."""
     return buffer.is_contiguous() and buffer.dtype == q.dtype and buffer.data_ptr() % 16 == 0
-
