@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -60,6 +61,7 @@ class CalledAttention:
         self._call = load(str(request["call"]))
         try:
             self._attend = self._call.prepare(request, cp.group)
+            forget_shapes()
             found = self._call.kernel()
         except ValueError as error:
             raise RuntimeError(f"{adapter.system}: {error}") from error
@@ -96,6 +98,19 @@ class CalledAttention:
         """Add the system's release, pin and packages to what was measured."""
         figures.software = dict(self._ran.packages) | figures.software
         figures.extra[UPSTREAM] = described(self._ran)
+
+
+def forget_shapes() -> None:
+    """Empty the caches of functions that TorchScript compiled, torch's own left out.
+
+    It fuses a function for the first shapes that it sees, more generally for others, and not at all after some. A trial
+    among others has to meet it as one in a process of its own does.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "torch":
+            for value in list(getattr(module, "__dict__", {}).values()):
+                if isinstance(value, torch.jit.ScriptFunction):
+                    value._debug_flush_compilation_cache()
 
 
 def load(path: str) -> ModuleType:

@@ -18,7 +18,7 @@ import torch
 import baselines
 import engine
 from baselines.called import InWorker, Parts, head_ranks
-from baselines.called_attention import ENTERED, CalledMethod, load
+from baselines.called_attention import ENTERED, CalledMethod, forget_shapes, load
 from baselines.enter import link_packages, main, worker_of
 from baselines.install.places import Place, beside_torch
 from baselines.stand_ins import FOLDER
@@ -172,6 +172,22 @@ def test_modules_of_systems_are_imported_without_what_reads_pins() -> None:
     )
     path = os.pathsep.join(each for each in sys.path if each)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=240, env={**os.environ, "PYTHONPATH": path})
+
+
+def shaped(a: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(a * 2 + 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_trial_meets_functions_of_torch_script_as_a_process_of_its_own_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = torch.jit.script(shaped)
+    monkeypatch.setattr(sys.modules[__name__], "compiled", compiled, raising=False)
+    for _ in range(3):
+        compiled(torch.ones(3))
+    assert len(compiled.get_debug_state().execution_plans) == 1
+    forget_shapes()
+    with pytest.raises(RuntimeError, match="optimized_plan"):  # none is made yet
+        compiled.get_debug_state()
 
 
 @pytest.fixture
