@@ -45,8 +45,10 @@ _SHARING = frozenset({
 
 NOTE = (
     "ideal = seconds of the trial with cp_size 1 on one GPU ÷ ranks; at once = the same on every GPU at the same time, "
-    "the slowest: both are measured references, no bounds. A compared system whose kernel ran no trial on one GPU is "
-    "put beside the ideal of the engine's kernel"
+    "the slowest: both are measured references, no bounds"
+)
+OTHER_KERNEL_NOTE = (
+    "a compared system whose kernel ran no trial on one GPU is put beside the ideal of the engine's kernel"
 )
 LINK_NOTE = (
     "needed = bytes that mask, layout, heads and dtype make the node that sends most send to others, per rank, under "
@@ -63,11 +65,12 @@ def ideal_table(rows: Sequence[Row]) -> Table | None:
     cp_size of 1."""
     attention = [row for row in rows if row["task"] == "attention" and row["status"] == "ok" and row["gpu"] != "cpu"]
     names = series_names(attention)
-    lines = []
+    lines, other_kernel = [], False
     for row, name in zip(attention, names, strict=True):
         whole = None if row["cp_size"] == 1 else _unshared(row, attention, 1)
         if not whole:
             continue
+        other_kernel |= row.get("chosen_kernel") != whole[0].get("chosen_kernel")
         seconds = {column: pooled(whole, column) for column in ("step_seconds_median", "forward_seconds_median")}
         ideal = seconds["step_seconds_median"] / row["world_size"] if seconds["step_seconds_median"] else None
         together = pooled(_unshared(row, attention, row["world_size"]), "step_seconds_median")
@@ -109,11 +112,15 @@ def ideal_table(rows: Sequence[Row]) -> Table | None:
         Column(header="reference ms", form=significant(3), numeric=True),
         Column(header="% of reference", form=significant(3, 100), numeric=True),
     )
-    spans = any(value is not None for line in lines for value in line[9:])
+    notes = [NOTE]
+    if any(value is not None for line in lines for value in line[9:]):
+        notes.append(LINK_NOTE)
+    if other_kernel:
+        notes.append(OTHER_KERNEL_NOTE)
     return without_empty_columns(
         Table(
             name="ideal", title="Attention beside the ideal, forward and backward", columns=columns, rows=tuple(lines),
-            note="; ".join((NOTE, LINK_NOTE)) if spans else NOTE,
+            note="; ".join(notes),
         )
     )  # fmt: skip
 
