@@ -1,27 +1,35 @@
-"""Systems that are an attention function: `task: attention`, called by a program of ours in their environment.
+"""Systems that are an attention function: `task: attention`, called through the `call.py` of the system's folder.
 
-`baselines/programs/attention.py` makes the inputs, calls the function that the system's folder names in `call.py`,
-times it as the engine's attention task does, and prints one line of JSON per step.
+Where the system's interpreter can run the engine (Python 3.11 and newer), it does: `InWorker`, whose ranks are those of
+`engine.worker`. Inputs, clocks, peaks and errors are then the engine's own, and trials share ranks as native ones do.
+Elsewhere `baselines/programs/attention.py` times the function, and prints one line of JSON per step.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from baselines.install.places import Place
 from baselines.programs import PROGRAMS
 from baselines.programs.program_parts import MARK
 from baselines.tokens import FOLDER, PLAIN
 from baselines.upstream import Printed, Rendered, Upstream
-from engine.attention.geometry.layout import split_unsupported_reason
+from engine.attention.geometry.layout import Layout, Segment, Zigzag, merged, split_unsupported_reason
+from engine.measurement import read_measurement
 
 if TYPE_CHECKING:
+    from baselines.install.places import Place
+    from engine.measurement import Measurement
+    from engine.method import NativeMethod
     from engine.settings import Task, TrialSettings
 
 REQUEST_FILE = "attention.json"
+ENTER = "baselines.enter"  # the program that each rank of `InWorker` starts as
 # Of transformers' attention: what torch chooses, cuDNN's first, or FlashAttention-4 where it lies beside torch.
 KERNELS = ("auto", "cudnn", "fa4")
 _LINE = re.compile(rf"^{MARK}(\{{.*\}})$", re.MULTILINE)
@@ -57,12 +65,13 @@ class UpstreamAttention(Upstream):
 
     tasks: tuple[Task, ...] = ("attention",)
 
-    def request(self, settings: TrialSettings, place: Place) -> dict[str, object]:
-        """The trial for the program; adapters add what their `call.py` reads."""
+    def request(self, settings: TrialSettings, source: Path) -> dict[str, object]:
+        """The trial for `call.py`; adapters add what theirs reads. `source` is the system's checkout, where it has
+        one."""
         model = settings.model
         return {
             "call": str(Path(__file__).parent / self.package / "call.py"),
-            "source": str(place.source),
+            "source": str(source),
             "seq_len": settings.seq_len,
             "batch_size": settings.batch_size,
             "heads": model.heads,
@@ -76,10 +85,102 @@ class UpstreamAttention(Upstream):
         }
 
     def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
-        return render_program("attention.py", self.request(settings, place), trial_dir, place)
+        return render_program("attention.py", self.request(settings, place.source), trial_dir, place)
 
     def parse(self, output: str) -> Printed:
         return parse_program(output)
+
+
+class InWorker(UpstreamAttention):
+    """Systems that the engine's worker calls, run by the system's interpreter (`baselines.enter`)."""
+
+    honours = ("kernel", "schedule", "emulate_nodes")
+    kernels: tuple[str, ...] = ("fa4", "fa2")  # that it can call; which one it does is what its environment has
+    schedules: tuple[str, ...]  # that it has; the first is what `auto` stands for
+
+    def command(self, trial_dir: Path) -> list[str]:
+        return [sys.executable, "-m", ENTER, type(self).__module__, str(trial_dir)]
+
+    def read(self, trial_dir: Path) -> Measurement:
+        return read_measurement(trial_dir)
+
+    def in_worker(self) -> NativeMethod:
+        """The method as the engine's worker runs it."""
+        from baselines.called_attention import CalledMethod
+
+        return CalledMethod(self)
+
+    def common_reason(self, settings: TrialSettings) -> str | None:
+        if (reason := super().common_reason(settings)) is not None:
+            return reason
+        for name, known in (("kernel", self.kernels), ("schedule", self.schedules)):
+            if (found := getattr(settings, name)) not in ("auto", *known):
+                choices = " or ".join(("auto", *known))
+                return f"{self.name} runs {name} {choices}, found {found}; set {name} to one it runs"
+        return one_sequence_reason(self, settings)
+
+    def schedule_of(self, settings: TrialSettings) -> str:
+        """The schedule that runs."""
+        return self.schedules[0] if settings.schedule == "auto" else settings.schedule
+
+    def shards(self, settings: TrialSettings) -> Layout:
+        """Which tokens each rank holds."""
+        return Zigzag()
+
+    def arrangement(self, settings: TrialSettings) -> str:
+        """What runs, in the system's own words."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Groups of consecutive ranks share the shards of another layout: rank r holds part r % size of shard r // size."""
+
+    base: Layout
+    size: int  # ranks of a group
+
+    @property
+    def name(self) -> str:
+        return self.base.name
+
+    def chunks(self, cp_size: int) -> int:
+        return self.size * self.base.chunks(cp_size // self.size)
+
+    def segments(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Segment, ...]:
+        shard, part = divmod(cp_rank, self.size)
+        own = seq_len // cp_size
+        begin, end = part * own, (part + 1) * own
+        held, runs = 0, []
+        for run in self.base.segments(seq_len, cp_size // self.size, shard):
+            first, last = max(begin, held), min(end, held + run.count)
+            if first < last:
+                runs.append(Segment(run.start + (first - held) * run.step, last - first, run.step))
+            held += run.count
+        return merged(runs)
+
+
+def head_ranks(settings: TrialSettings) -> int:
+    """Ranks of the all-to-all of heads: all (`ulysses`), one (`ring`), or those of a node (`usp`).
+
+    On one node `usp` has two of them, of half the ranks each. Never more than divide the heads.
+    """
+    size, model = settings.cp_size, settings.model
+    wanted = {"ulysses": size, "ring": 1}.get(settings.schedule)
+    if wanted is not None:
+        return wanted
+    groups = settings.emulate_nodes if settings.emulate_nodes > 1 else 2 if size > 2 else 1
+    return math.gcd(model.kv_heads, model.heads, size // math.gcd(size, groups))
+
+
+def heads_reason(upstream: Upstream, settings: TrialSettings) -> str | None:
+    """Why the heads cannot be divided among the ranks of the all-to-all, or None."""
+    model, ranks = settings.model, head_ranks(settings)
+    if math.gcd(model.heads, model.kv_heads) % ranks == 0:
+        return None
+    return (
+        f"{upstream.name} needs heads divisible by the ranks that exchange them, found {model.kv_heads} KV heads of "
+        f"model {model.name} and {ranks} ranks; choose another schedule or fewer ranks"
+    )
 
 
 def kernel_reason(upstream: Upstream, settings: TrialSettings) -> str | None:

@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> int:
     method: Upstream = importlib.import_module(read_json(trial_dir / "trial.json")["method"]).METHOD
     place = method.place
     if (reason := place.condition())[0] != "installed":  # on this host; the plan looked at another
-        _write_error(trial_dir, rank, "refused", f"{method.system} is {reason[0]}; {reason[1]}")
+        write_error(trial_dir, rank, "refused", f"{method.system} is {reason[0]}; {reason[1]}")
         return 1
     rendered = method.render(settings, trial_dir, place)
     given = dict(os.environ)
@@ -69,11 +69,11 @@ def main(words: Sequence[str]) -> int:
     if settings.task == "train" and method.tokens:
         data = write_tokens(settings, method.steps(settings), method.tokens, trial_dir)
     if rank == 0:
-        write_json(trial_dir / RAN_FILE, to_json(_ran(place, rendered, trial_dir, data)))
+        write_json(trial_dir / RAN_FILE, to_json(ran(place, rendered, trial_dir, _device(), data)))
     code, ended = _run(method, settings, rendered, given, trial_dir, rank)
     if ended and rank == 0:
-        ran = read_json(trial_dir / RAN_FILE)
-        write_json(trial_dir / RAN_FILE, ran | {"ended": ended})
+        before = read_json(trial_dir / RAN_FILE)
+        write_json(trial_dir / RAN_FILE, before | {"ended": ended})
     if code < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler to take away
             signal.signal(-code, signal.SIG_DFL)
@@ -122,7 +122,7 @@ def _run(
                 _end(process)
                 code, ended = 0, f"was ended {method.end_seconds:g} s after its last step"
     if code and (found := _OUT_OF_MEMORY.search(_text(log))):
-        _write_error(trial_dir, rank, "oom", " ".join(found[0].split())[:_REASON_CHARACTERS])
+        write_error(trial_dir, rank, "oom", " ".join(found[0].split())[:_REASON_CHARACTERS])
     return code, ended
 
 
@@ -161,7 +161,7 @@ def _text(log: Path) -> str:
         return ""
 
 
-def _ran(place: Place, rendered: Rendered, trial_dir: Path, data: dict[str, Any]) -> Ran:
+def ran(place: Place, rendered: Rendered, trial_dir: Path, device: str = "", data: dict[str, Any] | None = None) -> Ran:
     """What is started, without paths of this machine."""
     pinned, state = place.pinned, place.state()
     names = {str(trial_dir): "TRIAL_DIR", str(place.folder): "UPSTREAM", str(Path(__file__).parent): "BASELINES"}
@@ -178,13 +178,13 @@ def _ran(place: Place, rendered: Rendered, trial_dir: Path, data: dict[str, Any]
         release=pinned.release,
         command=[portable(word) for word in rendered.command],
         environment={name: portable(value) for name, value in rendered.environment.items()},
-        device=_device(),
+        device=device,
         packages={"python": state.python, "torch": state.torch, "cuda": state.cuda or "none", **state.packages}
         if state
         else {},
         borrowed=state.borrowed if state else {},
         builds=state.builds if state else {},
-        data=data,
+        data=data or {},
     )
 
 
@@ -199,7 +199,7 @@ def _device() -> str:
     return names[0].strip() if done.returncode == 0 and names else "cpu"
 
 
-def _write_error(trial_dir: Path, rank: int, kind: str, reason: str) -> None:
+def write_error(trial_dir: Path, rank: int, kind: str, reason: str) -> None:
     write_json(trial_dir / "errors" / f"rank{rank}.json", {"kind": kind, "reason": reason})
 
 

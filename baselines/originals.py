@@ -24,7 +24,11 @@ ORIGINALS: Mapping[str, tuple[Original, ...]] = {
     "burst": (Original("burst_engine_upstream"), Original("burst_attention_upstream")),
     "megatron_cp": (Original("megatron_lm_upstream"), Original("transformer_engine_upstream")),
     "megatron_tp": (Original("megatron_lm_upstream"),),
-    "ulysses": (Original("deepspeed_upstream"), Original("megatron_deepspeed_upstream")),
+    "ulysses": (
+        Original("deepspeed_upstream"),
+        Original("megatron_deepspeed_upstream"),
+        Original("yunchang_upstream", ("ulysses",)),
+    ),
     "loongtrain_double_ring": (
         Original("internevo_upstream", ("auto", "double_ring")),
         Original("loongtrain_upstream", ("auto", "double_ring")),

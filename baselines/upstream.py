@@ -16,16 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from baselines.install.places import Place
 from baselines.tokens import TokenFormat
 from engine.measurement import Measurement
 from engine.plain_json import from_json, read_json
 
 if TYPE_CHECKING:
+    from baselines.install.places import Place
     from baselines.install.verify import Verdict
     from engine.settings import Task, TrialSettings
 
 RAN_FILE = "upstream.json"
+UPSTREAM = "upstream"  # the entry of `measurement.extra` that says which system ran
 LOGS = "logs"
 # Settings of the engine that no foreign program has: each keeps its default.
 _ENGINE_ONLY: Mapping[str, Any] = {
@@ -155,6 +156,8 @@ class Upstream:
     @property
     def places(self) -> list[Place]:
         """Its installations, the preferred one first: a release before the paper's copy."""
+        from baselines.install.places import Place  # reads pins, which interpreters of systems cannot
+
         pinned = Place(system=self.package, flavour="current").pin
         return [Place(system=self.package, flavour=flavour) for flavour in reversed(pinned.flavours)]
 
@@ -170,10 +173,12 @@ class Upstream:
             needs = "GPUs, and this machine has none" if device == "cpu" else "CPU ranks, and those here use GPUs"
             return f"{self.system} needs {needs}; run it on another machine"
         condition, sentence = self.place.condition()
-        if condition == "installed" and device != "cpu" and (stand_ins := self.place.stand_ins):
+        place = self.place
+        on_cpu = [name for name in place.stand_ins if not place.computes_on_gpus(name)]
+        if condition == "installed" and device != "cpu" and on_cpu:
             return (
-                f"{self.system} has a stand-in for {', '.join(stand_ins)}, which runs on CPU ranks alone; install the "
-                f"real one beside torch, then {self.place.install_command} --anew"
+                f"{self.system} has a stand-in for {', '.join(on_cpu)}, which runs on CPU ranks alone; install the "
+                f"real one beside torch, then {place.install_command} --anew"
             )
         return None if condition == "installed" else f"{self.system} is {condition}; {sentence}"
 
@@ -226,21 +231,24 @@ class Upstream:
             software=dict(ran.packages),
             data=ran.data
             or ({"origin": f"tokens that {self.system} makes or reads by itself"} if settings.task == "train" else {}),
-            extra={
-                "upstream": {
-                    "flavour": ran.flavour,
-                    "pin": ran.pin,
-                    "commit": ran.commit,
-                    "release": ran.release,
-                    "command": ran.command,
-                    "environment": ran.environment,
-                    "printed": dict(best.own),
-                    **({"borrowed": ran.borrowed} if ran.borrowed else {}),
-                    **({"builds": ran.builds} if ran.builds else {}),
-                    **({"ended": ran.ended} if ran.ended else {}),
-                }
-            },
+            extra={UPSTREAM: described(ran, printed=dict(best.own))},
         )
+
+
+def described(ran: Ran, **more: Any) -> dict[str, Any]:
+    """What a record says of the system that ran, in `measurement.extra`."""
+    return {
+        "flavour": ran.flavour,
+        "pin": ran.pin,
+        "commit": ran.commit,
+        "release": ran.release,
+        "command": ran.command,
+        "environment": ran.environment,
+        **more,
+        **({"borrowed": ran.borrowed} if ran.borrowed else {}),
+        **({"builds": ran.builds} if ran.builds else {}),
+        **({"ended": ran.ended} if ran.ended else {}),
+    }
 
 
 def seconds_of(printed: Printed, settings: TrialSettings) -> list[float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from engine.attention.comm.topology import shared_node_size
 from engine.attention.planning.cost_model import RUNS_OF_TOKENS, HeadsAndRanks, schedule_unsupported_reason
@@ -88,6 +88,12 @@ def unavailable_reason(method: Method, device: str) -> str | None:
     unavailable = getattr(method, "unavailable", None)
     reason: str | None = None if unavailable is None else unavailable(device)
     return reason
+
+
+def in_worker(method: Method) -> NativeMethod:
+    """The method as the engine's worker runs it: itself, or what a compared system's adapter gives for itself."""
+    adapted = getattr(method, "in_worker", None)
+    return cast(NativeMethod, method if adapted is None else adapted())
 
 
 class EngineCommand:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from engine.distributed import World, check_world_size, close_groups, join, leave, limit_threads, wait_for_all
 from engine.measurement import write_json, write_measurement
-from engine.method import NativeMethod
+from engine.method import NativeMethod, in_worker
 from engine.profile.capture import StepProfiler, step_to_trace
 from engine.profile.unfinished import PROFILE, unfinished
 from engine.settings import TrialSettings, from_json
@@ -159,9 +159,9 @@ def prepare(settings: TrialSettings, method: NativeMethod, turn: int = 1) -> Wor
 def read_trial(trial_dir: Path) -> tuple[TrialSettings, NativeMethod, bool]:
     """Settings and method of TRIAL_DIR/trial.json, and whether a step is to be traced."""
     trial = json.loads((trial_dir / "trial.json").read_text(encoding="utf-8"))
-    method = importlib.import_module(trial["method"]).METHOD
+    method = in_worker(importlib.import_module(trial["method"]).METHOD)
     settings = cast(TrialSettings, from_json(TrialSettings, trial["settings"]))
-    return settings, cast(NativeMethod, method), bool(trial.get("profile", False))
+    return settings, method, bool(trial.get("profile", False))
 
 
 def silent(step: dict[str, object]) -> None:

@@ -131,7 +131,7 @@ def request_of(system: System, case: Case, place: Place | None, scratch: Path) -
         shape = {"seq_len": SEQ_LEN, "batch_size": BATCH, "head_dim": HEAD_DIM}
         return shape | {"heads": settings.model.heads, "kv_heads": settings.model.kv_heads} | own
     adapter: UpstreamAttention = importlib.import_module(f"baselines.{system.package}").METHOD
-    return adapter.request(settings_of(case, adapter.name), place) | own
+    return adapter.request(settings_of(case, adapter.name), place.source) | own
 
 
 def _run_native(cases: Sequence[Case], ranks: int, folder: Path, scratch: Path) -> str:

@@ -25,7 +25,7 @@ from baselines.install.interpreter import (
 )
 from baselines.install.other_build import FILES, OtherBuild, unpack, write_files
 from baselines.install.packages import fetch, install, install_folder
-from baselines.install.places import BORROWED, STATE_FILE, Installed, Place, locked
+from baselines.install.places import BORROWED, STATE_FILE, Installed, Place, beside_torch, locked
 from baselines.install.verify import Verdict, verify
 from baselines.pin import canonical, without
 from cluster.files.errors import UsageError
@@ -70,7 +70,8 @@ def install_system(
             say(f"{place.system} ({place.flavour}): an earlier installation was cut off; going on with it")
         left_out = frozenset() if borrow else pinned.borrowable
         interpreter = look_at(
-            python or this_interpreter(), [name for name in pinned.provided if canonical(name) not in left_out]
+            python or this_interpreter(),
+            beside_torch(name for name in pinned.provided if canonical(name) not in left_out),
         )
         if (reason := interpreter.unsupported_reason(pinned)) is not None:
             raise UsageError(f"{place.system} ({place.flavour}) cannot be installed: {reason}")

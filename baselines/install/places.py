@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from baselines.pin import FOLDER, Flavour, FlavourName, Pin, load_pin, pinned_systems
-from baselines.stand_ins import ON_CPU_RANKS, python_path
+from baselines.stand_ins import INSTEAD, ON_CPU_RANKS, ON_GPUS, python_path
 from cluster.files.errors import UsageError
 from cluster.files.filesystem import try_lock
 from engine.plain_json import from_json, read_json
@@ -90,11 +90,21 @@ class Place:
 
     @property
     def stand_ins(self) -> list[str]:
-        """Packages that its interpreter was to provide and has not, and that stand-ins of ours replace on CPU ranks."""
+        """Packages that its interpreter was to provide and has not, and that stand-ins of ours replace: on CPU ranks,
+        or, where the package that one computes with on GPUs is there, on GPUs."""
         if "cpu" not in self.pinned.devices:
             return []
         modules = [name.replace("-", "_") for name in self.pinned.provided]
-        return [name for name in modules if name in ON_CPU_RANKS and not (self.folder / BORROWED / name).exists()]
+        return [name for name in modules if name in ON_CPU_RANKS and not self._has(name)]
+
+    def _has(self, module: str) -> bool:
+        """Whether the real package was there, and not another one's part of the same folder alone."""
+        folder = self.folder / BORROWED / module
+        return folder.exists() and (module not in ON_GPUS or any(folder.glob("*.py")))
+
+    def computes_on_gpus(self, stand_in: str) -> bool:
+        """Whether what a stand-in computes with on GPUs is there; on CPU ranks each computes by itself."""
+        return stand_in in ON_GPUS and (self.folder / BORROWED / stand_in / ON_GPUS[stand_in]).is_dir()
 
     @property
     def pin(self) -> Pin:
@@ -134,6 +144,11 @@ class Place:
         if not self.python.exists():
             return "broken", f"its interpreter is gone; install it anew: {self.install_command} --anew"
         return "installed", f"Python {state.python}, torch {state.torch}"
+
+
+def beside_torch(provided: Iterable[str]) -> list[str]:
+    """Packages that an environment takes from beside torch: those of the pin, and what stand-ins compute with."""
+    return [name for one in provided for name in (one, *INSTEAD.get(one, ()))]
 
 
 def places(system: str | None = None, base: Path = FOLDER) -> list[Place]:

@@ -1,5 +1,5 @@
 """ring-flash-attention's rings, the zigzag one unless `ring` names another; run by its interpreter
-(baselines/programs/attention.py).
+(baselines/called_attention.py).
 
 Its package imports an adapter for transformers, which current transformers break: the ring is imported past it.
 """
@@ -21,3 +21,10 @@ def prepare(request, group):
     name = MODULES[request.get("ring", "zigzag")]
     ring = getattr(importlib.import_module(f"ring_flash_attn.{name}"), f"{name}_func")
     return lambda q, k, v: ring(q, k, v, causal=True, group=group)
+
+
+def kernel():
+    """What computes attention of a block: flash-attn 2, or what stands for it; "" where that is no kernel."""
+    import flash_attn
+
+    return getattr(flash_attn, "KERNEL", "fa2")

@@ -1,7 +1,11 @@
-"""TransformerEngine's context-parallel attention; run by its interpreter (baselines/programs/attention.py)."""
+"""TransformerEngine's context-parallel attention; run by its interpreter (baselines/called_attention.py)."""
+
+import sys
 
 import torch
 import torch.distributed as dist
+
+CHOICE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 
 
 def prepare(request, group):
@@ -16,5 +20,28 @@ def prepare(request, group):
     )
     size = dist.get_world_size(group)
     if size > 1:
-        attention.set_context_parallel_group(group, list(range(size)), torch.cuda.Stream(), "p2p")
+        ranks, comm_type = dist.get_process_group_ranks(group), request["comm_type"]
+        if comm_type == "a2a+p2p":
+            group = [group_of(sets, ranks[dist.get_rank(group)]) for sets in two_levels(ranks, request["head_ranks"])]
+        attention.set_context_parallel_group(group, ranks, torch.cuda.Stream(), comm_type)
     return lambda q, k, v: attention(q, k, v, attn_mask_type="causal").unflatten(-1, q.shape[2:])
+
+
+def kernel():
+    """What the last call chose, by the names of `kernel`; "" before the first."""
+    chosen = getattr(sys.modules.get(CHOICE), "_attention_backends", {})
+    if chosen.get("use_fused_attention"):
+        return "cudnn"
+    return "fa2" if chosen.get("use_flash_attention") else "torch" if chosen.get("use_unfused_attention") else ""
+
+
+def two_levels(ranks, inner):
+    """The ranks of each all-to-all, consecutive ones, and those of each ring across them."""
+    groups = [ranks[first : first + inner] for first in range(0, len(ranks), inner)]
+    return groups, [list(each) for each in zip(*groups, strict=True)]
+
+
+def group_of(sets, rank):
+    """This rank's process group among `sets`, all of which every rank has to make."""
+    made = [(each, dist.new_group(each)) for each in sets]
+    return next(group for each, group in made if rank in each)

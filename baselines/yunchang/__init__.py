@@ -1,51 +1,42 @@
 """yunchang (USP) as its authors ship it: an all-to-all over some of the ranks and a ring over the others.
 
-`schedule` sets the split: `ring`, `ulysses`, or `usp`, which gives as many ranks to the heads as divide them.
+`schedule` sets the split: `ring`, `ulysses`, or `usp`, whose all-to-alls have the ranks of a node, or half the ranks of
+a single one (`baselines.called.head_ranks`).
 """
 
 from __future__ import annotations
 
-import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baselines.called import UpstreamAttention, one_sequence_reason
-from baselines.install.places import Place
+from baselines.called import InWorker, Parts, head_ranks, heads_reason
+from engine.attention.geometry.layout import Layout, Zigzag
 
 if TYPE_CHECKING:
     from engine.settings import TrialSettings
 
 
-class Yunchang(UpstreamAttention):
-    """Zigzag shards over FlashAttention-2."""
+class Yunchang(InWorker):
+    """Zigzag shards over the flash-attn that its environment has; ranks of one all-to-all hold parts of one shard."""
 
     name = "yunchang_upstream"
     package = "yunchang"
     system = "yunchang"
     source = "arXiv:2405.07719"
-    honours = ("schedule",)
+    schedules = ("usp", "ulysses", "ring")
 
     def own_reason(self, settings: TrialSettings) -> str | None:
-        heads = math.gcd(settings.model.heads, settings.model.kv_heads)
-        if settings.schedule not in ("auto", "ring", "usp", "ulysses"):
-            return f"{self.name} runs schedule ring, usp or ulysses, found {settings.schedule}; set it to one of them"
-        if heads % head_ranks(settings):
-            return (
-                f"{self.name} needs heads divisible by its head ranks, found {settings.model.kv_heads} KV heads of "
-                f"model {settings.model.name} and {head_ranks(settings)} ranks; choose schedule ring or usp"
-            )
-        return one_sequence_reason(self, settings)
+        return heads_reason(self, settings)
 
-    def request(self, settings: TrialSettings, place: Place) -> dict[str, object]:
-        return super().request(settings, place) | {"head_ranks": head_ranks(settings)}
+    def request(self, settings: TrialSettings, source: Path) -> dict[str, object]:
+        return super().request(settings, source) | {"head_ranks": head_ranks(settings)}
 
+    def shards(self, settings: TrialSettings) -> Layout:
+        return Parts(Zigzag(), head_ranks(settings))
 
-def head_ranks(settings: TrialSettings) -> int:
-    """Ranks of the all-to-all."""
-    if settings.schedule == "ulysses":
-        return settings.cp_size
-    return (
-        1 if settings.schedule == "ring" else math.gcd(settings.model.kv_heads, settings.model.heads, settings.cp_size)
-    )
+    def arrangement(self, settings: TrialSettings) -> str:
+        across = head_ranks(settings)
+        return f"ulysses {across} x ring {settings.cp_size // across}"
 
 
 METHOD = Yunchang()

@@ -86,6 +86,7 @@ class AttentionTask:
             forward_seconds=self.world.slowest(forward_seconds[plan.warmup :]),
             chosen=self.attend.resolved(),
         )
+        self.attend.annotate(figures)
         if (computed := self.attend.computed_sent()) is not None:
             sent = self.world.gather((computed.total, computed.far))
             figures.extra["computed_sent_bytes"], between = map(list, zip(*sent, strict=True))

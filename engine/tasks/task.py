@@ -81,6 +81,11 @@ class RefusingAttention:
         compute = getattr(self._attend, "computed_sent", None)
         return compute() if compute else None
 
+    def annotate(self, figures: Measurement) -> None:
+        """Let a compared system add its release and versions to what was measured."""
+        if annotate := getattr(self._attend, "annotate", None):
+            annotate(figures)
+
 
 def progress_to(trial_dir: Path) -> OnProgress:
     """Append each step as one JSON line to the trial's progress file."""

@@ -16,7 +16,9 @@ from harness.launch.ports import reserve_port
 from harness.launch.verdict import Exit
 from harness.launch.zygote import is_module_command
 
-TURNS_MODULE = "engine.worker"  # the program that can run one trial after another
+# Programs that can run one trial after another: the engine's worker, and what becomes it in a compared system's
+# interpreter.
+TURNS_MODULES = ("engine.worker", "baselines.enter")
 RECORDER_PIPES = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # beginning of the names of pipes that ask for its dump
 TURNS_POLL_SECONDS = 0.02  # between looks for ranks that have finished: no process ends, so no event reports it
 
@@ -117,7 +119,7 @@ def has_ended(pid: int) -> bool:
 
 def tells_start(command: list[str]) -> bool:
     """Whether this is the engine's worker, whose first line of progress says that start-up has ended."""
-    return is_module_command(command) and command[2] == TURNS_MODULE
+    return is_module_command(command) and command[2] in TURNS_MODULES
 
 
 def kind(job: Job) -> tuple[object, ...] | None:

@@ -132,7 +132,8 @@ def _round_numbers(record: Record) -> list[int]:
 
 def ran_of(record: Record) -> str | None:
     """The attention that a trial ran, in words: `ring, query side`, `ulysses, copy engine`, `one rank`. Of a compared
-    system its release, and which of its packages are another build than their authors'.
+    system its release, where its attention alone ran what that is over which kernel, and which of its packages are
+    another build than their authors'.
 
     None without a measurement, and for a task that runs no attention.
     """
@@ -142,7 +143,9 @@ def ran_of(record: Record) -> str | None:
         named: dict[str, str] = {}  # what a build is -> the shortest name of a package that has it
         for name, words in sorted(builds.items(), key=lambda item: len(item[0])):
             named.setdefault(words, name)
-        return ", ".join([upstream, *(f"{name} {words.partition(' (archive')[0]}" for words, name in named.items())])
+        called = [f"{chosen['arrangement']} over {chosen.get('kernel')}"] if "arrangement" in chosen else []
+        other = [f"{name} {words.partition(' (archive')[0]}" for words, name in named.items()]
+        return ", ".join([upstream, *called, *other])
     if "schedule" not in chosen:
         return None
     if record.settings.cp_size == 1:

@@ -147,6 +147,7 @@ def test_a_stand_in_is_used_where_the_interpreter_has_no_real_package(tmp_path: 
     assert place.stand_ins == ["flash_attn"]
     assert Path(place.environment["PYTHONPATH"], "flash_attn", "__init__.py").exists()
     (place.folder / "borrowed" / "flash_attn").mkdir(parents=True)
+    (place.folder / "borrowed" / "flash_attn" / "__init__.py").touch()
     assert place.stand_ins == []
     assert "PYTHONPATH" not in place.environment
     assert Place(system="transformer_engine", flavour="current").stand_ins == []  # GPUs alone

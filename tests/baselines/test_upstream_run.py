@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import yaml
 from rich.console import Console
 
 from baselines.install.places import Installed, Place
+from baselines.ring_flash_attn import RingFlashAttention
 from engine.measurement import write_json
 from engine.plain_json import to_json
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
@@ -131,14 +133,14 @@ def test_how_a_foreign_program_ends_is_what_its_record_says(
     assert record.measurement is None
 
 
-def test_a_ring_over_flash_attn_runs_on_cpu_ranks_with_the_stand_in(
+def test_a_ring_over_flash_attn_runs_on_cpu_ranks_with_the_stand_in_and_its_trials_share_ranks(
     launcher: LocalLauncher, systems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = installed("ring_flash_attn", systems, fetch=True)
     if not place.stand_ins:
         pytest.skip("ring-flash-attention has a real flash_attn here, which needs a GPU")
     monkeypatch.setenv("SOME_SYSTEMS", str(systems))
-    monkeypatch.setattr("harness.run.attempt.method_module", lambda _: installed_elsewhere.__name__)
+    monkeypatch.setattr("harness.run.attempt.method_module", lambda _: RingFlashAttention.__module__)
     monkeypatch.setattr("harness.run.attempt.method_named", lambda _: installed_elsewhere.METHOD)
     trial = settings("ring_flash_attn_upstream", dtype="bf16")
     assert installed_elsewhere.METHOD.refuse(trial) is None
@@ -146,11 +148,32 @@ def test_a_ring_over_flash_attn_runs_on_cpu_ranks_with_the_stand_in(
     assert "stand-in for flash_attn, which runs on CPU ranks alone" in str(
         installed_elsewhere.METHOD.unavailable("cuda")
     )
-    record, folder = record_of(launcher, tmp_path / "run", trial)
+    for turn, seq_len in ((1, 64), (2, 128)):
+        record, folder = record_of(launcher, tmp_path / f"run{turn}", replace(trial, seq_len=seq_len))
+        assert record.status == "ok", record.reason + (folder / "logs" / "rank0.log").read_text()
+        assert record.ranks_turn == turn
+        assert record.measurement is not None
+        assert len(record.measurement.step_seconds) == len(record.measurement.forward_seconds) == 2
+        assert max(record.measurement.extra["error"].values()) < 1e-2  # out, dq, dk, dv against float64
+        assert record.measurement.chosen == {
+            "kernel": "stand-in", "layout": "zigzag", "schedule": "ring", "arrangement": "zigzag ring",
+        }  # fmt: skip
+        assert record.measurement.software["ring-flash-attn"] == "0.1.8"
+        upstream = record.measurement.extra["upstream"]
+        assert upstream["pin"] == place.pinned.digest
+        assert upstream["environment"]["PYTHONPATH"] == "UPSTREAM/ours:BASELINES/stand_ins/flash_attn"
+
+
+def test_a_system_that_fails_is_one_failed_trial_with_its_error(
+    launcher: LocalLauncher, systems: Path, tmp_path: Path
+) -> None:
+    installed("yunchang", systems)  # skips where it is not
+    fails, works = (settings("yunchang_upstream", schedule=schedule) for schedule in ("ulysses", "ring"))
+    record, _ = record_of(launcher, tmp_path / "fails", fails)
+    assert (record.status, record.measurement) == ("failed", None)  # gloo sends nothing to the rank itself
+    assert "RuntimeError" in record.reason
+    record, folder = record_of(launcher, tmp_path / "works", works)
     assert record.status == "ok", record.reason + (folder / "logs" / "rank0.log").read_text()
-    assert record.measurement is not None
-    assert len(record.measurement.step_seconds) == len(record.measurement.forward_seconds) == 2
-    assert record.measurement.extra["upstream"]["environment"]["PYTHONPATH"] == "BASELINES/stand_ins/flash_attn"
 
 
 def needs_deepspeed(trial: TrialSettings) -> None:

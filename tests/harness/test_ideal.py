@@ -57,6 +57,27 @@ def test_another_length_mask_or_kernel_is_not_the_ideal_of_a_trial() -> None:
         assert ideal_table(rows_of([attention(0.4, **changes), shared])) is None
 
 
+def by_kernel(kernel: str, seconds: float, **changes: object) -> Record:
+    trial = attention(seconds, **changes)
+    assert trial.measurement is not None
+    trial.measurement.chosen["kernel"] = kernel
+    return trial
+
+
+def test_a_compared_system_is_beside_the_ideal_of_its_kernel_and_without_one_beside_that_of_the_engines() -> None:
+    alone = by_kernel("fa4", 0.4)
+    theirs = by_kernel("cudnn", 0.2, cp_size=4, method="transformer_engine_upstream")
+    table = ideal_table(rows_of([alone, by_kernel("cudnn", 0.2, cp_size=4), theirs]))
+    assert table is not None
+    [row] = table.rows  # the engine's own trial of another kernel has no ideal
+    assert (row[0], row[-1]) == ("transformer_engine_upstream", pytest.approx(0.5))
+    assert "beside the ideal of the engine's kernel" in table.note
+    table = ideal_table(rows_of([alone, by_kernel("cudnn", 0.48), theirs]))
+    assert table is not None
+    assert [row[-1] for row in table.rows] == [pytest.approx(0.6)]
+    assert "engine's kernel" not in table.note
+
+
 def test_ranks_that_share_a_cpu_have_no_ideal() -> None:
     assert ideal_table(rows_of([record(task="attention"), record(task="attention", cp_size=2)])) is None
 

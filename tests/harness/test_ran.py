@@ -70,6 +70,13 @@ def test_a_compared_system_is_named_with_its_release_and_with_other_builds() -> 
     assert name == f"megatron_lm_upstream ({said})"
 
 
+def test_an_attention_function_is_named_with_what_it_sent_and_its_kernel() -> None:
+    trial = ran({"arrangement": "ulysses 2 x ring 2", "kernel": "fa4", "schedule": "usp"}, method="yunchang_upstream")
+    assert trial.measurement is not None
+    trial.measurement.extra["upstream"] = {"release": "yunchang 0.6.4"}
+    assert row_of(trial)["ran"] == "yunchang 0.6.4, ulysses 2 x ring 2 over fa4"
+
+
 def test_one_rank_shares_nothing_and_a_trial_without_a_measurement_ran_nothing(tmp_path: Path) -> None:
     rows = rows_of([ran(RING, cp_size=1), ran(RING, status="oom")])
     with open(write_results(tmp_path / "results.csv", rows), newline="") as file:

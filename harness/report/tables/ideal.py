@@ -31,7 +31,7 @@ from engine.attention.masks import parse_mask
 from engine.attention.planning.inter_node import InterNodeBytes, SpanningProblem, least_inter_node_bytes
 from engine.settings import BYTES_OF
 from harness.base.lengths import format_length
-from harness.report.results import Row, setting_names
+from harness.report.results import UPSTREAM, Row, setting_names
 from harness.report.tables.table import Column, Table, significant, without_empty_columns
 from harness.report.tables.trials import series_names
 from harness.report.variants import panel_name, panel_of, pooled
@@ -49,6 +49,9 @@ NOTE = (
     "ideal = seconds of the trial with cp_size 1 on one GPU ÷ ranks; at once = the same on every GPU at the same time, "
     "the slowest: both are measured references, no bounds"
 )
+OTHER_KERNEL_NOTE = (
+    "a compared system whose kernel ran no trial on one GPU is put beside the ideal of the engine's kernel"
+)
 LINK_NOTE = (
     "needed = bytes that mask, layout, heads and dtype make the node that sends most send to others, per rank, under "
     "the schedule with the fewest, beside it forward + backward of every schedule that can run; link = the fastest of "
@@ -65,19 +68,16 @@ def ideal_table(rows: Sequence[Row]) -> Table | None:
     """Percentage of the ideal, of the reference and of the link's bound that shared attention reaches; None without a
     cp_size of 1."""
     attention = [row for row in rows if row["task"] == "attention" and row["status"] == "ok" and row["gpu"] != "cpu"]
-    unshared: dict[tuple[Any, ...], list[Row]] = {}  # by problem and ranks that work on it at once, each on all of it
-    for row in attention:
-        if row["cp_size"] == 1:
-            unshared.setdefault((_problem(row), row["world_size"]), []).append(row)
     names = series_names(attention)
-    lines = []
+    lines, other_kernel = [], False
     for row, name in zip(attention, names, strict=True):
-        whole = unshared.get((_problem(row), 1))
-        if row["cp_size"] == 1 or whole is None:
+        whole = None if row["cp_size"] == 1 else _unshared(row, attention, 1)
+        if not whole:
             continue
+        other_kernel |= row.get("chosen_kernel") != whole[0].get("chosen_kernel")
         seconds = {column: pooled(whole, column) for column in ("step_seconds_median", "forward_seconds_median")}
         ideal = seconds["step_seconds_median"] / row["world_size"] if seconds["step_seconds_median"] else None
-        together = pooled(unshared.get((_problem(row), row["world_size"]), []), "step_seconds_median")
+        together = pooled(_unshared(row, attention, row["world_size"]), "step_seconds_median")
         at_once = together / row["world_size"] if together else None
         step = row["step_seconds_median"]
         lines.append(
@@ -118,7 +118,13 @@ def ideal_table(rows: Sequence[Row]) -> Table | None:
     )
     spans = any(value is not None for line in lines for value in line[9:])
     by_round = any(sum(map(bool, row.get("link_by_round", ()))) > 1 for row in attention)
-    notes = (NOTE, *((LINK_NOTE,) if spans else ()), *((ROUNDS_NOTE,) if by_round else ()))
+    notes = [NOTE]
+    if spans:
+        notes.append(LINK_NOTE)
+    if by_round:
+        notes.append(ROUNDS_NOTE)
+    if other_kernel:
+        notes.append(OTHER_KERNEL_NOTE)
     return without_empty_columns(
         Table(
             name="ideal", title="Attention beside the ideal, forward and backward", columns=columns, rows=tuple(lines),
@@ -131,21 +137,29 @@ def share_of_ideal(row: Row, rows: Sequence[Row]) -> float | None:
     """Ideal seconds of shared attention over its own; None without the trial of `rows` that gives the ideal."""
     if row["task"] != "attention" or row["cp_size"] == 1 or row["gpu"] == "cpu" or not row["step_seconds_median"]:
         return None
-    whole = [
-        other
-        for other in rows
-        if (other["task"], other["seq_len"], other["cp_size"], other["world_size"])
-        == ("attention", row["seq_len"], 1, 1)
-        and _problem(other) == _problem(row)
-    ]
-    seconds = pooled(whole, "step_seconds_median")
+    seconds = pooled(_unshared(row, rows, 1), "step_seconds_median")
     return seconds / row["world_size"] / row["step_seconds_median"] if seconds else None
 
 
+def _unshared(row: Row, rows: Sequence[Row], ranks: int) -> list[Row]:
+    """Trials of the row's problem with cp_size 1, by so many ranks at once, each on all of it; by the row's kernel. A
+    compared system whose kernel has no such trial is held against the one that the engine took."""
+    problem = _problem(row)
+    same = [
+        other
+        for other in rows
+        if (other["task"], other["seq_len"], other["cp_size"], other["world_size"])
+        == ("attention", row["seq_len"], 1, ranks)
+        and _problem(other) == problem
+    ]
+    own = [other for other in same if other.get("chosen_kernel") == row.get("chosen_kernel")]
+    return own if own or not row["method"].endswith(UPSTREAM) else same
+
+
 def _problem(row: Row) -> tuple[Any, ...]:
-    """Key of trials that compute the same attention with the same kernel, in one run."""
+    """Key of trials that compute the same attention, in one run."""
     settings = tuple((name, row[name]) for name in setting_names(row) if name not in _SHARING)
-    return (row["run"], row["experiment"], settings, row.get("chosen_kernel"))
+    return (row["run"], row["experiment"], settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Stands for flash_attn.flash_attn_interface of flash-attn 2: full and causal attention, forward and backward.
 
 On the CPU scores are formed whole, in fp32 or wider, and results are rounded to the inputs' dtype, as the kernel does.
-On GPUs, in attempts alone, the FlashAttention-2 inside torch computes. Two variables of the environment are read:
+On GPUs FlashAttention-4 computes, where it is installed; in attempts, the FlashAttention-2 inside torch. Two variables
+of the environment are read:
 
 `FLASH_ATTN_STAND_IN=2.6`         values are returned as by releases up to 2.6 rather than as by later ones
 `FLASH_ATTN_STAND_IN_ATTEMPT=1`   set by `baselines.attempt`, which measures no speed: GPUs and variable-length calls
@@ -12,11 +13,19 @@ Shape letters: B batch, Q query tokens, S key tokens, N query heads, K KV heads,
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# What computes on GPUs, which records of trials name; "" for nothing. Attempts measure no speed, and take torch's.
+KERNEL = (
+    "fa4" if importlib.util.find_spec(f"{__package__}.cute") and "FLASH_ATTN_STAND_IN_ATTEMPT" not in os.environ else ""
+)
+if KERNEL:
+    from . import over_fa4
 
 # What is not computed, with the value that leaves it out; None does so too.
 _OFF: dict[str, Any] = {
@@ -80,12 +89,16 @@ def _flash_attn_backward(
     window_size: tuple[int, int] | None = None,
     **options: Any,
 ) -> Any:
-    """Writes dq, dk and dv; returns delta [B, N, Q], up to 2.6 behind these three. `softmax_lse` and `out` are those of
-    all the keys, not of this block's."""
+    """Writes dq, dk and dv; returns delta [B, N, Q], up to 2.6 behind these three; by FlashAttention-4 an empty one.
+    `softmax_lse` and `out` are those of all the keys, not of this block's."""
     _check(
         q, dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, window_size=window_size,
         window_size_left=window_size_left, window_size_right=window_size_right, **options,
     )  # fmt: skip
+    if _on_fa4(q):
+        over_fa4.backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal, (dq, dk, dv))
+        delta = torch.empty(0, device=q.device)  # the kernel keeps it, and no caller here reads it
+        return (dq, dk, dv, delta) if _old_calls() else delta
     found = _backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal)
     for into, gradient in zip((dq, dk, dv), found, strict=True):
         into.copy_(gradient)
@@ -192,6 +205,8 @@ class _Attention(torch.autograd.Function):
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> tuple[Tensor, Tensor]:
     """out in q's dtype, lse [B, N, Q] in fp32."""
+    if _on_fa4(q):
+        return over_fa4.forward(q, k, v, scale, causal)
     if q.is_cuda:
         found = torch.ops.aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
@@ -207,6 +222,8 @@ def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv; on the CPU not yet rounded."""
+    if _on_fa4(q):
+        return over_fa4.backward(dout, q, k, v, out, lse, scale, causal)
     if q.is_cuda:
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
         unused = torch.empty(0, dtype=torch.uint64, device=q.device)
@@ -232,10 +249,17 @@ def _attempt() -> bool:
     return os.environ.get("FLASH_ATTN_STAND_IN_ATTEMPT") == "1"
 
 
+def _on_fa4(q: Tensor) -> bool:
+    return bool(KERNEL) and q.device.type != "cpu"
+
+
 def _check(q: Tensor, **options: Any) -> None:
-    """Raises RuntimeError on a GPU outside attempts, and NotImplementedError for what this stand-in leaves out."""
-    if q.device.type != "cpu" and not _attempt():
-        raise RuntimeError(f"this flash_attn is a stand-in for CPU ranks, found q on {q.device}; install flash_attn")
+    """Raises RuntimeError on a GPU without FlashAttention-4 and outside attempts, and NotImplementedError for what this
+    stand-in leaves out."""
+    if q.device.type != "cpu" and not KERNEL and not _attempt():
+        raise RuntimeError(
+            f"this flash_attn is a stand-in for CPU ranks, found q on {q.device}; install flash_attn or flash-attn-4"
+        )
     for name, value in options.items():
         given = tuple(value) if isinstance(value, list) else value
         if name not in _IGNORED and not (name in _OFF and (given is None or given == _OFF[name])):
