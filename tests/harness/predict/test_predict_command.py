@@ -128,6 +128,8 @@ def test_the_table_prints_phases_and_what_is_assumed(capsys: pytest.CaptureFixtu
     assert main(["predict", "--hardware", "h200", "--seq-len", "256k", "--cp-size", "16"]) == 0
     printed = capsys.readouterr().out
     assert "attention backward" in printed
+    assert "memory, backward of the first layer" in printed
+    assert printed.count("the fullest") == 1
     assert "nine of ten" in printed
 
 
@@ -145,7 +147,48 @@ def test_the_longest_sequence_fits_and_the_next_longer_one_does_not(capsys: pyte
     assert row["seq_len"] == found.seq_len
     assert row["fits"] is True
     assert main(["predict", "--hardware", "a800", "--model", "70b", "--cp-size", "1", "--longest"]) == 2
-    assert "no sequence of 70b fits" in capsys.readouterr().err
+    assert "burst with 70b and cp_size 1 on NVIDIA A800 80 GB: no sequence fits" in capsys.readouterr().err
+
+
+def test_the_longest_sequence_keeps_to_a_budget_and_to_the_planners_word(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "1b", "--cp-size", "1", "--longest", "--set", "memory=24GiB")
+    [by_hand] = predicted(capsys, *words)
+    [planned] = predicted(capsys, *words, "--set", "checkpoint=auto")
+    for row in (by_hand, planned):
+        assert row["fits"] is True
+        assert 0.9 * 24 < 1.04 * float(str(row["gpu_gib"])) <= 24
+    assert int(str(planned["seq_len"])) > int(str(by_hand["seq_len"]))
+    assert "nothing fits" not in str(planned["plan"])
+    [wide] = predicted(capsys, *words[:-1], "memory=1TiB")
+    assert int(str(wide["seq_len"])) > int(str(by_hand["seq_len"]))
+
+
+def test_a_combination_without_a_longest_sequence_is_a_row_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "70b", "--cp-size", "1,64", "--longest", "--method", "burst,torchtitan_upstream")
+    rows = predicted(capsys, *words)
+    assert [row["seq_len"] is None for row in rows] == [True, False, True, True]
+    assert "no sequence fits" in str(rows[0]["reason"])
+    assert "no memory is predicted of method torchtitan_upstream" in str(rows[2]["reason"])
+    assert main(["predict", "--hardware", "a800", *words]) == 0
+    assert "no sequence fits" in capsys.readouterr().out
+    assert main(["predict", "--hardware", "a800", "--longest", "--task", "attention"]) == 2
+    assert "no memory is predicted of task attention" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "levers",
+    [(), ("checkpoint.every=0",), ("checkpoint.whole_layers=3", "checkpoint.every=4"), ("optimizer_offload=true",)],
+)
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_the_fullest_moment_is_the_memory_of_a_trial(
+    levers: tuple[str, ...], ranks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", "1b", "--seq-len", "128k", "--cp-size", str(ranks)]
+    [row] = predicted(capsys, *words, *(word for lever in levers for word in ("--set", lever)))
+    moments = row["gib_by_moment"]
+    assert max(moments.values()) == pytest.approx(row["gpu_gib"], rel=1e-12)
+    assert {"LM head", "backward of the last layer", "backward of the first layer", "optimizer"} <= moments.keys()
+    assert min(moments.values()) > 0
 
 
 def test_the_interval_is_that_of_the_held_out_rows_and_a_plan_costs_what_its_trials_take() -> None:
