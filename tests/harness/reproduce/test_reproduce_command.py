@@ -61,6 +61,7 @@ def test_the_smoke_scale_of_every_figure_runs_on_two_cores(tmp_path: Path, name:
     ("arguments", "expected"),
     [
         (["sprase"], "unknown figure sprase; did you mean sparse?"),
+        (["claim"], "unknown figure claim; did you mean claims?"),
         (["sparse", "--scale", "huge", "--draw-only"], "unknown scale huge; expected paper, node, one_gpu or smoke"),
         (["sparse", "--set", "fixed.seqlen=4", "--draw-only"], "seq_len"),
         (["sparse", "--hardware", "h20", "--draw-only"], "hardware 'h20' has no file"),
