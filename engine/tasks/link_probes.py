@@ -17,6 +17,7 @@ from engine.settings import Steps
 
 MOMENTS = ("before", "between", "after")
 MESSAGE_BYTES = 64 << 20  # at most, where no tensor is given: large enough for a link's full speed
+LATENCY_BYTES = 4096  # of the message whose time is the link's latency
 
 
 class LinkProbes:
@@ -45,19 +46,30 @@ class LinkProbes:
             self._measure("between")
 
     def figures(self) -> dict[str, Any]:
-        """Extras of the record, after one last measurement: GiB/s of the slowest replica. Collective."""
+        """Extras of the record, after one last measurement: GiB/s of the slowest replica, and seconds of a small
+        message. Collective."""
         self._measure("after")
-        slowest = self._world.slowest(list(self._seconds_per_gib.values()))
+        latency = self._seconds(self._bytes(LATENCY_BYTES)) * LATENCY_BYTES / (1 << 30)
+        *slowest, latency = self._world.slowest([*self._seconds_per_gib.values(), latency])
         if not all(slowest):
             return {}
         speeds = {moment: 1 / seconds for moment, seconds in zip(MOMENTS, slowest, strict=True)}
-        return {"link_gib_per_second": speeds, "across_gib_per_second": speeds["after"]}
+        return {
+            "link_gib_per_second": speeds,
+            "across_gib_per_second": speeds["after"],
+            "link_latency_seconds": latency,
+        }
 
     def _measure(self, moment: str) -> None:
-        if self._cp.node_size == self._cp.size:
-            return
         message = self._message
-        if message is None:
-            message = torch.empty(self._message_bytes, dtype=torch.uint8, device=self._world.device)
-        if (across := self._cp.measure_link(message)) is not None:
-            self._seconds_per_gib[moment] = 1 / across
+        self._seconds_per_gib[moment] = self._seconds(self._bytes(self._message_bytes) if message is None else message)
+
+    def _bytes(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=self._world.device)
+
+    def _seconds(self, message: Tensor) -> float:
+        """Per GiB, with messages of this size; 0 where the ranks are on one node."""
+        if self._cp.node_size == self._cp.size:
+            return 0.0
+        across = self._cp.measure_link(message)
+        return 0.0 if across is None else 1 / across

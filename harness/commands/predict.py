@@ -43,7 +43,9 @@ class Predict:
             "--longest", action="store_true",
             help="for each combination the longest sequence that fits, instead of --seq-len",
         )  # fmt: skip
-        parser.add_argument("--phases", action="store_true", help="print the time of every phase, and the memory at its moments")
+        parser.add_argument(
+            "--phases", action="store_true", help="print the time of every phase, and the memory at its moments"
+        )
         parser.add_argument("--json", action="store_true", help="one JSON list instead of tables")
 
     def run(self, arguments: argparse.Namespace) -> int:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from engine.settings import TrialSettings
+from engine.tasks.products import matrix_products
 from harness.cli import main
 from harness.metrics.hardware import hardware_named, load_hardware
 from harness.plan.forecast import cost_of, forecast, held_out_width, longest
+from harness.predict.calibration import Calibrated, Figure, hardware_document
 from harness.predict.speeds import speeds_of
+from harness.records.record import write_record
 from harness.spec.models import named_model
+from tests.harness.synthetic_records import record
 
 
 def predicted(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, object]]:
@@ -210,6 +215,11 @@ def test_this_machine_is_measured_and_the_file_is_read_back(tmp_path: Path, caps
     hardware = load_hardware(path)
     measured = yaml.safe_load(path.read_text())["measured"]
     assert measured["gemm_tflops"]["what"].startswith("products of tiny")
+    assert "forward and both gradients" not in measured["gemm_tflops"]["what"] + measured["speeds"]["what"]
+    shapes = {name for name in hardware.figures if name.startswith("gemm tiny ")}
+    assert shapes == {f"gemm tiny {each.name}" for each in matrix_products(named_model("tiny"))}
+    assert " us (" in hardware.figures["latency inside"]
+    assert "across_gib" not in hardware.speeds
     assert "128 tokens" not in measured["kernel_ceilings"]["what"]  # of the longest tile alone
     assert measured["kernel_tiles"]["what"].startswith("128 tokens")
     assert {"gemm_tflops", "memory_gib", "inside_gib", "attention_forward_tflops"} <= hardware.speeds.keys()
@@ -223,6 +233,44 @@ def test_this_machine_is_measured_and_the_file_is_read_back(tmp_path: Path, caps
     assert path.read_bytes() == before
     assert main(["predict", "--hardware", str(path), "--model", "tiny", "--seq-len", "4k", "--cp-size", "2"]) == 0
     assert yaml.safe_load(before)["sources"]["speeds"].startswith("measured")
+
+
+def test_a_calibration_takes_the_link_between_nodes_from_the_trials_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, run = tmp_path / "here.yaml", tmp_path / "over_nodes"
+    for number, (link, latency) in enumerate(((4.0, 2e-5), (6.0, 4e-5))):
+        one = record(method="burst", cp_size=2, seq_len=1024 + number)
+        assert one.measurement is not None
+        one.measurement.extra |= {
+            "link_gib_per_second": {"before": link - 1, "between": link, "after": link + 1},
+            "across_gib_per_second": link + 1, "link_latency_seconds": latency,
+        }  # fmt: skip
+        write_record(run / "trials" / one.trial_id, one)
+    assert main(["calibrate", "--out", str(path), "--ranks", "1", "--model", "tiny", "--across", str(run)]) == 0
+    hardware = load_hardware(path)
+    assert hardware.speeds["across_gib"] == pytest.approx(5)
+    assert hardware.spread["across_gib"] == pytest.approx((7 - 3) / 5)
+    assert hardware.figures["link across"].startswith("5 GiB/s (3 to 7, 6 samples)")
+    assert hardware.figures["latency across"].startswith("30 us (20 to 40, 2 samples)")
+    capsys.readouterr()
+    for wrong, sentence in ((tmp_path / "nowhere", "found no directory"), (tmp_path, "no trial there measured a link")):
+        assert main(["calibrate", "--out", str(tmp_path / "other.yaml"), "--across", str(wrong)]) == 2
+        assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "other.yaml").exists()
+
+
+def test_what_a_calibration_does_not_measure_comes_from_the_shipped_file_of_that_gpu() -> None:
+    speed = Figure(median=700.0, least=690.0, largest=710.0, samples=5, unit="TFLOP/s", what="products of 1b")
+    found = Calibrated(device="NVIDIA H200", ranks=1, torch="2.13", figures={"gemm 1b": speed})
+    document = hardware_document(found, memory_gib=139.0, gpus_per_node=1)
+    shipped = hardware_named("h200")
+    assert document["speeds"] == shipped.speeds | {"gemm_tflops": 700.0}
+    assert document["spread"] == {"gemm_tflops": pytest.approx(20 / 700, rel=1e-3)}
+    assert "across_gib" in document["sources"]["speeds"]
+    assert "experiments/hardware/h200.yaml" in document["sources"]["speeds"]
+    unknown = hardware_document(replace(found, device="Other GPU"), memory_gib=139.0, gpus_per_node=1)
+    assert unknown["speeds"] == {"gemm_tflops": 700.0}
 
 
 def test_a_calibration_that_fails_says_which_rank_and_leaves_no_file(
