@@ -23,7 +23,7 @@ from engine.plain_json import to_json
 from engine.settings import ModelShape
 from harness.base.errors import UsageError
 from harness.metrics.hardware import hardware_for
-from harness.records.record import RECORD_FILE, read_record
+from harness.records.record import read_records
 
 _MODULE = "engine.tasks.calibrate"
 _GPU_REQUEST = {
@@ -86,13 +86,12 @@ def measure(ranks: int, device: str, models: Sequence[ModelShape], *, timeout_se
 
 def links_across(run: Path) -> dict[str, Figure]:
     """The link between nodes as the trials of a run over several nodes found it around their steps: GiB/s, and
-    microseconds of a small message where they measured that. Raises UsageError where none did."""
+    microseconds of a small message where they measured that. Raises UsageError where none did, and for bad records."""
     if not run.is_dir():
         raise UsageError(f"--across {run}: found no directory; give that of a run over several nodes")
     speeds: list[float] = []
     latencies: list[float] = []
-    for path in sorted(run.glob(f"trials/*/{RECORD_FILE}")):
-        record = read_record(path)
+    for record in read_records(run):
         extra = record.measurement.extra if record.measurement else {}
         last = extra.get("across_gib_per_second")
         speeds += extra.get("link_gib_per_second", {"after": last} if last else {}).values()

@@ -257,6 +257,9 @@ def test_a_calibration_takes_the_link_between_nodes_from_the_trials_of_a_run(
     for wrong, sentence in ((tmp_path / "nowhere", "found no directory"), (tmp_path, "no trial there measured a link")):
         assert main(["calibrate", "--out", str(tmp_path / "other.yaml"), "--across", str(wrong)]) == 2
         assert sentence in capsys.readouterr().err
+    (run / "trials" / one.trial_id / "record.json").write_text("{", encoding="utf-8")
+    assert main(["calibrate", "--out", str(tmp_path / "other.yaml"), "--across", str(run)]) == 2
+    assert "record.json is not a record" in capsys.readouterr().err
     assert not (tmp_path / "other.yaml").exists()
 
 
