@@ -44,6 +44,7 @@ class Plan:
         from harness.machine.this_machine import discover, imagined
         from harness.metrics.hardware import hardware_for, hardware_named
         from harness.plan.matrix import nothing_can_run, plan, plan_table
+        from harness.records.forecasts import records_with_plan
 
         experiment = chosen_experiment(arguments)
         if arguments.nodes and arguments.hardware is not None:
@@ -58,7 +59,7 @@ class Plan:
             machine, where = imagined(named.gpu_names[0], named.memory_gib), f"GPUs of kind {named.title}"
         else:
             machine, where = discover(), "this machine"
-        trials = plan(experiment, machine)
+        trials = plan(experiment, machine, [] if arguments.hardware is not None else records_with_plan())
         hardware = hardware_for(machine.gpu_name)
         rows = plan_table(trials, machine if arguments.nodes else None, hardware)
         if arguments.json:
