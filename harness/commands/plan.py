@@ -36,7 +36,7 @@ class Plan:
         parser.add_argument(
             "--hardware", metavar="NAME",
             help="plan for one host with as many of these GPUs as a trial needs (a file of experiments/hardware/, such "
-            "as h200) and predict step time and memory",
+            "as h200, or a path of one that `burst calibrate` wrote) and predict step time and memory",
         )  # fmt: skip
         parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
 
@@ -47,6 +47,7 @@ class Plan:
         from harness.records.forecasts import records_with_plan
 
         experiment = chosen_experiment(arguments)
+        named = None if arguments.hardware is None else hardware_named(arguments.hardware)
         if arguments.nodes and arguments.hardware is not None:
             raise UsageError("--nodes and --hardware both name the machine to plan for; give one of them")
         if arguments.nodes:
@@ -54,13 +55,12 @@ class Plan:
 
             machine = planned_machine(arguments, _say)
             where = f"the nodes ({machine.nodes} x {machine.node_ranks} ranks)"
-        elif arguments.hardware is not None:
-            named = hardware_named(arguments.hardware)
+        elif named is not None:
             machine, where = imagined(named.gpu_names[0], named.memory_gib), f"GPUs of kind {named.title}"
         else:
             machine, where = discover(), "this machine"
-        trials = plan(experiment, machine, [] if arguments.hardware is not None else records_with_plan())
-        hardware = hardware_for(machine.gpu_name)
+        hardware = named or hardware_for(machine.gpu_name)
+        trials = plan(experiment, machine, [] if named else records_with_plan(), hardware=hardware)
         rows = plan_table(trials, machine if arguments.nodes else None, hardware)
         if arguments.json:
             rounds = {"rounds": experiment.repetition.rounds}

@@ -54,11 +54,13 @@ MAX_RANKS = 1 << 16  # choosing a layout looks at every rank
 _DEVICE_OF_KERNEL = {"cpu": "cpu", "fa2": "cuda", "cudnn": "cuda", "fa4": "cuda", "flex": "cuda"}
 
 
-def plan(experiment: Experiment, machine: Machine, earlier: Sequence[Record] = ()) -> tuple[Trial, ...]:
+def plan(
+    experiment: Experiment, machine: Machine, earlier: Sequence[Record] = (), *, hardware: Hardware | None = None
+) -> tuple[Trial, ...]:
     """All trials of an experiment on a machine: tasks, then the sweep with its last axis fastest, then seeds.
 
     Where `checkpoint` is auto, its values are chosen here for this machine (harness.plan.checkpointing), by what
-    `earlier` trials took as well.
+    `earlier` trials took as well; at the speeds of `hardware`, by default of the shipped file of the machine's GPU.
 
     Combinations with equal settings become one trial. Raises UsageError when model settings contradict each other, and
     before any is formed when there are too many.
@@ -70,7 +72,7 @@ def plan(experiment: Experiment, machine: Machine, earlier: Sequence[Record] = (
     )
     one_of_each: dict[str, Trial] = {}  # a value and the `auto` that stands for it are one trial
     for asked in settings:
-        each, forecast = _with_plan(asked, machine, earlier)
+        each, forecast = _with_plan(asked, machine, earlier, hardware)
         trial = Trial(
             experiment=experiment.name,
             title=experiment.title,
@@ -102,9 +104,10 @@ def at_length(trial: Trial, seq_len: int, machine: Machine, earlier: Sequence[Re
 
 
 def _with_plan(
-    settings: TrialSettings, machine: Machine, earlier: Sequence[Record]
+    settings: TrialSettings, machine: Machine, earlier: Sequence[Record], hardware: Hardware | None = None
 ) -> tuple[TrialSettings, Forecast | None]:
-    return with_plan(settings, machine, correction_of(settings, machine.gpu_name or "cpu", earlier))
+    correction = correction_of(settings, machine.gpu_name or "cpu", earlier)
+    return with_plan(settings, machine, correction, hardware)
 
 
 def _check_count(experiment: Experiment) -> None:
