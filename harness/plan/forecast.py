@@ -184,7 +184,19 @@ def cost_of(
             unknown += 1
             continue
         count += 1
-        taken = rounds * (START_SECONDS + (settings.steps.warmup + settings.steps.measured) * time.seconds)
+        warm_up = _warm_up_seconds(settings, hardware, hosts, time)
+        taken = rounds * (START_SECONDS + settings.steps.warmup * warm_up + settings.steps.measured * time.seconds)
         seconds += taken
         gpu_seconds += taken * settings.world_size
     return Cost(trials=count, seconds=seconds, gpu_hours=gpu_seconds / 3600, unknown=unknown)
+
+
+def _warm_up_seconds(settings: TrialSettings, hardware: Hardware, hosts: Machine | None, own: StepTime) -> float:
+    """Of one warm-up step, which may have a length of its own; where that has no prediction, of the trial's step."""
+    length = settings.steps.warmup_seq_len
+    if settings.task != "train" or length in (0, settings.seq_len):
+        return own.seconds
+    shorter, _ = time_or_reason(
+        replace(settings, seq_len=length), hardware, node_ranks=ranks_of_node(settings, hosts)
+    )  # fmt: skip
+    return shorter.seconds if shorter else own.seconds

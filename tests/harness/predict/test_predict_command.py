@@ -206,6 +206,10 @@ def test_the_interval_is_that_of_the_held_out_rows_and_a_plan_costs_what_its_tri
     steps = settings.steps.warmup + settings.steps.measured
     assert cost.seconds == pytest.approx(6 * (25 + steps * one.time.seconds))
     assert cost.gpu_hours == pytest.approx(8 * cost.seconds / 3600)
+    short = forecast(replace(settings, seq_len=1 << 15), hardware)
+    assert short.time is not None
+    warmed = replace(settings, steps=replace(settings.steps, warmup=2, measured=3, warmup_seq_len=1 << 15))
+    assert cost_of([warmed], hardware).seconds == pytest.approx(25 + 2 * short.time.seconds + 3 * one.time.seconds)
 
 
 def test_this_machine_is_measured_and_the_file_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
