@@ -14,7 +14,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,12 @@ from engine.attention.kernels import KERNELS, BackwardInputs, Problem, kernel_na
 from engine.distributed import limit_threads, local_device
 from engine.settings import ModelShape, from_json
 from engine.tasks.gemm_speeds import measure_products, rows_of
-from engine.tasks.products import DIRECTIONS, matrix_products
+from engine.tasks.products import DIRECTIONS, MatrixProduct, matrix_products
 from engine.tasks.task import DTYPES
 
 _GIB = 1 << 30
 _REPEATS = 5
+LATENCY_BYTES = 4096  # of a message that takes as long as a link's latency
 _CHECKED_KERNELS = tuple(name for name in KERNELS if name != "reference")
 
 Figures = dict[str, dict[str, Any]]
@@ -89,18 +90,19 @@ class _Calibration:
         return everyone
 
     def _gemms(self) -> Iterator[tuple[str, str, str, list[float]]]:
-        """TFLOP/s of a model's own products, each with its share of the model's FLOPs."""
+        """TFLOP/s of a model's own products, each with its share of the model's FLOPs; then of each by itself."""
         for data in self._request["models"]:
             model = from_json(ModelShape, data)
             products = matrix_products(model)
             rows = {each.name: rows_of(each, self._request["tokens"], self._dtype.itemsize) for each in products}
-            samples = []
-            for _ in range(_REPEATS):
-                speeds = measure_products(self._device, products, rows, self._dtype)
-                flops = sum(each.weights for each in products) * len(DIRECTIONS)
-                seconds = sum(each.weights / speeds[each.name][way] for each in products for way in DIRECTIONS)
-                samples.append(flops / seconds)
+            measured = [measure_products(self._device, products, rows, self._dtype) for _ in range(_REPEATS)]
+            samples = [_together(products, speeds) for speeds in measured]
             yield f"gemm {model.name}", "TFLOP/s", f"products of {model.name}, {max(rows.values())} tokens", samples
+            for each in products:
+                what = f"{rows[each.name]} x {each.inputs} x {each.outputs}, forward and both gradients"
+                yield f"gemm {model.name} {each.name}", "TFLOP/s", what, [
+                    _together((each,), speeds) for speeds in measured
+                ]  # fmt: skip
 
     def _attention(self) -> Iterator[tuple[str, str, str, list[float]]]:
         """TFLOP/s of every kernel that runs here, by tokens of a causal tile."""
@@ -144,25 +146,29 @@ class _Calibration:
         there, back = (torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for _ in range(2))
         streams = torch.cuda.Stream(), torch.cuda.Stream()
 
-        def both() -> None:
+        def both(count: int) -> None:
             for stream, (target, source) in zip(streams, ((there, x), (y, back)), strict=True):
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
-                    target.copy_(source, non_blocking=True)
+                    target[:count].copy_(source[:count], non_blocking=True)
                 torch.cuda.current_stream().wait_stream(stream)
 
         nbytes_each = x.numel() * x.itemsize / _GIB
         yield "host", "GiB/s", "to and from pinned host memory at once, each way", [
-            nbytes_each / each for each in self._times(both)
+            nbytes_each / each for each in self._times(lambda: both(x.numel()))
+        ]  # fmt: skip
+        few = LATENCY_BYTES // x.itemsize
+        yield "latency host", "us", f"{LATENCY_BYTES} bytes to and from pinned host memory at once", [
+            1e6 * each for each in self._times(lambda: both(few))
         ]  # fmt: skip
 
     def _links(self) -> Iterator[tuple[str, str, str, list[float]]]:
-        """GiB/s and seconds of a message to the next rank while every rank sends one."""
+        """GiB/s of messages to the next rank while every rank sends one, and microseconds of a small one."""
         size, rank = dist.get_world_size(), dist.get_rank()
         if size == 1:
             return
         following, before = (rank + 1) % size, (rank - 1) % size
-        for nbytes in self._request["message_bytes"]:
+        for nbytes in (LATENCY_BYTES, *self._request["message_bytes"]):
             sent, received = (torch.zeros(nbytes, dtype=torch.uint8, device=self._device) for _ in range(2))
 
             def exchange(sent: Tensor = sent, received: Tensor = received) -> None:
@@ -173,6 +179,9 @@ class _Calibration:
                     work.wait()
 
             times = self._times(exchange, together=True)
+            if nbytes == LATENCY_BYTES:
+                yield "latency inside", "us", f"{nbytes} bytes to the next rank", [1e6 * each for each in times]
+                continue
             yield f"link inside {nbytes}", "GiB/s", f"{nbytes} bytes to the next rank", [
                 nbytes / _GIB / each for each in times
             ]  # fmt: skip
@@ -195,6 +204,12 @@ class _Calibration:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _together(products: Sequence[MatrixProduct], speeds: Mapping[str, Mapping[str, float]]) -> float:
+    """TFLOP/s of some products one after another, in all directions."""
+    flops = sum(each.weights for each in products) * len(DIRECTIONS)
+    return flops / sum(each.weights / speeds[each.name][way] for each in products for way in DIRECTIONS)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ MOMENTS = ("before", "between", "after")
 PATTERNS = ("one_peer", "all_peers")  # that each rank sends to at once
 MESSAGE_BYTES = 64 << 20  # at most, where no tensor is given: large enough for a link's full speed
 TENSOR_BYTES = 128 << 20  # at most of a tensor that is given
+LATENCY_BYTES = 4096  # of the message whose time is the link's latency
 
 
 class LinkProbes:
@@ -53,23 +54,35 @@ class LinkProbes:
             self._measure("between")
 
     def figures(self) -> dict[str, Any]:
-        """Extras of the record, after one last measurement: GiB/s of the slowest replica. Collective."""
+        """Extras of the record, after one last measurement: GiB/s of the slowest replica, and seconds of a small
+        message. Collective."""
         self._measure("after")
-        slowest = self._world.slowest(list(self._seconds_per_gib.values()))
+        latency = self._seconds(self._bytes(LATENCY_BYTES), PATTERNS[0]) * LATENCY_BYTES / (1 << 30)
+        *slowest, latency = self._world.slowest([*self._seconds_per_gib.values(), latency])
         if not all(slowest):
             return {}
         speeds = {moment: 1 / seconds for moment, seconds in zip(MOMENTS, slowest, strict=True)}
-        by_pattern = {pattern: speed for pattern, speed in self._patterns.items() if speed}
-        return {LINK: speeds, "across_gib_per_second": speeds["after"], "link_by_pattern": by_pattern}
+        return {
+            LINK: speeds,
+            "across_gib_per_second": speeds["after"],
+            "link_by_pattern": {pattern: speed for pattern, speed in self._patterns.items() if speed},
+            "link_latency_seconds": latency,
+        }
 
     def _measure(self, moment: str) -> None:
-        if self._cp.node_size == self._cp.size:
-            return
         message = self._message
         if message is None:
-            message = torch.empty(self._message_bytes, dtype=torch.uint8, device=self._world.device)
+            message = self._bytes(self._message_bytes)
         for pattern in PATTERNS if self._cp.node_size > 1 else PATTERNS[:1]:  # nodes of one rank: both are the same
-            if across := self._cp.measure_link(message, spread=pattern == "all_peers"):
-                self._patterns[pattern] = max(self._patterns[pattern], across)
+            if seconds := self._seconds(message, pattern):
+                self._patterns[pattern] = max(self._patterns[pattern], 1 / seconds)
                 known = self._seconds_per_gib[moment]
-                self._seconds_per_gib[moment] = min(known, 1 / across) if known else 1 / across
+                self._seconds_per_gib[moment] = min(known, seconds) if known else seconds
+
+    def _bytes(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=self._world.device)
+
+    def _seconds(self, message: Tensor, pattern: str) -> float:
+        """Per GiB, with messages of this size; 0 where the ranks are on one node."""
+        across = self._cp.measure_link(message, spread=pattern == "all_peers")
+        return 0.0 if across is None else 1 / across

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from harness.base.errors import UsageError
@@ -29,6 +30,11 @@ class Calibrate:
             help="model whose matrix products are measured; may be repeated (default: 1b and 7b; tiny on a CPU)",
         )  # fmt: skip
         parser.add_argument(
+            "--across", type=Path, metavar="DIR",
+            help="directory of a run over several nodes: the link between nodes, as its trials measured it, goes into "
+            "the file",
+        )  # fmt: skip
+        parser.add_argument(
             "--timeout", type=float, default=TIMEOUT_SECONDS, metavar="SECONDS",
             help=f"end it after so long (default: {TIMEOUT_SECONDS:g})",
         )  # fmt: skip
@@ -37,7 +43,7 @@ class Calibrate:
         from harness.base.writable import make_writable
         from harness.machine.this_machine import discover
         from harness.metrics.hardware import load_hardware
-        from harness.predict.calibration import hardware_document, measure, write_hardware_file
+        from harness.predict.calibration import hardware_document, links_across, measure, write_hardware_file
         from harness.spec.models import named_model
 
         machine = discover()
@@ -52,8 +58,10 @@ class Calibrate:
         path = arguments.out or Path("results/runs/hardware") / f"{slug}.yaml"
         if path.exists():
             raise UsageError(f"{path} exists; give --out another name, or move that file away")
+        across = links_across(arguments.across) if arguments.across else {}
         make_writable(path.parent)
         found = measure(ranks, machine.device, models, timeout_seconds=arguments.timeout)
+        found = replace(found, figures={**found.figures, **across})
         document = hardware_document(
             found, memory_gib=machine.memory_gib if cpu else machine.gpu_memory_gib, gpus_per_node=ranks
         )
@@ -65,7 +73,9 @@ class Calibrate:
                 f"{figure.samples} samples)"
             )
         if ranks == 1:
-            print("Links were not measured: there was one rank.")
+            print("Links inside the host were not measured: there was one rank.")
+        if not across:
+            print("The link between nodes was not measured: give --across the directory of a run over several nodes.")
         print(f"Hardware file: {written}")
         return 0
 

@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from cluster.files.errors import counted, shown
+from engine.checkpoint.planning.plan import ALLOCATED_WITHIN
 from harness.base.errors import UsageError
 from harness.commands import add_cluster_arguments
 from harness.spec.experiment import add_experiment_arguments, chosen_experiment
@@ -35,7 +36,7 @@ class Plan:
         parser.add_argument(
             "--hardware", metavar="NAME",
             help="plan for one host with as many of these GPUs as a trial needs (a file of experiments/hardware/, such "
-            "as h200) and predict step time and memory",
+            "as h200, or a path of one that `burst calibrate` wrote) and predict step time and memory",
         )  # fmt: skip
         parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
 
@@ -43,8 +44,10 @@ class Plan:
         from harness.machine.this_machine import discover, imagined
         from harness.metrics.hardware import hardware_for, hardware_named
         from harness.plan.matrix import nothing_can_run, plan, plan_table
+        from harness.records.forecasts import records_with_plan
 
         experiment = chosen_experiment(arguments)
+        named = None if arguments.hardware is None else hardware_named(arguments.hardware)
         if arguments.nodes and arguments.hardware is not None:
             raise UsageError("--nodes and --hardware both name the machine to plan for; give one of them")
         if arguments.nodes:
@@ -52,13 +55,12 @@ class Plan:
 
             machine = planned_machine(arguments, _say)
             where = f"the nodes ({machine.nodes} x {machine.node_ranks} ranks)"
-        elif arguments.hardware is not None:
-            named = hardware_named(arguments.hardware)
+        elif named is not None:
             machine, where = imagined(named.gpu_names[0], named.memory_gib), f"GPUs of kind {named.title}"
         else:
             machine, where = discover(), "this machine"
-        trials = plan(experiment, machine)
-        hardware = hardware_for(machine.gpu_name)
+        hardware = named or hardware_for(machine.gpu_name)
+        trials = plan(experiment, machine, [] if named else records_with_plan(), hardware=hardware)
         rows = plan_table(trials, machine if arguments.nodes else None, hardware)
         if arguments.json:
             rounds = {"rounds": experiment.repetition.rounds}
@@ -73,7 +75,7 @@ class Plan:
                 fitting = [trial.settings for trial, row in zip(trials, rows, strict=True) if _runs(row)]
                 hosts = machine if arguments.nodes else None
                 print(_cost(cost_of(fitting, hardware, rounds=experiment.repetition.rounds, hosts=hosts)))
-                if sentence := _too_large(rows, hardware.memory_gib):
+                for sentence in _too_large(rows, hardware.memory_gib):
                     print(sentence)
         if problem := nothing_can_run(trials):
             raise UsageError(problem)
@@ -94,17 +96,21 @@ def _cost(cost: Cost) -> str:
     return f"One after another they take about {wall} and {cost.gpu_hours:,.2f} GPU-hours{more}"
 
 
-def _too_large(rows: list[dict[str, Any]], memory_gib: float) -> str:
-    """One sentence on the trials that are predicted not to fit; empty for none."""
-    beyond = [row["predicted_gpu_gib"] for row in rows if row["can_run"] and row["predicted_to_fit"] is False]
-    if not beyond:
-        return ""
-    least = min(size for size in beyond if isinstance(size, float))
-    trials = "trial" if len(beyond) == 1 else "trials"
-    return (
-        f"{len(beyond)} further {trials} would hold {least:,.0f} GiB or more by this prediction, where a GPU has "
-        f"{memory_gib:g}; docs/memory.md has the levers"
-    )
+def _too_large(rows: list[dict[str, Any]], memory_gib: float) -> list[str]:
+    """A sentence for each size of room that trials are predicted not to fit."""
+    beyond: dict[float, list[float]] = {}
+    for row in rows:
+        if row["can_run"] and row["predicted_to_fit"] is False:
+            beyond.setdefault(row["gpu_room_gib"], []).append(row["predicted_gpu_gib"])
+    found = []
+    for room, sizes in sorted(beyond.items()):
+        trials = "trial" if len(sizes) == 1 else "trials"
+        where = f"a GPU has {room:g}" if room == memory_gib else f"the setting memory leaves {room:g}"
+        found.append(
+            f"{len(sizes)} further {trials} would hold {min(sizes):,.0f} GiB or more by this prediction, which may be "
+            f"{ALLOCATED_WITHIN:.0%} too low, where {where}; docs/memory.md has the levers"
+        )
+    return found
 
 
 def _print_table(rows: list[dict[str, Any]], where: str, repetition: Repetition) -> None:
@@ -120,6 +126,8 @@ def _print_table(rows: list[dict[str, Any]], where: str, repetition: Repetition)
         "can_run",
         "reason",
         "predicted_to_fit",
+        "gpu_room_gib",
+        "planned",
         "checkpoint_plan",
         "from_table",
         "by_hand",

@@ -12,6 +12,7 @@ from harness.base.errors import UsageError, nearest
 
 if TYPE_CHECKING:
     from engine.settings import TrialSettings
+    from harness.metrics.hardware import Hardware
     from harness.plan.forecast import Forecast
 
 _MOST = 1000  # combinations that are printed
@@ -42,7 +43,9 @@ class Predict:
             "--longest", action="store_true",
             help="for each combination the longest sequence that fits, instead of --seq-len",
         )  # fmt: skip
-        parser.add_argument("--phases", action="store_true", help="print the time of every phase")
+        parser.add_argument(
+            "--phases", action="store_true", help="print the time of every phase, and the memory at its moments"
+        )
         parser.add_argument("--json", action="store_true", help="one JSON list instead of tables")
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -55,26 +58,27 @@ class Predict:
         if arguments.gpus_per_node is not None and arguments.gpus_per_node < 1:
             raise UsageError(f"--gpus-per-node is {arguments.gpus_per_node}; give a number of at least 1")
         found: list[Forecast] = []
-        plans: list[str] = []
         for settings in _combinations(arguments):
             if arguments.longest:
                 held = longest(settings, hardware, gpus_per_node=arguments.gpus_per_node)
                 if held is None:
-                    raise UsageError(
-                        f"no sequence of {settings.model.name} fits {hardware.title} with cp_size {settings.cp_size}; "
-                        "give a larger --cp-size, or keep less with --set checkpoint.tail=0"
-                    )
+                    found.append(_without_length(settings, hardware))
+                    continue
                 settings = held
-            settings, words = planned_on(settings, hardware, gpus_per_node=arguments.gpus_per_node)
-            plans.append(words)
-            found.append(forecast(settings, hardware, gpus_per_node=arguments.gpus_per_node))
+            settings, plan = planned_on(settings, hardware, gpus_per_node=arguments.gpus_per_node)
+            found.append(forecast(settings, hardware, gpus_per_node=arguments.gpus_per_node, plan=plan))
+        if all(_no_length(each) for each in found):
+            first = found[0]
+            raise UsageError(
+                f"{first.settings.method} with {first.settings.model.name} and cp_size {first.settings.cp_size} on "
+                f"{hardware.title}: {first.reason}"
+            )
         if arguments.json:
-            rows = [_row(each) | ({"plan": words} if words else {}) for each, words in zip(found, plans, strict=True)]
-            print(json.dumps(rows, indent=1))
+            print(json.dumps([_row(each) for each in found], indent=1))
             return 0
         _print(found, phases=arguments.phases or len(found) == 1)
-        for each, words in zip(found, plans, strict=True):
-            if words:
+        for each in found:
+            if words := each.plan_words:
                 print(f"{each.settings.method}, {format_length(each.settings.seq_len)}: checkpoint auto: {words}")
         if missing := assumed(hardware):
             print(
@@ -82,6 +86,22 @@ class Predict:
                 "`burst calibrate` measures them"
             )
         return 0
+
+
+def _without_length(settings: TrialSettings, hardware: Hardware) -> Forecast:
+    """The row of a combination of which no sequence is known to fit, with the reason."""
+    from harness.plan.forecast import Forecast
+    from harness.plan.predict import engine_memory
+
+    reason = "no sequence fits; give a larger --cp-size, or keep less with --set checkpoint.tail=0"
+    if engine_memory(settings) is None:
+        of = f"task {settings.task}" if settings.task != "train" else f"method {settings.method}"
+        reason = f"no memory is predicted of {of}, so no length is known to be the longest; give --seq-len"
+    return Forecast(settings=settings, hardware=hardware, nodes=0, time=None, reason=reason, gpu_gib=None)
+
+
+def _no_length(found: Forecast) -> bool:
+    return not found.nodes
 
 
 def _combinations(arguments: argparse.Namespace) -> list[TrialSettings]:
@@ -147,17 +167,22 @@ def _change(text: str) -> tuple[str, Any]:
 
 
 def _row(found: Forecast) -> dict[str, Any]:
+    from harness.plan.predict import memory_by_moment
+
     settings, time = found.settings, found.time
-    return {
-        "method": settings.method, "model": settings.model.name, "seq_len": settings.seq_len,
+    row = {
+        "method": settings.method, "model": settings.model.name,
+        "seq_len": None if _no_length(found) else settings.seq_len,
         "cp_size": settings.cp_size, "world_size": settings.world_size, "nodes": found.nodes,
         "hardware": found.hardware.name, "seconds": time.seconds if time else None,
         "interval": list(found.interval) if found.interval else None,
         "tokens_per_gpu_per_second": found.tokens_per_gpu_per_second, "mfu": found.mfu, "gpu_gib": found.gpu_gib,
         "system_gib": found.system_gib, "fits": found.fits, "schedule": time.exchange.schedule if time else None,
         "backward": time.exchange.backward if time else None, "bottleneck": time.bottleneck if time else None,
-        "phases": dict(time.phases) if time else None, "reason": found.reason,
+        "phases": dict(time.phases) if time else None,
+        "gib_by_moment": memory_by_moment(settings) if found.nodes else None, "reason": found.reason,
     }  # fmt: skip
+    return row | ({"plan": found.plan_words} if found.plan else {})
 
 
 def _print(found: list[Forecast], *, phases: bool) -> None:
@@ -166,6 +191,7 @@ def _print(found: list[Forecast], *, phases: bool) -> None:
 
     from harness.base.lengths import format_length
     from harness.base.terminal import print_table, stdout_console
+    from harness.plan.predict import memory_by_moment
     from harness.report.tables.table import significant
 
     three = significant(3)
@@ -180,7 +206,10 @@ def _print(found: list[Forecast], *, phases: bool) -> None:
         table.add_column(name, no_wrap=True)
     for each in found:
         settings, time = each.settings, each.time
-        cells = [settings.method, settings.model.name, format_length(settings.seq_len), settings.cp_size, each.nodes]
+        size = ("", settings.cp_size, "") if _no_length(each) else (
+            format_length(settings.seq_len), settings.cp_size, each.nodes
+        )  # fmt: skip
+        cells: list[Any] = [settings.method, settings.model.name, *size]
         if time is None or each.interval is None or each.mfu is None or each.tokens_per_gpu_per_second is None:
             cells += ["", "", "", "", ""]
         else:
@@ -198,7 +227,11 @@ def _print(found: list[Forecast], *, phases: bool) -> None:
             if each.time is not None:
                 print(f"{each.settings.method}, {format_length(each.settings.seq_len)} tokens:")
                 for name, seconds in each.time.phases.items():
-                    print(f"  {name:24} {seconds:10.4g} s  {100 * seconds / each.time.seconds:5.1f}%")
+                    print(f"  {name:42} {seconds:10.4g} s  {100 * seconds / each.time.seconds:5.1f}%")
+                moments = memory_by_moment(each.settings)
+                for name, gib in moments.items():
+                    fullest = ", the fullest" if gib == max(moments.values()) else ""
+                    print(f"  {f'memory, {name}':42} {gib:10.4g} GiB{fullest}")
     if published:
         print("Published GiB: of the paper's own program of that method with these settings; GiB: of this engine.")
     print("From and to: nine of ten published configurations that were held out lay within (docs/prediction.md).")

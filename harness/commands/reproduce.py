@@ -127,15 +127,16 @@ def _tables(arguments: argparse.Namespace) -> int:
     from harness.reproduce.claims import claims_table, judged, statements
     from harness.reproduce.measured import all_rows, runs_in
     from harness.reproduce.predicted import predictor_words
+    from harness.reproduce.printed import printed_by_systems, printed_table
 
     page = arguments.out is not None
-    runs = runs_in() if page or arguments.figure != AUDIT else []
+    runs = runs_in()
     _say_bad(runs)
     figures = _all_figures(runs) if page or arguments.figure is None else []
     predictor = predictor_words(hardware_named(PAPER_HARDWARE))
     sentences: list[str] = []
     if arguments.figure == AUDIT:
-        tables = [audit_table(recomputed_rows()), systems_table()]
+        tables = [audit_table(recomputed_rows()), systems_table(), printed_table(printed_by_systems(all_rows(runs)))]
     elif arguments.figure == CLAIMS:
         claims = judged(all_rows(runs))
         tables, sentences = [claims_table(claims)], [*map(_claim_text, claims), *statements().values()]
@@ -146,7 +147,8 @@ def _tables(arguments: argparse.Namespace) -> int:
         _print_json(tables)
     else:
         for table in tables if arguments.figure != CLAIMS else ():
-            _print_table(table)
+            if table.rows:
+                _print_table(table)
         for sentence in sentences:
             print(shown(sentence))
     if page:

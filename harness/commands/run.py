@@ -37,6 +37,7 @@ class Run:
         from harness.base.terminal import stderr_console
         from harness.machine.this_machine import discover
         from harness.plan.matrix import named, nothing_can_run, plan
+        from harness.records.forecasts import records_with_plan
         from harness.records.provenance import changes, commit, redacted_command
         from harness.report.run_records import RunRecords
         from harness.run.attempt import Host
@@ -80,7 +81,10 @@ class Run:
             closing.callback(launcher.close)
             if stop is not None:
                 closing.enter_context(stop.interrupting())
-            trials = [dataclasses.replace(trial, profile=arguments.profile) for trial in plan(experiment, machine)]
+            shown = records_with_plan()
+            trials = [
+                dataclasses.replace(trial, profile=arguments.profile) for trial in plan(experiment, machine, shown)
+            ]
             typed = redacted_command(command_line(arguments))
             code_commit = commit()
             host = Host(
@@ -112,6 +116,7 @@ class Run:
                 resume=resume,
                 again=command_line(arguments),
                 records=records,
+                shown=shown,
             )
         _report(records)
         if getattr(launcher, "stuck", False):

@@ -8,13 +8,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
+from engine.forecast import Forecast as PlanForecast
 from engine.settings import TrialSettings
 from harness.machine.this_machine import Machine, imagined_nodes
 from harness.metrics.flops import tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB
 from harness.plan.checkpointing import with_plan
-from harness.plan.predict import engine_memory
+from harness.plan.predict import engine_memory, fits_gpu
 from harness.plan.times import ranks_of_node, ranks_per_node, time_or_reason
 from harness.predict.published_rows import TRAINING
 from harness.predict.speeds import TERA
@@ -22,7 +23,6 @@ from harness.predict.step import StepTime
 from harness.predict.systems import SYSTEM_OF, system_memory
 from harness.predict.validation import HELD_OUT, compare
 
-USABLE = 0.96  # of a GPU's memory: the rest is the driver's, NCCL's and lost between blocks
 _INTERVAL = 0.9  # of the held-out configurations were predicted within the interval
 START_SECONDS = 25.0  # of a trial: processes, imports, kernels compiled
 _STEP_TOKENS = 1024  # the longest sequence is a multiple of it on every rank
@@ -39,11 +39,24 @@ class Forecast:
     reason: str  # why, else empty
     gpu_gib: float | None  # of the fullest rank; None for other tasks than train, and for other systems
     system_gib: float | None = None  # with the same settings in the system that the method stands for, where known
+    plan: PlanForecast | None = None  # what the planner expects, where it chose
 
     @property
     def fits(self) -> bool | None:
-        """Whether a GPU of this kind holds it, with room for what is no tensor."""
-        return None if self.gpu_gib is None else self.gpu_gib <= USABLE * self.hardware.memory_gib
+        """Whether a GPU of this kind holds it, within the setting `memory` where there is one."""
+        if self.gpu_gib is None:
+            return None
+        planned = self.plan is None or self.plan.fits
+        return planned and fits_gpu(self.gpu_gib, self.settings, self.hardware)
+
+    @property
+    def plan_words(self) -> str:
+        """What the planner chose and why; empty where nothing was left open. The memory of a host is in no hardware
+        file, so the sentence says how much of it the choice takes."""
+        if self.plan is None:
+            return ""
+        moved = f"; a rank holds {self.plan.host_bytes / GIB:.0f} GiB of host memory"
+        return self.plan.words + (moved if moves_to_host(self.settings) else "")
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -67,14 +80,21 @@ class Forecast:
         return flops / (self.hardware.peak_bf16_tflops * TERA)
 
 
-def forecast(settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int | None = None) -> Forecast:
-    """Time and memory of a trial, or one sentence why there is none."""
+def forecast(
+    settings: TrialSettings,
+    hardware: Hardware,
+    *,
+    gpus_per_node: int | None = None,
+    plan: PlanForecast | None = None,
+) -> Forecast:
+    """Time and memory of a trial, or one sentence why there is none; `plan` is the planner's, where it chose."""
     node_ranks = ranks_per_node(settings, hardware, gpus_per_node)
     memory = engine_memory(settings)
     time, reason = time_or_reason(settings, hardware, node_ranks=node_ranks)
     return Forecast(
         settings=settings, hardware=hardware, nodes=-(-settings.world_size // node_ranks), time=time, reason=reason,
         gpu_gib=memory.allocated / GIB if memory else None, system_gib=_system_gib(settings, hardware, time),
+        plan=plan,
     )  # fmt: skip
 
 
@@ -98,20 +118,16 @@ def held_out_width(training: bool) -> float:
 
 def planned_on(
     settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int | None = None
-) -> tuple[TrialSettings, str]:
-    """The settings with what the planner chooses for such GPUs, and its sentence; empty where nothing is left open.
+) -> tuple[TrialSettings, PlanForecast | None]:
+    """The settings with what the planner chooses for such GPUs, and what it expects; None where nothing is left open.
 
-    The memory of a host is in no hardware file, so the sentence says how much of it the choice takes.
+    It is told of no limit of the hosts' memory, which is in no hardware file.
     """
     machine = imagined_nodes(
         hardware.gpu_names[0], hardware.memory_gib,
         ranks=settings.world_size, ranks_per_node=ranks_per_node(settings, hardware, gpus_per_node),
     )  # fmt: skip
-    chosen, found = with_plan(settings, machine, hardware=hardware)
-    if found is None:
-        return chosen, ""
-    host = found.host_bytes / GIB
-    return chosen, found.words + (f"; a rank holds {host:.0f} GiB of host memory" if moves_to_host(chosen) else "")
+    return with_plan(settings, machine, hardware=hardware)
 
 
 def moves_to_host(settings: TrialSettings) -> bool:
@@ -129,8 +145,10 @@ def longest(settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int |
             tried = replace(settings, seq_len=units * unit)
         except ValueError:  # more tokens than a trial may have
             return False
-        memory = engine_memory(planned_on(tried, hardware, gpus_per_node=gpus_per_node)[0])
-        return memory is not None and memory.allocated / GIB <= USABLE * hardware.memory_gib
+        chosen, plan = planned_on(tried, hardware, gpus_per_node=gpus_per_node)
+        memory = engine_memory(chosen)
+        planned = plan is None or plan.fits
+        return planned and memory is not None and fits_gpu(memory.allocated / GIB, tried, hardware)
 
     if not fits(1):
         return None
@@ -166,7 +184,19 @@ def cost_of(
             unknown += 1
             continue
         count += 1
-        taken = rounds * (START_SECONDS + (settings.steps.warmup + settings.steps.measured) * time.seconds)
+        warm_up = _warm_up_seconds(settings, hardware, hosts, time)
+        taken = rounds * (START_SECONDS + settings.steps.warmup * warm_up + settings.steps.measured * time.seconds)
         seconds += taken
         gpu_seconds += taken * settings.world_size
     return Cost(trials=count, seconds=seconds, gpu_hours=gpu_seconds / 3600, unknown=unknown)
+
+
+def _warm_up_seconds(settings: TrialSettings, hardware: Hardware, hosts: Machine | None, own: StepTime) -> float:
+    """Of one warm-up step, which may have a length of its own; where that has no prediction, of the trial's step."""
+    length = settings.steps.warmup_seq_len
+    if settings.task != "train" or length in (0, settings.seq_len):
+        return own.seconds
+    shorter, _ = time_or_reason(
+        replace(settings, seq_len=length), hardware, node_ranks=ranks_of_node(settings, hosts)
+    )  # fmt: skip
+    return shorter.seconds if shorter else own.seconds

@@ -38,7 +38,7 @@ from harness.metrics.flops import work_of
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB
 from harness.plan.checkpointing import with_plan
-from harness.plan.predict import predict
+from harness.plan.predict import fits_gpu, gpu_room, predict
 from harness.plan.times import ranks_of_node
 from harness.records.forecasts import correction_of
 from harness.records.record import Record
@@ -54,11 +54,13 @@ MAX_RANKS = 1 << 16  # choosing a layout looks at every rank
 _DEVICE_OF_KERNEL = {"cpu": "cpu", "fa2": "cuda", "cudnn": "cuda", "fa4": "cuda", "flex": "cuda"}
 
 
-def plan(experiment: Experiment, machine: Machine, earlier: Sequence[Record] = ()) -> tuple[Trial, ...]:
+def plan(
+    experiment: Experiment, machine: Machine, earlier: Sequence[Record] = (), *, hardware: Hardware | None = None
+) -> tuple[Trial, ...]:
     """All trials of an experiment on a machine: tasks, then the sweep with its last axis fastest, then seeds.
 
     Where `checkpoint` is auto, its values are chosen here for this machine (harness.plan.checkpointing), by what
-    `earlier` trials took as well.
+    `earlier` trials took as well; at the speeds of `hardware`, by default of the shipped file of the machine's GPU.
 
     Combinations with equal settings become one trial. Raises UsageError when model settings contradict each other, and
     before any is formed when there are too many.
@@ -70,7 +72,7 @@ def plan(experiment: Experiment, machine: Machine, earlier: Sequence[Record] = (
     )
     one_of_each: dict[str, Trial] = {}  # a value and the `auto` that stands for it are one trial
     for asked in settings:
-        each, forecast = _with_plan(asked, machine, earlier)
+        each, forecast = _with_plan(asked, machine, earlier, hardware)
         trial = Trial(
             experiment=experiment.name,
             title=experiment.title,
@@ -102,9 +104,10 @@ def at_length(trial: Trial, seq_len: int, machine: Machine, earlier: Sequence[Re
 
 
 def _with_plan(
-    settings: TrialSettings, machine: Machine, earlier: Sequence[Record]
+    settings: TrialSettings, machine: Machine, earlier: Sequence[Record], hardware: Hardware | None = None
 ) -> tuple[TrialSettings, Forecast | None]:
-    return with_plan(settings, machine, correction_of(settings, machine.gpu_name or "cpu", earlier))
+    correction = correction_of(settings, machine.gpu_name or "cpu", earlier)
+    return with_plan(settings, machine, correction, hardware)
 
 
 def _check_count(experiment: Experiment) -> None:
@@ -198,8 +201,8 @@ def plan_table(
     `model_tflop` is what one step or call computes over all ranks, in 1e12 model FLOPs. With `hosts`, several as one
     machine, also how many of them a trial takes and its ranks on each, empty where it does not spread. With `hardware`,
     the prediction of `harness.plan.predict`: seconds of a step or call, GiB of a rank on its GPU and on the host, and
-    whether the GPU has the former; None where there is no prediction. Where the planner chose for some of the
-    trials, what it chose and why, in words.
+    whether the former fits the GiB that the trial may take of the GPU (`gpu_room_gib`); None where there is no
+    prediction. Where the planner chose for some of the trials, what it chose and why, in words.
 
     A row of `settings: as_published` or `tuned` says in `from_table` which settings came from the table, with their
     values, in `by_hand` which of those that the table may fill the experiment gave, in `notes` what no setting says.
@@ -217,7 +220,7 @@ def plan_table(
             | {"model_tflop": _model_tflop(trial.settings)}
             | (_origin(trial, flat) if trial.settings.settings != EQUAL else {})
             | (_spread(trial.settings.world_size, hosts) if hosts else {})
-            | (_predicted(trial.settings, hardware, hosts) if hardware else {})
+            | (_predicted(trial, hardware, hosts) if hardware else {})
             | ({"checkpoint_plan": trial.plan.words if trial.plan else None} if planning else {})
             | {"can_run": trial.unsupported_reason is None, "reason": trial.unsupported_reason or ""}
         )
@@ -238,13 +241,16 @@ def _spread(ranks: int, hosts: Machine) -> dict[str, Any]:
     return {"nodes": count or "", "ranks_per_node": ranks // count if count else ""}
 
 
-def _predicted(settings: TrialSettings, hardware: Hardware, hosts: Machine | None) -> dict[str, Any]:
+def _predicted(trial: Trial, hardware: Hardware, hosts: Machine | None) -> dict[str, Any]:
+    settings = trial.settings
     found = predict(settings, hardware, node_ranks=ranks_of_node(settings, hosts))
+    fits = None if found.gpu_gib is None else fits_gpu(found.gpu_gib, settings, hardware)
     return {
         "predicted_seconds": found.seconds,
         "predicted_gpu_gib": found.gpu_gib,
         "predicted_host_gib": found.host_gib,
-        "predicted_to_fit": None if found.gpu_gib is None else found.gpu_gib <= hardware.memory_gib,
+        "gpu_room_gib": gpu_room(settings, hardware),
+        "predicted_to_fit": fits if trial.plan is None else bool(fits and trial.plan.fits),
     }
 
 

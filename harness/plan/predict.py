@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.checkpoint.planning.memory import RankMemory, memory_of
-from engine.settings import TrialSettings
+from engine.checkpoint.planning.choice import choice_of
+from engine.checkpoint.planning.memory import MemoryModel, RankMemory, memory_of
+from engine.checkpoint.planning.plan import ALLOCATED_WITHIN
+from engine.settings import TrialSettings, size_in_bytes
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB
 from harness.plan.times import time_or_reason
@@ -43,3 +45,21 @@ def engine_memory(settings: TrialSettings) -> RankMemory | None:
     tensor-parallel ranks, hold what they hold."""
     native = is_native(method_named(settings.method))
     return memory_of(settings) if settings.task == "train" and native and settings.tp_size == 1 else None
+
+
+def memory_by_moment(settings: TrialSettings) -> dict[str, float]:
+    """GiB allocated on the fullest rank at the moments of a step; empty where `engine_memory` says nothing."""
+    if engine_memory(settings) is None:
+        return {}
+    return {name: size / GIB for name, size in MemoryModel(settings).by_moment(choice_of(settings)).items()}
+
+
+def gpu_room(settings: TrialSettings, hardware: Hardware) -> float:
+    """GiB that a rank may allocate: what the GPU has, or the setting `memory` where that is less."""
+    asked = size_in_bytes(settings.memory, "memory") / GIB if settings.memory else hardware.memory_gib
+    return min(asked, hardware.memory_gib)
+
+
+def fits_gpu(gpu_gib: float, settings: TrialSettings, hardware: Hardware) -> bool:
+    """Whether so many predicted GiB fit the room of a trial, with the memory model's error on top."""
+    return (1 + ALLOCATED_WITHIN) * gpu_gib <= gpu_room(settings, hardware)

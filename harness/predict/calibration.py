@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,17 +23,19 @@ from engine.plain_json import to_json
 from engine.settings import ModelShape
 from harness.base.errors import UsageError
 from harness.metrics.hardware import hardware_for
+from harness.records.record import read_records
 
 _MODULE = "engine.tasks.calibrate"
 _GPU_REQUEST = {
     "tokens": 16384, "heads": 32, "head_dim": 128, "tiles": [2048, 4096, 8192, 16384, 32768, 65536],
-    "memory_bytes": 4 << 30, "message_bytes": [1 << 12, 1 << 20, 1 << 24, 1 << 28],
+    "memory_bytes": 4 << 30, "message_bytes": [1 << 16, 1 << 20, 1 << 24, 1 << 28],
 }  # fmt: skip
 _CPU_REQUEST = {
     "tokens": 256, "heads": 2, "head_dim": 16, "tiles": [128, 256], "memory_bytes": 1 << 24,
-    "message_bytes": [1 << 10, 1 << 20],
+    "message_bytes": [1 << 16, 1 << 20],
 }  # fmt: skip
 _LOG_LINES = 3
+_MODEL_GEMM = r"gemm \S+"  # names of figures of all products of a model; those of one shape have its name behind
 _MEASURED = ("gemm_tflops", "kernel_ceilings", "kernel_tiles", "speeds")
 
 
@@ -50,6 +53,9 @@ class Figure:
     @property
     def spread(self) -> float:
         return (self.largest - self.least) / self.median
+
+
+ACROSS = "link across"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +81,35 @@ def measure(ranks: int, device: str, models: Sequence[ModelShape], *, timeout_se
     return Calibrated(
         device=about["name"], ranks=about["ranks"], torch=about["torch"],
         figures={name: Figure(**values) for name, values in found.items()},
+    )  # fmt: skip
+
+
+def links_across(run: Path) -> dict[str, Figure]:
+    """The link between nodes as the trials of a run over several nodes found it around their steps: GiB/s, and
+    microseconds of a small message where they measured that. Raises UsageError where none did, and for bad records."""
+    if not run.is_dir():
+        raise UsageError(f"--across {run}: found no directory; give that of a run over several nodes")
+    speeds: list[float] = []
+    latencies: list[float] = []
+    for record in read_records(run):
+        extra = record.measurement.extra if record.measurement else {}
+        last = extra.get("across_gib_per_second")
+        speeds += extra.get("link_gib_per_second", {"after": last} if last else {}).values()
+        latencies += [1e6 * extra["link_latency_seconds"]] if "link_latency_seconds" in extra else []
+    if not speeds:
+        raise UsageError(
+            f"--across {run}: no trial there measured a link between nodes; give the directory of a run over several "
+            "nodes (docs/cluster.md)"
+        )
+    what = f"messages to the next node while all ranks send, by the trials of {run.name}"
+    found = {ACROSS: _figure(speeds, "GiB/s", what)}
+    return found | ({"latency across": _figure(latencies, "us", what)} if latencies else {})
+
+
+def _figure(values: Sequence[float], unit: str, what: str) -> Figure:
+    return Figure(
+        median=statistics.median(values), least=min(values), largest=max(values), samples=len(values), unit=unit,
+        what=what,
     )  # fmt: skip
 
 
@@ -120,10 +155,11 @@ def _last_words(place: Path, rank: int) -> str:
 def constants(found: Calibrated) -> tuple[dict[str, float], dict[str, float]]:
     """(speeds, spread) of the prediction's constants that these figures give."""
     taken = {
-        "gemm_tflops": _slowest(found, r"gemm .*"),
+        "gemm_tflops": _slowest(found, _MODEL_GEMM),
         "memory_gib": found.figures.get("memory"),
         "host_gib": found.figures.get("host"),
         "inside_gib": _last(found, r"link inside (\d+)"),
+        "across_gib": found.figures.get(ACROSS),
     }
     kernels = [by_way for by_way in _attention(found).values() if "forward" in by_way]
     fastest = max(kernels, key=lambda by_way: _longest(by_way["forward"]).median, default={})
@@ -178,6 +214,7 @@ def hardware_document(found: Calibrated, *, memory_gib: float, gpus_per_node: in
     """The hardware file, as `load_hardware` reads it. What was not measured comes from this GPU's shipped file."""
     shipped = hardware_for(found.device)
     speeds, spread = constants(found)
+    of_shipped = {name: value for name, value in shipped.speeds.items() if name not in speeds} if shipped else {}
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
     where = f"{found.ranks} x {found.device}, torch {found.torch}"
     attention = _attention(found)
@@ -193,10 +230,10 @@ def hardware_document(found: Calibrated, *, memory_gib: float, gpus_per_node: in
     tile = r"attention \S+ \S+ "
     longest = max((each["tokens"][-1] for each in tiles.values()), default=0)
     of = {
-        "gemm_tflops": _conditions(found, "gemm .*"),
+        "gemm_tflops": _conditions(found, _MODEL_GEMM),
         "kernel_ceilings": _conditions(found, f"{tile}{longest}"),
         "kernel_tiles": _conditions(found, f"{tile}.*"),
-        "speeds": _conditions(found, f"(?!{tile}(?!{longest}$)).*"),
+        "speeds": _conditions(found, f"{_MODEL_GEMM}|{tile}{longest}|memory|host|link .*"),
     }
     document: dict[str, Any] = {
         "title": f"{shipped.title if shipped else found.device}, measured",
@@ -207,7 +244,7 @@ def hardware_document(found: Calibrated, *, memory_gib: float, gpus_per_node: in
         "gemm_tflops": _rounded(speeds["gemm_tflops"]),
         "kernel_ceilings": ceilings,
         "kernel_tiles": tiles,
-        "speeds": {name: _rounded(value) for name, value in speeds.items()},
+        "speeds": {name: _rounded(value) for name, value in (speeds | of_shipped).items()},
         "spread": {name: _rounded(value) for name, value in spread.items()},
         "measured": {
             key: {"when": day, "where": where, "what": of[key]} for key in _MEASURED
@@ -219,6 +256,11 @@ def hardware_document(found: Calibrated, *, memory_gib: float, gpus_per_node: in
             **dict.fromkeys(_MEASURED, f"measured {day} by burst calibrate"),
         },
     }  # fmt: skip
+    if shipped and of_shipped:
+        document["sources"]["speeds"] += (
+            f"; {', '.join(of_shipped)} were not measured here and are those of experiments/hardware/"
+            f"{shipped.name}.yaml: {shipped.sources['speeds']}"
+        )
     if not ceilings:
         for part in (document, document["measured"], document["sources"]):
             part.pop("kernel_ceilings")

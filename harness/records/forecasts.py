@@ -1,22 +1,25 @@
 """What came out of the plans of `checkpoint: auto`, and what the next plan of the same machine and shape makes of it.
 
-Nothing is kept beside the records for that: a record holds what its trial was expected to take and what it took, so a
-run that is resumed knows as much as one that was not stopped, and there is no further file to lose.
+Nothing is kept beside the records for that: a record holds what its trial was expected to take and what it took. A run
+reads its own records and those of other runs on this machine, so one that is resumed or begun anew knows as much as one
+that was not stopped, and there is no further file to lose.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine.checkpoint.planning.memory import GIB
 from engine.checkpoint.planning.plan import ALLOCATED_WITHIN, RESERVED_WITHIN
 from engine.forecast import Forecast
 from engine.settings import TrialSettings
-from harness.records.record import Record
+from harness.records.record import RECORD_FILE, Record, read_record
 
 _AFTER_OOM = 1.1  # a plan that ran out of memory needs this much more at least
 
+RUNS = Path("results") / "runs"  # below the working directory: what `burst run` leaves on this machine
 _SHAPE = ("model", "dtype", "cp_size", "world_size", "sharding")
 
 
@@ -29,6 +32,21 @@ class Correction:
 
 
 NO_CORRECTION = Correction()
+
+
+def records_with_plan(runs: Path = RUNS) -> list[Record]:
+    """Records of planned trials in the runs below `runs`. A file that is no record is passed over."""
+    found = []
+    for path in sorted(runs.glob(f"*/trials/*/{RECORD_FILE}")):
+        try:
+            if b'"added_seconds"' not in path.read_bytes():  # of a forecast, which most records lack
+                continue
+            record = read_record(path)
+        except (OSError, ValueError, ArithmeticError):
+            continue
+        if record.plan is not None:
+            found.append(record)
+    return found
 
 
 def correction_of(settings: TrialSettings, gpu: str, earlier: Iterable[Record]) -> Correction:

@@ -55,7 +55,7 @@ class Entry:
     hardware: str
     model: str
     gpus: int | None
-    cp_size: int | None  # where it is not the number of GPUs
+    cp_size: int | None  # ranks that share a sequence, where these are not all GPUs; by tensor parallelism too
     at: int  # sequence length, or batch size
     values: Mapping[str, float] = field(default_factory=dict)
     status: str = "ok"
@@ -136,7 +136,7 @@ def _own(
     values: Mapping[str, float],
     record: Path | None,
 ) -> Entry:
-    gpus, cp_size = row["world_size"], row["cp_size"]
+    gpus, cp_size = row["world_size"], row["cp_size"] * row["tp_size"]
     return Entry(
         origin=origin,
         series=series_name(figure, row),

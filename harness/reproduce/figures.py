@@ -18,6 +18,7 @@ from harness.spec.references import PAPER_DIR, paper_experiments
 T = TypeVar("T")
 
 FIGURES_FILE = "figures.yaml"
+TABLES = ("claims", "audit")  # that `burst reproduce` prints beside the figures
 EXPERIMENTS_DIR = Path(__file__).parents[2] / "experiments" / "paper"
 _CP_SIZE = re.compile(r" \[sp=(\d+)\]$")
 _CP_UNSTATED = " [sp unstated]"
@@ -93,8 +94,8 @@ def figure_named(name: str) -> PaperFigure:
     figures = paper_figures()
     if name not in figures:
         raise UsageError(
-            f"unknown figure {name}; {nearest(name, figures)} (`burst reproduce` lists the figures, `burst reproduce "
-            "audit` and `claims` are tables)"
+            f"unknown figure {name}; {nearest(name, (*figures, *TABLES))} (`burst reproduce` lists the figures, "
+            "`burst reproduce audit` and `claims` are tables)"
         )
     return figures[name]
 

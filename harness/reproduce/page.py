@@ -19,6 +19,7 @@ from harness.reproduce.drawing import draw_reproduction
 from harness.reproduce.entries import UNIT_OF
 from harness.reproduce.measured import Run, all_rows
 from harness.reproduce.predicted import PREDICTOR
+from harness.reproduce.printed import printed_by_systems, printed_table
 
 FOLDER = (
     "reproduction"  # of a run's directory: apart from the files that `burst report` makes and `burst verify` checks
@@ -51,8 +52,10 @@ def write_figure(found: Beside, out: Path) -> Path:
 def write_all(found: Sequence[tuple[Beside, str]], runs: Sequence[Run], predictor: str, out: Path) -> Path:
     """Every figure, the claims, the statements and the audit as one page with its files; returns the page."""
     make_writable(out)
-    claims = judged(all_rows(runs))
-    overview = [list_table(found, predictor), audit_table(recomputed_rows()), systems_table()]
+    rows = all_rows(runs)
+    claims = judged(rows)
+    printed = printed_table(printed_by_systems(rows))
+    overview = [list_table(found, predictor), audit_table(recomputed_rows()), systems_table(), printed]
     tables, plots = list(overview), []
     for one, _ in found:
         tables.append(points_table(one))

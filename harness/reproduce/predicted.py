@@ -66,7 +66,7 @@ def trials_of(figure: PaperFigure, scale: str, hardware: Hardware) -> list[Trial
     experiment = load_experiment(figure.experiment, scale)
     sizes = [experiment.fixed.get("world_size", 0), *experiment.sweep.get("world_size", ()),
              experiment.fixed.get("cp_size", 1), *experiment.sweep.get("cp_size", ())]  # fmt: skip
-    return list(plan(experiment, cluster_of(hardware, max(sizes))))
+    return list(plan(experiment, cluster_of(hardware, max(sizes)), hardware=hardware))
 
 
 def predicted_entries(

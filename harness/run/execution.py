@@ -83,11 +83,14 @@ class Execution:
         resume: Resume | None,
         ways: Ways,
         grown: Callable[[Sequence[str]], None],
+        shown: Sequence[Record] = (),
     ) -> None:
-        """`grown` is called with the ids of trials that the search adds to the plan."""
+        """`grown` is called with the ids of trials that the search adds to the plan; plans learn from `shown`, records
+        of other runs, as from those of this one."""
         self._trials = {trial.id: trial for trial in trials}  # forming an id takes a digest of all settings
         self._host, self._directory, self._records, self._view = host, directory, records, view
         self._resume, self._ways, self._bounds, self._grown = resume, ways, ways.bounds, grown
+        self._shown = shown
         self._pending = Pending(ways.repetition, retry_failed=resume is not None and resume.retry_failed)
         self._in_a_row = 0  # failures
         self._executed: set[str] = set()  # trials
@@ -97,7 +100,7 @@ class Execution:
         self._search = LengthSearch(
             ways.search,
             [trial for trial in trials if trial.unsupported_reason is None],
-            lambda trial, length: at_length(trial, length, host.machine, records.records()),
+            lambda trial, length: at_length(trial, length, host.machine, [*shown, *records.records()]),
         )
         for trial_id in self._trials:
             self._keep(trial_id)
@@ -278,7 +281,7 @@ class Execution:
             return trial
         if before is not None:
             return replace(trial, settings=before.settings, plan=before.plan)
-        return planned_again(trial, self._host.machine, self._records.records())
+        return planned_again(trial, self._host.machine, [*self._shown, *self._records.records()])
 
     def _take(self, trial: Trial, record: Record, number: int, where: str) -> Stopped | None:
         """Keep the record that a trial has left; returns why the run ends with it, if it does."""

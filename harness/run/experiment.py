@@ -11,6 +11,7 @@ from harness.base.errors import UsageError
 from harness.base.interrupts import held
 from harness.plan.matrix import nothing_can_run
 from harness.records.provenance import redacted_command
+from harness.records.record import Record
 from harness.report.run_records import RunRecords
 from harness.run.attempt import Host, now
 from harness.run.directory import opened_for_writing
@@ -38,15 +39,16 @@ def run_experiment(
     resume: Resume | None = None,
     again: Sequence[str] = (),
     records: RunRecords | None = None,
+    shown: Sequence[Record] = (),
 ) -> int:
     """Run all trials, or `only` some of them, and leave records and results.csv in `run_dir`; returns the exit code, 0
     or 1.
 
     `text` is what DIR/experiment.yaml is to hold. `resume` None starts afresh: an earlier run in `run_dir` is moved
     aside. `again` is the command line that started this; the command that resumes it is made from it. `records`, of
-    `run_dir` and not read yet, holds all of them afterwards. Raises UsageError, having run nothing, when no trial can
-    run, when `run_dir` cannot be used, or when it holds records of another experiment, commit, GPU or driver that
-    `resume` does not mix.
+    `run_dir` and not read yet, holds all of them afterwards. `shown` are records of other runs that plans of memory
+    learn from. Raises UsageError, having run nothing, when no trial can run, when `run_dir` cannot be used, or when it
+    holds records of another experiment, commit, GPU or driver that `resume` does not mix.
     """
     chosen = trials if only is None else only
     if problem := nothing_can_run(chosen):
@@ -82,7 +84,7 @@ def run_experiment(
         def grown(ids: Sequence[str]) -> None:
             describe([*(planned | dict.fromkeys(ids))])
 
-        run = Execution(chosen, host, directory, records, view, resume, ways, grown)
+        run = Execution(chosen, host, directory, records, view, resume, ways, grown, shown)
         run.check_hardware(say)
         found = run.mixed(experiment, planned, changed)
         if resume is None or not resume.mix:

@@ -14,7 +14,15 @@ from engine.training.files import ORDER_FILE, attempt_directory
 from engine.training.metrics import read_metrics
 from harness.machine.this_machine import Machine
 from harness.plan.checkpointing import with_plan
-from harness.records.forecasts import NO_CORRECTION, Correction, factor_after_oom, factor_of_peaks, same_shape
+from harness.records.forecasts import (
+    NO_CORRECTION,
+    Correction,
+    correction_of,
+    factor_after_oom,
+    factor_of_peaks,
+    records_with_plan,
+    same_shape,
+)
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
@@ -22,9 +30,15 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 def planned_for(settings: TrialSettings, machine: Machine, run: Path | None) -> tuple[TrialSettings, Forecast | None]:
     """The settings with the planner's values for this machine, and its forecast; None where nothing is left open.
 
-    `run` is the directory of a run that is resumed, whose earlier starts are looked at; None for a new run.
+    `run` is the directory of a run that is resumed, whose earlier starts are looked at; None for a new run. What trials
+    of this machine showed counts as well.
     """
-    return with_plan(settings, machine, NO_CORRECTION if run is None else _shown_in(run, settings))
+    if not settings.planned:
+        return settings, None
+    shown = [correction_of(settings, machine.gpu_name or "cpu", records_with_plan())]
+    if run is not None:
+        shown.append(_shown_in(run, settings))
+    return with_plan(settings, machine, max(shown, key=lambda correction: correction.factor))
 
 
 def _shown_in(run: Path, settings: TrialSettings) -> Correction:

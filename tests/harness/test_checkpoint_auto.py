@@ -13,12 +13,13 @@ from engine.measurement import write_json
 from engine.plain_json import to_json
 from engine.settings import Checkpoint, TrialSettings
 from harness.base.errors import UsageError
+from harness.cli import main
 from harness.machine.this_machine import Machine, imagined
 from harness.metrics.hardware import hardware_named
 from harness.plan.checkpointing import budget_of, planner_speeds
 from harness.plan.matrix import plan, planned_again
 from harness.predict.speeds import speeds_of
-from harness.records.forecasts import correction_of, outcome_in_words
+from harness.records.forecasts import correction_of, outcome_in_words, records_with_plan
 from harness.records.record import Record, read_record, write_record
 from harness.report.results import row_of
 from harness.report.variants import series_of, varying_settings
@@ -161,6 +162,41 @@ def test_a_peak_above_the_prediction_corrects_the_next_plan_of_that_machine_and_
     assert planned_again(second, H200, [other_gpu]) is second
     other_model = only(tmp_path, "fixed.checkpoint=auto", "model=7b", "fixed.memory=139GiB")
     assert planned_again(other_model, H200, [seen]) is other_model
+
+
+def test_a_new_run_and_a_training_run_plan_with_what_other_runs_of_this_machine_showed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = TEXT.replace("model: 1b", "model: tiny").replace("64k", "1k").replace("bf16, memory: 40GiB", "fp32")
+    path = tmp_path / "question.yaml"
+    path.write_text(text, encoding="utf-8")
+    training = tmp_path / "run.yaml"
+    training.write_text("model: tiny\nseq_len: 1k\nsteps: 2\ndtype: fp32\n", encoding="utf-8")
+    asked = load_training(training).config.settings
+
+    def planned() -> list[str]:
+        assert main(["plan", str(path), "--json"]) == 0
+        [row] = json.loads(capsys.readouterr().out)
+        _, forecast = planned_for(asked, LAPTOP, None)
+        assert forecast is not None
+        return [row["checkpoint_plan"], forecast.words]
+
+    assert not any("times" in words for words in planned())
+    here = only(tmp_path, text=text, machine=LAPTOP)
+    lost = Record(
+        trial_id=here.id, experiment="another", title="", settings=here.settings, system="", status="oom",
+        reason="out of memory", gpu="cpu", plan=here.plan,
+    )  # fmt: skip
+    write_record(tmp_path / "results" / "runs" / "another" / "trials" / here.id, lost)
+    bad = tmp_path / "results" / "runs" / "bad" / "trials" / here.id
+    bad.mkdir(parents=True)
+    (bad / "record.json").write_text('{"added_seconds"', encoding="utf-8")
+    assert records_with_plan() == [lost]
+    for words in planned():
+        assert f" times ({here.id}: out of memory, with " in words
+    assert main(["plan", str(path), "--hardware", "h200", "--json"]) == 0
+    assert "times" not in json.loads(capsys.readouterr().out)[0]["checkpoint_plan"]
 
 
 def test_out_of_memory_corrects_more_each_time(tmp_path: Path) -> None:

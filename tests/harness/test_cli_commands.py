@@ -150,6 +150,46 @@ def test_plan_predicts_time_and_memory_on_hardware_that_is_not_there(experiment,
     assert [row["predicted_to_fit"] for row in rows] == [True, False]
 
 
+def test_a_hardware_file_of_ones_own_is_what_a_plan_predicts_with(tmp_path, capsys):
+    own = (
+        "title: Own\ngpu_names: [{name}]\npeak_bf16_tflops: 989\nmemory_gib: 80\nspeeds: {{gemm_tflops: 1}}\n"
+        "sources: {{peak_bf16_tflops: x, memory_gib: x, speeds: x}}\n"
+    )
+    path = tmp_path / "question.yaml"
+    path.write_text("task: train\nmodel: 1b\nfixed: {method: burst, dtype: bf16, seq_len: 64k}\n", encoding="utf-8")
+    for name in ("NVIDIA H200", "Another GPU"):  # also where a shipped file has the name
+        file = tmp_path / "own.yaml"
+        file.write_text(own.format(name=name), encoding="utf-8")
+        assert main(["plan", str(path), "--hardware", str(file), "--json"]) == 0
+        [row] = json.loads(capsys.readouterr().out)
+        assert row["predicted_seconds"] > 100
+        assert row["gpu_room_gib"] == 80
+        assert " of 80 GiB" in row["checkpoint_plan"]
+
+
+def test_a_trial_that_its_budget_does_not_hold_is_not_among_those_that_can_run(tmp_path, capsys):
+    path = tmp_path / "budgets.yaml"
+    path.write_text(
+        "task: train\nmodel: llama3_8b\nsweep: {memory: [24GiB, 40GiB, 80GiB]}\n"
+        "fixed: {method: burst, dtype: bf16, seq_len: 64k}\n",
+        encoding="utf-8",
+    )
+    for options in ([], ["--set", "fixed.checkpoint={every: 1, offload: inputs}", "--set", "fixed.mlp_tiles=8"]):
+        words = ["plan", str(path), "--hardware", "h200", "--set", "fixed.optimizer_offload=true", *options]
+        assert main([*words, "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)
+        assert [(row["predicted_to_fit"], row["gpu_room_gib"]) for row in rows] == [
+            (False, 24), (False, 40), (True, 80),
+        ]  # fmt: skip
+        assert main(words) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "3 trials, 1 can run on" in printed
+        assert "1 further trial would hold 6" in printed
+        assert "where the setting memory leaves 24;" in printed
+        assert "where the setting memory leaves 40;" in printed
+        assert "mlp_tiles checkpoint" not in printed  # the list of what was left open has no column
+
+
 def test_what_is_unknown_is_no_column_and_null_in_json(experiment, capsys):
     assert main(["plan", experiment, "--hardware", "a100"]) == 0
     assert "predicted_" not in capsys.readouterr().out

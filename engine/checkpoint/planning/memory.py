@@ -128,40 +128,54 @@ class MemoryModel:
     def of(self, choice: Choice, *, least: bool = False) -> RankMemory:
         """The most that a rank holds with this choice; `least`: no more than with any choice of `checkpoint.mlp` and at
         least as much kept, because what the MLP of a layer kept whole needs for a moment is left out."""
-        checkpoint, layers = choice.checkpoint, self._layers
         held = self._by_offload[choice.optimizer_offload]
-        again = checkpoint.layers_again(layers)
-        inputs, attention, host = self._kept(checkpoint, again)
-        saved = self._saved_whole(choice)
-        whole = (layers - again) * saved
-        layer = held.gathered + (choice.gather_ahead - 1) * held.further
-        head = held.head + self._head_states(choice.head_tiles)
-        moments = [(whole + inputs + attention + head, 0.0)]  # bytes without and of gradients
-        if again < layers:
-            peak = self._whole_layer(choice, held.mlp_sums, least)
-            moments.append((whole + inputs + attention + layer + peak, self._head_gradient))
-            gathered = layer if again else held.gathered_first
-            moments.append((saved + inputs + attention + gathered + peak, self._gradients(again)))
-        if again:
-            peak = self._layer(choice, held.mlp_sums)
-            moments.append((inputs + attention + layer + peak, self._gradients(again - 1)))
-            # The first layer's own tensors: its group's input and its attention.
-            first = (inputs / group_starts(checkpoint, again) + attention / again) if inputs or attention else 0.0
-            moments.append((first + held.gathered_first + peak, self._gradients(0)))
+        head, *others = self._moments(choice, least).values()
         moments_on_device = 0.0 if choice.optimizer_offload else 2 * self._parameters
-        host += 2 * self._parameters - moments_on_device
         base = self._parameters + moments_on_device + held.copies
-        fullest = max(activations + gradients for activations, gradients in moments)
-        moments[0] = moments[0][0] + self._left_by_head, 0.0
+        fullest = max(activations + gradients for activations, gradients in (head, *others))
+        moments = ((head[0] + self._left_by_head, 0.0), *others)
         if held is self._sharded:
             reserved = max(activations for activations, _ in moments) + self._parameters
         else:
             reserved = max(activations + gradients for activations, gradients in moments)
+        *_, kept_on_host = self._kept(choice.checkpoint, choice.checkpoint.layers_again(self._layers))
         return RankMemory(
             allocated=base + fullest,
             reserved=_SMALL + _ROUNDING * (base + reserved),
-            host=_PROCESS + host,
+            host=_PROCESS + kept_on_host + 2 * self._parameters - moments_on_device,
         )
+
+    def by_moment(self, choice: Choice) -> dict[str, float]:
+        """Allocated bytes at the moments that may be the fullest, and in the optimizer's update, in their order."""
+        base = self._parameters * (1 if choice.optimizer_offload else 3)
+        base += self._by_offload[choice.optimizer_offload].copies
+        found = {name: base + sum(parts) for name, parts in self._moments(choice, least=False).items()}
+        return found | {"optimizer": base + self._parameters}
+
+    def _moments(self, choice: Choice, least: bool) -> dict[str, tuple[float, float]]:
+        """Bytes without and of gradients at each moment, beyond parameters and the optimizer's states."""
+        checkpoint, layers = choice.checkpoint, self._layers
+        held = self._by_offload[choice.optimizer_offload]
+        again = checkpoint.layers_again(layers)
+        inputs, attention, _ = self._kept(checkpoint, again)
+        saved = self._saved_whole(choice)
+        whole = (layers - again) * saved
+        layer = held.gathered + (choice.gather_ahead - 1) * held.further
+        moments = {"LM head": (whole + inputs + attention + held.head + self._head_states(choice.head_tiles), 0.0)}
+        if again < layers:
+            peak = self._whole_layer(choice, held.mlp_sums, least)
+            moments["backward of the last layer"] = (whole + inputs + attention + layer + peak, self._head_gradient)
+            gathered = layer if again else held.gathered_first
+            first = "backward of the first layer kept whole" if again else "backward of the first layer"
+            moments[first] = (saved + inputs + attention + gathered + peak, self._gradients(again))
+        if again:
+            peak = self._layer(choice, held.mlp_sums)
+            last = "backward of the last layer" if again == layers else "backward of the last layer computed again"
+            moments[last] = (inputs + attention + layer + peak, self._gradients(again - 1))
+            # The first layer's own tensors: its group's input and its attention.
+            own = (inputs / group_starts(checkpoint, again) + attention / again) if inputs or attention else 0.0
+            moments["backward of the first layer"] = (own + held.gathered_first + peak, self._gradients(0))
+        return moments
 
     def _gradients(self, layer: int) -> float:
         """Sharded gradients when the backward of `layer`, counted from 0, begins: the head's and later layers'."""

@@ -129,7 +129,7 @@ def kept_in_words(choice: Choice, layers: int) -> list[str]:
         inputs = "input" if checkpoint.every == 1 else f"input of every {checkpoint.every}th ({checkpoint.replay})"
         part = "" if checkpoint.tail == 1 else f"{checkpoint.tail:.0%} of "
         attention = f"{part}attention" if checkpoint.tail else ""
-        which = f"{again} layers" if whole else f"all {layers} layers"
+        which = f"all {layers} layers" if not whole else f"{again} layer{'s' if again > 1 else ''}"
         kept = f"{inputs} and {attention}" if attention else inputs
         words.append(f"of {which} {kept}{where}")
     words += [f"MLP in {choice.mlp_tiles} tiles"] * (choice.mlp_tiles > 1)

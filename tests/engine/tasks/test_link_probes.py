@@ -51,17 +51,19 @@ def measured_on_two_nodes(task: str, steps: Steps, same_host: bool) -> tuple[Mea
 def test_the_link_is_measured_before_between_and_after_the_measured_steps(task) -> None:
     ranks = run_on_ranks(2, measured_on_two_nodes, task, Steps(warmup=1, measured=3), False)
     for measurement, events in ranks:
-        assert events == ["link", "step 1", "step 2", "link", "step 3", "step 4", "link"]
+        # The last two are of the speed and of the latency.
+        assert events == ["link", "step 1", "step 2", "link", "step 3", "step 4", "link", "link"]
         speeds = measurement.extra["link_gib_per_second"]
         assert tuple(speeds) == MOMENTS
         assert min(speeds.values()) > 0
         assert measurement.extra["across_gib_per_second"] == speeds["after"]
+        assert 0 < measurement.extra["link_latency_seconds"] < 1
     assert ranks[0][0].extra["link_gib_per_second"] == ranks[1][0].extra["link_gib_per_second"]
 
 
 def test_with_one_measured_step_the_link_is_measured_after_the_warm_up() -> None:
     ((_, events), _) = run_on_ranks(2, measured_on_two_nodes, "attention", Steps(warmup=1, measured=1), False)
-    assert events == ["link", "step 1", "link", "step 2", "link"]
+    assert events == ["link", "step 1", "link", "step 2", "link", "link"]
 
 
 def test_the_bytes_between_nodes_are_recorded_beside_all_bytes() -> None:
@@ -74,7 +76,7 @@ def test_the_bytes_between_nodes_are_recorded_beside_all_bytes() -> None:
 def test_ranks_of_one_node_measure_no_link() -> None:
     for measurement, events in run_on_ranks(2, measured_on_two_nodes, "train", Steps(warmup=1, measured=2), True):
         assert events == ["step 1", "step 2", "step 3"]
-        assert not {"link_gib_per_second", "across_gib_per_second"} & measurement.extra.keys()
+        assert not {"link_gib_per_second", "across_gib_per_second", "link_latency_seconds"} & measurement.extra.keys()
 
 
 def sizes_of_messages(message_bytes: int) -> list[Any]:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from engine.settings import TrialSettings
+from engine.tasks.products import matrix_products
 from harness.cli import main
 from harness.metrics.hardware import hardware_named, load_hardware
 from harness.plan.forecast import cost_of, forecast, held_out_width, longest
+from harness.predict.calibration import Calibrated, Figure, hardware_document
 from harness.predict.speeds import speeds_of
+from harness.records.record import write_record
 from harness.spec.models import named_model
+from tests.harness.synthetic_records import record
 
 
 def predicted(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, object]]:
@@ -128,6 +133,8 @@ def test_the_table_prints_phases_and_what_is_assumed(capsys: pytest.CaptureFixtu
     assert main(["predict", "--hardware", "h200", "--seq-len", "256k", "--cp-size", "16"]) == 0
     printed = capsys.readouterr().out
     assert "attention backward" in printed
+    assert "memory, backward of the first layer" in printed
+    assert printed.count("the fullest") == 1
     assert "nine of ten" in printed
 
 
@@ -145,7 +152,48 @@ def test_the_longest_sequence_fits_and_the_next_longer_one_does_not(capsys: pyte
     assert row["seq_len"] == found.seq_len
     assert row["fits"] is True
     assert main(["predict", "--hardware", "a800", "--model", "70b", "--cp-size", "1", "--longest"]) == 2
-    assert "no sequence of 70b fits" in capsys.readouterr().err
+    assert "burst with 70b and cp_size 1 on NVIDIA A800 80 GB: no sequence fits" in capsys.readouterr().err
+
+
+def test_the_longest_sequence_keeps_to_a_budget_and_to_the_planners_word(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "1b", "--cp-size", "1", "--longest", "--set", "memory=24GiB")
+    [by_hand] = predicted(capsys, *words)
+    [planned] = predicted(capsys, *words, "--set", "checkpoint=auto")
+    for row in (by_hand, planned):
+        assert row["fits"] is True
+        assert 0.9 * 24 < 1.04 * float(str(row["gpu_gib"])) <= 24
+    assert int(str(planned["seq_len"])) > int(str(by_hand["seq_len"]))
+    assert "nothing fits" not in str(planned["plan"])
+    [wide] = predicted(capsys, *words[:-1], "memory=1TiB")
+    assert int(str(wide["seq_len"])) > int(str(by_hand["seq_len"]))
+
+
+def test_a_combination_without_a_longest_sequence_is_a_row_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "70b", "--cp-size", "1,64", "--longest", "--method", "burst,torchtitan_upstream")
+    rows = predicted(capsys, *words)
+    assert [row["seq_len"] is None for row in rows] == [True, False, True, True]
+    assert "no sequence fits" in str(rows[0]["reason"])
+    assert "no memory is predicted of method torchtitan_upstream" in str(rows[2]["reason"])
+    assert main(["predict", "--hardware", "a800", *words]) == 0
+    assert "no sequence fits" in capsys.readouterr().out
+    assert main(["predict", "--hardware", "a800", "--longest", "--task", "attention"]) == 2
+    assert "no memory is predicted of task attention" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "levers",
+    [(), ("checkpoint.every=0",), ("checkpoint.whole_layers=3", "checkpoint.every=4"), ("optimizer_offload=true",)],
+)
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_the_fullest_moment_is_the_memory_of_a_trial(
+    levers: tuple[str, ...], ranks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", "1b", "--seq-len", "128k", "--cp-size", str(ranks)]
+    [row] = predicted(capsys, *words, *(word for lever in levers for word in ("--set", lever)))
+    moments = row["gib_by_moment"]
+    assert max(moments.values()) == pytest.approx(row["gpu_gib"], rel=1e-12)
+    assert {"LM head", "backward of the last layer", "backward of the first layer", "optimizer"} <= moments.keys()
+    assert min(moments.values()) > 0
 
 
 def test_the_interval_is_that_of_the_held_out_rows_and_a_plan_costs_what_its_trials_take() -> None:
@@ -158,6 +206,10 @@ def test_the_interval_is_that_of_the_held_out_rows_and_a_plan_costs_what_its_tri
     steps = settings.steps.warmup + settings.steps.measured
     assert cost.seconds == pytest.approx(6 * (25 + steps * one.time.seconds))
     assert cost.gpu_hours == pytest.approx(8 * cost.seconds / 3600)
+    short = forecast(replace(settings, seq_len=1 << 15), hardware)
+    assert short.time is not None
+    warmed = replace(settings, steps=replace(settings.steps, warmup=2, measured=3, warmup_seq_len=1 << 15))
+    assert cost_of([warmed], hardware).seconds == pytest.approx(25 + 2 * short.time.seconds + 3 * one.time.seconds)
 
 
 def test_this_machine_is_measured_and_the_file_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,6 +219,11 @@ def test_this_machine_is_measured_and_the_file_is_read_back(tmp_path: Path, caps
     hardware = load_hardware(path)
     measured = yaml.safe_load(path.read_text())["measured"]
     assert measured["gemm_tflops"]["what"].startswith("products of tiny")
+    assert "forward and both gradients" not in measured["gemm_tflops"]["what"] + measured["speeds"]["what"]
+    shapes = {name for name in hardware.figures if name.startswith("gemm tiny ")}
+    assert shapes == {f"gemm tiny {each.name}" for each in matrix_products(named_model("tiny"))}
+    assert " us (" in hardware.figures["latency inside"]
+    assert "across_gib" not in hardware.speeds
     assert "128 tokens" not in measured["kernel_ceilings"]["what"]  # of the longest tile alone
     assert measured["kernel_tiles"]["what"].startswith("128 tokens")
     assert {"gemm_tflops", "memory_gib", "inside_gib", "attention_forward_tflops"} <= hardware.speeds.keys()
@@ -180,6 +237,47 @@ def test_this_machine_is_measured_and_the_file_is_read_back(tmp_path: Path, caps
     assert path.read_bytes() == before
     assert main(["predict", "--hardware", str(path), "--model", "tiny", "--seq-len", "4k", "--cp-size", "2"]) == 0
     assert yaml.safe_load(before)["sources"]["speeds"].startswith("measured")
+
+
+def test_a_calibration_takes_the_link_between_nodes_from_the_trials_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, run = tmp_path / "here.yaml", tmp_path / "over_nodes"
+    for number, (link, latency) in enumerate(((4.0, 2e-5), (6.0, 4e-5))):
+        one = record(method="burst", cp_size=2, seq_len=1024 + number)
+        assert one.measurement is not None
+        one.measurement.extra |= {
+            "link_gib_per_second": {"before": link - 1, "between": link, "after": link + 1},
+            "across_gib_per_second": link + 1, "link_latency_seconds": latency,
+        }  # fmt: skip
+        write_record(run / "trials" / one.trial_id, one)
+    assert main(["calibrate", "--out", str(path), "--ranks", "1", "--model", "tiny", "--across", str(run)]) == 0
+    hardware = load_hardware(path)
+    assert hardware.speeds["across_gib"] == pytest.approx(5)
+    assert hardware.spread["across_gib"] == pytest.approx((7 - 3) / 5)
+    assert hardware.figures["link across"].startswith("5 GiB/s (3 to 7, 6 samples)")
+    assert hardware.figures["latency across"].startswith("30 us (20 to 40, 2 samples)")
+    capsys.readouterr()
+    for wrong, sentence in ((tmp_path / "nowhere", "found no directory"), (tmp_path, "no trial there measured a link")):
+        assert main(["calibrate", "--out", str(tmp_path / "other.yaml"), "--across", str(wrong)]) == 2
+        assert sentence in capsys.readouterr().err
+    (run / "trials" / one.trial_id / "record.json").write_text("{", encoding="utf-8")
+    assert main(["calibrate", "--out", str(tmp_path / "other.yaml"), "--across", str(run)]) == 2
+    assert "record.json is not a record" in capsys.readouterr().err
+    assert not (tmp_path / "other.yaml").exists()
+
+
+def test_what_a_calibration_does_not_measure_comes_from_the_shipped_file_of_that_gpu() -> None:
+    speed = Figure(median=700.0, least=690.0, largest=710.0, samples=5, unit="TFLOP/s", what="products of 1b")
+    found = Calibrated(device="NVIDIA H200", ranks=1, torch="2.13", figures={"gemm 1b": speed})
+    document = hardware_document(found, memory_gib=139.0, gpus_per_node=1)
+    shipped = hardware_named("h200")
+    assert document["speeds"] == shipped.speeds | {"gemm_tflops": 700.0}
+    assert document["spread"] == {"gemm_tflops": pytest.approx(20 / 700, rel=1e-3)}
+    assert "across_gib" in document["sources"]["speeds"]
+    assert "experiments/hardware/h200.yaml" in document["sources"]["speeds"]
+    unknown = hardware_document(replace(found, device="Other GPU"), memory_gib=139.0, gpus_per_node=1)
+    assert unknown["speeds"] == {"gemm_tflops": 700.0}
 
 
 def test_a_calibration_that_fails_says_which_rank_and_leaves_no_file(

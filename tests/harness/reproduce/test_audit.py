@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
+from pathlib import Path
 
 import pytest
 
+from harness.report.results import row_of
 from harness.report.tables.table import to_csv
 from harness.reproduce.audit import (
     audit_table,
@@ -14,6 +17,11 @@ from harness.reproduce.audit import (
     recomputed_systems,
     systems_table,
 )
+from harness.reproduce.measured import all_rows, runs_in
+from harness.reproduce.printed import printed_by_systems, printed_table
+from tests.harness.synthetic_records import H200, LARGE, record
+
+PUBLISHED = Path(__file__).parents[3] / "results" / "published"
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +74,33 @@ def test_systems_without_speed_or_time_are_listed_and_not_recomputed() -> None:
         assert (rate is None) == (utilisation is None) == (given is None)
         assert utilisation is None or 0.05 < utilisation < 1
         assert system.where.startswith("https://")
+
+
+def test_what_systems_printed_stands_beside_our_count_of_the_same_trial() -> None:
+    """torchtitan counts attention without the causal mask, and so more the longer the sequence; Megatron-LM counts it
+    as we do."""
+    printed = printed_by_systems(all_rows(runs_in([PUBLISHED / "h200x1"])))
+    torchtitan = [one for one in printed if one.row["method"] == "torchtitan_upstream"]
+    assert [one.row["seq_len"] for one in torchtitan] == sorted(one.row["seq_len"] for one in torchtitan)
+    assert [one.ratio for one in torchtitan] == sorted(one.ratio for one in torchtitan)
+    assert torchtitan[0].ratio > 1.3
+    megatron = [one for one in printed if one.row["method"] == "megatron_lm_upstream"]
+    assert len(megatron) >= 6
+    assert all(abs(one.ratio - 1) < 0.03 for one in megatron)
+    table = printed_table(printed)
+    assert {printed[place].row["method"] for place in table.marked} == {"torchtitan_upstream"}
+    for one in printed:
+        assert one.ratio == (one.tflops or 0) / one.row["tflops_per_gpu"]
+
+
+def test_a_share_alone_is_compared_with_ours_and_a_trial_that_printed_neither_is_left_out() -> None:
+    made = record(gpu=H200, model=LARGE, dtype="bf16", method="torchtitan_upstream", seconds=2.0, seq_len=1024)
+    assert made.measurement is not None
+    rows = []
+    for name, own in (("share", {"mfu": 50.0, "tps": 10.0}), ("neither", {"tps": 10.0})):
+        measured = dataclasses.replace(made.measurement, extra={"upstream": {"printed": own}})
+        rows.append((row_of(dataclasses.replace(made, measurement=measured)), Path("run") / "trials" / name / "r.json"))
+    [one] = printed_by_systems(rows)
+    assert (one.tflops, one.mfu) == (None, 0.5)
+    assert one.ratio == 0.5 / one.row["mfu"]
+    assert "neither" not in to_csv(printed_table([one]))

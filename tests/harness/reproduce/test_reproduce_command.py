@@ -61,6 +61,7 @@ def test_the_smoke_scale_of_every_figure_runs_on_two_cores(tmp_path: Path, name:
     ("arguments", "expected"),
     [
         (["sprase"], "unknown figure sprase; did you mean sparse?"),
+        (["claim"], "unknown figure claim; did you mean claims?"),
         (["sparse", "--scale", "huge", "--draw-only"], "unknown scale huge; expected paper, node, one_gpu or smoke"),
         (["sparse", "--set", "fixed.seqlen=4", "--draw-only"], "seq_len"),
         (["sparse", "--hardware", "h20", "--draw-only"], "hardware 'h20' has no file"),
@@ -93,7 +94,7 @@ def test_the_list_the_claims_and_the_audit_are_json_for_programs(tmp_path, monke
     for words in ([], ["claims"], ["audit"], ["e2e_main"]):
         assert main(["reproduce", *words, "--json"]) == 0
         found |= json.loads(capsys.readouterr().out)
-    assert set(found) == {"figures", "claims", "audit", "systems", "reproduction_e2e_main"}
+    assert set(found) == {"figures", "claims", "audit", "systems", "printed", "reproduction_e2e_main"}
     assert len(found["figures"]) == 15
     assert {one["verdict"] for one in found["claims"]} <= {"reproduced", "partly", "not", "not comparable"}
     assert not (tmp_path / "results").exists(), "printing leaves no files"
@@ -113,7 +114,7 @@ def test_the_page_of_everything_links_records_and_escapes_what_it_shows(tmp_path
     figures = [paper_figures()[name] for name in ("ablation", "attention_share_analytic")]
     path = write_all([(beside(figure, runs), "none") for figure in figures], runs, "predicted: <nothing>", tmp_path)
     page = path.read_text(encoding="utf-8")
-    for section in ("claims", "statements", "figures", "audit", "systems", "reproduction_ablation"):
+    for section in ("claims", "statements", "figures", "audit", "systems", "printed", "reproduction_ablation"):
         assert f'id="{section}"' in page
     assert "h200x4/million_tokens/trials/" in page
     assert "predicted: &lt;nothing&gt;" in page
