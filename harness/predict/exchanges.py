@@ -62,7 +62,22 @@ def _burst(settings: TrialSettings, problem: AttentionProblem, speeds: Speeds, g
         ring_step_seconds=speeds.ring_step_seconds,
         memory_gib=speeds.memory_gib,
     )
-    workload = Workload(
+    workload = workload_of(problem, gradient_bytes)
+    schedule: str = settings.schedule
+    if schedule == "auto":
+        schedule = choose_schedule(workload, problem.layout.name, hardware).best
+    if problem.nodes == 1:
+        schedule = within_a_node(schedule)
+    if reason := schedule_unsupported_reason(schedule, workload, problem.layout.name):
+        raise ValueError(reason)
+    chunks = choose_num_head_chunks(schedule, workload, hardware) if schedule in ULYSSES_SCHEDULES else 1
+    side: Side = _side(settings, problem, schedule, gradient_bytes, hardware)
+    return Exchange(schedule=schedule, backward=side, gradient_bytes=gradient_bytes, head_chunks=chunks)
+
+
+def workload_of(problem: AttentionProblem, gradient_bytes: int) -> Workload:
+    """One rank's part of a problem, as the engine's cost model reads it; `gradient_bytes`: per element on the wire."""
+    return Workload(
         cp_size=problem.cp_size,
         node_size=problem.node_size,
         heads=problem.heads,
@@ -74,16 +89,6 @@ def _burst(settings: TrialSettings, problem: AttentionProblem, speeds: Speeds, g
         rows=problem.batch * problem.seq_len // problem.cp_size,
         left=traffic_left(problem.mask, problem.layout, problem.cp_size, problem.node_size, problem.seq_len),
     )  # fmt: skip
-    schedule: str = settings.schedule
-    if schedule == "auto":
-        schedule = choose_schedule(workload, problem.layout.name, hardware).best
-    if problem.nodes == 1:
-        schedule = within_a_node(schedule)
-    if reason := schedule_unsupported_reason(schedule, workload, problem.layout.name):
-        raise ValueError(reason)
-    chunks = choose_num_head_chunks(schedule, workload, hardware) if schedule in ULYSSES_SCHEDULES else 1
-    side: Side = _side(settings, problem, schedule, gradient_bytes, hardware)
-    return Exchange(schedule=schedule, backward=side, gradient_bytes=gradient_bytes, head_chunks=chunks)
 
 
 def _side(
