@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from cluster.files.errors import shown
 from engine.attention.planning.comm_volume import narrowed
 from engine.attention.planning.cost_model import Workload
+from harness.base.errors import UsageError
 from harness.metrics.throughput import interquartile_range
-from harness.predict.exchanges import workload_of
+from harness.predict.exchanges import workload_of_problem
 from harness.predict.step import attention_problem, context_ranks_of_node
 from harness.records.record import Record, read_records
 
@@ -27,6 +29,7 @@ FOLDERS = (
     "h200x4/attention_node_grouped",
     "h200x4/attention_exchange",
     "h200x4/attention_window",
+    "h200x8/attention_schedules",
 )
 
 Side = Literal["fit", "held out"]
@@ -81,10 +84,19 @@ class MeasuredCall:
 
 
 def measured_calls(published: Path = PUBLISHED, folders: Sequence[str] = FOLDERS) -> list[MeasuredCall]:
-    """The calls of all folders, in their order. Raises UsageError for a record that cannot be read."""
-    return [
-        call for folder in folders for record in read_records(published / folder) for call in _call_of(record, folder)
-    ]
+    """The calls of all folders, in their order. Raises UsageError for a folder without records and for a record that
+    cannot be read."""
+    return [call for folder in folders for record in _records(published, folder) for call in _call_of(record, folder)]
+
+
+def _records(published: Path, folder: str) -> list[Record]:
+    found = read_records(published / folder)
+    if not found:
+        raise UsageError(
+            f"{shown(str(published / folder))} holds no records; copy the run there, or take {shown(folder)} out of "
+            "FOLDERS in harness/predict/schedules/measured.py"
+        )
+    return found
 
 
 def _call_of(record: Record, folder: str) -> Iterator[MeasuredCall]:
@@ -112,6 +124,6 @@ def _call_of(record: Record, folder: str) -> Iterator[MeasuredCall]:
         schedule=chosen["schedule"],
         num_head_chunks=int(chosen.get("num_head_chunks", 1)),
         layout=chosen["layout"],
-        workload=workload_of(problem, gradient_bytes),
+        workload=workload_of_problem(problem, gradient_bytes),
         rounds=record.step_seconds_by_round,
     )
