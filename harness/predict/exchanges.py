@@ -53,15 +53,8 @@ def exchange_of(settings: TrialSettings, problem: AttentionProblem, speeds: Spee
 
 
 def _burst(settings: TrialSettings, problem: AttentionProblem, speeds: Speeds, gradient_bytes: int) -> Exchange:
-    """What `auto` takes, by the engine's own cost model at these speeds."""
-    hardware = HardwareModel(
-        forward_tflops=speeds.attention_forward_tflops,
-        backward_tflops=speeds.attention_backward_tflops,
-        inside_gib=speeds.inside_gib,
-        across_gib=speeds.across_gib,
-        ring_step_seconds=speeds.ring_step_seconds,
-        memory_gib=speeds.memory_gib,
-    )
+    """What `auto` takes, by the engine's own cost model: of the machine it knows the speed between nodes alone."""
+    hardware = HardwareModel(across_gib=speeds.across_gib)
     workload = workload_of_problem(problem, gradient_bytes)
     schedule: str = settings.schedule
     if schedule == "auto":
