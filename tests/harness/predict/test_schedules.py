@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.attention.planning.cost_model import HardwareModel
+from engine.attention.planning.cost_model import HardwareModel, choose_num_head_chunks, choose_schedule
 from harness.base.errors import UsageError
+from harness.metrics.hardware import hardware_named
+from harness.predict.exchanges import exchange_of, workload_of_problem
 from harness.predict.schedules.choice import choices
 from harness.predict.schedules.fit import GUESSES, estimated, fitted_model
-from harness.predict.schedules.measured import MeasuredCall, measured_calls
+from harness.predict.schedules.measured import PUBLISHED, MeasuredCall, measured_calls
 from harness.predict.schedules.table import (
     CHOICES,
     CONSTANTS,
@@ -25,7 +27,10 @@ from harness.predict.schedules.table import (
     median_error,
     table_rows,
 )
+from harness.predict.speeds import speeds_of
+from harness.predict.step import attention_problem
 from harness.predict.validation_table import marks
+from harness.records.record import read_records
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +136,21 @@ def test_a_choice_is_judged_by_the_calls_of_one_run(calls: list[MeasuredCall]) -
     assert noisy.within_noise
     elsewhere = [*pair([1.0], [2.0])[:1], replace(pair([1.0], [2.0])[1], folder="another")]
     assert choices(elsewhere, model) == []
+
+
+def test_a_prediction_takes_the_schedule_that_the_engine_would_take_whatever_the_gpu() -> None:
+    taken = set()
+    for record in read_records(PUBLISHED / "h200x4" / "attention_node"):
+        settings = record.settings
+        if settings.method == "burst" and settings.cp_size > 1:
+            problem = attention_problem(settings, settings.cp_size)
+            workload = workload_of_problem(problem, gradient_bytes=4)
+            for gpu in ("h200", "a800"):
+                found = exchange_of(settings, problem, speeds_of(hardware_named(gpu)))
+                assert found.schedule == choose_schedule(workload, "zigzag").best
+                assert found.head_chunks == choose_num_head_chunks(found.schedule, workload)
+                taken.add(gpu)
+    assert taken == {"h200", "a800"}
 
 
 def test_a_listed_folder_without_records_is_named(tmp_path: Path) -> None:
