@@ -17,25 +17,23 @@ from engine.attention.algorithms.saved import AttentionPlan
 from engine.attention.algorithms.ulysses import UlyssesPlan
 from engine.attention.comm.all_to_all import TokenRun, token_runs_in_order
 from engine.attention.context import ContextParallel
-from engine.attention.geometry.ring import RingTraffic
 from engine.attention.inputs import check_inputs, check_mask, check_scale
 from engine.attention.kernels import Problem, choose_kernel
 from engine.attention.kernels.fewer_processors import FewerProcessors
 from engine.attention.kernels.stand_in import AnyDelta
 from engine.attention.masks import Mask
-from engine.attention.planning.comm_plan import traffic_left
 from engine.attention.planning.comm_volume import GRAD_COMM_DTYPES, Shards, narrowed
 from engine.attention.planning.cost_model import (
     ALL_GATHER,
     BACKWARD_SIDES,
     ULYSSES_SCHEDULES,
     HardwareModel,
-    Workload,
     choose_num_head_chunks,
     choose_schedule,
     schedule_unsupported_reason,
 )
 from engine.attention.planning.pair_table import pair_table
+from engine.attention.planning.workload import workload_of
 from engine.cuda.alternate import streams_of
 from engine.cuda.green import all_but
 from engine.old_names import renamed_keywords
@@ -109,17 +107,20 @@ def plan_attention(
         raise ValueError(f"grad_comm_dtype {grad_comm_dtype!r} is unknown; choose one of {', '.join(GRAD_COMM_DTYPES)}")
     narrow = narrowed(grad_comm_dtype)[-1 if cp.node_size < cp.size else 0]  # at the slowest links
     estimated = schedule == "auto" and q_BLND.is_cuda and backward == exchange == "auto"
-    workload = Workload(
+    workload = workload_of(
+        mask,
+        cp.layout,
         cp_size=cp.size,
         node_size=cp.node_size,
+        seq_len=seq_len,
+        batch=batch,
         heads=heads,
         kv_heads=kv_heads,
-        query_bytes=q_BLND.numel() * q_BLND.itemsize,
-        gradient_factor=1.0 if narrow else max(4, q_BLND.itemsize) / q_BLND.itemsize,
-        forward_flops=4.0 * batch * heads * head_dim * mask.area(seq_len) / cp.size,
-        rows=batch * tokens,
-        left=traffic_left(mask, cp.layout, cp.size, cp.node_size, seq_len) if estimated else RingTraffic(),
+        head_dim=head_dim,
+        input_bytes=q_BLND.itemsize,
+        gradient_bytes=q_BLND.itemsize if narrow else max(4, q_BLND.itemsize),
         recompute=recompute,
+        counts_traffic=estimated,
     )
     # Asking for the link may mean measuring it: only where the model has something to decide, and never where a run
     # must repeat bit for bit: another measurement could lead to another schedule, which sums in another order.
@@ -130,7 +131,7 @@ def plan_attention(
     if schedule == "auto":
         # The estimate's speeds are a GPU's; elsewhere, and where a ring's own switches are set, the schedule is a ring.
         if estimated:
-            estimate = choose_schedule(workload, cp.layout.name, hardware)
+            estimate = choose_schedule(workload, cp.layout.name, hardware, num_head_chunks)
         schedule = estimate.best if estimate else "ring" if cp.node_size == cp.size else "double_ring"
     unsupported_reason = schedule_unsupported_reason(schedule, workload, cp.layout.name)
     if unsupported_reason:

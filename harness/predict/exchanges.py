@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from engine.attention.geometry.ring import Ring
-from engine.attention.planning.comm_plan import traffic_left
 from engine.attention.planning.comm_volume import RingVolume, cheaper_backward, narrowed
 from engine.attention.planning.cost_model import (
     ULYSSES_SCHEDULES,
@@ -13,6 +12,7 @@ from engine.attention.planning.cost_model import (
     choose_schedule,
     schedule_unsupported_reason,
 )
+from engine.attention.planning.workload import workload_of
 from engine.method import schedule_of
 from engine.settings import TrialSettings
 from harness.metrics.hardware import Speeds
@@ -53,27 +53,9 @@ def exchange_of(settings: TrialSettings, problem: AttentionProblem, speeds: Spee
 
 
 def _burst(settings: TrialSettings, problem: AttentionProblem, speeds: Speeds, gradient_bytes: int) -> Exchange:
-    """What `auto` takes, by the engine's own cost model at these speeds."""
-    hardware = HardwareModel(
-        forward_tflops=speeds.attention_forward_tflops,
-        backward_tflops=speeds.attention_backward_tflops,
-        inside_gib=speeds.inside_gib,
-        across_gib=speeds.across_gib,
-        ring_step_seconds=speeds.ring_step_seconds,
-        memory_gib=speeds.memory_gib,
-    )
-    workload = Workload(
-        cp_size=problem.cp_size,
-        node_size=problem.node_size,
-        heads=problem.heads,
-        kv_heads=problem.kv_heads,
-        query_bytes=problem.batch * problem.seq_len // problem.cp_size * problem.heads * problem.head_dim
-        * problem.input_bytes,
-        gradient_factor=gradient_bytes / problem.input_bytes,
-        forward_flops=problem.pair_flops * problem.mask.area(problem.seq_len) / problem.cp_size,
-        rows=problem.batch * problem.seq_len // problem.cp_size,
-        left=traffic_left(problem.mask, problem.layout, problem.cp_size, problem.node_size, problem.seq_len),
-    )  # fmt: skip
+    """What `auto` takes, by the engine's own cost model: of the machine it knows the speed between nodes alone."""
+    hardware = HardwareModel(across_gib=speeds.across_gib)
+    workload = workload_of_problem(problem, gradient_bytes)
     schedule: str = settings.schedule
     if schedule == "auto":
         schedule = choose_schedule(workload, problem.layout.name, hardware).best
@@ -84,6 +66,15 @@ def _burst(settings: TrialSettings, problem: AttentionProblem, speeds: Speeds, g
     chunks = choose_num_head_chunks(schedule, workload, hardware) if schedule in ULYSSES_SCHEDULES else 1
     side: Side = _side(settings, problem, schedule, gradient_bytes, hardware)
     return Exchange(schedule=schedule, backward=side, gradient_bytes=gradient_bytes, head_chunks=chunks)
+
+
+def workload_of_problem(problem: AttentionProblem, gradient_bytes: int) -> Workload:
+    """One rank's part of a problem, as the engine's cost model reads it; `gradient_bytes`: per element on the wire."""
+    return workload_of(
+        problem.mask, problem.layout, cp_size=problem.cp_size, node_size=problem.node_size, seq_len=problem.seq_len,
+        batch=problem.batch, heads=problem.heads, kv_heads=problem.kv_heads, head_dim=problem.head_dim,
+        input_bytes=problem.input_bytes, gradient_bytes=gradient_bytes,
+    )  # fmt: skip
 
 
 def _side(

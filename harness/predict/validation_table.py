@@ -110,11 +110,11 @@ def write_table(path: Path, rows: list[list[str]]) -> None:
     print(f"{path.name}: {len(rows) - 1} rows")
 
 
-def write_block(name: str, text: str) -> None:
+def write_block(name: str, text: str, page: Path = PAGE) -> None:
     """Put the text between a block's marks in the page."""
     begin, end = marks(name)
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
-    write_atomic(PAGE, before + begin + "\n" + text + "\n" + end + rest.partition(end)[2])
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    write_atomic(page, before + begin + "\n" + text + "\n" + end + rest.partition(end)[2])
 
 
 def main() -> None:

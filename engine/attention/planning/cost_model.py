@@ -9,10 +9,12 @@ Schedules:
     all_gather        every rank receives K and V of all ranks at once, and their gradients are reduced and scattered;
                       never the model's choice: it sends what a ring sends and overlaps nothing
 
-A ring overlaps its transfers with compute and adds a launch and a merge per step. An all-to-all launches once and its
-transfers are exposed in full, or it is cut into head chunks: then all transfers but the first and the last overlap with
-compute, and every chunk adds its launches. Inside a node copy engines move the heads beside the kernels; between nodes
-NCCL does, with a copy that sorts by rank before and one that sorts by token after.
+A ring overlaps its transfers with compute, except the return of the last gradient. Each further step adds launches, a
+merge and the end of a kernel, where multiprocessors run out of tiles: the longer the shards, the smaller its share. An
+all-to-all launches once and its transfers are exposed in full, or it is cut into head chunks: then all transfers but
+the first and the last overlap with compute, and every chunk adds its launches. Inside a node copy engines move the
+heads beside the kernels; between nodes NCCL does, with a copy that sorts by rank before and one that sorts by token
+after.
 
 The link between nodes varies from machine to machine by more than schedules differ, so it is measured before a choice
 (`engine.attention.comm.link_speed`), unless the run has to be deterministic: then it is a constant.
@@ -24,6 +26,7 @@ grouped heads the ring sends less on few nodes, with equal heads the all-to-all 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.attention.geometry.ring import RingTraffic
 
@@ -39,19 +42,26 @@ MAX_HEAD_CHUNKS = 8  # of the heads of a rank: an eighth of the transfers is the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareModel:
-    """Speeds of a rank's kernels and links. The defaults were measured on 4 x H200 (docs/attention-performance.md)."""
+    """Speeds of a rank's kernels and links, of H200 by default (docs/attention-performance.md).
 
-    forward_tflops: float = 660.0
-    backward_tflops: float = 625.0
-    inside_gib: float = 315.0  # per second and rank, to the ranks of its node
+    Those marked F are fitted to records of one node by `harness.predict.schedules`, and a test holds them to that fit.
+    """
+
+    forward_tflops: float = 658.0  # F: of the kernel over the whole problem on one GPU
+    backward_tflops: float = 620.0  # F
+    together_share: float = 0.0275  # F: that kernels take longer where several GPUs compute at once
+    inside_gib: float = 346.0  # per second and rank, to the ranks of its node, by copy engine
     spanning_gib: float = 46.0  # the same in an all-to-all that also spans nodes
     across_gib: float = 2.9  # to other nodes, where the link has not been measured
-    ring_step_seconds: float = 1.2e-3  # host time of one more ring step, forward and backward: launches, merges
     memory_gib: float = 3300.0  # per second, read and written
-    merge_seconds: float = 0.25e-3  # device time that one more ring step adds, forward and backward
-    ring_step_share: float = 0.025  # that a step's smaller tiles and sums add to the compute
+    ring_step_seconds: float = 1.68e-3  # F: host time of a ring step, forward and backward: launches, merges
+    merge_seconds: float = 0.205e-3  # F: device time that one more ring step adds to both passes: gaps, short kernels
+    step_tail: float = 0.52  # F: of a tile's time, which the kernel of one more ring step adds at its end
     all_to_all_seconds: float = 1.0e-3  # host time of an all-to-all by NCCL, forward and backward
-    head_chunk_seconds: float = 0.8e-3  # that one more head chunk adds by copy engine: gaps between kernels, copies
+    head_call_seconds: float = 5.17e-3  # F: host time of a call by copy engine, forward and backward
+    head_chunk_seconds: float = (
+        0.674e-3  # F: that one more head chunk adds by copy engine: gaps between kernels, copies
+    )
     start_seconds: float = 0.15e-3  # from a call to its first kernel, where transfers come before it
     processors: int = 132  # of a GPU; each works on one tile of queries of one head at a time
 
@@ -124,10 +134,15 @@ def schedule_unsupported_reason(schedule: str, workload: HeadsAndRanks, layout: 
 
 def estimate(schedule: str, workload: Workload, hardware: HardwareModel, chunks: int = 1) -> float:
     """Seconds of forward and backward under a schedule, with the heads of an all-to-all in `chunks` chunks."""
-    forward = workload.forward_flops / hardware.forward_tflops / 1e12
-    backward = 2.5 * workload.forward_flops / hardware.backward_tflops / 1e12
+    slower = 1 + (hardware.together_share if workload.cp_size > 1 else 0.0)
+    forward = slower * workload.forward_flops / hardware.forward_tflops / 1e12
+    backward = slower * 2.5 * workload.forward_flops / hardware.backward_tflops / 1e12
     inside, spanning, across = (gib * GIB for gib in (hardware.inside_gib, hardware.spanning_gib, hardware.across_gib))
+    memory = hardware.memory_gib * GIB
     query, key, nodes = workload.query_bytes, workload.key_bytes, workload.nodes
+    # Of a kernel's time the share that one of its tiles takes. A ring step has as many tiles as the whole call, each
+    # shorter; a head chunk has fewer.
+    tile_share = hardware.processors * chunks * TILE_ROWS / (workload.rows * workload.heads)
 
     def all_to_all(ranks: int, far: float, inner: float) -> float:
         """Seconds of `inner` between all-to-alls of q, k, v, out, dout, dq, dk, dv, and of q, k, v again with
@@ -135,30 +150,35 @@ def estimate(schedule: str, workload: Workload, hardware: HardwareModel, chunks:
         nbytes = 4 * query + 4 * key + (query + 2 * key if workload.recompute else 0)
         near = (ranks - 1) / ranks - far
         transfer = nbytes * near / (spanning if far else inside) + nbytes * far / across
-        inner *= _tail_factor(workload, chunks, hardware.processors)
+        inner *= _tail_factor(tile_share)
         if far == 0:
-            unpacked = 2 * (2 * query + 2 * key) / (hardware.memory_gib * GIB)
-            exposed = (min(inner, transfer) + unpacked) / chunks
-            return hardware.start_seconds + max(inner, transfer) + exposed + (chunks - 1) * hardware.head_chunk_seconds
-        copies = 4 * nbytes / (hardware.memory_gib * GIB)
+            # What stays on its rank is copied while the rest arrives.
+            more_chunks = (chunks - 1) * hardware.head_chunk_seconds
+            passes = hardware.start_seconds + max(inner, transfer) + min(inner, transfer) / chunks
+            return max(passes, hardware.head_call_seconds) + more_chunks
+        copies = 4 * nbytes / memory
         overlapped = max(inner + transfer / chunks, transfer + inner / chunks) if chunks > 1 else inner + transfer
         return overlapped + copies + chunks * hardware.all_to_all_seconds
 
     def ring(steps: float, inner_rings: int, gradient_factor: float = workload.gradient_factor) -> float:
         """Seconds of a ring of `steps` steps whose chunks cross nodes `inner_rings` - 1 times."""
         shard_forward, far = 2 * key, (inner_rings - 1) / across
-        sent = min(2 * query, 2 * key)
-        returning = gradient_factor * (query if 2 * query + query <= 4 * key else 2 * key)
+        # Inside a node a gradient is sent as the kernel wrote it.
+        _, sent, gradient = ring_backward(workload, 1.0 if inner_rings == 1 else gradient_factor)
+        returning = gradient_factor * gradient
         left = workload.left
         steps, near, far = max(1.0, steps * left.steps), left.near * (steps - inner_rings) / inside, left.far * far
-        compute = 1 + hardware.ring_step_share * (steps - 1)
+        compute = 1 + hardware.step_tail * tile_share * (steps - 1) / steps
         passes = max(forward * compute, shard_forward * max(near, far))
         # The gradients of all head chunks but the last return while another chunk is computed.
         overlapping = sent * far + returning * far * (1 - 1 / chunks)
-        passes += max(backward * compute, (sent + returning) * near, overlapping) + returning * far / chunks
-        passes += (steps - 1) * hardware.merge_seconds
-        return max(passes, chunks * steps * hardware.ring_step_seconds) + returning / inside
+        passes += max(backward * compute, (sent + gradient) * near, overlapping) + returning * far / chunks
+        # Each partial output, dQ, dK and dV is read once more.
+        passes += (steps - 1) * (hardware.merge_seconds + (2 * query + 2 * key) / memory)
+        return max(passes, chunks * steps * hardware.ring_step_seconds) + left.near * gradient / inside
 
+    if workload.cp_size == 1:
+        return (forward + backward) * _tail_factor(tile_share)
     if schedule in RING_SCHEDULES:
         if nodes == 1:
             return ring(workload.cp_size, 1)
@@ -172,12 +192,27 @@ def estimate(schedule: str, workload: Workload, hardware: HardwareModel, chunks:
     return all_to_all(nodes, (nodes - 1) / nodes, ring(workload.node_size, 1))
 
 
-def _tail_factor(workload: Workload, chunks: int, processors: int) -> float:
+class RingBackward(NamedTuple):
+    """The side that a ring sends in backward, and the bytes of one of its chunks."""
+
+    side: str
+    sent: float
+    gradient: float  # in the inputs' dtype
+
+
+def ring_backward(workload: Workload, gradient_factor: float) -> RingBackward:
+    """The side that sends less, as `comm_volume.cheaper_backward` chooses it by the bytes of a plan; gradients are sent
+    with `gradient_factor` times the bytes of their tensors."""
+    query, key, lse_and_delta = workload.query_bytes, workload.key_bytes, 2 * 4 * workload.rows * workload.heads
+    sides = (RingBackward("query", 2 * query + lse_and_delta, query), RingBackward("key_value", 2 * key, 2 * key))
+    return min(sides, key=lambda side: side.sent + gradient_factor * side.gradient)
+
+
+def _tail_factor(tile_share: float) -> float:
     """How much longer a kernel takes because a GPU runs out of tiles at its end: few heads of few rows are few tiles,
     and under a causal mask the longest takes twice the mean. Measured with FlashAttention-4 on H200: 1.02, 1.09 and 2.1
     with 512, 256 and 128 tiles."""
-    per_tile = processors * chunks * TILE_ROWS / (workload.rows * workload.heads)
-    return max(1 + 0.3 * per_tile**2, 2 * per_tile)
+    return max(1 + 0.3 * tile_share**2, 2 * tile_share)
 
 
 def choose_num_head_chunks(schedule: str, workload: Workload, hardware: HardwareModel | None = None) -> int:
@@ -194,8 +229,11 @@ def _all_to_all_ranks(schedule: str, workload: HeadsAndRanks) -> int:
     return {"ulysses": workload.cp_size, "usp": workload.node_size, "usp_transposed": workload.nodes}[schedule]
 
 
-def choose_schedule(workload: Workload, layout: str, hardware: HardwareModel | None = None) -> Estimate:
-    """Every schedule that can run the problem, cheapest first; on a tie the simpler one."""
+def choose_schedule(
+    workload: Workload, layout: str, hardware: HardwareModel | None = None, num_head_chunks: int | None = None
+) -> Estimate:
+    """Every schedule that can run the problem, cheapest first; on a tie the simpler one. `num_head_chunks`: of an
+    all-to-all, where they are given; otherwise those that the model would choose."""
     names = ["ring", "ulysses"] if workload.nodes == 1 else [*RING_SCHEDULES, *ULYSSES_SCHEDULES]
     if workload.cp_size == 1:
         names = ["ring"]
@@ -203,7 +241,9 @@ def choose_schedule(workload: Workload, layout: str, hardware: HardwareModel | N
         names = [name for name in names if name not in ("usp", "usp_transposed", "double_ring")]
     able = [name for name in names if schedule_unsupported_reason(name, workload, layout) is None]
     hardware = hardware or HardwareModel()
-    costs = [
-        (name, estimate(name, workload, hardware, choose_num_head_chunks(name, workload, hardware))) for name in able
-    ]
+    costs = []
+    for name in able:
+        chunks = num_head_chunks if name in ULYSSES_SCHEDULES else 1
+        chunks = chunks or choose_num_head_chunks(name, workload, hardware)
+        costs.append((name, estimate(name, workload, hardware, chunks)))
     return Estimate(tuple(sorted(costs, key=lambda pair: pair[1])))

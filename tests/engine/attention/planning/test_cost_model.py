@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,15 +13,20 @@ from engine.attention.geometry.layout import layout_named
 from engine.attention.geometry.ring import Ring, RingTraffic
 from engine.attention.masks import Causal, Full, SlidingWindow
 from engine.attention.planning.comm_plan import ring_traffic
+from engine.attention.planning.comm_volume import RingVolume, Shards, Widths, cheaper_backward
 from engine.attention.planning.cost_model import (
+    Estimate,
     HardwareModel,
     Workload,
     choose_num_head_chunks,
     choose_schedule,
     estimate,
+    ring_backward,
     schedule_unsupported_reason,
 )
+from engine.attention.planning.workload import workload_of
 from engine.attention.resolve import plan_attention
+from tests.ranks import run_on_ranks
 
 
 def share(tokens: int, *, cp_size: int = 4, node_size: int = 4, heads: int = 32, kv_heads: int = 32) -> Workload:
@@ -37,10 +43,34 @@ def share(tokens: int, *, cp_size: int = 4, node_size: int = 4, heads: int = 32,
     )
 
 
-def test_one_node_resolves_to_ulysses_where_its_heads_divide() -> None:
-    for tokens in (8 << 10, 64 << 10, 256 << 10):
-        assert choose_schedule(share(tokens), "zigzag").best == "ulysses"
-        assert choose_schedule(share(tokens, kv_heads=2), "zigzag").best == "ring"
+def test_two_gpus_take_the_ring_and_more_trade_heads_while_shards_are_short() -> None:
+    for tokens in (16 << 10, 32 << 10, 64 << 10, 128 << 10):
+        assert choose_schedule(share(tokens, cp_size=2, node_size=2), "zigzag").best == "ring"
+    for cp_size in (4, 8):
+        for tokens in (16 << 10, 32 << 10):
+            problem = share(tokens, cp_size=cp_size, node_size=cp_size)
+            assert choose_schedule(problem, "zigzag").best == "ulysses"
+    assert choose_schedule(share(32 << 10, kv_heads=2), "zigzag").best == "ring"  # heads that four ranks cannot divide
+
+
+def test_what_a_ring_step_adds_is_a_smaller_share_of_longer_shards() -> None:
+    def added(tokens: int) -> float:
+        problem = share(tokens)
+        ring = estimate("ring", problem, HardwareModel(merge_seconds=0.0, ring_step_seconds=0.0))
+        return ring / estimate("ring", problem, HardwareModel(merge_seconds=0.0, ring_step_seconds=0.0, step_tail=0.0))
+
+    shares = [added(tokens << 10) - 1 for tokens in (16, 32, 64, 128)]
+    assert shares[0] > 0.01
+    assert shares == sorted(shares, reverse=True)
+    for short, twice in itertools.pairwise(shares):  # a tile's time grows with the length, the work with its square
+        assert twice < 0.6 * short
+
+
+def test_the_host_is_the_bound_of_short_calls_whatever_the_links() -> None:
+    for schedule in ("ring", "ulysses"):
+        usual, faster = (estimate(schedule, share(8 << 10), HardwareModel(inside_gib=gib)) for gib in (346.0, 1e6))
+        assert faster == pytest.approx(usual, rel=0.03)
+        assert faster >= min(4 * HardwareModel().ring_step_seconds, HardwareModel().head_call_seconds)
 
 
 def test_longer_shards_are_cut_into_more_head_chunks_and_few_tiles_into_fewer() -> None:
@@ -74,15 +104,17 @@ def test_a_faster_link_never_makes_a_schedule_slower() -> None:
 
 
 def test_the_given_link_speed_decides() -> None:
-    def best(kv_heads: int, across: float) -> str:
+    def found(kv_heads: int, across: float) -> Estimate:
         problem = share(256 << 10, node_size=2, kv_heads=kv_heads)
-        return choose_schedule(problem, "zigzag", HardwareModel(across_gib=across)).best
+        return choose_schedule(problem, "zigzag", HardwareModel(across_gib=across))
 
     for slow in (1.0, 2.0):
-        assert best(8, slow) == "usp"  # few KV heads: shards around a ring between nodes
-        assert best(32, slow) in ("ulysses", "usp_transposed")
-    # Where bytes cost nothing: no ring steps, whose tiles are smaller and whose outputs have to be merged.
-    assert best(8, 1e5) == best(32, 1e5) == "ulysses"
+        assert found(8, slow).best == "usp"  # few KV heads: shards around a ring between nodes
+        assert found(32, slow).best in ("ulysses", "usp_transposed")
+    # Where bytes cost nothing only merges and launches tell schedules of long shards apart.
+    for kv_heads in (8, 32):
+        (_, least), *_, (_, most) = found(kv_heads, 1e5).seconds
+        assert most < 1.02 * least
 
 
 def test_bytes_inside_a_node_are_slow_in_an_all_to_all_that_spans_nodes() -> None:
@@ -148,3 +180,48 @@ def test_an_estimate_reads_as_milliseconds_by_schedule() -> None:
     words = str(choose_schedule(share(64 << 10), "zigzag"))
     assert words.startswith("ulysses ")
     assert " ms, ring " in words
+
+
+def test_the_backward_side_of_the_estimate_is_the_one_that_the_plan_takes_by_its_bytes() -> None:
+    seen = set()
+    for cp_size, kv_heads, name, mask in itertools.product(
+        (2, 4, 8), (1, 4, 8, 16, 24, 32), ("zigzag", "contiguous", "striped"), (Causal(), Full(), SlidingWindow(255))
+    ):
+        layout, sizes = layout_named(name), {"batch": 1, "heads": 32, "kv_heads": kv_heads, "head_dim": 128}
+        workload = workload_of(
+            mask, layout, cp_size=cp_size, node_size=cp_size, seq_len=4096, input_bytes=2, gradient_bytes=4, **sizes
+        )
+        as_written = Widths(unreduced=2, summed=4)  # as kernels for GPUs write bf16
+        shards = Shards(tokens=4096 // cp_size, input_bytes=2, intra_node=as_written, inter_node=as_written, **sizes)
+        volume = RingVolume(ring=Ring(cp_size=cp_size, node_size=cp_size), node_size=cp_size, exchange="copy_engine")
+        planned = cheaper_backward(mask, layout, volume, 4096, shards, HardwareModel())
+        assert ring_backward(workload, 1.0).side == planned, (cp_size, kv_heads, name, mask)
+        seen.add(planned)
+    assert seen == {"query", "key_value"}
+
+
+def choice_on_a_rank(mask_first: int, layout: str) -> str:
+    """The estimate of a whole, long problem, from this rank's own context."""
+    cp = ContextParallel(layout=layout, node_size=2)
+    workload = workload_of(
+        SlidingWindow(mask_first), cp.layout, cp_size=cp.size, node_size=cp.node_size, seq_len=64 << 10, batch=1,
+        heads=32, kv_heads=8, head_dim=128, input_bytes=2, gradient_bytes=4,
+    )  # fmt: skip
+    found = choose_schedule(workload, cp.layout.name)
+    return f"{cp.rank != 0} {found.seconds} {[choose_num_head_chunks(name, workload) for name, _ in found.seconds]}"
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_every_rank_estimates_and_chooses_the_same(layout: str) -> None:
+    # A window gives the first and the last rank of a contiguous layout other work than the rest.
+    said = run_on_ranks(4, choice_on_a_rank, 4095, layout)
+    assert len({each.partition(" ")[2] for each in said}) == 1
+    assert {each.partition(" ")[0] for each in said} == {"True", "False"}  # ranks of their own
+
+
+def test_given_head_chunks_count_in_the_choice_of_a_schedule() -> None:
+    problem = share(64 << 10)
+    for chunks in (1, 2, 8):
+        given = dict(choose_schedule(problem, "zigzag", num_head_chunks=chunks).seconds)
+        assert given["ulysses"] == estimate("ulysses", problem, HardwareModel(), chunks)
+        assert given["ring"] == estimate("ring", problem, HardwareModel())

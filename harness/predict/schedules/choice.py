@@ -1,0 +1,62 @@
+"""What the cost model would choose where several schedules of a problem were measured in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.attention.planning.cost_model import HardwareModel, choose_num_head_chunks, choose_schedule
+from harness.predict.schedules.measured import MeasuredCall, Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The model's choice for one problem beside the calls measured in one folder."""
+
+    folder: str
+    problem: Problem
+    calls: Sequence[MeasuredCall]  # one of each schedule, the fastest first
+    schedule: str
+    num_head_chunks: int  # that the model would take; the call measured may have had another number
+
+    @property
+    def chosen(self) -> MeasuredCall:
+        return next(call for call in self.calls if call.schedule == self.schedule)
+
+    @property
+    def best(self) -> MeasuredCall:
+        return self.calls[0]
+
+    @property
+    def behind(self) -> float:
+        """Measured seconds of the choice over those of the fastest schedule, less one."""
+        return self.chosen.seconds / self.best.seconds - 1
+
+    @property
+    def within_noise(self) -> bool:
+        """The medians are no further apart than the middle half of either schedule's steps is wide."""
+        return self.chosen.seconds - self.best.seconds <= max(self.chosen.spread, self.best.spread)
+
+
+def choices(calls: Iterable[MeasuredCall], model: HardwareModel) -> list[Choice]:
+    """Of every problem and folder with several schedules. Where one ran twice, its last call counts."""
+    found: dict[tuple[str, Problem], dict[str, MeasuredCall]] = {}
+    for call in calls:
+        found.setdefault((call.folder, call.problem), {})[call.schedule] = call
+    return [
+        _choice(sorted(by_schedule.values(), key=lambda call: call.seconds), model)
+        for by_schedule in found.values()
+        if len(by_schedule) > 1
+    ]
+
+
+def _choice(calls: Sequence[MeasuredCall], model: HardwareModel) -> Choice:
+    call = calls[0]
+    schedule = choose_schedule(call.workload, call.layout, model).best
+    return Choice(
+        folder=call.folder,
+        problem=call.problem,
+        calls=calls,
+        schedule=schedule,
+        num_head_chunks=choose_num_head_chunks(schedule, call.workload, model),
+    )
