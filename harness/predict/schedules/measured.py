@@ -29,7 +29,7 @@ FOLDERS = (
     "h200x4/attention_node_grouped",
     "h200x4/attention_exchange",
     "h200x4/attention_window",
-    "h200x8/attention_schedules",
+    "h200x4/attention_schedules",
 )
 
 Side = Literal["fit", "held out"]
