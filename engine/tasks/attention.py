@@ -41,7 +41,8 @@ class AttentionTask:
         self.checked = settings.seq_len <= CHECKED_TOKENS
         self.whole = self._inputs(settings.seq_len, seed=settings.seed) if self.checked else None
         if self.whole is not None:
-            shards = [self.cp.shard(tensor, dim=1) for tensor in self.whole]
+            # Memory of their own, as at other lengths: TransformerEngine takes no tensor that begins inside another.
+            shards = [self.cp.shard(tensor, dim=1).clone() for tensor in self.whole]
         else:
             shards = self._inputs(settings.seq_len // self.cp.size, seed=settings.seed + 1 + world.rank)
         self.q_BLND, self.k_BLKD, self.v_BLKD = (shard.requires_grad_() for shard in shards[:3])
