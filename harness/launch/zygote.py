@@ -30,6 +30,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -224,16 +225,26 @@ def _preload(modules: list[str]) -> str:
     return ""
 
 
+def of_all_processes(name: str) -> Iterator[tuple[int, bytes]]:
+    """Number of each process and content of its /proc/PID/`name`, but for those that end meanwhile and those of other
+    users that cannot be read. `Path.glob` would raise for a process that ends while it is looked at."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                content = Path("/proc", entry, name).read_bytes()
+            except OSError:
+                continue
+            yield int(entry), content
+
+
 def _children() -> list[int]:
     """Direct children, adopted ones included."""
-    own = os.getpid()
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            # The name in field 2 may hold spaces and brackets; the parent is the second field after its last bracket.
-            parent = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1]
-            if int(parent) == own:
-                found.append(int(stat.parent.name))
+    own, found = os.getpid(), []
+    for pid, stat in of_all_processes("stat"):
+        # The name in field 2 may hold spaces and brackets; the parent is the second field after its last bracket.
+        fields = stat.decode(errors="replace").rpartition(")")[2].split()
+        if len(fields) > 1 and int(fields[1]) == own:
+            found.append(pid)
     return found
 
 

@@ -13,12 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from harness.launch.forkserver import with_project
+from harness.launch.zygote import of_all_processes
 
 MARK = "BURST_RAY_DIRECTORY"  # set for the processes of one embedded Ray
 GRACE_SECONDS = 5.0  # for Ray's own shutdown, which is usually quick
+LAST_LOOKS = 3  # that find none left: while a process is about to execute its program, it has no environment to read
 
 
 class Janitor:
@@ -45,10 +46,13 @@ def main(directory: str) -> None:
     give_up = time.monotonic() + GRACE_SECONDS
     while marked(directory) and time.monotonic() < give_up:
         time.sleep(0.1)
-    while left := marked(directory):
+    looks = 0
+    while looks < LAST_LOOKS:
+        left = marked(directory)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        looks = 0 if left else looks + 1
         time.sleep(0.05)
     shutil.rmtree(directory, ignore_errors=True)
 
@@ -56,12 +60,8 @@ def main(directory: str) -> None:
 def marked(directory: str) -> list[int]:
     """Running processes of the Ray in `directory`. Processes of other users cannot be read, and never belong to it."""
     mark = f"{MARK}={directory}".encode()
-    found = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark in environ.read_bytes().split(b"\0"):  # a zombie's environment is empty
-                found.append(int(environ.parent.name))
-    return found
+    # A zombie's environment is empty.
+    return [pid for pid, environment in of_all_processes("environ") if mark in environment.split(b"\0")]
 
 
 if __name__ == "__main__":
