@@ -1,7 +1,9 @@
 """Megatron-LM as its authors ship it: its own pretrain_gpt.py, with context and tensor parallelism.
 
 Its attention over several ranks is TransformerEngine's. `schedule` sets its `--cp-comm-type` as in
-`baselines.transformer_engine`; `auto` leaves its default, p2p. The release runs from the wheel of megatron-core, its program from a checkout of the release branch. The paper's copy
+`baselines.transformer_engine`; `auto` leaves its default, p2p.
+
+The release runs from the wheel of megatron-core, its program from a checkout of the release branch. The paper's copy
 runs with the options of the artifact's scripts, which keep neither attention nor any other activation.
 """
 

@@ -234,8 +234,8 @@ def _side_by_side(rows: Rows, column: str) -> list[Point]:
 def _telling(
     points: Sequence[Point], claimed: Claimed, value: Callable[[Row], float], best: Callable[..., Row]
 ) -> tuple[Row, Row]:
-    """Of the point nearest to the claim (its set-up, then its model, then the longest): the best trial of burst, and the
-    best of the others."""
+    """Of the point nearest to the claim (its set-up, then its model, then the longest): the best trial of burst, and
+    the best of the others."""
     point = max(points, key=lambda one: _nearness(one[OWN_METHOD][0], claimed))
     others = [row for method, found in point.items() if method != OWN_METHOD for row in found]
     return best(point[OWN_METHOD], key=value), best(others, key=value)

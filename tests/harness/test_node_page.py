@@ -52,6 +52,8 @@ def test_no_trial_of_the_list_is_longer_than_a_call_of_ten_minutes(row: tuple[st
 
 
 def test_every_scale_of_the_nodes_experiment_but_the_smallest_is_listed() -> None:
-    scales = re.findall(r"^  (\w+):", (ROOT / "experiments/training_node.yaml").read_text().partition("scales:")[2], re.M)
+    scales = re.findall(
+        r"^  (\w+):", (ROOT / "experiments/training_node.yaml").read_text().partition("scales:")[2], re.M
+    )
     listed = {row[2] for row in LISTED if row[1] == "training_node"}
     assert listed == set(scales) - {"smoke"}
