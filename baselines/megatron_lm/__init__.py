@@ -1,5 +1,8 @@
 """Megatron-LM as its authors ship it: its own pretrain_gpt.py, with context and tensor parallelism.
 
+Its attention over several ranks is TransformerEngine's. `schedule` sets its `--cp-comm-type` as in
+`baselines.transformer_engine`; `auto` leaves its default, p2p.
+
 The release runs from the wheel of megatron-core, its program from a checkout of the release branch. The paper's copy
 runs with the options of the artifact's scripts, which keep neither attention nor any other activation.
 """
@@ -9,11 +12,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from baselines.called import head_ranks, heads_reason
 from baselines.handicaps import applied_model, applied_options
 from baselines.install.places import Place
 from baselines.megatron_log import parse_iterations
 from baselines.stand_ins import python_path
 from baselines.tokens import FOLDER, prefixes
+from baselines.transformer_engine import COMM_TYPES
 from baselines.upstream import Printed, Rendered, Upstream, arguments
 from engine.attention.geometry.layout import split_unsupported_reason
 
@@ -57,7 +62,7 @@ class MegatronLM(Upstream):
     package = "megatron_lm"
     system = "Megatron-LM"
     source = "github.com/NVIDIA/Megatron-LM"
-    honours = ("optimizer_offload",)
+    honours = ("optimizer_offload", "schedule")
     warmup = 2  # its timer counts the first iteration again in what it prints for the second
     most_tp = 8
     repeats_batches = True
@@ -77,6 +82,8 @@ class MegatronLM(Upstream):
                 f"{settings.checkpoint.every} and tail {settings.checkpoint.tail:g}; set every to 0, or tail to 0, or "
                 "every and tail to 1"
             )
+        if (reason := self._schedule_reason(settings)) is not None:
+            return reason
         if settings.optimizer_offload and self.place.flavour == "paper":
             return (
                 f"{self.name} is the paper's copy here, which keeps its optimizer on the GPU, found optimizer_offload "
@@ -84,6 +91,28 @@ class MegatronLM(Upstream):
                 "current"
             )
         return split_unsupported_reason("zigzag", settings.seq_len, settings.cp_size)
+
+    def _schedule_reason(self, settings: TrialSettings) -> str | None:
+        """Why it cannot share attention in the trial's way, or None."""
+        schedule, known = settings.schedule, ("auto", *COMM_TYPES)
+        if schedule not in known:
+            return f"{self.name} runs schedule {' or '.join(known)}, found {schedule}; set schedule to one it runs"
+        if schedule == "auto":
+            return None
+        if settings.cp_size == 1:
+            return f"{self.name} shares attention among several ranks alone, found cp_size 1; set schedule to auto"
+        if schedule != "ring" and self.place.flavour == "paper":
+            return (
+                f"{self.name} is the paper's copy here, which sends point to point alone, found schedule {schedule}; "
+                f"set it to ring, or install the release: burst baselines install {self.package} --flavour current"
+            )
+        exchanges_heads = schedule in ("ulysses", "usp")
+        if exchanges_heads and settings.tp_size > 1:
+            return (
+                f"{self.name} exchanges heads here without tensor parallelism, found schedule {schedule} and tp_size "
+                f"{settings.tp_size}; set tp_size to 1, or schedule to ring or all_gather"
+            )
+        return heads_reason(self, settings) if exchanges_heads else None
 
     def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
         release = place.flavour == "current"
@@ -98,6 +127,7 @@ class MegatronLM(Upstream):
         if settings.optimizer_offload:
             options += " --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer"
         options += " " + (recompute(settings.checkpoint, release=release) or "")
+        options += comm_type(settings) if release else ""
         words = arguments(
             options,
             model=model,
@@ -136,6 +166,17 @@ class MegatronLM(Upstream):
 
     def parse(self, output: str) -> Printed:
         return parse_iterations(output)
+
+
+def comm_type(settings: TrialSettings) -> str:
+    """Its options for the trial's schedule; none for `auto`."""
+    if settings.schedule == "auto":
+        return ""
+    words = f" --cp-comm-type {COMM_TYPES[settings.schedule]}"
+    if settings.schedule == "usp":
+        across = head_ranks(settings)
+        words += f" --hierarchical-context-parallel-sizes {across} {settings.cp_size // across}"
+    return words
 
 
 def recompute(checkpoint: Checkpoint, release: bool = True) -> str | None:

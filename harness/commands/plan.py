@@ -74,7 +74,11 @@ class Plan:
 
                 fitting = [trial.settings for trial, row in zip(trials, rows, strict=True) if _runs(row)]
                 hosts = machine if arguments.nodes else None
-                print(_cost(cost_of(fitting, hardware, rounds=experiment.repetition.rounds, hosts=hosts)))
+                cost = cost_of(
+                    fitting, hardware, rounds=experiment.repetition.rounds, hosts=hosts,
+                    share_ranks=experiment.limits.share_ranks and hosts is None,  # over nodes every trial starts anew
+                )  # fmt: skip
+                print(_cost(cost))
                 for sentence in _too_large(rows, hardware.memory_gib):
                     print(sentence)
         if problem := nothing_can_run(trials):

@@ -25,6 +25,9 @@ from harness.predict.validation import HELD_OUT, compare
 
 _INTERVAL = 0.9  # of the held-out configurations were predicted within the interval
 START_SECONDS = 25.0  # of a trial: processes, imports, kernels compiled
+# Of a trial on ranks that another one started: process groups, the model, memory given back. Wall time less steps of
+# the trials with ranks_turn above 1 in results/published/h200x4: training_8b 5 to 7 s, checkpoint_tail 7 s.
+NEXT_SECONDS = 7.0
 _STEP_TOKENS = 1024  # the longest sequence is a multiple of it on every rank
 
 
@@ -172,22 +175,35 @@ class Cost:
 
 
 def cost_of(
-    trials: Iterable[TrialSettings], hardware: Hardware, *, rounds: int = 1, hosts: Machine | None = None
+    trials: Iterable[TrialSettings],
+    hardware: Hardware,
+    *,
+    rounds: int = 1,
+    hosts: Machine | None = None,
+    share_ranks: bool = False,
 ) -> Cost:
     """Wall time and GPU-hours: start-up, warm-up and measured steps of each trial, in every round; on these hosts, by
-    default on nodes as the hardware file has them."""
+    default on nodes as the hardware file has them. With `share_ranks` trials that need the same ranks start once: in
+    every round, or in the run where all trials need the same."""
     seconds = gpu_seconds = 0.0
     count = unknown = 0
+    kinds: set[tuple[int, int, bool]] = set()  # of ranks that trials share: how many, their nodes, deterministic
     for settings in trials:
         time, _ = time_or_reason(settings, hardware, node_ranks=ranks_of_node(settings, hosts))
         if time is None:
             unknown += 1
             continue
         count += 1
+        kinds.add((settings.world_size, settings.emulate_nodes, settings.deterministic))
         warm_up = _warm_up_seconds(settings, hardware, hosts, time)
-        taken = rounds * (START_SECONDS + settings.steps.warmup * warm_up + settings.steps.measured * time.seconds)
+        start = NEXT_SECONDS if share_ranks else START_SECONDS
+        taken = rounds * (start + settings.steps.warmup * warm_up + settings.steps.measured * time.seconds)
         seconds += taken
         gpu_seconds += taken * settings.world_size
+    often = rounds if len(kinds) > 1 or unknown else 1  # other ranks between them end those that wait
+    for ranks, _, _ in kinds if share_ranks else ():
+        seconds += often * (START_SECONDS - NEXT_SECONDS)
+        gpu_seconds += often * (START_SECONDS - NEXT_SECONDS) * ranks
     return Cost(trials=count, seconds=seconds, gpu_hours=gpu_seconds / 3600, unknown=unknown)
 
 

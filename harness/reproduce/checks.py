@@ -234,14 +234,15 @@ def _side_by_side(rows: Rows, column: str) -> list[Point]:
 def _telling(
     points: Sequence[Point], claimed: Claimed, value: Callable[[Row], float], best: Callable[..., Row]
 ) -> tuple[Row, Row]:
-    """Of the point nearest to the claim, then the longest: the best trial of burst, and the best of the others."""
+    """Of the point nearest to the claim (its set-up, then its model, then the longest): the best trial of burst, and
+    the best of the others."""
     point = max(points, key=lambda one: _nearness(one[OWN_METHOD][0], claimed))
     others = [row for method, found in point.items() if method != OWN_METHOD for row in found]
     return best(point[OWN_METHOD], key=value), best(others, key=value)
 
 
-def _nearness(row: Row, claimed: Claimed) -> tuple[bool, int, int]:
-    return (_is_setup(row, claimed), row["seq_len"], row["world_size"])
+def _nearness(row: Row, claimed: Claimed) -> tuple[bool, bool, int, int]:
+    return (_is_setup(row, claimed), row["model"] == claimed.model, row["seq_len"], row["world_size"])
 
 
 def _is_setup(row: Row, claimed: Claimed) -> bool:

@@ -158,6 +158,47 @@ def test_megatron_lm_recomputes_what_the_settings_say(checkpoint: Checkpoint, ex
     assert "found checkpoint.every 1 and tail 0.5" in str(method_named("megatron_lm_upstream").refuse(half))
 
 
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("auto", ""),
+        ("ring", "--cp-comm-type p2p"),
+        ("all_gather", "--cp-comm-type all_gather"),
+        ("ulysses", "--cp-comm-type a2a"),
+        ("usp", "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"),
+    ],
+)
+def test_megatron_lm_shares_attention_as_the_schedule_says(schedule: str, expected: str) -> None:
+    given = {"cp_size": 4, "schedule": schedule, "checkpoint": Checkpoint(every=0)}
+    assert method_named("megatron_lm_upstream").refuse(settings("megatron_lm_upstream", **given)) is None
+    command, _, _ = rendered("megatron_lm_upstream", flavour="current", **given)
+    assert command.partition("--swiglu")[2].strip() == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"cp_size": 4, "schedule": "double_ring"}, "found double_ring; set schedule to one it runs"),
+        ({"cp_size": 1, "schedule": "ulysses"}, "found cp_size 1; set schedule to auto"),
+        ({"cp_size": 2, "tp_size": 2, "schedule": "usp"}, "found schedule usp and tp_size 2; set tp_size to 1"),
+        ({"cp_size": 32, "schedule": "ulysses"}, "found 16 KV heads of model"),
+    ],
+)
+def test_megatron_lm_refuses_a_schedule_that_it_cannot_run(changes: dict[str, Any], found: str) -> None:
+    assert found in str(method_named("megatron_lm_upstream").refuse(settings("megatron_lm_upstream", **changes)))
+
+
+def test_the_papers_megatron_lm_sends_point_to_point_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = method_named("megatron_lm_upstream")
+    paper = Place(system="megatron_lm", flavour="paper")
+    monkeypatch.setattr(type(method), "place", property(lambda _: paper))
+    given = {"cp_size": 4, "checkpoint": Checkpoint(every=1, tail=0)}
+    assert method.refuse(settings("megatron_lm_upstream", schedule="ring", **given)) is None
+    assert "--cp-comm-type" not in rendered("megatron_lm_upstream", flavour="paper", schedule="ring", **given)[0]
+    reason = str(method.refuse(settings("megatron_lm_upstream", schedule="ulysses", **given)))
+    assert reason.endswith("burst baselines install megatron_lm --flavour current")
+
+
 def test_megatron_lm_moves_its_optimizer_to_the_host_and_the_papers_copy_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

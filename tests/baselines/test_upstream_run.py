@@ -196,13 +196,15 @@ def test_deepspeeds_own_attention_runs_on_two_ranks(launcher: LocalLauncher, tmp
 
 
 @pytest.mark.slow  # a model of transformers under ZeRO-3 takes half a minute to be imported and made
-def test_deepspeed_trains_with_its_own_sequence_parallelism_on_two_ranks(
-    launcher: LocalLauncher, tmp_path: Path
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_deepspeed_trains_with_its_own_sequence_parallelism(
+    launcher: LocalLauncher, tmp_path: Path, ranks: int
 ) -> None:
     trial = settings(
         "deepspeed_upstream",
         task="train",
         dtype="bf16",
+        cp_size=ranks,
         checkpoint=Checkpoint(every=1, tail=0),
         learning_rate=1e-3,
         mlp_tiles=2,

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import csv
+import json
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from engine.settings import Checkpoint, TrialSettings
 from harness.metrics.hardware import hardware_named
+from harness.plan import own_records
 from harness.plan.forecast import forecast
 from harness.plan.own_records import (
     BLOCK,
@@ -43,7 +48,20 @@ def test_every_training_record_of_the_engine_on_gpus_is_listed() -> None:
             and not record.settings.method.endswith("upstream")
         ):
             assert str(path.parent.relative_to(PUBLISHED)) in listed
-    assert {row.record.split("/")[0] for row in compared_records() if row.judged} == set(TODAY)
+
+
+def test_a_record_is_judged_by_the_day_it_started_and_not_by_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = next(row.record for row in compared_records() if row.record.startswith("h200x4/"))
+    record = json.loads((PUBLISHED / found / "record.json").read_text(encoding="utf-8"))
+    for name, start in (("before", "2026-11-21T23:59:59+00:00"), ("after", "2026-11-22T00:00:00+00:00")):
+        folder = tmp_path / "h200x4" / "same_run" / "trials" / name
+        folder.mkdir(parents=True)
+        (folder / "record.json").write_text(json.dumps(record | {"started_at": start}), encoding="utf-8")
+    monkeypatch.setattr(own_records, "PUBLISHED", tmp_path)
+    assert TODAY == "2026-11-22"
+    assert {Path(row.record).name: row.judged for row in compared_records()} == {"before": False, "after": True}
 
 
 def test_the_committed_table_is_what_the_prediction_gives_today() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,18 @@ def test_the_same_speedup_on_the_claimed_set_up_is_reproduced_and_a_smaller_one_
 def test_trials_of_different_runs_are_no_speedup() -> None:
     rows = [*rows_of(trained("burst", 10.0), run="one"), *rows_of(trained("ulysses", 12.5), run="two")]
     assert CHECKS["speedup"](Claimed(value=1.2), rows).verdict == "not"
+
+
+def test_a_claim_about_a_model_is_held_against_that_model_before_a_longer_sequence_of_another() -> None:
+    other = replace(SEVEN, name="14b")
+    rows = rows_of(
+        trained("burst", 10.0, cp_size=4, seq_len=1 << 18), trained("ulysses", 11.0, cp_size=4, seq_len=1 << 18),
+        trained("burst", 10.0, cp_size=4, model=other), trained("ulysses", 13.0, cp_size=4, model=other),
+    )  # fmt: skip
+    found = CHECKS["speedup"](Claimed(value=1.2, model="7b", gpus=32, seq_len=2 << 20), rows)
+    assert (found.numbers["model"], found.numbers["ours"]) == ("7b", pytest.approx(1.1))
+    longest = CHECKS["speedup"](Claimed(value=1.2), rows)
+    assert (longest.numbers["model"], longest.numbers["ours"]) == ("14b", pytest.approx(1.3))
 
 
 def test_memory_is_compared_with_settings_as_published_alone() -> None:
