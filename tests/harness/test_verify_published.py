@@ -32,6 +32,7 @@ def test_every_published_row_has_its_command_and_what_it_cannot_show_beside_its_
     for verdict in verdicts:
         with open(PUBLISHED / verdict.run / "results.csv", encoding="utf-8", newline="") as file:
             rows = {row["trial_id"]: row for row in csv.DictReader(file)}
-        assert all(row["run_command"].startswith("burst run experiments/") for row in rows.values()), verdict.run
+        commands = ("burst run experiments/", "burst reproduce ")
+        assert all(row["run_command"].startswith(commands) for row in rows.values()), verdict.run
         for gap in verdict.stated:
             assert gap.says in rows[gap.place]["caveats"], (verdict.run, gap)

@@ -127,7 +127,7 @@ def test_a_plan_measures_the_link_once_and_only_where_it_decides_the_schedule() 
         "slow ring afterwards": (1, None, "double_ring"),
         "slow deterministic afterwards": (1, assumed, "usp"),
         "fast deterministic": (0, assumed, "usp"),
-        "fast auto": (1, fast, "ulysses"),
+        "fast auto": (1, fast, "double_ring"),
         "node auto": (0, None, "ulysses"),
     }
     assert seen == 4 * [seen[0]]
