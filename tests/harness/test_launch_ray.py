@@ -43,6 +43,23 @@ def job(trial_dir: Path, behaviour: str) -> Job:
     return Job(trial_id=behaviour, trial_dir=trial_dir, command=command, ranks=2, deadline_seconds=AMPLE)
 
 
+WITHOUT_RAY = """
+from harness.launch.ray.launcher import import_ray
+ray = import_ray()
+try:
+    ray.put(1)
+except ray.exceptions.RaySystemError:
+    print("refused")
+print(ray.is_initialized())
+"""
+
+
+def test_a_call_without_a_ray_starts_none():
+    command = [sys.executable, "-c", WITHOUT_RAY]
+    said = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=AMPLE, check=True).stdout
+    assert said.split() == ["refused", "False"]
+
+
 def test_jobs_run_in_an_actor_and_a_lost_actor_costs_one_job(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # another program's Ray, which is not used
