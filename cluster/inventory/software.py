@@ -127,6 +127,9 @@ USAGE_REPORTS = "RAY_USAGE_STATS_ENABLED"  # Ray sends them to its makers unless
 RAY_SETTINGS: Mapping[str, str] = {
     USAGE_REPORTS: "0",
     "RAY_memory_monitor_refresh_ms": "0",  # out of host memory, the kernel should end a rank, not its supervisor
+    # Ray's setproctitle writes the title over a part of the environment that /proc shows, and so over the mark by which
+    # processes of ours are found, unless this is set.
+    "SPT_NOENV": "1",
 }
 
 

@@ -3,8 +3,8 @@
 Standard library only, and no import of ours: the node's checkout may be another one, which `facts` finds out. Each
 action takes the request's fields and returns the answer, which is sent back as one line of JSON.
 
-Three things together say that a process is ours, because none alone is enough: a variable in its environment (some of
-Ray's agents overwrite theirs with a title), its number with its start time (a number alone is given out again), and
+Three things together say that a process is ours, because none alone is enough: a variable in its environment (a
+program that writes a title may overwrite it), its number with its start time (a number alone is given out again), and
 its session, which `start` makes and which holds as long as one process of it lives.
 """
 

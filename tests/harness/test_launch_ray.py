@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from harness.launch.launcher import Job
 from harness.launch.ray.janitor import marked
 from harness.launch.ray.launcher import RayLauncher, signal_handlers_kept
 from tests.patience import AMPLE, wait_for_end, wait_until
-from tests.processes import parent_of
+from tests.processes import command_of, parent_of
 
 PROJECT = Path(__file__).parents[2]
 SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
@@ -114,6 +115,7 @@ def test_an_interrupted_or_killed_program_leaves_neither_ranks_nor_ray(tmp_path,
     wait_until((tmp_path / "environment").exists, "no rank has started")
     directory = ray_directory(program.pid)
     assert len(marked(directory)) > 3
+    wait_until(lambda: len(titled_agents(directory)) == 2, "an agent of Ray lost the mark when it took its title")
     if number == signal.SIGINT:
         os.killpg(program.pid, number)  # as a terminal does: the whole foreground group
     else:
@@ -122,6 +124,11 @@ def test_an_interrupted_or_killed_program_leaves_neither_ranks_nor_ray(tmp_path,
     wait_for_end([int(path.read_text()) for path in tmp_path.glob("pid*")])
     wait_for_end(marked(directory))
     wait_until(lambda: not Path(directory).exists(), f"{directory} is left")
+
+
+def titled_agents(directory: str) -> list[int]:
+    """Ray's agents that have written their title, and are found by the mark none the less."""
+    return [pid for pid in marked(directory) if re.match(r"ray::\w+Agent", command_of(pid))]
 
 
 def ray_directory(owner: int) -> str:

@@ -238,8 +238,8 @@ def import_ray() -> ModuleType:
     # Ray prints what befalls its nodes, in colour and between our lines, also with log_to_driver=False; a loss is told
     # by the outcome of its trial. Ray 2.60 has no public switch for this one.
     ray._private.worker._worker_logs_enabled = False
-    # A call without a Ray would start one, without our settings and mark. It happened where a head was lost and the
-    # driver's connection had ended by itself. What RAY_ENABLE_AUTO_CONNECT=0 sets when Ray is imported:
+    # A call after Ray has ended would start another one, without our settings and mark. What RAY_ENABLE_AUTO_CONNECT=0
+    # sets when Ray is imported:
     ray._private.auto_init_hook.enable_auto_connect = False
     module: ModuleType = ray
     return module
