@@ -38,20 +38,29 @@ class ForkServer:
         self._ready = False
         self._pids: dict[int, int] = {}  # ranks started and not swept
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
+        # Of what ranks share by name; the server removes it should this process be killed.
+        self._directory = tempfile.TemporaryDirectory(prefix="burst-ranks-", ignore_cleanup_errors=True)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "harness.launch.zygote", str(theirs.fileno()), json.dumps(list(preload))],
+                [
+                    sys.executable, "-m", "harness.launch.zygote",
+                    str(theirs.fileno()), json.dumps(list(preload)), self._directory.name,
+                ],
                 env={**self.environment, "PYTHONPATH": with_project(self.environment.get("PYTHONPATH", ""))},
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C in a terminal reaches the supervisor alone
-            )
+            )  # fmt: skip
         if cores:
             with contextlib.suppress(ProcessLookupError):  # it has ended, which `events` reports
                 os.sched_setaffinity(self._process.pid, cores)
+
+    def new_directory(self, prefix: str) -> tempfile.TemporaryDirectory[str]:
+        """One for ranks of this server: `close` removes it, or the server when this process was killed."""
+        return tempfile.TemporaryDirectory(prefix=prefix, dir=self._directory.name, ignore_cleanup_errors=True)
 
     def start(self, rank: int, command: list[str], environment: Mapping[str, str], log: Path) -> None:
         """Order one rank; `environment` is added to the server's, `log` receives stdout and stderr."""
@@ -122,6 +131,7 @@ class ForkServer:
                 os.killpg(pid, signal.SIGKILL)
         self._pids.clear()
         self._output.close()
+        self._directory.cleanup()
 
     def _send(self, **order: Any) -> None:
         try:

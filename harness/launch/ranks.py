@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,10 +36,10 @@ class Ranks:
         self._through: set[int] = set()  # ranks that have finished the current job, their process ended or not
         with contextlib.ExitStack() as held:
             self._port = job.part.port if job.part else held.enter_context(reserve_port())
-            self.pipes = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="burst-pipes-")))
+            self.pipes = Path(held.enter_context(server.new_directory("pipes-")))
             self._turns: Turns | None = None
             if self._kind is not None:
-                self._turns = Turns(Path(held.enter_context(tempfile.TemporaryDirectory(prefix="burst-turns-"))))
+                self._turns = Turns(Path(held.enter_context(server.new_directory("turns-"))))
             self._held = held.pop_all()
 
     def begin(self, job: Job, environment: Mapping[str, str]) -> None:

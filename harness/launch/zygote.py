@@ -7,9 +7,11 @@ forked and executed, so that all ranks, ours or foreign, are started and ended i
 No process outlives this one. It adopts orphans (child subreaper): it ends the process group of every rank
 and then all children that are left, also grandchildren that made sessions of their own. It does so by order, when the
 control socket closes because the supervisor died, and at SIGTERM; should it be killed itself, the kernel kills the
-ranks (parent-death signal). While it imports it reads no socket, and the kernel ends it with the supervisor.
+ranks (parent-death signal). While it imports it reads no socket, and the kernel ends it with the supervisor. Without a
+supervisor it removes the directory of what ranks share by name, last.
 
-Run by `harness.launch.forkserver` as `python -m harness.launch.zygote FD PRELOAD`. One JSON message per packet:
+Run by `harness.launch.forkserver` as `python -m harness.launch.zygote FD PRELOAD DIRECTORY`. One JSON message per
+packet:
 in  {"do": "start", "rank", "command", "environment", "cwd", "log"}, {"do": "terminate"}, {"do": "sweep"}
 out {"event": "ready", "hazard"}, {"event": "started", "rank", "pid"}, {"event": "exited", "rank", "returncode", "at"},
     {"event": "swept", "left"}
@@ -26,6 +28,7 @@ import os
 import runpy
 import select
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -53,7 +56,7 @@ def main() -> None:
     hazard = _preload(json.loads(sys.argv[2])) or fork_hazard()
     _prctl(PR_SET_PDEATHSIG, 0)  # from here on the closed socket ends it, and the ranks' children too
     gc.freeze()  # keeps the collector from writing to, and so copying, the pages shared with the ranks
-    order = Zygote(control, hazard).serve()
+    order = Zygote(control, hazard, sys.argv[3]).serve()
     if order is not None:  # in a child, at the bottom of its stack, so that it ends as any Python program does
         become(order, execute=bool(hazard) or not is_module_command(order["command"]))
 
@@ -61,9 +64,10 @@ def main() -> None:
 class Zygote:
     """Starts ranks, reports how each exits, and ends them."""
 
-    def __init__(self, control: socket.socket, hazard: str) -> None:
+    def __init__(self, control: socket.socket, hazard: str, directory: str) -> None:
         self.control = control
         self.hazard = hazard  # why forked children could not go on in Python; empty when they can
+        self.directory = directory  # of the supervisor, to be removed when this one is gone
         self.pids: dict[int, int] = {}  # rank -> process, which leads a process group of the same number
         self.running: set[int] = set()  # ranks not yet reported as exited
 
@@ -82,7 +86,8 @@ class Zygote:
             selector.register(self.control, selectors.EVENT_READ)
             selector.register(wake_read, selectors.EVENT_READ)
             self._send(event="ready", hazard=self.hazard)
-            while True:
+            orphaned = False
+            while not orphaned:
                 ready = {key.fileobj for key, _ in selector.select()}
                 if wake_read in ready and signal.SIGTERM in os.read(wake_read, 4096):
                     break
@@ -91,7 +96,8 @@ class Zygote:
                     continue
                 packet = self._receive()
                 if not packet:
-                    break
+                    orphaned = True
+                    continue
                 order = json.loads(packet)
                 if order["do"] == "start":
                     if self._fork(order):
@@ -105,6 +111,8 @@ class Zygote:
                     assert order["do"] == "sweep", order
                     self._send(event="swept", left=self._sweep())
         self._sweep()
+        if orphaned:
+            shutil.rmtree(self.directory, ignore_errors=True)
         return None
 
     def _fork(self, order: dict[str, Any]) -> bool:

@@ -228,14 +228,18 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 77)])
-def test_no_rank_outlives_a_launcher_that_is_killed_or_interrupted(tmp_path, number, code):
+def test_neither_ranks_nor_their_directories_outlive_a_launcher_that_is_killed_or_interrupted(tmp_path, number, code):
     script = LAUNCH.format(here=str(HERE), trial=str(tmp_path), what="grandchildren_then_hang")
-    launcher = subprocess.Popen([sys.executable, "-c", script])
+    directories = tmp_path / "directories"
+    directories.mkdir()
+    launcher = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(directories)})
     wait_for(tmp_path / "grandchildren0")
     wait_for(tmp_path / "grandchildren1")
+    assert any(directories.glob("burst-*"))
     launcher.send_signal(number)
     assert launcher.wait(AMPLE) == code
     wait_for_end(pids(tmp_path) + pids(tmp_path, "grandchildren*"))
+    wait_until(lambda: not any(directories.iterdir()), "a directory is left")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -1,5 +1,6 @@
 """Ranks that serve several trials: real workers under a real supervisor, in every way a trial among others can end."""
 
+import contextlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import pytest
 
 from engine.measurement import read_measurement
 from engine.settings import ModelShape, Steps, TrialSettings, to_json
+from harness.launch.forkserver import ForkServer
 from harness.launch.launcher import Job, Part
 from harness.launch.ranks import Ranks
 from harness.launch.supervisor import Patience, Supervisor
@@ -129,10 +131,11 @@ def test_jobs_that_may_not_share_get_ranks_of_their_own(supervisor, trials):
 def test_a_part_of_a_job_over_several_hosts_and_a_foreign_program_share_nothing(trials):
     job = trials(WELL)
     part = Part(first_rank=0, ranks=1, address="127.0.0.1", port=1)
-    for other in ({"part": part}, {"command": [sys.executable, "-m", "other.worker", str(job.trial_dir)]}):
-        ranks = Ranks(None, Job(**{**fields_of(job), **other}))  # type: ignore[arg-type]
-        assert not ranks.suit(job)
-        assert ranks.turn == 0
+    with contextlib.closing(ForkServer(os.environ, ())) as server:
+        for other in ({"part": part}, {"command": [sys.executable, "-m", "other.worker", str(job.trial_dir)]}):
+            ranks = Ranks(server, Job(**{**fields_of(job), **other}))
+            assert not ranks.suit(job)
+            assert ranks.turn == 0
 
 
 @pytest.mark.parametrize(
