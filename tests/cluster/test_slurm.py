@@ -111,6 +111,14 @@ class Site:
         file.write_text(EXPERIMENT.format(steps=steps, seeds=seeds))
         return self.submit(run, *REQUEST, *options, str(ROOT / EXAMPLE), str(file), run=run)
 
+    def train(self, run: str, *more: str, options: tuple[str, ...] = ()) -> str:
+        """Submit a training run that would go on for hours over both nodes, with these arguments; the job's number."""
+        text, file, script = (self.folder / name for name in ("text.txt", "train.yaml", "train.sh"))
+        text.write_text("a line of text to learn from\n" * 400)
+        file.write_text(CONFIG.format(data=text))
+        script.write_text('#!/bin/bash\nexec "$PYTHON" -m harness train "$1" --out "$RUN" --nodes slurm "${@:2}"\n')
+        return self.submit(run, *REQUEST, *options, str(script), str(file), *more, run=run)
+
     def output(self, name: str) -> str:
         path = self.folder / f"{name}.out"
         return path.read_text() if path.exists() else ""
@@ -265,22 +273,24 @@ def test_a_run_ends_in_order_before_its_jobs_time_is_over(site):
 
 
 def test_a_training_run_over_the_nodes_of_a_job_saves_when_slurm_signals_and_goes_on(site):
-    folder = site.folder / "training"
-    folder.mkdir()
-    (folder / "text.txt").write_text("a line of text to learn from\n" * 400)
-    (folder / "train.yaml").write_text(CONFIG.format(data=folder / "text.txt"))
-    script = folder / "train.sh"
-    script.write_text('#!/bin/bash\nexec "$PYTHON" -m harness train "$1" --out "$RUN" --nodes slurm "${@:2}"\n')
     seen = 0
     for more in ([], ["--resume"]):
-        job = site.submit("training", *REQUEST, str(script), str(folder / "train.yaml"), *more, run="trained")
-        wait_until(lambda seen=seen: saved(site.folder / "trained") > seen, lambda: site.output("training"), AMPLE / 2)
+        job = site.train("trained", *more)
+        wait_until(lambda seen=seen: saved(site.folder / "trained") > seen, lambda: site.output("trained"), AMPLE / 2)
         site.slurm.run("scancel", "--signal=USR1", "--batch", job)
-        assert site.ended(job, "training") == "FAILED", site.output("training")
-        assert "go on with: " in site.output("training")
+        assert site.ended(job, "trained") == "FAILED", site.output("trained")
+        assert "go on with: " in site.output("trained")
         steps = losses(site.folder / "trained")
         seen = saved(site.folder / "trained")
         assert list(steps) == list(range(1, seen + 1))  # the last step was saved, and none was lost or repeated
+
+
+def test_a_training_run_saves_before_its_jobs_time_is_over(site):
+    job = site.train("timed", options=("--time=2", "--signal=B:CONT@1"))
+    assert site.ended(job, "timed") == "FAILED", site.output("timed")  # and not TIMEOUT
+    assert "the end of Slurm's job at " in site.output("timed")
+    assert "go on with: " in site.output("timed")
+    assert list(losses(site.folder / "timed")) == list(range(1, saved(site.folder / "timed") + 1))
 
 
 def test_a_node_that_fails_costs_the_trials_that_need_it_and_not_the_job(site):
