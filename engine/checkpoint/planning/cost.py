@@ -24,9 +24,10 @@ from engine.settings import BYTES_OF, TrialSettings
 # tokens on two H200 takes 1.8% longer with `offload: all` (results/published/h200x4/memory_levers).
 CONTENTION = 0.12
 # The time of a layer that runs again, less that of its products and attention, as the number of hidden states that a
-# GPU reads or writes in that time. Fitted to three plans of the 1b model at 64K tokens on one H200 (results/published/h200x1/
-# memory_budget, 40 GiB): by its products alone such a layer takes half of what it takes. A fit and no count: by the
-# tensors' sizes, norms, sums, rotary embedding and SwiGLU read and write 25 hidden states in a forward of that shape.
+# GPU reads or writes in that time. Fitted to three plans of the 1b model at 64K tokens on one H200
+# (results/published/h200x1/memory_budget, 40 GiB): its products alone account for half of the layer's time. A fit and
+# no count: by the tensors' sizes, norms, sums, rotary embedding and SwiGLU read and write 25 hidden states in a forward
+# of that shape.
 PASSES_AGAIN = 75
 
 
