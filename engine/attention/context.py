@@ -17,7 +17,7 @@ from engine.attention.comm.all_to_all import AllToAll, GroupAllToAll
 from engine.attention.comm.between_nodes import PLAIN, BetweenNodes, parse_between_nodes
 from engine.attention.comm.exchange import HELD_GRADIENTS, AllPairsP2P, P2PRing, RingComms
 from engine.attention.comm.gather import GroupGather
-from engine.attention.comm.link_speed import Link, across_gib_per_second
+from engine.attention.comm.link_speed import MESSAGE_BYTES, Link, across_gib_per_second
 from engine.attention.comm.nccl import nccl_options, runs_nccl
 from engine.attention.comm.p2p import CallOrder, NoTransport, PointToPoint, Traffic, Transport, timeout_of
 from engine.attention.comm.symm_mem.all_to_all import CopyEngineAllToAll
@@ -38,7 +38,6 @@ from engine.attention.plan_cache import PlanCache
 from engine.attention.planning.cost_model import HardwareModel
 from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
 
-_LINK_MESSAGE_BYTES = 64 << 20  # large enough for a link's full speed, small beside a shard
 _MESH_DIM = "cp"  # of a mesh of several dimensions
 
 _numbers = itertools.count()
@@ -250,7 +249,7 @@ class ContextParallel:
         if fixed:
             return Link(HardwareModel().across_gib, measured=False)
         if not self._link_gib:
-            found = self.measure_link(torch.empty(_LINK_MESSAGE_BYTES, dtype=torch.uint8, device=device))
+            found = self.measure_link(torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device=device))
             assert found is not None, "several nodes have a group"
             self._link_gib.append(found)
         return Link(self._link_gib[0], measured=True)

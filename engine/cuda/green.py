@@ -13,15 +13,14 @@ from functools import lru_cache
 
 import torch
 
-from engine.cuda.driver import call, driver_unsupported_reason
-from engine.cuda.streams import Handles, stream_from
+from engine.cuda.driver import BESIDE_THE_DEFAULT_STREAM, call, driver_unsupported_reason
+from engine.cuda.streams import Handles, context_of, stream_from
 
 STEP = 8  # multiprocessors of a part come in so many: kernels with clusters of blocks need them together (Hopper)
 _RESOURCE_BYTES = 144  # CUdevResource
 _COUNT_AT = 96  # its number of multiprocessors
 _PROCESSORS = 1  # CU_DEV_RESOURCE_TYPE_SM
 _WITH_STREAMS = 1  # CU_GREEN_CTX_DEFAULT_STREAM
-_BESIDE_THE_DEFAULT_STREAM = 1  # CU_STREAM_NON_BLOCKING
 
 
 class Part:
@@ -38,9 +37,8 @@ class Part:
 
     def _created(self) -> int:
         handle = ctypes.c_void_p()
-        with torch.cuda.device(self.device):
-            torch.cuda.current_stream(self.device).query()  # the device's context is then this thread's
-            call("cuGreenCtxStreamCreate", ctypes.byref(handle), self._context, _BESIDE_THE_DEFAULT_STREAM, 0)
+        with context_of(self.device):
+            call("cuGreenCtxStreamCreate", ctypes.byref(handle), self._context, BESIDE_THE_DEFAULT_STREAM, 0)
         assert handle.value is not None, "the driver gave no stream and no error"
         return handle.value
 
@@ -61,8 +59,7 @@ def all_but(reserved: int, device: torch.device) -> Part:
             "reserve fewer"
         )
     try:
-        with torch.cuda.device(device):
-            torch.cuda.current_stream(device).query()
+        with context_of(device):
             part = _divided(device, wanted)
             _try_out(part)
     except RuntimeError as error:

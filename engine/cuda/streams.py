@@ -8,7 +8,8 @@ stream without references is reused, so that all trials of a process share one s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,6 +54,14 @@ def stream_from(handles: Handles, device: torch.device) -> torch.cuda.ExternalSt
     return _OwnStream(handles, device)
 
 
+@contextmanager
+def context_of(device: torch.device) -> Iterator[None]:
+    """Makes the context of `device` this thread's, as calls of the driver need it."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device).query()  # a first use: until then there may be no context
+        yield
+
+
 _handles: dict[tuple[torch.device, int], Handles] = {}  # by device and priority
 
 
@@ -72,6 +81,5 @@ def own_stream(device: torch.device | None = None, priority: int = 0) -> Any:
 
 
 def _created(device: torch.device, priority: int) -> int:
-    with torch.cuda.device(device):
-        torch.cuda.current_stream(device).query()  # the driver needs the device's context to be this thread's
+    with context_of(device):
         return cuda_driver.create_stream(priority)

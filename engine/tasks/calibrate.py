@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.atomic import write_atomic
+from engine.attention.comm.link_speed import LATENCY_BYTES
 from engine.attention.geometry.tiles import CAUSAL
 from engine.attention.kernels import KERNELS, BackwardInputs, Problem, kernel_named, unsupported_reason
 from engine.distributed import limit_threads, local_device
@@ -33,7 +34,6 @@ from engine.tasks.task import DTYPES
 
 _GIB = 1 << 30
 _REPEATS = 5
-LATENCY_BYTES = 4096  # of a message that takes as long as a link's latency
 _CHECKED_KERNELS = tuple(name for name in KERNELS if name != "reference")
 
 Figures = dict[str, dict[str, Any]]

@@ -11,23 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.attention.comm.link_speed import LATENCY_BYTES, MESSAGE_BYTES
 from engine.attention.context import ContextParallel
+from engine.attention.planning.cost_model import GIB
 from engine.distributed import World
 from engine.measurement import LINK
 from engine.settings import Steps
 
 MOMENTS = ("before", "between", "after")
 PATTERNS = ("one_peer", "all_peers")  # that each rank sends to at once
-MESSAGE_BYTES = 64 << 20  # at most, where no tensor is given: large enough for a link's full speed
 TENSOR_BYTES = 128 << 20  # at most of a tensor that is given
-LATENCY_BYTES = 4096  # of the message whose time is the link's latency
 
 
 class LinkProbes:
     """Measures the link around the steps of one trial. Where a sequence's ranks are on one node it does nothing.
 
     Each measurement takes both patterns in which schedules send between nodes, one peer for each rank and all peers at
-    once, and keeps the faster: a bound from the other would be none for the schedules that send so.
+    once, and keeps the faster: the speed of the slower one is no bound for schedules that send in the other.
 
     A measurement receives one message beside the tensors that exist between steps. A step holds more than that at its
     fullest, so no peak rises: the message is Q, or no larger than `message_bytes`, the size of Q, which a step has in
@@ -38,6 +38,7 @@ class LinkProbes:
         self, world: World, cp: ContextParallel, steps: Steps, *, message: Tensor | None = None, message_bytes: int = 0
     ) -> None:
         self._world, self._cp, self._steps = world, cp, steps
+        self._spans_nodes = cp.node_size < cp.size
         self._message_bytes = min(message_bytes, MESSAGE_BYTES)
         self._message = None if message is None else message.detach().flatten()[: TENSOR_BYTES // message.itemsize]
         self._patterns = dict.fromkeys(PATTERNS, 0.0)  # GiB/s, the fastest of all moments
@@ -57,7 +58,9 @@ class LinkProbes:
         """Extras of the record, after one last measurement: GiB/s of the slowest replica, and seconds of a small
         message. Collective."""
         self._measure("after")
-        latency = self._seconds(self._bytes(LATENCY_BYTES), PATTERNS[0]) * LATENCY_BYTES / (1 << 30)
+        latency = 0.0
+        if self._spans_nodes:
+            latency = LATENCY_BYTES / GIB / self._speed(self._bytes(LATENCY_BYTES), PATTERNS[0])
         *slowest, latency = self._world.slowest([*self._seconds_per_gib.values(), latency])
         if not all(slowest):
             return {}
@@ -70,21 +73,20 @@ class LinkProbes:
         }
 
     def _measure(self, moment: str) -> None:
-        message = self._message
-        if message is None:
-            message = self._bytes(self._message_bytes)
-        for pattern in PATTERNS if self._cp.node_size > 1 else PATTERNS[:1]:  # nodes of one rank: both are the same
-            if seconds := self._seconds(message, pattern):
-                self._patterns[pattern] = max(self._patterns[pattern], 1 / seconds)
-                known = self._seconds_per_gib[moment]
-                self._seconds_per_gib[moment] = min(known, seconds) if known else seconds
+        if not self._spans_nodes:
+            return
+        message = self._bytes(self._message_bytes) if self._message is None else self._message
+        patterns = PATTERNS if self._cp.node_size > 1 else PATTERNS[:1]  # nodes of one rank: both are the same
+        speeds = {pattern: self._speed(message, pattern) for pattern in patterns}
+        for pattern, speed in speeds.items():
+            self._patterns[pattern] = max(self._patterns[pattern], speed)
+        self._seconds_per_gib[moment] = 1 / max(speeds.values())
 
     def _bytes(self, count: int) -> Tensor:
         return torch.empty(count, dtype=torch.uint8, device=self._world.device)
 
-    def _seconds(self, message: Tensor, pattern: str) -> float:
-        """Per GiB, with messages of this size; 0 where the ranks are on one node."""
-        if self._cp.node_size == self._cp.size:
-            return 0.0
+    def _speed(self, message: Tensor, pattern: str) -> float:
+        """GiB per second of messages of this size. The ranks are on several nodes. Collective."""
         across = self._cp.measure_link(message, spread=pattern == "all_peers")
-        return 0.0 if across is None else 1 / across
+        assert across is not None, "several nodes have a group"
+        return across

@@ -19,7 +19,7 @@ Shape letters: B batch, S whole sequence, L this rank's tokens, N query heads, K
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -38,7 +38,7 @@ from engine.attention.masks.mask import FirstRows
 from engine.attention.planning.comm_plan import CommPlan, RingStep, comm_plan, reach
 from engine.attention.planning.comm_volume import CallBytes, Narrowed, RingVolume, Shards, cheaper_backward
 from engine.attention.planning.cost_model import Estimate, HardwareModel
-from engine.attention.planning.pair_table import KernelCall
+from engine.attention.planning.pair_table import KernelCall, kernel_calls, tile_of
 from engine.cuda.alternate import ONE_STREAM, StreamPass, Streams
 from engine.ops.autograd import accumulation_dtype
 
@@ -126,14 +126,13 @@ class RingPlan:
         side = cheaper_backward(self.mask, self.cp.layout, self.volume, self.seq_len, self.shards, hardware)
         return replace(self, backward_side=side)
 
-    def calls(self, step: RingStep, cut: Callable[[Tile, int], list[Tile]]) -> Iterable[KernelCall]:
+    def calls(self, step: RingStep, cut: Callable[[Tile, int], list[Tile]]) -> tuple[KernelCall, ...]:
         """The kernel calls of a step, made shorter by `cut` while a transfer between nodes is under way, where
         `between_nodes` says so."""
         longest = self.cp.between_nodes.blocks
         if not longest or not self.cp.traffic.pending:
             return step.tiles
-        whole = (Tile(q.start, q.stop, k.start, k.stop, band) for q, k, band in step.tiles)
-        return [(part.q, part.k, part.band) for tile in whole for part in cut(tile, longest)]
+        return kernel_calls(part for call in step.tiles for part in cut(tile_of(call), longest))
 
     def resolved(self) -> dict[str, str]:
         """What each `auto` became, for the record."""

@@ -23,13 +23,7 @@ from torch import Tensor
 
 from engine.attention.algorithms.ring import RingPlan
 from engine.attention.algorithms.saved import Saved
-from engine.attention.comm.all_to_all import (
-    AllToAll,
-    GroupAllToAll,
-    HeadChunk,
-    TokenRun,
-    token_runs_in_order,
-)
+from engine.attention.comm.all_to_all import AllToAll, HeadChunk, TokenRun, token_runs_in_order
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import Segment, rows_before, split_at
 from engine.attention.geometry.tiles import Band
@@ -114,8 +108,8 @@ class UlyssesPlan:
         for this rank's tokens."""
         exchange = self.all_to_all.begin(self.token_runs, self.num_head_chunks, alternate=self.inner.cp.size > 1)
         chunks = self.num_head_chunks
-        by_group = isinstance(self.all_to_all, GroupAllToAll)  # copy engines have two slots, which one chunk fills
-        ahead = 2 if by_group and self.cp.between_nodes.ahead else 1
+        # Copy engines, whose slots hold one chunk ahead, exchange inside a node, where `ahead` is refused.
+        ahead = 2 if self.cp.between_nodes.ahead else 1
         receives = deque(exchange.send(tensors, index) for index in range(min(ahead, chunks)))
         for index in range(chunks):
             with exchange.stream(index):

@@ -2,8 +2,8 @@
 
 A kernel of NCCL needs multiprocessors, and clusters of blocks need several of one group at once. An attention kernel
 has more blocks than a GPU has multiprocessors, and a block runs for milliseconds where it goes through many tokens: a
-message that is started after such a kernel waits until the last of its blocks has a place. Remedies, each by itself and
-all off by default:
+message that is started after such a kernel waits until the last of its blocks has started. Remedies, which can be
+combined and are all off by default:
 
     priority      NCCL's kernels run on streams of high priority: they take the next multiprocessor that is free
     no_clusters   these kernels ask for single blocks in place of clusters of four

@@ -19,6 +19,8 @@ from engine.attention.accumulate.accumulators import tensor_specs
 from engine.attention.comm.p2p import PointToPoint, Traffic
 
 REPEATS = 3
+MESSAGE_BYTES = 64 << 20  # large enough for a link's full speed, small beside a shard
+LATENCY_BYTES = 4096  # of a message that takes as long as a link's latency
 _GIB = 1 << 30
 
 

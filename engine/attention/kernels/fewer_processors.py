@@ -1,4 +1,4 @@
-"""A kernel that leaves some multiprocessors of its GPU alone, for NCCL's kernels, while these have something to do."""
+"""A kernel that leaves some multiprocessors of its GPU to NCCL's kernels while these have something to do."""
 
 from __future__ import annotations
 
@@ -10,47 +10,25 @@ import torch
 from torch import Tensor
 
 from engine.attention.geometry.tiles import Band
-from engine.attention.kernels import BackwardInputs, Gradients, Kernel, Problem, WholeInputs
+from engine.attention.kernels import BackwardInputs, Gradients, WholeInputs
+from engine.attention.kernels.around import AroundKernel
 from engine.cuda.green import Part
 
 Results = TypeVar("Results", bound="tuple[Tensor, ...]")
 
 
 @dataclass(frozen=True)
-class FewerProcessors:
+class FewerProcessors(AroundKernel):
     """`kernel`, launched on the multiprocessors of `part` while `needed()`, else on all.
 
     A launch on the part has a stream of its own, one for each stream that callers have; it waits for the caller's and
-    the caller's waits for it. Results are memory of that stream: they are given to others only after the caller's
-    stream has passed their release.
+    the caller's waits for it. Results are memory of that stream; once they are freed, the allocator reuses it only
+    after the caller's stream has done the work that was enqueued before.
     """
 
-    kernel: Kernel
     part: Part
     needed: Callable[[], bool]
     _streams: dict[int, torch.cuda.ExternalStream] = field(default_factory=dict)  # by handle of the caller's
-
-    @property
-    def name(self) -> str:
-        return self.kernel.name
-
-    @property
-    def writes_input_dtype(self) -> bool:
-        return self.kernel.writes_input_dtype
-
-    @property
-    def takes_delta(self) -> bool:
-        return self.kernel.takes_delta
-
-    @property
-    def takes_output(self) -> bool:
-        return self.kernel.takes_output
-
-    def unsupported_reason(self) -> str | None:
-        return self.kernel.unsupported_reason()
-
-    def refuse(self, problem: Problem) -> str | None:
-        return self.kernel.refuse(problem)
 
     def forward(
         self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from engine.attention.accumulate.accumulators import ROWWISE_KERNELS
 from engine.attention.geometry.tiles import Band
-from engine.attention.kernels import BackwardInputs, Gradients, Kernel, Problem, WholeInputs
+from engine.attention.kernels import BackwardInputs, Gradients
+from engine.attention.kernels.around import AroundKernel
 from engine.ops.autograd import accumulation_dtype
 from engine.ops.triton_kernels import kernels_for
 
@@ -45,7 +46,7 @@ def output_stand_in(dout_BLND: Tensor, delta_BNL: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class AnyDelta:
+class AnyDelta(AroundKernel):
     """A kernel whose backward forms delta from dO and O, wrapped so that it takes any delta.
 
     Gradients are linear in (dO, delta) together, dV does not depend on delta at all, and dQ and dK depend on V through
@@ -56,31 +57,7 @@ class AnyDelta:
     for a tile with such a row, which the host has to know: on a GPU every tile's backward waits for the answer.
     """
 
-    kernel: Kernel
     takes_delta = True
-
-    @property
-    def takes_output(self) -> bool:
-        return self.kernel.takes_output
-
-    @property
-    def name(self) -> str:
-        return self.kernel.name
-
-    @property
-    def writes_input_dtype(self) -> bool:
-        return self.kernel.writes_input_dtype
-
-    def unsupported_reason(self) -> str | None:
-        return self.kernel.unsupported_reason()
-
-    def refuse(self, problem: Problem) -> str | None:
-        return self.kernel.refuse(problem)
-
-    def forward(
-        self, q_BLND: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, band: Band, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        return self.kernel.forward(q_BLND, k_BMKD, v_BMKD, band, scale)
 
     def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
         dout_BLND, delta_BNL, v_BMKD = given.dout_BLND, given.delta_BNL, given.v_BMKD
@@ -96,9 +73,6 @@ class AnyDelta:
         )
         rest_dq_BLND, rest_dk_BMKD, _ = self.kernel.backward(rest, band, scale, deterministic)
         return dq_BLND + rest_dq_BLND, dk_BMKD + rest_dk_BMKD, dv_BMKD
-
-    def backward_of_whole(self, given: WholeInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
-        return self.kernel.backward_of_whole(given, band, scale, deterministic)
 
 
 def _dout_for(delta_BNL: Tensor, like_BLND: Tensor) -> Tensor:

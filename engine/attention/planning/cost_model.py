@@ -59,9 +59,7 @@ class HardwareModel:
     step_tail: float = 0.52  # F: of a tile's time, which the kernel of one more ring step adds at its end
     all_to_all_seconds: float = 1.0e-3  # host time of an all-to-all by NCCL, forward and backward
     head_call_seconds: float = 5.17e-3  # F: host time of a call by copy engine, forward and backward
-    head_chunk_seconds: float = (
-        0.674e-3  # F: that one more head chunk adds by copy engine: gaps between kernels, copies
-    )
+    head_chunk_seconds: float = 0.674e-3  # F: that one more head chunk adds by copy engine: gaps, copies
     start_seconds: float = 0.15e-3  # from a call to its first kernel, where transfers come before it
     processors: int = 132  # of a GPU; each works on one tile of queries of one head at a time
 

@@ -52,7 +52,7 @@ class PairTable:
 
     def tiles(self, q_rank: int, k_rank: int) -> tuple[Tile, ...]:
         """Tiles of one pair."""
-        return tuple(Tile(q.start, q.stop, k.start, k.stop, band) for q, k, band in self.calls(q_rank, k_rank))
+        return tuple(map(tile_of, self.calls(q_rank, k_rank)))
 
     def calls(self, q_rank: int, k_rank: int) -> tuple[KernelCall, ...]:
         """Tiles of one pair as kernel calls. Pairs of one kind share them."""
@@ -63,16 +63,23 @@ class PairTable:
             return self._formed(q_rank, k_rank)
         if kind not in self._calls:
             tiles = self._tiles
-            self._calls[kind] = tiles.calls(kind) if isinstance(tiles, TileTable) else _calls(tiles[kind])
+            self._calls[kind] = tiles.calls(kind) if isinstance(tiles, TileTable) else kernel_calls(tiles[kind])
         return self._calls[kind]
 
     def _formed(self, q_rank: int, k_rank: int) -> tuple[KernelCall, ...]:
         mask, layout, seq_len, cp_size = self._problem
         table = mask.tile_table(shard_table(layout, seq_len, cp_size), np.array([q_rank]), np.array([k_rank]))
-        return _calls(rank_pair_tiles(*self._problem, q_rank, k_rank)) if table is None else table.calls(0)
+        return kernel_calls(rank_pair_tiles(*self._problem, q_rank, k_rank)) if table is None else table.calls(0)
 
 
-def _calls(tiles: tuple[Tile, ...]) -> tuple[KernelCall, ...]:
+def tile_of(call: KernelCall) -> Tile:
+    """The tile that a kernel call computes."""
+    queries, keys, band = call
+    return Tile(queries.start, queries.stop, keys.start, keys.stop, band)
+
+
+def kernel_calls(tiles: Iterable[Tile]) -> tuple[KernelCall, ...]:
+    """A kernel call for each tile."""
     return tuple((tile.q, tile.k, tile.band) for tile in tiles)
 
 

@@ -23,10 +23,11 @@ from engine.settings import BYTES_OF, TrialSettings
 # Of the time of copies to the host and back, what a step grows by although computation hides them: the 1b model at 128K
 # tokens on two H200 takes 1.8% longer with `offload: all` (results/published/h200x4/memory_levers).
 CONTENTION = 0.12
-# Hidden states that a layer would have to read or write to take the time that it takes when it runs again, beside its
-# products and attention. Fitted to three plans of the 1b model at 64K tokens on one H200 (results/published/h200x1/
-# memory_budget, 40 GiB): by its products alone such a layer takes half of what it takes. A fit and no count: by the
-# tensors' sizes, norms, sums, rotary embedding and SwiGLU read and write 25 hidden states in a forward of that shape.
+# The time of a layer that runs again, less that of its products and attention, as the number of hidden states that a
+# GPU reads or writes in that time. Fitted to three plans of the 1b model at 64K tokens on one H200
+# (results/published/h200x1/memory_budget, 40 GiB): its products alone account for half of the layer's time. A fit and
+# no count: by the tensors' sizes, norms, sums, rotary embedding and SwiGLU read and write 25 hidden states in a forward
+# of that shape.
 PASSES_AGAIN = 75
 
 

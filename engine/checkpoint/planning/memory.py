@@ -128,62 +128,68 @@ class MemoryModel:
     def of(self, choice: Choice, *, least: bool = False) -> RankMemory:
         """The most that a rank holds with this choice; `least`: no more than with any choice of `checkpoint.mlp` and at
         least as much kept, because what the MLP of a layer kept whole needs for a moment is left out."""
-        held = self._by_offload[choice.optimizer_offload]
-        head, *others = self._moments(choice, least).values()
-        moments_on_device = 0.0 if choice.optimizer_offload else 2 * self._parameters
-        base = self._parameters + moments_on_device + held.copies
-        fullest = max(activations + gradients for activations, gradients in (head, *others))
-        moments = ((head[0] + self._left_by_head, 0.0), *others)
-        if held is self._sharded:
-            reserved = max(activations for activations, _ in moments) + self._parameters
+        inputs, attention, host = self._kept(choice.checkpoint)
+        moments = self._moments(choice, inputs, attention, least)
+        base = self._always(choice)
+        fullest = max(activations + gradients for _, activations, gradients in moments)
+        in_head = moments[0][1] + self._left_by_head  # there are no gradients yet
+        if self._by_offload[choice.optimizer_offload] is self._sharded:
+            reserved = max(in_head, *(activations for _, activations, _ in moments)) + self._parameters
         else:
-            reserved = max(activations + gradients for activations, gradients in moments)
-        *_, kept_on_host = self._kept(choice.checkpoint, choice.checkpoint.layers_again(self._layers))
+            reserved = max(in_head, fullest)
         return RankMemory(
             allocated=base + fullest,
             reserved=_SMALL + _ROUNDING * (base + reserved),
-            host=_PROCESS + kept_on_host + 2 * self._parameters - moments_on_device,
+            host=_PROCESS + host + (2 * self._parameters if choice.optimizer_offload else 0.0),
         )
 
     def by_moment(self, choice: Choice) -> dict[str, float]:
         """Allocated bytes at the moments that may be the fullest, and in the optimizer's update, in their order."""
-        base = self._parameters * (1 if choice.optimizer_offload else 3)
-        base += self._by_offload[choice.optimizer_offload].copies
-        found = {name: base + sum(parts) for name, parts in self._moments(choice, least=False).items()}
+        base = self._always(choice)
+        inputs, attention, _ = self._kept(choice.checkpoint)
+        moments = self._moments(choice, inputs, attention, least=False)
+        found = {name: base + activations + gradients for name, activations, gradients in moments}
         return found | {"optimizer": base + self._parameters}
 
-    def _moments(self, choice: Choice, least: bool) -> dict[str, tuple[float, float]]:
-        """Bytes without and of gradients at each moment, beyond parameters and the optimizer's states."""
+    def _always(self, choice: Choice) -> float:
+        """Bytes on the device at every moment: parameters, their copies and the optimizer's states."""
+        copies = self._by_offload[choice.optimizer_offload].copies
+        return self._parameters * (1 if choice.optimizer_offload else 3) + copies
+
+    def _moments(self, choice: Choice, inputs: float, attention: float, least: bool) -> list[tuple[str, float, float]]:
+        """(name, bytes without gradients, bytes of gradients) of each moment, beyond the bytes of `_always`. `inputs`
+        and `attention` are those of `_kept`."""
         checkpoint, layers = choice.checkpoint, self._layers
         held = self._by_offload[choice.optimizer_offload]
         again = checkpoint.layers_again(layers)
-        inputs, attention, _ = self._kept(checkpoint, again)
         saved = self._saved_whole(choice)
-        whole = (layers - again) * saved
+        below = inputs + attention
+        all_saved = (layers - again) * saved + below
         layer = held.gathered + (choice.gather_ahead - 1) * held.further
-        moments = {"LM head": (whole + inputs + attention + held.head + self._head_states(choice.head_tiles), 0.0)}
+        moments = [("LM head", all_saved + held.head + self._head_states(choice.head_tiles), 0.0)]
         if again < layers:
             peak = self._whole_layer(choice, held.mlp_sums, least)
-            moments["backward of the last layer"] = (whole + inputs + attention + layer + peak, self._head_gradient)
+            moments.append(("backward of the last layer", all_saved + layer + peak, self._head_gradient))
             gathered = layer if again else held.gathered_first
             first = "backward of the first layer kept whole" if again else "backward of the first layer"
-            moments[first] = (saved + inputs + attention + gathered + peak, self._gradients(again))
+            moments.append((first, saved + below + gathered + peak, self._gradients(again)))
         if again:
             peak = self._layer(choice, held.mlp_sums)
             last = "backward of the last layer" if again == layers else "backward of the last layer computed again"
-            moments[last] = (inputs + attention + layer + peak, self._gradients(again - 1))
+            moments.append((last, below + layer + peak, self._gradients(again - 1)))
             # The first layer's own tensors: its group's input and its attention.
-            own = (inputs / group_starts(checkpoint, again) + attention / again) if inputs or attention else 0.0
-            moments["backward of the first layer"] = (own + held.gathered_first + peak, self._gradients(0))
+            own = inputs / group_starts(checkpoint, again) + attention / again
+            moments.append(("backward of the first layer", own + held.gathered_first + peak, self._gradients(0)))
         return moments
 
     def _gradients(self, layer: int) -> float:
         """Sharded gradients when the backward of `layer`, counted from 0, begins: the head's and later layers'."""
         return self._head_gradient + (self._layers - 1 - layer) * self._layer_gradient
 
-    def _kept(self, checkpoint: Checkpoint, again: int) -> tuple[float, float, float]:
+    def _kept(self, checkpoint: Checkpoint) -> tuple[float, float, float]:
         """Inputs and attention's results of the layers that backward computes again, of a whole forward: on the device
         each, then what is on the host."""
+        again = checkpoint.layers_again(self._layers)
         if not again:
             return 0.0, 0.0, 0.0
         inputs = group_starts(checkpoint, again) * self._state

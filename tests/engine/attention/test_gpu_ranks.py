@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from engine import ContextParallel, burst_attention
+from engine import ContextParallel
 from engine.attention.masks import parse_mask
 from engine.tasks.attention import dense_gradients
+from tests.engine.attention.calls_in_a_row import worst_error_in_a_row
 from tests.ranks import run_on_ranks
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 NAMES = ("out", "dq", "dk", "dv")
 MASKS = ("causal", "full", "sliding_window:1023", "documents:1000,3096", "block_sparse:128:local_global-3-2:causal")
-CALLS = 3  # in a row
 # bf16 inputs of standard normal values: one kernel over the whole problem errs by 2 to 4 in a thousand.
 TOLERANCE = 8e-3
 
@@ -79,29 +79,13 @@ def errors_of_all(seq_len: int) -> dict[str, str]:
         if key not in truths:
             truths[key] = dense_gradients(*whole, mask)
         try:
-            results = calls(cp, whole, mask, dict(case.choices))
+            worst = worst_error_in_a_row(cp, whole, mask, dict(case.choices), truths[key])
         except (RuntimeError, ValueError, NotImplementedError) as error:
             found[str(case)] = f"{type(error).__name__}: {error}"
             del contexts[case.node_size]  # a call that failed halfway has broken it
             continue
-        worst = 0.0
-        for result in results:
-            for part, truth in zip(result, truths[key], strict=True):
-                error = (cp.unshard(part, 1).double() - truth).norm() / truth.norm()
-                worst = max(worst, error.item() if torch.isfinite(error) else float("inf"))
         found[str(case)] = f"{worst:.2e}"
     return found
-
-
-def calls(cp: ContextParallel, whole: list[torch.Tensor], mask, choices: dict) -> list[tuple[torch.Tensor, ...]]:
-    """(out, dq, dk, dv) of several calls enqueued one behind the other."""
-    q, k, v, dout = (cp.shard(t, 1) for t in whole)
-    results = []
-    for _ in range(CALLS):
-        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-        out = burst_attention(*leaves, mask=mask, cp=cp, **choices)
-        results.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
-    return results
 
 
 @pytest.mark.gpu

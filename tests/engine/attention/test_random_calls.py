@@ -16,17 +16,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine import ContextParallel, burst_attention
+from engine import ContextParallel
 from engine.attention.masks import parse_mask
 from engine.attention.planning.comm_volume import GRAD_COMM_DTYPES
 from engine.attention.planning.cost_model import HeadsAndRanks, schedule_unsupported_reason
 from engine.tasks.attention import dense_gradients
+from tests.engine.attention.calls_in_a_row import worst_error_in_a_row
 from tests.ranks import run_on_ranks
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 SCHEDULES = ("auto", "ring", "double_ring", "all_gather", "ulysses", "usp", "usp_transposed")
 # Worst relative error of out, dq, dk, dv, as norms. In bf16 one kernel over the whole problem errs by 2 to 4 in a
-# thousand; gradients rounded once more on each of their way's parts err by up to twice that.
+# thousand; gradients that are rounded once more at each transfer err by up to twice that.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1.2e-2}
 CALLS_IN_A_ROW = 2  # enqueued without waiting, as layers of a model are
 
@@ -118,18 +119,7 @@ def error_of(call: Drawn, cp: ContextParallel, device: torch.device) -> float:
     ]
     mask = parse_mask(call.mask)
     truths = dense_gradients(*whole, mask)
-    results = []
-    for _ in range(CALLS_IN_A_ROW):
-        q, k, v, dout = (cp.shard(tensor, 1).clone() for tensor in whole)
-        leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-        out = burst_attention(*leaves, mask=mask, cp=cp, **dict(call.choices))
-        results.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
-    worst = 0.0
-    for result in results:
-        for part, truth in zip(result, truths, strict=True):
-            error = (cp.unshard(part, 1).double() - truth).norm() / truth.norm().clamp_min(1e-30)
-            worst = max(worst, error.item() if torch.isfinite(error) else float("inf"))
-    return worst
+    return worst_error_in_a_row(cp, whole, mask, dict(call.choices), truths, CALLS_IN_A_ROW)
 
 
 def errors_of_calls(first: int, most: int, seconds: float, on_gpu: bool) -> tuple[int, dict[str, str]]:

@@ -10,7 +10,8 @@ from engine import ContextParallel
 from engine.attention.masks import parse_mask
 from engine.attention.resolve import plan_attention
 from engine.tasks.attention import dense_gradients
-from tests.engine.attention.test_gpu_ranks import GPUS, TOLERANCE, calls
+from tests.engine.attention.calls_in_a_row import worst_error_in_a_row
+from tests.engine.attention.test_gpu_ranks import GPUS, TOLERANCE
 from tests.ranks import run_on_ranks
 
 REMEDIES = (
@@ -43,15 +44,10 @@ def errors_of_all(seq_len: int, heads: int) -> dict[str, str]:
         case = ", ".join([remedy, *(f"{name} {value}" for name, value in choices.items())])
         try:
             cp = ContextParallel(node_size=GPUS // 2, between_nodes=remedy)
-            results = calls(cp, whole, mask, choices)
+            worst = worst_error_in_a_row(cp, whole, mask, choices, truth)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             found[case] = f"{type(error).__name__}: {error}"
             continue
-        worst = 0.0
-        for result in results:
-            for part, expected in zip(result, truth, strict=True):
-                error = (cp.unshard(part, 1).double() - expected).norm() / expected.norm()
-                worst = max(worst, error.item() if torch.isfinite(error) else float("inf"))
         found[case] = f"{worst:.2e}"
         assert cp.traffic.pending == 0
     return found
