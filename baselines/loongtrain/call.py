@@ -46,10 +46,3 @@ def prepare(request, group):
         "dkv_intra_window_group": groups_of(inside, rank),
     }
     return lambda q, k, v: ring(q, k, v, causal=True, **groups)
-
-
-def kernel():
-    """What computes attention of a block: flash-attn 2, or what stands for it; "" where that is no kernel."""
-    import flash_attn
-
-    return getattr(flash_attn, "KERNEL", "fa2")
