@@ -5,18 +5,17 @@ Nothing here, and nothing that a module of a system imports at its top, needs mo
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from baselines.programs.program_parts import load
 from baselines.upstream import UPSTREAM, Ran, described
 from engine.method import EngineCommand
 from engine.plain_json import from_json
@@ -122,13 +121,3 @@ def forget_shapes() -> None:
             for value in list(getattr(module, "__dict__", {}).values()):
                 if isinstance(value, torch.jit.ScriptFunction):
                     value._debug_flush_compilation_cache()
-
-
-def load(path: str) -> ModuleType:
-    """The module at a path."""
-    spec = importlib.util.spec_from_file_location("call", path)
-    assert spec is not None, path
-    assert spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

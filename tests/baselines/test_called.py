@@ -18,9 +18,10 @@ import torch
 import baselines
 import engine
 from baselines.called import InWorker, Parts, head_ranks
-from baselines.called_attention import ENTERED, CalledMethod, forget_shapes, load
+from baselines.called_attention import ENTERED, CalledMethod, forget_shapes
 from baselines.enter import link_packages, main, worker_of
 from baselines.install.places import Place, beside_torch
+from baselines.programs.program_parts import load
 from baselines.stand_ins import FOLDER
 from engine.attention.geometry.layout import Layout, Zigzag
 from engine.attention.masks import Causal
