@@ -159,22 +159,22 @@ class Parts:
         return merged(runs)
 
 
-def head_ranks(settings: TrialSettings) -> int:
-    """Ranks of the all-to-all of heads: all (`ulysses`), one (`ring`), or those of a node (`usp`).
+def head_ranks(settings: TrialSettings, schedule: str) -> int:
+    """Ranks of an all-to-all of heads under the schedule that runs: all (`ulysses`), those of a node (`usp`), or one
+    under the others, which exchange no heads.
 
-    On one node `usp` has two of them, of half the ranks each. Never more than divide the heads.
+    On one node `usp` has two all-to-alls, of half the ranks each; their size divides the heads.
     """
     size, model = settings.cp_size, settings.model
-    wanted = {"ulysses": size, "ring": 1}.get(settings.schedule)
-    if wanted is not None:
-        return wanted
+    if schedule != "usp":
+        return size if schedule == "ulysses" else 1
     groups = settings.emulate_nodes if settings.emulate_nodes > 1 else 2 if size > 2 else 1
     return math.gcd(model.kv_heads, model.heads, size // math.gcd(size, groups))
 
 
-def heads_reason(upstream: Upstream, settings: TrialSettings) -> str | None:
-    """Why the heads cannot be divided among the ranks of the all-to-all, or None."""
-    model, ranks = settings.model, head_ranks(settings)
+def heads_reason(upstream: Upstream, settings: TrialSettings, schedule: str) -> str | None:
+    """Why the heads cannot be divided among the ranks of the schedule's all-to-all, or None."""
+    model, ranks = settings.model, head_ranks(settings, schedule)
     if math.gcd(model.heads, model.kv_heads) % ranks == 0:
         return None
     return (

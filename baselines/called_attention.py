@@ -5,17 +5,17 @@ Nothing here, and nothing that a module of a system imports at its top, needs mo
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from baselines.programs.program_parts import load
 from baselines.upstream import UPSTREAM, Ran, described
 from engine.method import EngineCommand
 from engine.plain_json import from_json
@@ -58,11 +58,12 @@ class CalledAttention:
         self._adapter, self._settings = adapter, settings
         self._ran: Ran = from_json(Ran, entered["ran"])
         request = adapter.request(settings, Path(entered["source"]))
-        self._call = load(str(request["call"]))
+        call = load(str(request["call"]))
+        self._kernel: Callable[[], str] = getattr(call, "kernel", flash_attn_kernel)
         try:
-            self._attend = self._call.prepare(request, cp.group)
+            self._attend = call.prepare(request, cp.group)
             forget_shapes()
-            found = self._call.kernel()
+            found = self._kernel()
         except ValueError as error:
             raise RuntimeError(f"{adapter.system}: {error}") from error
         if found and settings.kernel not in ("auto", found):
@@ -88,7 +89,7 @@ class CalledAttention:
     def resolved(self) -> dict[str, str]:
         settings = self._settings
         return {
-            "kernel": self._call.kernel() or NO_KERNEL,
+            "kernel": self._kernel() or NO_KERNEL,
             "layout": self._adapter.shards(settings).name,
             "schedule": self._adapter.schedule_of(settings),
             "arrangement": self._adapter.arrangement(settings),
@@ -98,6 +99,15 @@ class CalledAttention:
         """Add the system's release, pin and packages to what was measured."""
         figures.software = dict(self._ran.packages) | figures.software
         figures.extra[UPSTREAM] = described(self._ran)
+
+
+def flash_attn_kernel() -> str:
+    """What computes attention of a block for callers of flash_attn: its release 2, or what the stand-in names; "" where
+    that is no kernel."""
+    import flash_attn
+
+    kernel: str = getattr(flash_attn, "KERNEL", "fa2")
+    return kernel
 
 
 def forget_shapes() -> None:
@@ -111,13 +121,3 @@ def forget_shapes() -> None:
             for value in list(getattr(module, "__dict__", {}).values()):
                 if isinstance(value, torch.jit.ScriptFunction):
                     value._debug_flush_compilation_cache()
-
-
-def load(path: str) -> ModuleType:
-    """The module at a path."""
-    spec = importlib.util.spec_from_file_location("call", path)
-    assert spec is not None, path
-    assert spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -54,8 +54,8 @@ def main(words: Sequence[str]) -> int:
     settings = settings_of(trial_dir)
     method: Upstream = importlib.import_module(read_json(trial_dir / "trial.json")["method"]).METHOD
     place = method.place
-    if (reason := place.condition())[0] != "installed":  # on this host; the plan looked at another
-        write_error(trial_dir, rank, "refused", f"{method.system} is {reason[0]}; {reason[1]}")
+    if (reason := place.not_installed_reason(method.system)) is not None:  # on this host; the plan looked at another
+        write_error(trial_dir, rank, "refused", reason)
         return 1
     rendered = method.render(settings, trial_dir, place)
     given = dict(os.environ)

@@ -37,9 +37,8 @@ def main(words: Sequence[str]) -> int:
     trial_dir, rank = Path(words[1]), int(os.environ.get("RANK", "0"))
     method: InWorker = importlib.import_module(words[0]).METHOD  # the system's adapter
     place = method.place
-    condition, sentence = place.condition()
-    if condition != "installed":  # on this host; the plan looked at another
-        write_error(trial_dir, rank, "refused", f"{method.system} is {condition}; {sentence}")
+    if (reason := place.not_installed_reason(method.system)) is not None:  # on this host; the plan looked at another
+        write_error(trial_dir, rank, "refused", reason)
         return 1
     become(worker_of(place, trial_dir), place, os.environ)
 

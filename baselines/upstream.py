@@ -168,19 +168,19 @@ class Upstream:
 
     def unavailable(self, device: str) -> str | None:
         """Why this machine, whose ranks use `device`, cannot run it, or None; what installs it is named."""
-        pinned = self.place.pinned
-        if device not in pinned.devices:
+        place = self.place
+        if device not in place.pinned.devices:
             needs = "GPUs, and this machine has none" if device == "cpu" else "CPU ranks, and those here use GPUs"
             return f"{self.system} needs {needs}; run it on another machine"
-        condition, sentence = self.place.condition()
-        place = self.place
+        if (reason := place.not_installed_reason(self.system)) is not None:
+            return reason
         on_cpu = [name for name in place.stand_ins if not place.computes_on_gpus(name)]
-        if condition == "installed" and device != "cpu" and on_cpu:
+        if device != "cpu" and on_cpu:
             return (
                 f"{self.system} has a stand-in for {', '.join(on_cpu)}, which runs on CPU ranks alone; install the "
                 f"real one beside torch, then {place.install_command} --anew"
             )
-        return None if condition == "installed" else f"{self.system} is {condition}; {sentence}"
+        return None
 
     def verify(self, place: Place) -> Verdict:
         """Whether the installation is the pinned system, unchanged."""

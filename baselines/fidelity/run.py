@@ -58,8 +58,8 @@ def run_system(name: str, commit: str, cases: Sequence[str] = (), keep: Path | N
     Raises UsageError for an unknown case and for a system that is not installed.
     """
     system, place = system_named(name), place_of(name)
-    if place is not None and (condition := place.condition())[0] != "installed":
-        raise UsageError(f"{system.title} is {condition[0]}; {condition[1]}")
+    if place is not None and (reason := place.not_installed_reason(system.title)) is not None:
+        raise UsageError(reason)
     known = [case.name for case in system.cases]
     for case in cases:
         if case not in known:

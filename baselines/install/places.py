@@ -145,6 +145,11 @@ class Place:
             return "broken", f"its interpreter is gone; install it anew: {self.install_command} --anew"
         return "installed", f"Python {state.python}, torch {state.torch}"
 
+    def not_installed_reason(self, system: str) -> str | None:
+        """Why the system, by the name that users read, cannot run from here; None where it is installed."""
+        condition, sentence = self.condition()
+        return None if condition == "installed" else f"{system} is {condition}; {sentence}"
+
 
 def beside_torch(provided: Iterable[str]) -> list[str]:
     """Packages that an environment takes from beside torch: those of the pin, and what stand-ins compute with."""

@@ -17,10 +17,10 @@ def stand_in(name, **names):
     return module
 
 
-def groups_of(sets, rank):
+def own_group(sets):
     """This rank's group among `sets`, all of which every rank has to make."""
-    made = [(each, dist.new_group(each)) for each in sets]
-    return next(group for each, group in made if rank in each)
+    group, _ = dist.new_subgroups_by_enumeration(sets)
+    return group
 
 
 def prepare(request, group):
@@ -34,22 +34,15 @@ def prepare(request, group):
     module = importlib.import_module("loongtrain_ring." + name)
     ring = module.zigzag_ring_flash_attn_qkvsplited_func_with_sliding_window
 
-    size, rank, window = dist.get_world_size(group), dist.get_rank(group), request["window"]
+    size, window = dist.get_world_size(group), request["window"]
     windows = size // window
     inside = [list(range(one * window, (one + 1) * window)) for one in range(windows)]
     across = [[one * window + place for one in range(windows)] for place in range(window)]
     groups = {
         "context_group": group,
-        "inter_window_group": groups_of(across, rank),
-        "intra_window_group": groups_of(inside, rank),
-        "dkv_inter_window_group": groups_of(across, rank),
-        "dkv_intra_window_group": groups_of(inside, rank),
+        "inter_window_group": own_group(across),
+        "intra_window_group": own_group(inside),
+        "dkv_inter_window_group": own_group(across),
+        "dkv_intra_window_group": own_group(inside),
     }
     return lambda q, k, v: ring(q, k, v, causal=True, **groups)
-
-
-def kernel():
-    """What computes attention of a block: flash-attn 2, or what stands for it; "" where that is no kernel."""
-    import flash_attn
-
-    return getattr(flash_attn, "KERNEL", "fa2")

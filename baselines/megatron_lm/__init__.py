@@ -106,13 +106,12 @@ class MegatronLM(Upstream):
                 f"{self.name} is the paper's copy here, which sends point to point alone, found schedule {schedule}; "
                 f"set it to ring, or install the release: burst baselines install {self.package} --flavour current"
             )
-        exchanges_heads = schedule in ("ulysses", "usp")
-        if exchanges_heads and settings.tp_size > 1:
+        if schedule in ("ulysses", "usp") and settings.tp_size > 1:
             return (
                 f"{self.name} exchanges heads here without tensor parallelism, found schedule {schedule} and tp_size "
                 f"{settings.tp_size}; set tp_size to 1, or schedule to ring or all_gather"
             )
-        return heads_reason(self, settings) if exchanges_heads else None
+        return heads_reason(self, settings, schedule)
 
     def render(self, settings: TrialSettings, trial_dir: Path, place: Place) -> Rendered:
         release = place.flavour == "current"
@@ -174,7 +173,7 @@ def comm_type(settings: TrialSettings) -> str:
         return ""
     words = f" --cp-comm-type {COMM_TYPES[settings.schedule]}"
     if settings.schedule == "usp":
-        across = head_ranks(settings)
+        across = head_ranks(settings, settings.schedule)
         words += f" --hierarchical-context-parallel-sizes {across} {settings.cp_size // across}"
     return words
 

@@ -10,7 +10,6 @@ the bytes it sent, or the error that the system raised.
 """
 
 import datetime
-import importlib.util
 import json
 import os
 import sys
@@ -18,7 +17,7 @@ import time
 import traceback
 
 from attention_bytes import counted
-from program_parts import leave, say, say_peaks
+from program_parts import leave, load, say, say_peaks
 
 sys.path[:1] = []  # the folder of this program, whose neighbours would hide modules of the same name
 
@@ -28,14 +27,6 @@ import torch.distributed as dist  # noqa: E402
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FLUSH_BYTES = 1 << 28  # several times the L2 cache of any GPU, which no model leaves filled between two calls
 CASE_SECONDS = 60  # after which a rank no longer waits for another: some errors are raised on one rank alone
-
-
-def load(path):
-    """The module at a path."""
-    spec = importlib.util.spec_from_file_location("call", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def positions(call, request, rank, size):

@@ -21,10 +21,3 @@ def prepare(request, group):
     name = MODULES[request.get("ring", "zigzag")]
     ring = getattr(importlib.import_module(f"ring_flash_attn.{name}"), f"{name}_func")
     return lambda q, k, v: ring(q, k, v, causal=True, group=group)
-
-
-def kernel():
-    """What computes attention of a block: flash-attn 2, or what stands for it; "" where that is no kernel."""
-    import flash_attn
-
-    return getattr(flash_attn, "KERNEL", "fa2")

@@ -28,18 +28,18 @@ class TransformerEngine(InWorker):
     schedules = tuple(COMM_TYPES)
 
     def own_reason(self, settings: TrialSettings) -> str | None:
-        return heads_reason(self, settings) if self.schedule_of(settings) in ("ulysses", "usp") else None
+        return heads_reason(self, settings, self.schedule_of(settings))
 
     def request(self, settings: TrialSettings, source: Path) -> dict[str, object]:
         schedule = self.schedule_of(settings)
-        across = head_ranks(settings) if schedule in ("ulysses", "usp") else 1
+        across = head_ranks(settings, schedule)
         return super().request(settings, source) | {"comm_type": COMM_TYPES[schedule], "head_ranks": across}
 
     def arrangement(self, settings: TrialSettings) -> str:
-        comm_type = COMM_TYPES[self.schedule_of(settings)]
-        if comm_type != "a2a+p2p":
-            return comm_type
-        across = head_ranks(settings)
+        schedule = self.schedule_of(settings)
+        if schedule != "usp":
+            return COMM_TYPES[schedule]
+        across = head_ranks(settings, schedule)
         return f"a2a {across} + p2p {settings.cp_size // across}"
 
 

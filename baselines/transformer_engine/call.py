@@ -22,7 +22,8 @@ def prepare(request, group):
     if size > 1:
         ranks, comm_type = dist.get_process_group_ranks(group), request["comm_type"]
         if comm_type == "a2a+p2p":
-            group = [group_of(sets, ranks[dist.get_rank(group)]) for sets in two_levels(ranks, request["head_ranks"])]
+            levels = two_levels(ranks, request["head_ranks"])
+            group = [own for own, _ in map(dist.new_subgroups_by_enumeration, levels)]
         attention.set_context_parallel_group(group, ranks, torch.cuda.Stream(), comm_type)
     return lambda q, k, v: attention(q, k, v, attn_mask_type="causal").unflatten(-1, q.shape[2:])
 
@@ -39,9 +40,3 @@ def two_levels(ranks, inner):
     """The ranks of each all-to-all, consecutive ones, and those of each ring across them."""
     groups = [ranks[first : first + inner] for first in range(0, len(ranks), inner)]
     return groups, [list(each) for each in zip(*groups, strict=True)]
-
-
-def group_of(sets, rank):
-    """This rank's process group among `sets`, all of which every rank has to make."""
-    made = [(each, dist.new_group(each)) for each in sets]
-    return next(group for each, group in made if rank in each)

@@ -26,16 +26,16 @@ class Yunchang(InWorker):
     schedules = ("usp", "ulysses", "ring")
 
     def own_reason(self, settings: TrialSettings) -> str | None:
-        return heads_reason(self, settings)
+        return heads_reason(self, settings, self.schedule_of(settings))
 
     def request(self, settings: TrialSettings, source: Path) -> dict[str, object]:
-        return super().request(settings, source) | {"head_ranks": head_ranks(settings)}
+        return super().request(settings, source) | {"head_ranks": head_ranks(settings, self.schedule_of(settings))}
 
     def shards(self, settings: TrialSettings) -> Layout:
-        return Parts(Zigzag(), head_ranks(settings))
+        return Parts(Zigzag(), head_ranks(settings, self.schedule_of(settings)))
 
     def arrangement(self, settings: TrialSettings) -> str:
-        across = head_ranks(settings)
+        across = head_ranks(settings, self.schedule_of(settings))
         return f"ulysses {across} x ring {settings.cp_size // across}"
 
 

@@ -22,10 +22,3 @@ def positions(request, rank, size):
     held = [first + token for first in (place * chunk, (2 * rings - 1 - place) * chunk) for token in range(chunk)]
     share = len(held) // head_ranks
     return held[part * share : (part + 1) * share]
-
-
-def kernel():
-    """What computes attention of a block: flash-attn 2, or what stands for it; "" where that is no kernel."""
-    import flash_attn
-
-    return getattr(flash_attn, "KERNEL", "fa2")

@@ -18,9 +18,10 @@ import torch
 import baselines
 import engine
 from baselines.called import InWorker, Parts, head_ranks
-from baselines.called_attention import ENTERED, CalledMethod, forget_shapes, load
+from baselines.called_attention import ENTERED, CalledMethod, forget_shapes
 from baselines.enter import link_packages, main, worker_of
 from baselines.install.places import Place, beside_torch
+from baselines.programs.program_parts import load
 from baselines.stand_ins import FOLDER
 from engine.attention.geometry.layout import Layout, Zigzag
 from engine.attention.masks import Causal
@@ -81,7 +82,8 @@ def test_parts_of_a_shard_follow_one_another_and_a_group_of_one_has_the_whole_sh
     ],
 )
 def test_the_ranks_that_exchange_heads_follow_from_schedule_and_nodes(changes: dict[str, Any], expected: int) -> None:
-    assert head_ranks(settings("yunchang_upstream", **changes)) == expected
+    trial = settings("yunchang_upstream", **changes)
+    assert head_ranks(trial, trial.schedule) == expected
 
 
 @pytest.mark.parametrize(
