@@ -190,6 +190,22 @@ def test_a_trial_that_its_budget_does_not_hold_is_not_among_those_that_can_run(t
         assert "mlp_tiles checkpoint" not in printed  # the list of what was left open has no column
 
 
+def test_a_planned_trial_whose_memory_is_not_predicted_is_not_called_too_large(tmp_path, capsys):
+    path = tmp_path / "divided.yaml"
+    path.write_text(
+        "task: train\nmodel: 7b\n"
+        "fixed: {method: megatron_tp, dtype: bf16, seq_len: 64k, tp_size: 4, world_size: 4, checkpoint: auto}\n",
+        encoding="utf-8",
+    )
+    assert main(["plan", str(path), "--hardware", "h200", "--json"]) == 0
+    [row] = json.loads(capsys.readouterr().out)
+    assert (row["can_run"], row["predicted_gpu_gib"], row["predicted_to_fit"]) == (True, None, None)
+    assert main(["plan", str(path), "--hardware", "h200"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 trial, 1 can run on" in printed
+    assert "would hold" not in printed
+
+
 def test_what_is_unknown_is_no_column_and_null_in_json(experiment, capsys):
     assert main(["plan", experiment, "--hardware", "a100"]) == 0
     assert "predicted_" not in capsys.readouterr().out
