@@ -106,6 +106,8 @@ def at_length(trial: Trial, seq_len: int, machine: Machine, earlier: Sequence[Re
 def _with_plan(
     settings: TrialSettings, machine: Machine, earlier: Sequence[Record], hardware: Hardware | None = None
 ) -> tuple[TrialSettings, Forecast | None]:
+    if not settings.planned:  # most trials; all earlier records would be searched for a correction
+        return settings, None
     correction = correction_of(settings, machine.gpu_name or "cpu", earlier)
     return with_plan(settings, machine, correction, hardware)
 
