@@ -222,6 +222,15 @@ def test_help_and_plan_import_neither_torch_nor_ray_nor_matplotlib(experiment):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_the_start_of_a_command_does_not_wait_for_numpy():
+    script = (
+        "import sys; from harness.commands import all_commands; all_commands();"
+        "sys.exit(' '.join({'numpy', 'rich'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_check_gets_its_arguments_as_they_were_typed(capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(["check", "--help"])
