@@ -89,7 +89,7 @@ class Predict:
 
 
 def _without_length(settings: TrialSettings, hardware: Hardware) -> Forecast:
-    """The row of a combination of which no sequence is known to fit, with the reason."""
+    """The row of a combination for which no sequence is known to fit, with the reason."""
     from harness.plan.forecast import Forecast
     from harness.plan.predict import memory_is_modelled
 
