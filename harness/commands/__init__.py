@@ -60,7 +60,7 @@ def parse_tolerance(text: str) -> float:
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser, *, what: str) -> None:
-    """With what and where ranks are started; `what` the command does there, such as `run`."""
+    """Options for the launcher and the hosts of ranks. `what`: the command's verb in the help, such as `run`."""
     parser.add_argument("--launcher", choices=LAUNCHERS, help="default: ray where it is installed, else local")
     add_cluster_arguments(
         parser,

@@ -11,7 +11,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from cluster.files.errors import counted, shown
-from engine.checkpoint.planning.plan import ALLOCATED_WITHIN
 from harness.base.errors import UsageError
 from harness.commands import add_cluster_arguments
 from harness.spec.experiment import add_experiment_arguments, chosen_experiment
@@ -102,6 +101,8 @@ def _cost(cost: Cost) -> str:
 
 def _too_large(rows: list[dict[str, Any]], memory_gib: float) -> list[str]:
     """A sentence for each size of room that trials are predicted not to fit."""
+    from engine.checkpoint.planning.plan import ALLOCATED_WITHIN
+
     beyond: dict[float, list[float]] = {}
     for row in rows:
         if row["can_run"] and row["predicted_to_fit"] is False:

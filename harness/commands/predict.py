@@ -89,12 +89,12 @@ class Predict:
 
 
 def _without_length(settings: TrialSettings, hardware: Hardware) -> Forecast:
-    """The row of a combination of which no sequence is known to fit, with the reason."""
+    """The row of a combination for which no sequence is known to fit, with the reason."""
     from harness.plan.forecast import Forecast
-    from harness.plan.predict import engine_memory
+    from harness.plan.predict import memory_is_modelled
 
     reason = "no sequence fits; give a larger --cp-size, or keep less with --set checkpoint.tail=0"
-    if engine_memory(settings) is None:
+    if not memory_is_modelled(settings):
         of = f"task {settings.task}" if settings.task != "train" else f"method {settings.method}"
         reason = f"no memory is predicted of {of}, so no length is known to be the longest; give --seq-len"
     return Forecast(settings=settings, hardware=hardware, nodes=0, time=None, reason=reason, gpu_gib=None)

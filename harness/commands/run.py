@@ -48,6 +48,7 @@ class Run:
         from harness.run.progress import view_for
         from harness.spec.written import experiment_text
 
+        check_launch_arguments(arguments)
         experiment = chosen_experiment(arguments)
         run_dir = arguments.out or Path("results", "runs", experiment.name)
         console = stderr_console()
@@ -59,7 +60,6 @@ class Run:
         bounds = Bounds(
             retries=arguments.retry, failures_in_a_row=arguments.max_failures, trials=arguments.limit, stop=stop
         )
-        check_launch_arguments(arguments)
         if arguments.nodes:
             from harness.launch.nodes.cluster import cluster_launcher
 

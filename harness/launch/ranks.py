@@ -13,10 +13,10 @@ from harness.launch.forkserver import ForkServer, ServerLost
 from harness.launch.launcher import Job
 from harness.launch.ports import reserve_port
 from harness.launch.verdict import Exit
-from harness.launch.zygote import is_module_command
+from harness.launch.zygote import fields_of, is_module_command
 
-# Programs that can run one trial after another: the engine's worker, and what becomes it in a compared system's
-# interpreter.
+# Programs that can run one trial after another: the engine's worker, and the one that runs this worker in a compared
+# system's interpreter.
 TURNS_MODULES = ("engine.worker", "baselines.enter")
 RECORDER_PIPES = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # beginning of the names of pipes that ask for its dump
 TURNS_POLL_SECONDS = 0.02  # between looks for ranks that have finished: no process ends, so no event reports it
@@ -109,15 +109,14 @@ class Ranks:
 def has_ended(pid: int) -> bool:
     """Whether a process has ended, also one that nothing has reaped yet."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return True
-    # The name in field 2 may hold spaces and brackets; the state follows its last bracket.
-    return fields.rpartition(")")[2].split()[0] in "ZX"
+    return fields_of(stat)[0] in "ZX"
 
 
 def tells_start(command: list[str]) -> bool:
-    """Whether this is the engine's worker, whose first line of progress says that start-up has ended."""
+    """Whether this is one of TURNS_MODULES, whose first line of progress says that start-up has ended."""
     return is_module_command(command) and command[2] in TURNS_MODULES
 
 

@@ -112,8 +112,8 @@ def ask_flight_recorder(pipes: Path, started_in: Path, logs: Path) -> None:
 def places_sentence(places: Mapping[int, str], silent: Sequence[int] = ()) -> str:
     """Where the ranks are, the fewest first: one rank that is elsewhere than all others is the one they wait for.
 
-    Before them those that are `silent`, running without a stack: one that is stopped cannot write any. Empty where no
-    rank has a place.
+    Ranks that run but have left no stack (`silent`) come first: a stopped process cannot write one. Empty where no rank
+    has a place.
     """
     if not places:
         return ""

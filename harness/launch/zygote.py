@@ -234,8 +234,11 @@ def _preload(modules: list[str]) -> str:
 
 
 def of_all_processes(name: str) -> Iterator[tuple[int, bytes]]:
-    """Number of each process and content of its /proc/PID/`name`, but for those that end meanwhile and those of other
-    users that cannot be read. `Path.glob` would raise for a process that ends while it is looked at."""
+    """Number of each process and content of its /proc/PID/`name`.
+
+    Processes that end meanwhile are left out, and those of other users whose file cannot be read. `Path.glob` would
+    raise for a process that ends during the search.
+    """
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
@@ -245,12 +248,17 @@ def of_all_processes(name: str) -> Iterator[tuple[int, bytes]]:
             yield int(entry), content
 
 
+def fields_of(stat: bytes) -> list[str]:
+    """Fields of a /proc/PID/stat from the state on; the parent follows it."""
+    # The name in field 2 may hold spaces and brackets; the state follows its last bracket.
+    return stat.decode(errors="replace").rpartition(")")[2].split()
+
+
 def _children() -> list[int]:
     """Direct children, adopted ones included."""
     own, found = os.getpid(), []
     for pid, stat in of_all_processes("stat"):
-        # The name in field 2 may hold spaces and brackets; the parent is the second field after its last bracket.
-        fields = stat.decode(errors="replace").rpartition(")")[2].split()
+        fields = fields_of(stat)
         if len(fields) > 1 and int(fields[1]) == own:
             found.append(pid)
     return found

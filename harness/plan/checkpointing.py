@@ -17,7 +17,8 @@ from harness.plan.times import ranks_of_node, time_or_reason
 from harness.predict.speeds import TERA, speeds_of
 from harness.records.forecasts import NO_CORRECTION, Correction
 
-_CONTEXT_GIB = 1.5  # of a GPU, what CUDA and NCCL hold outside the allocator: where no file says what is left
+# GiB of a GPU that CUDA and NCCL take outside the allocator; used for a GPU without a hardware file.
+_CONTEXT_GIB = 1.5
 
 
 def with_plan(
@@ -65,7 +66,7 @@ def budget_of(settings: TrialSettings, machine: Machine, hardware: Hardware | No
 
 
 def planner_speeds(kernel: Kernel, hardware: Hardware | None) -> Speeds:
-    """The speeds that work done again, sums and copies are weighed by: those of the prediction, for long tiles."""
+    """The speeds of recomputation, sums and copies for the planner: those of the prediction, for long tiles."""
     if hardware is None:
         return Speeds()
     found = speeds_of(hardware, None if kernel == "auto" else kernel)

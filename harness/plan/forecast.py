@@ -25,8 +25,9 @@ from harness.predict.validation import HELD_OUT, compare
 
 _INTERVAL = 0.9  # of the held-out configurations were predicted within the interval
 START_SECONDS = 25.0  # of a trial: processes, imports, kernels compiled
-# Of a trial on ranks that another one started: process groups, the model, memory given back. Wall time less steps of
-# the trials with ranks_turn above 1 in results/published/h200x4: training_8b 5 to 7 s, checkpoint_tail 7 s.
+# Of a trial on ranks that another trial started: making process groups and the model, freeing memory. It is the wall
+# time less the steps of trials with ranks_turn above 1 in results/published/h200x4: training_8b 5 to 7 s,
+# checkpoint_tail 7 s.
 NEXT_SECONDS = 7.0
 _STEP_TOKENS = 1024  # the longest sequence is a multiple of it on every rank
 
@@ -49,13 +50,12 @@ class Forecast:
         """Whether a GPU of this kind holds it, within the setting `memory` where there is one."""
         if self.gpu_gib is None:
             return None
-        planned = self.plan is None or self.plan.fits
-        return planned and fits_gpu(self.gpu_gib, self.settings, self.hardware)
+        return fits_gpu(self.gpu_gib, self.settings, self.hardware, self.plan)
 
     @property
     def plan_words(self) -> str:
-        """What the planner chose and why; empty where nothing was left open. The memory of a host is in no hardware
-        file, so the sentence says how much of it the choice takes."""
+        """What the planner chose and why; empty where nothing was left open. No hardware file states the memory of a
+        host, so the sentence says how much of it the choice takes."""
         if self.plan is None:
             return ""
         moved = f"; a rank holds {self.plan.host_bytes / GIB:.0f} GiB of host memory"
@@ -124,7 +124,7 @@ def planned_on(
 ) -> tuple[TrialSettings, PlanForecast | None]:
     """The settings with what the planner chooses for such GPUs, and what it expects; None where nothing is left open.
 
-    It is told of no limit of the hosts' memory, which is in no hardware file.
+    The planner gets no limit for the memory of the hosts, because no hardware file states how much they have.
     """
     machine = imagined_nodes(
         hardware.gpu_names[0], hardware.memory_gib,
@@ -150,8 +150,7 @@ def longest(settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int |
             return False
         chosen, plan = planned_on(tried, hardware, gpus_per_node=gpus_per_node)
         memory = engine_memory(chosen)
-        planned = plan is None or plan.fits
-        return planned and memory is not None and fits_gpu(memory.allocated / GIB, tried, hardware)
+        return memory is not None and fits_gpu(memory.allocated / GIB, tried, hardware, plan)
 
     if not fits(1):
         return None

@@ -106,6 +106,8 @@ def at_length(trial: Trial, seq_len: int, machine: Machine, earlier: Sequence[Re
 def _with_plan(
     settings: TrialSettings, machine: Machine, earlier: Sequence[Record], hardware: Hardware | None = None
 ) -> tuple[TrialSettings, Forecast | None]:
+    if not settings.planned:  # most trials; all earlier records would be searched for a correction
+        return settings, None
     correction = correction_of(settings, machine.gpu_name or "cpu", earlier)
     return with_plan(settings, machine, correction, hardware)
 
@@ -244,13 +246,13 @@ def _spread(ranks: int, hosts: Machine) -> dict[str, Any]:
 def _predicted(trial: Trial, hardware: Hardware, hosts: Machine | None) -> dict[str, Any]:
     settings = trial.settings
     found = predict(settings, hardware, node_ranks=ranks_of_node(settings, hosts))
-    fits = None if found.gpu_gib is None else fits_gpu(found.gpu_gib, settings, hardware)
+    fits = None if found.gpu_gib is None else fits_gpu(found.gpu_gib, settings, hardware, trial.plan)
     return {
         "predicted_seconds": found.seconds,
         "predicted_gpu_gib": found.gpu_gib,
         "predicted_host_gib": found.host_gib,
         "gpu_room_gib": gpu_room(settings, hardware),
-        "predicted_to_fit": fits if trial.plan is None else bool(fits and trial.plan.fits),
+        "predicted_to_fit": fits,
     }
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from engine.checkpoint.planning.choice import choice_of
 from engine.checkpoint.planning.memory import MemoryModel, RankMemory, memory_of
 from engine.checkpoint.planning.plan import ALLOCATED_WITHIN
+from engine.forecast import Forecast
 from engine.settings import TrialSettings, size_in_bytes
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB
@@ -40,16 +41,19 @@ def predict(settings: TrialSettings, hardware: Hardware, *, node_ranks: int | No
     )
 
 
+def memory_is_modelled(settings: TrialSettings) -> bool:
+    """Whether the memory model covers a trial: a training trial that the engine runs without tensor parallelism."""
+    return settings.task == "train" and is_native(method_named(settings.method)) and settings.tp_size == 1
+
+
 def engine_memory(settings: TrialSettings) -> RankMemory | None:
-    """Of one rank of a training trial that the engine runs without dividing its matrices; other systems and tasks, and
-    tensor-parallel ranks, hold what they hold."""
-    native = is_native(method_named(settings.method))
-    return memory_of(settings) if settings.task == "train" and native and settings.tp_size == 1 else None
+    """Memory of one rank of a trial; None where it is not modelled."""
+    return memory_of(settings) if memory_is_modelled(settings) else None
 
 
 def memory_by_moment(settings: TrialSettings) -> dict[str, float]:
-    """GiB allocated on the fullest rank at the moments of a step; empty where `engine_memory` says nothing."""
-    if engine_memory(settings) is None:
+    """GiB allocated on the fullest rank at the moments of a step; empty where memory is not modelled."""
+    if not memory_is_modelled(settings):
         return {}
     return {name: size / GIB for name, size in MemoryModel(settings).by_moment(choice_of(settings)).items()}
 
@@ -60,6 +64,8 @@ def gpu_room(settings: TrialSettings, hardware: Hardware) -> float:
     return min(asked, hardware.memory_gib)
 
 
-def fits_gpu(gpu_gib: float, settings: TrialSettings, hardware: Hardware) -> bool:
-    """Whether so many predicted GiB fit the room of a trial, with the memory model's error on top."""
-    return (1 + ALLOCATED_WITHIN) * gpu_gib <= gpu_room(settings, hardware)
+def fits_gpu(gpu_gib: float, settings: TrialSettings, hardware: Hardware, plan: Forecast | None) -> bool:
+    """Whether so many predicted GiB, and the memory model's error on top, fit the room of a trial; never where the
+    planner chose (`plan`) and found nothing that fits."""
+    planned = plan is None or plan.fits
+    return planned and (1 + ALLOCATED_WITHIN) * gpu_gib <= gpu_room(settings, hardware)

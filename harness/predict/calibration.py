@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from engine.atomic import write_atomic
+from engine.measurement import LINK
 from engine.plain_json import to_json
 from engine.settings import ModelShape
 from harness.base.errors import UsageError
@@ -35,7 +36,8 @@ _CPU_REQUEST = {
     "message_bytes": [1 << 16, 1 << 20],
 }  # fmt: skip
 _LOG_LINES = 3
-_MODEL_GEMM = r"gemm \S+"  # names of figures of all products of a model; those of one shape have its name behind
+_MODEL_GEMM = r"gemm \S+"  # the figure over all products of a model; a figure of one product has its name at the end
+_ACROSS = "link across"
 _MEASURED = ("gemm_tflops", "kernel_ceilings", "kernel_tiles", "speeds")
 
 
@@ -53,9 +55,6 @@ class Figure:
     @property
     def spread(self) -> float:
         return (self.largest - self.least) / self.median
-
-
-ACROSS = "link across"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,8 +84,9 @@ def measure(ranks: int, device: str, models: Sequence[ModelShape], *, timeout_se
 
 
 def links_across(run: Path) -> dict[str, Figure]:
-    """The link between nodes as the trials of a run over several nodes found it around their steps: GiB/s, and
-    microseconds of a small message where they measured that. Raises UsageError where none did, and for bad records."""
+    """The link between nodes, as the trials of a run over several nodes measured it around their steps: GiB/s, and
+    microseconds of a small message where the trials have them. Raises UsageError where no trial measured the link, and
+    for bad records."""
     if not run.is_dir():
         raise UsageError(f"--across {run}: found no directory; give that of a run over several nodes")
     speeds: list[float] = []
@@ -94,7 +94,7 @@ def links_across(run: Path) -> dict[str, Figure]:
     for record in read_records(run):
         extra = record.measurement.extra if record.measurement else {}
         last = extra.get("across_gib_per_second")
-        speeds += extra.get("link_gib_per_second", {"after": last} if last else {}).values()
+        speeds += extra.get(LINK, {"after": last} if last else {}).values()
         latencies += [1e6 * extra["link_latency_seconds"]] if "link_latency_seconds" in extra else []
     if not speeds:
         raise UsageError(
@@ -102,7 +102,7 @@ def links_across(run: Path) -> dict[str, Figure]:
             "nodes (docs/cluster.md)"
         )
     what = f"messages to the next node while all ranks send, by the trials of {run.name}"
-    found = {ACROSS: _figure(speeds, "GiB/s", what)}
+    found = {_ACROSS: _figure(speeds, "GiB/s", what)}
     return found | ({"latency across": _figure(latencies, "us", what)} if latencies else {})
 
 
@@ -159,7 +159,7 @@ def constants(found: Calibrated) -> tuple[dict[str, float], dict[str, float]]:
         "memory_gib": found.figures.get("memory"),
         "host_gib": found.figures.get("host"),
         "inside_gib": _last(found, r"link inside (\d+)"),
-        "across_gib": found.figures.get(ACROSS),
+        "across_gib": found.figures.get(_ACROSS),
     }
     kernels = [by_way for by_way in _attention(found).values() if "forward" in by_way]
     fastest = max(kernels, key=lambda by_way: _longest(by_way["forward"]).median, default={})

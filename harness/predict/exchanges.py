@@ -53,7 +53,7 @@ def exchange_of(settings: TrialSettings, problem: AttentionProblem, speeds: Spee
 
 
 def _burst(settings: TrialSettings, problem: AttentionProblem, speeds: Speeds, gradient_bytes: int) -> Exchange:
-    """What `auto` takes, by the engine's own cost model: of the machine it knows the speed between nodes alone."""
+    """The exchange that `auto` takes by the engine's cost model, which is given one speed: that between nodes."""
     hardware = HardwareModel(across_gib=speeds.across_gib)
     workload = workload_of_problem(problem, gradient_bytes)
     schedule: str = settings.schedule
@@ -69,7 +69,7 @@ def _burst(settings: TrialSettings, problem: AttentionProblem, speeds: Speeds, g
 
 
 def workload_of_problem(problem: AttentionProblem, gradient_bytes: int) -> Workload:
-    """One rank's part of a problem, as the engine's cost model reads it; `gradient_bytes`: per element on the wire."""
+    """One rank's part of a problem for the engine's cost model; `gradient_bytes`: of an element that is sent."""
     return workload_of(
         problem.mask, problem.layout, cp_size=problem.cp_size, node_size=problem.node_size, seq_len=problem.seq_len,
         batch=problem.batch, heads=problem.heads, kv_heads=problem.kv_heads, head_dim=problem.head_dim,

@@ -144,7 +144,7 @@ def configuration_of_row(row: dict[str, str]) -> Configuration:
 
 
 def _exchange(schedule: str, side: Side, ranks: int, *, tuned: bool) -> Exchange:
-    """Of so many ranks, which are one node's where they fit it."""
+    """The exchange among `ranks` ranks, all on one node where it has as many GPUs."""
     if ranks <= GPUS_PER_NODE:
         schedule = within_a_node(schedule)
     return Exchange(schedule=schedule, backward=side, gradient_bytes=2, tuned_links=tuned)

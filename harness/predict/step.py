@@ -145,7 +145,7 @@ _ORDER = (
 
 
 def _add(phases: dict[str, float], name: str, one: Pass, count: float) -> None:
-    """A pass of attention, `count` times: its kernels under `name`, what it waited for under that."""
+    """Add a pass of attention, `count` times: the time of its kernels under `name`, each wait under its own name."""
     phases[name] = one.kernels * count
     _add_waiting(phases, one, count)
 

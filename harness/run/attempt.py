@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.files.errors import shown
-from engine.measurement import LINK, Measurement, read_measurement, write_json
+from engine.measurement import Measurement, read_measurement, write_json
 from engine.method import Method
 from engine.profile.timeline import breakdown_of
 from engine.profile.unfinished import PROFILE, TRACE_FILE, cut_off
@@ -26,11 +26,11 @@ from harness.launch.ports import port_was_taken
 from harness.launch.ranks import kind, tells_start
 from harness.machine.this_machine import Machine
 from harness.records.provenance import commit, portable_command, redact
-from harness.records.record import Record, Round, write_record
+from harness.records.record import Record, write_record
 from harness.run.bounds import INFRASTRUCTURE, Bounds
 from harness.run.directory import TRIAL_FILE, RunDirectory, round_of_files
 from harness.run.progress import ProgressView
-from harness.run.rounds import alone, finished_rounds, with_round
+from harness.run.rounds import alone, finished_rounds, round_of, with_round
 from harness.spec.methods import method_module, method_named
 from harness.spec.trial import SHORTEST_HANG, Trial
 
@@ -168,30 +168,11 @@ def _attempt(
             ranks_turn=outcome.turn,
             lanes=host.lanes,
         )
-        record.rounds.append(_round(record, turn))
+        record.rounds.append(round_of(record, number=turn.round, place=turn.place))
     if before is not None:
         record = with_round(before, record)
     write_record(trial_dir, record)
     return record
-
-
-def _round(record: Record, turn: Turn) -> Round:
-    """The round that the record of one attempt is."""
-    measured = record.measurement or Measurement(step_seconds=[])
-    return Round(
-        number=turn.round,
-        place=turn.place,
-        started_at=record.started_at,
-        wall_seconds=record.wall_seconds,
-        step_seconds=list(measured.step_seconds),
-        forward_seconds=list(measured.forward_seconds),
-        status=record.status,
-        reason=record.reason,
-        hosts=list(record.hosts),
-        gpus_before=list(measured.gpus_before),
-        gpus_after=list(measured.gpus_after),
-        link_gib_per_second=dict(measured.extra.get(LINK, {})),
-    )
 
 
 def ranks_kind(trial: Trial, host: Host) -> Hashable:
@@ -265,7 +246,7 @@ def completed(record: Record, trial_dir: Path) -> Record:
     if stopped is None:  # from before there were rounds
         return latest
     latest = dataclasses.replace(latest, started_at=stopped.started_at, wall_seconds=stopped.wall_seconds)
-    latest.rounds.append(_round(latest, Turn(round=stopped.number, place=stopped.place)))
+    latest.rounds.append(round_of(latest, number=stopped.number, place=stopped.place))
     return latest if record.status == "interrupted" else with_round(record, latest)
 
 

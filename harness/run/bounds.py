@@ -16,33 +16,34 @@ from harness.records.record import Status
 # Ends of a trial that say something about a host rather than the method. Host memory that ran out is a result: the
 # trial needs as much elsewhere.
 INFRASTRUCTURE: frozenset[Status] = frozenset({"node_lost", "hang"})
-RESERVE_SECONDS = 60.0  # before the time at which a run is to have ended: for records, tables and the report
-RESERVE_SHARE = 0.05  # of a run that is shorter than 20 minutes
 
 _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reserve:
+    """The time from the end of the ranks to the end of their run: the smaller of two limits."""
+
+    seconds: float
+    share: float  # of the time from the start of the run to its end
+
+
+RUN_RESERVE = Reserve(seconds=60.0, share=0.05)  # for records, tables and the report
+
+
 class StopTime:
-    """The wall-clock time by which a run is to have ended. Its ranks are ended a little before."""
+    """The wall-clock time by which a run is to have ended. Its ranks are ended earlier, by a reserve."""
 
     def __init__(
-        self,
-        at: datetime,
-        option: str,
-        started: datetime | None = None,
-        *,
-        reserve_seconds: float = RESERVE_SECONDS,
-        reserve_share: float = RESERVE_SHARE,
+        self, at: datetime, option: str, started: datetime | None = None, reserve: Reserve = RUN_RESERVE
     ) -> None:
-        """`at` has a time zone; `option` is the argument that asked for it, as typed, or names what ends then.
-
-        The ranks end `reserve_seconds` earlier, but at most that share of the time from `started` (now, unless given).
-        """
+        """`at` has a time zone; `option` is the argument that asked for it, as typed, or names what ends then; the run
+        starts at `started`, by default now."""
         self.at = at
         self.option = option
         started = started or datetime.now().astimezone()
         span = (at - started).total_seconds()
-        self.ranks_end = at - timedelta(seconds=min(reserve_seconds, reserve_share * span))
+        self.ranks_end = at - timedelta(seconds=min(reserve.seconds, reserve.share * span))
 
     @property
     def passed(self) -> bool:
@@ -104,24 +105,22 @@ def stop_time(
         if at <= started:
             raise UsageError(f"--max-hours {hours:g}: expected hours above 0, such as 8")
         times.append(StopTime(at, f"--max-hours {hours:g}", started))
-    ahead = ahead_of_allocation(allocation_end, RESERVE_SECONDS, RESERVE_SHARE, started)
+    ahead = ahead_of_allocation(allocation_end, RUN_RESERVE, started)
     if ahead is not None:
         times.append(ahead)
     return min(times, key=lambda time: time.at, default=None)
 
 
-def ahead_of_allocation(
-    end: datetime | None, reserve_seconds: float, reserve_share: float, started: datetime | None = None
-) -> StopTime | None:
+def ahead_of_allocation(end: datetime | None, reserve: Reserve, started: datetime | None = None) -> StopTime | None:
     """The time to stop ahead of the end of Slurm's job; None without an end.
 
-    A job that has ended already is not the one that this program runs in, and is passed over.
+    An end in the past is that of another job than the one in which this program runs, and counts as none.
     """
     started = started or datetime.now().astimezone()
     if end is None or end <= started:
         return None
     named = f"the end of Slurm's job at {end:%Y-%m-%dT%H:%M:%S}"
-    return StopTime(end, named, started, reserve_seconds=reserve_seconds, reserve_share=reserve_share)
+    return StopTime(end, named, started, reserve)
 
 
 def _time_of(text: str, now: datetime) -> datetime:

@@ -85,8 +85,8 @@ class Execution:
         grown: Callable[[Sequence[str]], None],
         shown: Sequence[Record] = (),
     ) -> None:
-        """`grown` is called with the ids of trials that the search adds to the plan; plans learn from `shown`, records
-        of other runs, as from those of this one."""
+        """`grown` is called with the ids of trials that the search adds to the plan. `shown` are records of other runs;
+        plans of memory use them as they use the records of this run."""
         self._trials = {trial.id: trial for trial in trials}  # forming an id takes a digest of all settings
         self._host, self._directory, self._records, self._view = host, directory, records, view
         self._resume, self._ways, self._bounds, self._grown = resume, ways, ways.bounds, grown

@@ -47,7 +47,7 @@ def run_experiment(
     `text` is what DIR/experiment.yaml is to hold. `resume` None starts afresh: an earlier run in `run_dir` is moved
     aside. `again` is the command line that started this; the command that resumes it is made from it. `records`, of
     `run_dir` and not read yet, holds all of them afterwards. `shown` are records of other runs that plans of memory
-    learn from. Raises UsageError, having run nothing, when no trial can run, when `run_dir` cannot be used, or when it
+    use. Raises UsageError, having run nothing, when no trial can run, when `run_dir` cannot be used, or when it
     holds records of another experiment, commit, GPU or driver that `resume` does not mix.
     """
     chosen = trials if only is None else only

@@ -62,22 +62,26 @@ def rounds_of(record: Record) -> list[Round]:
     """The rounds of a record; of one from before there were rounds, the one that its measurement is."""
     if record.rounds or record.measurement is None or record.status != "ok":
         return list(record.rounds)
-    measured = record.measurement
-    return [
-        Round(
-            number=1,
-            place=0,  # such records do not tell
-            started_at=record.started_at,
-            wall_seconds=record.wall_seconds,
-            step_seconds=list(measured.step_seconds),
-            forward_seconds=list(measured.forward_seconds),
-            reason=record.reason,
-            hosts=list(record.hosts),
-            gpus_before=list(measured.gpus_before),
-            gpus_after=list(measured.gpus_after),
-            link_gib_per_second=dict(measured.extra.get(LINK, {})),
-        )
-    ]
+    return [round_of(record, number=1, place=0)]  # such records do not tell the place
+
+
+def round_of(record: Record, *, number: int, place: int) -> Round:
+    """The record of one attempt as a round; `place`: its position in the order of that round, from 1."""
+    measured = record.measurement or Measurement(step_seconds=[])
+    return Round(
+        number=number,
+        place=place,
+        started_at=record.started_at,
+        wall_seconds=record.wall_seconds,
+        step_seconds=list(measured.step_seconds),
+        forward_seconds=list(measured.forward_seconds),
+        status=record.status,
+        reason=record.reason,
+        hosts=list(record.hosts),
+        gpus_before=list(measured.gpus_before),
+        gpus_after=list(measured.gpus_after),
+        link_gib_per_second=dict(measured.extra.get(LINK, {})),
+    )
 
 
 def finished_rounds(record: Record) -> list[Round]:

@@ -36,7 +36,7 @@ def method_module(name: str) -> str:
 
 
 def is_native(method: Method) -> bool:
-    """Whether the engine runs the method, which then supplies a layout; other systems decide for themselves."""
+    """Whether the engine runs the method: only such a method supplies a layout."""
     return getattr(method, "layout", None) is not None
 
 

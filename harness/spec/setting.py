@@ -10,7 +10,6 @@ from typing import Any
 from cluster.files.document import Node, parse_yaml
 from cluster.files.errors import shown
 from engine.attention.comm.between_nodes import parse_between_nodes
-from engine.attention.masks import parse_mask
 from engine.old_names import SETTINGS as OLD_SETTINGS
 from engine.old_names import VALUES
 from engine.settings import Checkpoint, ModelShape, TrialSettings
@@ -103,6 +102,8 @@ def _check_range(key: str, value: Any) -> None:
     if key == "method":
         method_named(value)
     elif key == "mask":
+        from engine.attention.masks import parse_mask  # needs numpy, which would slow the start of every command
+
         parse_mask(value)
     elif key == "between_nodes":
         parse_between_nodes(value)

@@ -30,8 +30,8 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 def planned_for(settings: TrialSettings, machine: Machine, run: Path | None) -> tuple[TrialSettings, Forecast | None]:
     """The settings with the planner's values for this machine, and its forecast; None where nothing is left open.
 
-    `run` is the directory of a run that is resumed, whose earlier starts are looked at; None for a new run. What trials
-    of this machine showed counts as well.
+    `run` is the directory of a run that is resumed; None for a new run. The planner takes into account the peaks of the
+    run's earlier starts, and those of trials on this machine.
     """
     if not settings.planned:
         return settings, None

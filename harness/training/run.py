@@ -181,8 +181,8 @@ def refusing() -> Iterator[None]:
 
 
 def refuse_checkpoints(config: TrainingConfig, facts: dict[str, Any], run_dir: Path, *, elsewhere: bool) -> None:
-    """Raises UsageError when the run can resume from no checkpoint here. Where there is none at all, the run goes on if
-    another host may have one (`elsewhere`)."""
+    """Raises UsageError when the run cannot resume from the checkpoints here. With `elsewhere`, another host may have
+    one, so a host without any checkpoint is no error."""
     if not elsewhere or checkpoints(checkpoints_directory(run_dir)):
         with refusing():
             check_resume(config, facts, run_dir)

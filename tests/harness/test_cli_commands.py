@@ -190,6 +190,22 @@ def test_a_trial_that_its_budget_does_not_hold_is_not_among_those_that_can_run(t
         assert "mlp_tiles checkpoint" not in printed  # the list of what was left open has no column
 
 
+def test_a_planned_trial_whose_memory_is_not_predicted_is_not_called_too_large(tmp_path, capsys):
+    path = tmp_path / "divided.yaml"
+    path.write_text(
+        "task: train\nmodel: 7b\n"
+        "fixed: {method: megatron_tp, dtype: bf16, seq_len: 64k, tp_size: 4, world_size: 4, checkpoint: auto}\n",
+        encoding="utf-8",
+    )
+    assert main(["plan", str(path), "--hardware", "h200", "--json"]) == 0
+    [row] = json.loads(capsys.readouterr().out)
+    assert (row["can_run"], row["predicted_gpu_gib"], row["predicted_to_fit"]) == (True, None, None)
+    assert main(["plan", str(path), "--hardware", "h200"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 trial, 1 can run on" in printed
+    assert "would hold" not in printed
+
+
 def test_what_is_unknown_is_no_column_and_null_in_json(experiment, capsys):
     assert main(["plan", experiment, "--hardware", "a100"]) == 0
     assert "predicted_" not in capsys.readouterr().out
@@ -201,6 +217,15 @@ def test_help_and_plan_import_neither_torch_nor_ray_nor_matplotlib(experiment):
     script = (
         "import sys; from harness.cli import main; main(['plan', 'exp.yaml']);"
         "sys.exit(' '.join({'torch', 'ray', 'matplotlib', 'pandas'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_start_of_a_command_does_not_wait_for_numpy():
+    script = (
+        "import sys; from harness.commands import all_commands; all_commands();"
+        "sys.exit(' '.join({'numpy', 'rich'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

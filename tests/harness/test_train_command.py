@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import AMPLE, running, scaled, wait_until
+from tests.processes import all_pids, stat_of
 from tests.programs import shell_program
 
 BURST = [sys.executable, "-m", "harness"]
@@ -143,14 +144,13 @@ def test_a_second_signal_ends_a_run_that_cannot_save(workplace: Path, store: str
 def test_a_run_in_a_slurm_job_saves_before_the_job_ends(
     workplace: Path, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end = datetime.now() + timedelta(seconds=scaled(30))
-    shell_program(tmp_path / "squeue", f"echo '7 {end:%Y-%m-%dT%H:%M:%S}'")
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    end, variables = job_that_ends_soon(tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     process = train(workplace, "--out", "job")
     _, error = process.communicate(timeout=AMPLE)  # of far too many steps
     assert process.returncode == 1
-    assert f"stopping ahead of the end of Slurm's job at {end:%Y-%m-%dT%H:%M:%S}: the step under way is" in error
+    assert f"stopping ahead of the end of Slurm's job at {end}: the step under way is" in error
     last = metrics(workplace / "job")[-1]["step"]
     assert f"stopped; the state after step {last} is saved, go on with: burst train train.yaml" in error
 
@@ -187,12 +187,14 @@ def test_an_impossible_start_changes_nothing(workplace: Path, store: str) -> Non
     assert sorted(path.name for path in workplace.iterdir()) == before
 
 
+def job_that_ends_soon(folder: Path) -> tuple[str, dict[str, str]]:
+    """The end of a Slurm job, half a minute from now, and the environment of a program in it."""
+    end = f"{datetime.now() + timedelta(seconds=scaled(30)):%Y-%m-%dT%H:%M:%S}"
+    shell_program(folder / "squeue", f"echo '7 {end}'")
+    return end, {"SLURM_JOB_ID": "7", "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
 def grandchildren(pid: int) -> list[int]:
     """The ranks: children of the fork server, which is a child of the command."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+    parents = {child: int(fields[1]) for child in all_pids() if len(fields := stat_of(child)) > 1}
     return [child for child, parent in parents.items() if parents.get(parent) == pid]

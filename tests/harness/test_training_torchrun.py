@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,8 @@ from harness.base.errors import UsageError
 from harness.launch.ports import reserve_port
 from harness.training.places import place_of
 from harness.training.torchrun import check_hosts, joined
-from tests.harness.test_train_command import CONFIG, PROJECT, burst
-from tests.patience import AMPLE, scaled, wait_until
-from tests.programs import shell_program
+from tests.harness.test_train_command import CONFIG, PROJECT, burst, job_that_ends_soon
+from tests.patience import AMPLE, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +120,7 @@ def test_a_rank_that_another_launcher_started_saves_and_ends_at_its_signal_and_a
     with reserve_port() as port:
         variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         if number is None:
-            end = datetime.now() + timedelta(seconds=scaled(30))
-            shell_program(tmp_path / "squeue", f"echo '7 {end:%Y-%m-%dT%H:%M:%S}'")
-            variables |= {"SLURM_JOB_ID": "7", "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+            variables |= job_that_ends_soon(tmp_path)[1]
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(PROJECT)}
         arguments = ["--torchrun", "--out", str(run), "--set", "world_size=1", "--set", "cp_size=1"]
         program = subprocess.Popen(

@@ -23,8 +23,8 @@ def job_end(
     """The time at which Slurm ends the job; None outside a job and in a job without a limit.
 
     squeue also knows a limit that was changed after the start. Without an answer of squeue, SLURM_JOB_END_TIME counts,
-    which Slurm 23.02 and newer set. Without both, the answer is None, and one sentence is said; `otherwise` is its end,
-    what the user can do.
+    which Slurm 23.02 and newer set. Without both, the result is None, and `say` is called with one sentence; it ends
+    with `otherwise`, which names what the user can do.
     """
     job = slurm_job(environment)
     if job is None:

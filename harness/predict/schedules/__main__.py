@@ -34,12 +34,11 @@ def main() -> None:
     rows = table_rows(calls, model)
     for row in rows:
         print("  ".join(row[1:]))
-    print(error_table(calls, model))
-    print(choice_table(choices(calls, model)))
     write_table(TABLE_FILE, rows)
     write_block(CONSTANTS, constant_table(model), PAGE)
-    write_block(ERRORS, error_table(calls, model), PAGE)
-    write_block(CHOICES, choice_table(choices(calls, model)), PAGE)
+    for name, text in ((ERRORS, error_table(calls, model)), (CHOICES, choice_table(choices(calls, model)))):
+        print(text)
+        write_block(name, text, PAGE)
 
 
 if __name__ == "__main__":

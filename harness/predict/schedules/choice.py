@@ -34,7 +34,7 @@ class Choice:
 
     @property
     def within_noise(self) -> bool:
-        """The medians are no further apart than the middle half of either schedule's steps is wide."""
+        """Whether the medians differ by at most the larger interquartile range of the two schedules' steps."""
         return self.chosen.seconds - self.best.seconds <= max(self.chosen.spread, self.best.spread)
 
 

@@ -1,10 +1,10 @@
 """The constants of the engine's cost model for one node, fitted to the fitted half of the measured calls.
 
-Least squares of the logarithm of estimated over measured seconds, so that a millisecond and a second weigh alike; calls
-that are further off than `_USUAL` weigh less (Huber's weights, iterated), so that one bad run moves nothing far. Every
-constant also has a guess, held against it as one call is that is off by the guess's own error, a factor of e: a
-constant on which no call depends stays there. Levenberg and Marquardt's steps over logarithms of the constants; the
-same calls give the same constants.
+The fit minimises the squares of the logarithm of estimated over measured seconds, so short and long calls weigh alike.
+Calls with an error above `_USUAL` weigh less (Huber's weights, iterated), so one bad run changes little. Each constant
+has a guess: a constant that differs from it by a factor of e costs as much as a call with an error of `_USUAL`. So a
+constant on which no call depends keeps its guess. The steps are Levenberg and Marquardt's, over logarithms of the
+constants. The same calls give the same constants.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harness.predict.schedules.measured import MeasuredCall
 
 Vector = NDArray[np.float64]
 
-# What each fitted constant was taken for before the fit: round figures, from single kernels, copies and launches.
+# The value of each constant before the fit: round figures, from measurements of single kernels, copies and launches.
 GUESSES: Mapping[str, float] = {
     "forward_tflops": 660.0,  # of a long causal call, FlashAttention-4
     "backward_tflops": 625.0,

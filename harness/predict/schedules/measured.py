@@ -38,7 +38,7 @@ Rounds = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """What is computed, however it is scheduled."""
+    """The computation of a call, without its schedule."""
 
     seq_len: int
     cp_size: int
