@@ -147,11 +147,14 @@ class _Calibration:
         streams = torch.cuda.Stream(), torch.cuda.Stream()
 
         def both(count: int) -> None:
+            now = torch.cuda.current_stream()
+            for stream in streams:
+                stream.wait_stream(now)
             for stream, (target, source) in zip(streams, ((there, x), (y, back)), strict=True):
-                stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
                     target[:count].copy_(source[:count], non_blocking=True)
-                torch.cuda.current_stream().wait_stream(stream)
+            for stream in streams:  # after both copies began: neither waits for the other
+                now.wait_stream(stream)
 
         nbytes_each = x.numel() * x.itemsize / _GIB
         yield "host", "GiB/s", "to and from pinned host memory at once, each way", [
