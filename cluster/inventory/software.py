@@ -127,6 +127,7 @@ USAGE_REPORTS = "RAY_USAGE_STATS_ENABLED"  # Ray sends them to its makers unless
 RAY_SETTINGS: Mapping[str, str] = {
     USAGE_REPORTS: "0",
     "RAY_memory_monitor_refresh_ms": "0",  # out of host memory, the kernel should end a rank, not its supervisor
+    "RAY_worker_niceness": "0",  # Ray's own 15 lets ranks wait for everything else that runs on the host
     # Ray's setproctitle writes the title over a part of the environment that /proc shows, and so over the mark by which
     # processes of ours are found, unless this is set.
     "SPT_NOENV": "1",

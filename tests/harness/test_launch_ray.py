@@ -1,11 +1,13 @@
 """The Ray launcher on one machine: the same jobs, in an actor of a Ray that is private to the launcher."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,6 +118,7 @@ def test_an_interrupted_or_killed_program_leaves_neither_ranks_nor_ray(tmp_path,
     directory = ray_directory(program.pid)
     assert len(marked(directory)) > 3
     wait_until(lambda: len(titled_agents(directory)) == 2, "an agent of Ray lost the mark when it took its title")
+    assert niceness_of(marked(directory)) == niceness_of([program.pid])
     if number == signal.SIGINT:
         os.killpg(program.pid, number)  # as a terminal does: the whole foreground group
     else:
@@ -129,6 +132,15 @@ def test_an_interrupted_or_killed_program_leaves_neither_ranks_nor_ray(tmp_path,
 def titled_agents(directory: str) -> list[int]:
     """Ray's agents that have written their title, and are found by the mark none the less."""
     return [pid for pid in marked(directory) if re.match(r"ray::\w+Agent", command_of(pid))]
+
+
+def niceness_of(pids: Iterable[int]) -> set[int]:
+    """Of those processes that still run."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            found.add(os.getpriority(os.PRIO_PROCESS, pid))
+    return found
 
 
 def ray_directory(owner: int) -> str:
