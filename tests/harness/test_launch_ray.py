@@ -114,16 +114,19 @@ finally:
 def test_an_interrupted_or_killed_program_leaves_neither_ranks_nor_ray(tmp_path, number, code):
     script = SCRIPT.format(here=str(Path(__file__).parent), trial=str(tmp_path))
     program = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
-    wait_until((tmp_path / "environment").exists, "no rank has started")
-    directory = ray_directory(program.pid)
-    assert len(marked(directory)) > 3
-    wait_until(lambda: len(titled_agents(directory)) == 2, "an agent of Ray lost the mark when it took its title")
-    assert niceness_of(marked(directory)) == niceness_of([program.pid])
-    if number == signal.SIGINT:
-        os.killpg(program.pid, number)  # as a terminal does: the whole foreground group
-    else:
-        program.kill()
-    assert program.wait(AMPLE) == code
+    try:
+        wait_until((tmp_path / "environment").exists, "no rank has started")
+        directory = ray_directory(program.pid)
+        assert len(marked(directory)) > 3
+        wait_until(lambda: len(titled_agents(directory)) == 2, "an agent of Ray lost the mark when it took its title")
+        assert niceness_of(marked(directory)) == niceness_of([program.pid])
+        if number == signal.SIGINT:
+            os.killpg(program.pid, number)  # as a terminal does: the whole foreground group
+        else:
+            program.kill()
+        assert program.wait(AMPLE) == code
+    finally:
+        program.kill()  # its janitor ends the rest
     wait_for_end([int(path.read_text()) for path in tmp_path.glob("pid*")])
     wait_for_end(marked(directory))
     wait_until(lambda: not Path(directory).exists(), f"{directory} is left")
