@@ -77,10 +77,10 @@ def attention_error(tmp_path: Path, tag: str) -> float:
     case = Case(name="image", form="Ulysses", ranks=2, dtype="fp32", layout="contiguous")
     wanted = write_inputs(case, folder)
     request = request_of(SYSTEMS["deepspeed"], case, Place(system="deepspeed", flavour="current"), folder)
-    (folder / REQUEST_FILE).write_text(json.dumps(request | {"cases": [request]}))
-    ours = f"{ROOT}/baselines"  # the program that calls the system; not in the image
-    given = ["--env", "GLOO_SOCKET_IFNAME=lo", "--volume", f"{ours}:{ours}:ro", "--volume", f"{folder}:{folder}"]
-    program = ["torchrun", "--standalone", "--nproc-per-node", "2", f"{ours}/programs/attention.py"]
+    ours, there = f"{ROOT}/baselines", "/baselines"  # what calls the system; the image's user may not enter /root
+    (folder / REQUEST_FILE).write_text(json.dumps(request | {"cases": [request]}).replace(ours, there))
+    given = ["--env", "GLOO_SOCKET_IFNAME=lo", "--volume", f"{ours}:{there}:ro", "--volume", f"{folder}:{folder}"]
+    program = ["torchrun", "--standalone", "--nproc-per-node", "2", f"{there}/programs/attention.py"]
     run(tmp_path, *given, tag, *program, str(folder / REQUEST_FILE))
     left = [torch.load(f"{request['left']}.rank{rank}.pt") for rank in range(case.ranks)]
     assert not [each["text"] for each in left if "error" in each]
