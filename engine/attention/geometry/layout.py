@@ -156,10 +156,11 @@ def split_at(segments: tuple[Segment, ...], cut: int) -> tuple[tuple[Segment, ..
     near, far = [], []
     for segment in segments:
         count = segment.count_before(cut)
-        if count:
-            near.append(replace(segment, count=count))
-        if count < segment.count:
-            far.append(replace(segment, start=segment.start + count * segment.step, count=segment.count - count))
+        if count in (0, segment.count):
+            (near if count else far).append(segment)
+            continue
+        near.append(Segment(segment.start, count, segment.step))
+        far.append(Segment(segment.start + count * segment.step, segment.count - count, segment.step))
     return tuple(near), tuple(far)
 
 

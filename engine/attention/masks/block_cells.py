@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.attention.geometry.shard_table import Integers, SegmentTable, ShardTable
+from engine.attention.geometry.shard_table import Integers, SegmentTable, ShardTable, numbered
 from engine.attention.geometry.tile_table import NO_LIMIT
 
 FEW_RECTANGLES = 256  # up to so many are also formed column by column
@@ -133,12 +133,6 @@ def pairs_below(rows: Integers, columns: Integers, limit: Integers, step: int) -
     full = np.clip(-((limit + 1 - columns) // step), first, rows)
     rising = full - first
     return rising * (step * first + limit + 1) + step * rising * (rising - 1) // 2 + (rows - full) * columns
-
-
-def numbered(arrays: NDArray[Any]) -> Integers:
-    """A number for each array along the first axis, from 0 in the order in which they appear; equal ones have one."""
-    numbers: dict[bytes, int] = {}
-    return np.array([numbers.setdefault(each.tobytes(), len(numbers)) for each in arrays])
 
 
 def cover(cells: Cells) -> Rectangles:

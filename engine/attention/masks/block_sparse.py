@@ -66,7 +66,8 @@ class BlockSparse(BlockMask):
         most = int((last - first).max()) + 1
         joined = first[:, 1:] == last[:, :-1]  # one block at the end of a segment and at the start of the next
         ranks = np.concatenate((shards.count, shards.start % self.block_size, joined), axis=1)
-        apart = first[:, None, :, None] - first[None, :, None, :]
+        blocks = first.T.reshape(-1)
+        apart = shards.by_segments(blocks[:, None] - blocks)
         _, hi = shards.limits(None, 0 if self.causal else None)
         if isinstance(pattern, LocalGlobal):
             near = pattern.reach + most
@@ -82,8 +83,8 @@ class BlockSparse(BlockMask):
         return by_pair(ranks, columns, np.clip(apart, -near, near), hi)
 
     def _cells_between(self, runs: BlockRuns) -> Integers:
-        """What the blocks of every two ranks see of each other: sixteen cells a number, [query ranks, key ranks,
-        numbers]."""
+        """What the blocks of every two ranks see of each other: sixteen cells a number, [numbers, query ranks,
+        key ranks]."""
         ranks, most = runs.blocks.shape
         wide = -(-most // 4) * 4
         blocks, held = np.zeros((ranks, wide), dtype=np.int32), np.zeros((ranks, wide), dtype=bool)
@@ -91,7 +92,7 @@ class BlockSparse(BlockMask):
         blocks, held = blocks.reshape(-1), held.reshape(-1)  # two long axes are faster than four
         seen = self.pattern.shown(blocks[:, None], blocks) & held[:, None] & held
         cells = np.packbits(seen.reshape(ranks, wide, ranks, wide).swapaxes(1, 2)).view(np.uint16)
-        return cells.reshape(ranks, ranks, -1).astype(np.int64)
+        return cells.reshape(ranks * ranks, -1).T.astype(np.int64).reshape(-1, ranks, ranks)
 
     def shown(self, queries: Integers, keys: Integers) -> NDArray[np.bool_]:
         return self.pattern.shown(queries, keys)

@@ -19,14 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.geometry.layout import Segment
-from engine.attention.geometry.shard_table import Integers, SegmentTable, ShardTable, table_of
+from engine.attention.geometry.shard_table import Integers, SegmentTable, ShardTable, numbered, table_of
 from engine.attention.geometry.tile_table import TileTable, tile_table
 from engine.attention.geometry.tiles import Tile
 from engine.attention.masks.block_cells import (
     BlockRuns,
     Rectangles,
     cover,
-    numbered,
     pairs_below,
     parts_of_pairs,
     under_diagonal,
@@ -65,7 +64,7 @@ class BlockMask:
         queries, keys = np.broadcast_arrays(kinds.reshape(-1, 1), kinds.reshape(1, -1))
         # The diagonal of a rank with itself is that with the ranks before it.
         later = self.causal & (shards.start[:, None, 0] < shards.start[None, :, 0])
-        return np.stack((queries, keys, later), axis=-1)
+        return np.stack((queries, keys, later))
 
     def pair_spans(self, shards: ShardTable) -> PairSpans | None:
         return None

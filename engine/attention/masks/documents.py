@@ -103,13 +103,14 @@ class Documents(BlockMask):
     def _full_spans(self, shards: ShardTable, firsts: Integers) -> PairSpans:
         """A document in both shards is one tile; tiles of two documents share no token."""
         first, last = self._documents_of(shards, firsts)
-        low = np.maximum(first[:, None, :, None], first[None, :, None, :])
-        high = np.minimum(last[:, None, :, None], last[None, :, None, :])
+        first, last = first.T.reshape(-1), last.T.reshape(-1)
+        low = shards.by_segments(np.maximum(first[:, None], first))
+        high = shards.by_segments(np.minimum(last[:, None], last))
         both = low <= high
-        counts = np.where(both, high - low + 1, 0).sum(axis=(2, 3))
+        counts = np.where(both, high - low + 1, 0).sum(axis=(0, 1))
         some = counts > 0
-        low = np.where(both, low, len(firsts)).min(axis=(2, 3))
-        high = np.where(both, high, -1).max(axis=(2, 3))
+        low = np.where(both, low, len(firsts)).min(axis=(0, 1))
+        high = np.where(both, high, -1).max(axis=(0, 1))
         starts, stops = firsts[np.where(some, low, 0)], firsts[np.where(some, high, 0) + 1]
         queries = [np.where(some, shards.rows_before(cuts), 0) for cuts in (starts, stops)]
         keys = [np.where(some, shards.rows_before(cuts.T).T, 0) for cuts in (starts, stops)]
@@ -122,10 +123,10 @@ class Documents(BlockMask):
         ranks, tokens = len(shards.segments), shards.count.sum(axis=1)
         first, last = self._documents_of(shards, firsts)
         seen, rows, first_keys = _seen_earlier(self, shards)
-        counts = seen.sum(axis=(2, 3))
+        counts = seen.sum(axis=(0, 1))
         spans = [np.zeros((ranks, ranks), dtype=np.int64) for _ in range(4)]
         each = np.nonzero(seen)
-        q, k, q_segment, k_segment = each
+        q_segment, k_segment, q, k = each
         spans[0][q, k] = shards.offset[q, q_segment]
         spans[1][q, k] = shards.offset[q, q_segment] + rows[each]
         spans[2][q, k] = shards.offset[k, k_segment] + first_keys[each]
@@ -209,22 +210,15 @@ class Documents(BlockMask):
 @lru_cache(maxsize=16)
 def _seen_earlier(mask: Documents, shards: ShardTable) -> tuple[NDArray[np.bool_], Integers, Integers]:
     """Which segments see an earlier one, in the one document that has the last token of the one and the first of
-    the other: (any, how many of the first queries, first key), [query ranks, key ranks, query and key segments]."""
-    firsts = mask.boundaries(int(shards.count.sum()))
-    start, stop, ranks = shards.start, shards.start + shards.count, np.arange(len(shards.segments))
+    the other: (any, how many of the first queries, first key), [query and key segments, query ranks, key ranks]."""
+    firsts, ranks = mask.boundaries(int(shards.count.sum())), np.arange(len(shards.segments))
+    start, count = shards.start.T.reshape(-1), shards.count.T.reshape(-1)
+    stop, some = start + count, count > 0
     head = np.searchsorted(firsts, start, side="right") - 1
     tail = np.searchsorted(firsts, stop - 1, side="right") - 1
-    seen = (
-        (head[:, None, :, None] == tail[None, :, None, :])
-        & (start[:, None, :, None] >= stop[None, :, None, :])
-        & (shards.count > 0)[:, None, :, None]
-        & (shards.count > 0)[None, :, None, :]
-    )
-    seen[ranks, ranks] = False
+    seen = (head[:, None] == tail) & (start[:, None] >= stop) & some[:, None] & some
     rows = np.minimum(stop, firsts[np.minimum(head, len(firsts) - 2) + 1]) - start
     first_keys = np.maximum(start, firsts[np.maximum(tail, 0)]) - start
-    return (
-        seen,
-        np.broadcast_to(rows[:, None, :, None], seen.shape),
-        np.broadcast_to(first_keys[None, :, None, :], seen.shape),
-    )
+    seen, rows, first_keys = map(shards.by_segments, np.broadcast_arrays(seen, rows[:, None], first_keys))
+    seen[..., ranks, ranks] = False
+    return seen, rows, first_keys

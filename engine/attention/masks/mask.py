@@ -33,7 +33,7 @@ class Mask(Protocol):
         ...
 
     def pair_keys(self, shards: ShardTable) -> Integers | None:
-        """Numbers of every pair of ranks, [query ranks, key ranks, numbers]: pairs with equal numbers have equal tiles.
+        """Numbers of every pair of ranks, [numbers, query ranks, key ranks]: pairs with equal numbers have equal tiles.
 
         None when the mask has no such numbers for these shards.
         """

@@ -91,57 +91,56 @@ def pair_table(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> PairTa
         raise ValueError(unsupported_reason)
     shards = shard_table(layout, seq_len, cp_size)
     problem = (mask, layout, seq_len, cp_size)
-    spans = mask.pair_spans(shards)
-    if spans is None:
-        return _from_keys(problem, shards, np.ones((cp_size, cp_size), dtype=bool), None)
-    return _from_keys(problem, shards, spans.unknown, spans)
+    return _from_keys(problem, shards, mask.pair_spans(shards))
 
 
-def _from_keys(
-    problem: tuple[Mask, Layout, int, int], shards: ShardTable, wanted: NDArray[np.bool_], spans: PairSpans | None
-) -> PairTable:
-    """The table, with tiles formed for the `wanted` pairs, once per kind; the others are as `spans` says."""
+def _from_keys(problem: tuple[Mask, Layout, int, int], shards: ShardTable, spans: PairSpans | None) -> PairTable:
+    """The table, with tiles formed once per kind of pair, for all pairs or for those that `spans` does not know."""
     mask, cp_size = problem[0], problem[3]
-    q_ranks, k_ranks = np.nonzero(wanted)
-    keys = mask.pair_keys(shards) if len(q_ranks) else None
+    asked = np.arange(cp_size * cp_size) if spans is None else np.flatnonzero(spans.unknown)  # query rank by query rank
+    keys = mask.pair_keys(shards) if len(asked) else None
     if keys is None:
-        kinds, first = np.arange(len(q_ranks)), np.arange(len(q_ranks))
+        kinds, first = np.arange(len(asked)), np.arange(len(asked))
     else:
-        kinds, first = _alike(keys[q_ranks, k_ranks] if spans else keys.reshape(cp_size * cp_size, -1))
-    tiles = mask.tile_table(shards, q_ranks[first], k_ranks[first]) if len(first) else None
+        keys = keys.reshape(len(keys), -1)
+        kinds, first = _alike(keys if len(asked) == keys.shape[1] else keys.take(asked, axis=1))
+    q_ranks, k_ranks = np.divmod(asked[first], cp_size)  # a pair of each kind
+    tiles = mask.tile_table(shards, q_ranks, k_ranks) if len(first) else None
     bands = mask.band_kinds or frozenset()
     formed: TileTable | list[tuple[Tile, ...]]
     if tiles is None:
-        formed = [mask.tiles(shards.segments[q_ranks[pair]], shards.segments[k_ranks[pair]]) for pair in first]
-        queries = np.array([(*hull((t.q_start, t.q_stop) for t in each), _unreduced(each, True)) for each in formed])
-        stretches = np.array([(*hull((t.k_start, t.k_stop) for t in each), _unreduced(each, False)) for each in formed])
+        pairs = zip(q_ranks.tolist(), k_ranks.tolist(), strict=True)
+        formed = [mask.tiles(shards.segments[q_rank], shards.segments[k_rank]) for q_rank, k_rank in pairs]
+        queries = [(*hull((t.q_start, t.q_stop) for t in each), _unreduced(each, True)) for each in formed]
+        stretches = [(*hull((t.k_start, t.k_stop) for t in each), _unreduced(each, False)) for each in formed]
+        of_kinds = [np.array(each, dtype=np.int64).reshape(-1, 3).T for each in (queries, stretches)]
         bands = bands or frozenset(tile.band.kind for each in formed for tile in each)
     else:
         formed, few = tiles, tiles.counts <= WAITING_PARTS
-        (q_start, q_stop, q_apart), (k_start, k_stop, k_apart) = tiles.spans(True), tiles.spans(False)
-        queries = np.stack((q_start, q_stop, q_apart & few), axis=-1)
-        stretches = np.stack((k_start, k_stop, k_apart & few), axis=-1)
-    kind_of = np.full((cp_size, cp_size), -1)
-    kind_of[q_ranks, k_ranks] = kinds
-    sides = []
-    for known, found in ((spans and spans.queries, queries), (spans and spans.keys, stretches)):
-        table = np.zeros((cp_size, cp_size, 3), dtype=np.int64)
-        if known is not None:
-            table[..., 0], table[..., 1] = known
-        if spans is not None:
-            table[..., 2] = spans.apart
-        if len(q_ranks):
-            table[q_ranks, k_ranks] = found[kinds]
-        sides.append(Side(table[..., 0], table[..., 1], table[..., 2].astype(bool)))
-    return PairTable(sides[0], sides[1], bands, problem, kind_of, formed)
+        of_kinds = [np.stack((start, stop, apart & few)) for start, stop, apart in map(tiles.spans, (True, False))]
+    sides = [found.take(kinds, axis=1) for found in of_kinds]  # [start, stop and unreduced, pairs]
+    kind_of = kinds
+    if spans is not None:
+        known = [np.stack((*side, spans.apart)).reshape(3, -1) for side in (spans.queries, spans.keys)]
+        for side, found in zip(known, sides, strict=True):
+            side[:, asked] = found
+        sides, kind_of = known, np.full(cp_size * cp_size, -1)
+        kind_of[asked] = kinds
+    queries, keys = (side.reshape(3, cp_size, cp_size) for side in sides)
+    return PairTable(_side(queries), _side(keys), bands, problem, kind_of.reshape(cp_size, cp_size), formed)
+
+
+def _side(numbers: Integers) -> Side:
+    """From [start, stop and unreduced, query ranks, key ranks]."""
+    return Side(numbers[0], numbers[1], numbers[2].astype(bool))
 
 
 def _alike(keys: Integers) -> tuple[Integers, Integers]:
-    """(kind of each row, a row of each kind) where rows of one kind are equal."""
-    mixed = keys @ _MIXING[: keys.shape[1]] if keys.shape[1] <= len(_MIXING) else np.zeros(len(keys), dtype=np.int64)
+    """(kind of each column, a column of each kind) where columns of one kind are equal."""
+    mixed = _MIXING[: len(keys)] @ keys if len(keys) <= len(_MIXING) else np.zeros(keys.shape[1], dtype=np.int64)
     _, first, kinds = np.unique(mixed, return_index=True, return_inverse=True)
-    if not np.array_equal(keys[first][kinds], keys):  # two unlike rows have one sum
-        _, first, kinds = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    if not np.array_equal(keys.take(first, axis=1).take(kinds, axis=1), keys):  # two unlike columns have one sum
+        _, first, kinds = np.unique(keys, axis=1, return_index=True, return_inverse=True)
     return kinds.reshape(-1), first
 
 
