@@ -115,8 +115,8 @@ def under_diagonal(cells: Cells, queries: BlockRuns, keys: BlockRuns, hi: Intege
     cut = np.take_along_axis(cells[limited], last[..., None], axis=2)[..., 0] & (seen > 0)
     cut &= np.take_along_axis(keys.cuts[limited, 1:], last, axis=1) >= future
     columns = np.arange(runs, dtype=np.int32)
-    end = np.where(cut, keys.count[limited, None], 0).astype(np.int32)[..., None]
-    under = np.where(columns < seen.astype(np.int32)[..., None], cells[limited], columns < end)
+    end = np.where(cut, keys.count[limited, None], seen).astype(np.int32)[..., None]
+    under = (cells[limited] | (columns >= seen.astype(np.int32)[..., None])) & (columns < end)
     return under if len(limited) == len(cells) else _replaced(cells, limited, under)
 
 

@@ -124,13 +124,11 @@ class Documents(BlockMask):
         first, last = self._documents_of(shards, firsts)
         seen, rows, first_keys = _seen_earlier(self, shards)
         counts = seen.sum(axis=(0, 1))
-        spans = [np.zeros((ranks, ranks), dtype=np.int64) for _ in range(4)]
-        each = np.nonzero(seen)
-        q_segment, k_segment, q, k = each
-        spans[0][q, k] = shards.offset[q, q_segment]
-        spans[1][q, k] = shards.offset[q, q_segment] + rows[each]
-        spans[2][q, k] = shards.offset[k, k_segment] + first_keys[each]
-        spans[3][q, k] = shards.offset[k, k_segment] + shards.count[k, k_segment]
+        before = shards.offset.T
+        q_start, k_start = before[:, None, :, None], before[:, None] + first_keys
+        k_stop = (before + shards.count.T)[:, None]
+        # The sum over the segments of two ranks is the one number where one pair of segments is seen.
+        spans = [np.where(seen, each, 0).sum(axis=(0, 1)) for each in (q_start, q_start + rows, k_start, k_stop)]
         apart, unknown = counts <= 1, counts > 1
         own = np.maximum(last - first + 1, 0).sum(axis=1)
         diagonal = np.arange(ranks)

@@ -163,6 +163,7 @@ def comm_plan(mask: Mask, layout: Layout, ring: Ring, seq_len: int, cp_rank: int
     )
 
 
+@lru_cache(maxsize=1024)
 def chunks_held(ring: Ring, cp_rank: int) -> tuple[Integers, Integers]:
     """The outer steps, and whose chunk `cp_rank` holds at the start of each."""
     (node, local_rank), outer_steps = divmod(cp_rank, ring.node_size), np.arange(ring.nodes)
