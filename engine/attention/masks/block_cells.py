@@ -178,4 +178,4 @@ def _sweep(cells: Cells) -> Rectangles:
     grid, left = np.divmod(column, columns)
     right = ends[grid, left, top + 1].astype(np.int64)
     found = Rectangles(grid, top, bottom, left, right).chosen(right >= 0)
-    return found.chosen(np.lexsort((found.right, found.left, found.bottom, found.top, found.of)))
+    return found.chosen(np.lexsort((found.left, found.bottom, found.top, found.of)))

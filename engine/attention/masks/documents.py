@@ -83,14 +83,15 @@ class Documents(BlockMask):
             return self._striped_spans(shards, firsts)
         return self._causal_spans(shards, firsts) if self.causal else self._full_spans(shards, firsts)
 
-    def pair_keys(self, shards: ShardTable) -> Integers | None:
+    def pair_keys(self, shards: ShardTable) -> Sequence[Integers] | None:
         if shards.step > 1:
             return super(Documents, self).pair_keys(shards)
         if not self.causal:
             return None
         seen, rows, first_keys = _seen_earlier(self, shards)
         own = np.diag(np.arange(len(shards.segments)) + 1)  # no two ranks' own documents are alike
-        return by_pair(shards.count, shards.count, np.where(seen, rows, 0), np.where(seen, first_keys, 0), own)
+        of_segments = (np.where(seen, each, 0).reshape(-1, *own.shape) for each in (rows, first_keys))
+        return by_pair(shards.count, shards.count, (own, *itertools.chain.from_iterable(of_segments)))
 
     def _documents_of(self, shards: ShardTable, firsts: Integers) -> tuple[Integers, Integers]:
         """First and last document of each segment; each document once per rank: empty ranges have first > last."""

@@ -83,8 +83,8 @@ class Grid:
         return np.frombuffer("".join(self.rows).encode(), dtype=np.uint8).reshape(len(self.rows), -1) == ord("1")
 
     def shown(self, blocks: Integers, keys: Integers) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = self.cells().reshape(-1).take(blocks * len(self.rows) + keys)  # faster than two indices
-        return found
+        cells: NDArray[np.bool_] = self.cells().reshape(-1).take(blocks * len(self.rows) + keys)  # faster than two axes
+        return cells
 
     def visible_before(self, blocks: Integers, limits: Integers) -> Integers:
         counted = np.arange(len(self.rows)) < limits[..., None]

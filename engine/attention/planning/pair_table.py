@@ -9,7 +9,7 @@ answer from their boundaries (`pair_spans`). A mask with neither is evaluated pa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeAlias
@@ -102,8 +102,7 @@ def _from_keys(problem: tuple[Mask, Layout, int, int], shards: ShardTable, spans
     if keys is None:
         kinds, first = np.arange(len(asked)), np.arange(len(asked))
     else:
-        keys = keys.reshape(len(keys), -1)
-        kinds, first = _alike(keys if len(asked) == keys.shape[1] else keys.take(asked, axis=1))
+        kinds, first = _alike([number.reshape(-1) if spans is None else number.take(asked) for number in keys])
     q_ranks, k_ranks = np.divmod(asked[first], cp_size)  # a pair of each kind
     tiles = mask.tile_table(shards, q_ranks, k_ranks) if len(first) else None
     bands = mask.band_kinds or frozenset()
@@ -111,23 +110,30 @@ def _from_keys(problem: tuple[Mask, Layout, int, int], shards: ShardTable, spans
     if tiles is None:
         pairs = zip(q_ranks.tolist(), k_ranks.tolist(), strict=True)
         formed = [mask.tiles(shards.segments[q_rank], shards.segments[k_rank]) for q_rank, k_rank in pairs]
-        queries = [(*hull((t.q_start, t.q_stop) for t in each), _unreduced(each, True)) for each in formed]
-        stretches = [(*hull((t.k_start, t.k_stop) for t in each), _unreduced(each, False)) for each in formed]
-        of_kinds = [np.array(each, dtype=np.int64).reshape(-1, 3).T for each in (queries, stretches)]
+        of_kinds = [
+            np.array([_span(each, queries) for each in formed], dtype=np.int64).reshape(-1, 3).T
+            for queries in (True, False)
+        ]
         bands = bands or frozenset(tile.band.kind for each in formed for tile in each)
     else:
         formed, few = tiles, tiles.counts <= WAITING_PARTS
         of_kinds = [np.stack((start, stop, apart & few)) for start, stop, apart in map(tiles.spans, (True, False))]
-    sides = [found.take(kinds, axis=1) for found in of_kinds]  # [start, stop and unreduced, pairs]
+    q_side, k_side = (found.take(kinds, axis=1) for found in of_kinds)  # [start, stop and unreduced, asked pairs]
     kind_of = kinds
     if spans is not None:
-        known = [np.stack((*side, spans.apart)).reshape(3, -1) for side in (spans.queries, spans.keys)]
-        for side, found in zip(known, sides, strict=True):
-            side[:, asked] = found
-        sides, kind_of = known, np.full(cp_size * cp_size, -1)
+        kind_of = np.full(cp_size * cp_size, -1)
         kind_of[asked] = kinds
-    queries, keys = (side.reshape(3, cp_size, cp_size) for side in sides)
-    return PairTable(_side(queries), _side(keys), bands, problem, kind_of.reshape(cp_size, cp_size), formed)
+        q_side = _with_asked(np.stack((*spans.queries, spans.apart)), asked, q_side)
+        k_side = _with_asked(np.stack((*spans.keys, spans.apart)), asked, k_side)
+    queries, stretches = (_side(found.reshape(3, cp_size, cp_size)) for found in (q_side, k_side))
+    return PairTable(queries, stretches, bands, problem, kind_of.reshape(cp_size, cp_size), formed)
+
+
+def _with_asked(known: Integers, asked: Integers, found: Integers) -> Integers:
+    """Numbers of all pairs [numbers, query ranks, key ranks], those of the asked pairs as they were found."""
+    numbers = known.reshape(len(known), -1)
+    numbers[:, asked] = found
+    return numbers
 
 
 def _side(numbers: Integers) -> Side:
@@ -135,21 +141,24 @@ def _side(numbers: Integers) -> Side:
     return Side(numbers[0], numbers[1], numbers[2].astype(bool))
 
 
-def _alike(keys: Integers) -> tuple[Integers, Integers]:
-    """(kind of each column, a column of each kind) where columns of one kind are equal."""
-    mixed = _MIXING[: len(keys)] @ keys if len(keys) <= len(_MIXING) else np.zeros(keys.shape[1], dtype=np.int64)
+def _alike(keys: Sequence[Integers]) -> tuple[Integers, Integers]:
+    """(kind of each pair, a pair of each kind) where pairs of one kind are equal in all numbers."""
+    mixed = np.zeros_like(keys[0])
+    for number, factor in zip(keys, _MIXING, strict=False):
+        mixed += number * factor
     _, first, kinds = np.unique(mixed, return_index=True, return_inverse=True)
-    if not np.array_equal(keys.take(first, axis=1).take(kinds, axis=1), keys):  # two unlike columns have one sum
-        _, first, kinds = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+    if not all(np.array_equal(number.take(first).take(kinds), number) for number in keys):  # two unlike pairs, one sum
+        _, first, kinds = np.unique(np.stack(keys), axis=1, return_index=True, return_inverse=True)
     return kinds.reshape(-1), first
 
 
-def _unreduced(tiles: tuple[Tile, ...], queries: bool) -> bool:
-    """No token of this side is in two tiles, and all their gradients can be held until they are sent."""
-    if not 1 < len(tiles) <= WAITING_PARTS:
-        return len(tiles) < 2
-    ordered = sorted((tile.q_start, tile.q_stop) if queries else (tile.k_start, tile.k_stop) for tile in tiles)
-    return all(before[1] <= after[0] for before, after in itertools.pairwise(ordered))
+def _span(tiles: tuple[Tile, ...], queries: bool) -> tuple[int, int, bool]:
+    """(start, stop) of the tokens of one side in a pair's tiles; and whether none is in two of them and all their
+    gradients can be held until they are sent."""
+    ranges = [(tile.q_start, tile.q_stop) if queries else (tile.k_start, tile.k_stop) for tile in tiles]
+    few = len(ranges) <= WAITING_PARTS
+    apart = few and all(before[1] <= after[0] for before, after in itertools.pairwise(sorted(ranges)))
+    return *hull(ranges), apart
 
 
 def hull(ranges: Iterable[tuple[int, int]]) -> tuple[int, int]:
