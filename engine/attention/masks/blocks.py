@@ -121,10 +121,13 @@ class BlockMask:
         return _CELLS_OF_A_PAIR + queries * keys > _FEW_CELLS
 
     def tile_table(self, shards: ShardTable, q_ranks: Integers, k_ranks: Integers) -> TileTable | None:
-        first, last = (self.blocks_at(at) for at in (shards.start, shards.start + (shards.count - 1) * shards.step))
-        blocks = np.where(shards.count > 0, last - first + 1, 0).sum(axis=1)
-        cells = _CELLS_OF_A_PAIR * len(q_ranks) + (blocks[q_ranks] * blocks[k_ranks]).sum()
-        return self._tile_table(shards, q_ranks, k_ranks) if cells > _FEW_CELLS else None
+        if len(q_ranks) == 1:
+            many = self._many_cells(shards.segments[q_ranks[0]], shards.segments[k_ranks[0]])
+        else:
+            first, last = (self.blocks_at(at) for at in (shards.start, shards.start + (shards.count - 1) * shards.step))
+            blocks = np.where(shards.count > 0, last - first + 1, 0).sum(axis=1)
+            many = _CELLS_OF_A_PAIR * len(q_ranks) + (blocks[q_ranks] * blocks[k_ranks]).sum() > _FEW_CELLS
+        return self._tile_table(shards, q_ranks, k_ranks) if many else None
 
     def _tile_table(self, shards: ShardTable, q_ranks: Integers, k_ranks: Integers) -> TileTable:
         parts = parts_of_pairs(shards, q_ranks, k_ranks, self.causal)
