@@ -11,7 +11,7 @@ ascend in position, a rank's tokens of the head are the first of its local token
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -153,13 +153,15 @@ def rows_before(segments: tuple[Segment, ...], cut: int) -> int:
 
 def split_at(segments: tuple[Segment, ...], cut: int) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
     """The runs of positions before `cut`, and those from it on."""
-    near, far = [], []
+    near: list[Segment] = []
+    far: list[Segment] = []
     for segment in segments:
         count = segment.count_before(cut)
-        if count:
-            near.append(replace(segment, count=count))
-        if count < segment.count:
-            far.append(replace(segment, start=segment.start + count * segment.step, count=segment.count - count))
+        if count in (0, segment.count):
+            (near if count else far).append(segment)
+            continue
+        near.append(Segment(segment.start, count, segment.step))
+        far.append(Segment(segment.start + count * segment.step, segment.count - count, segment.step))
     return tuple(near), tuple(far)
 
 

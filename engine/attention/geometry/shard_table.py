@@ -3,9 +3,11 @@ operations."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,20 +48,28 @@ class ShardTable(SegmentTable):
         """Positions of each segment before `cut`."""
         return np.clip(-((self.start - cut) // self.step), 0, self.count)
 
-    def limits(self, left: int | None, right: int | None) -> tuple[Integers, Integers]:
-        """(lo, hi) of `geometry.tiles.segment_tile`, [query ranks, key ranks, query segments, key segments].
+    def limits(self, left: int | None, right: int | None) -> list[Integers]:
+        """lo and hi of `geometry.tiles.segment_tile` where `left` and `right` are given, by query segment and key
+        segment: [query ranks, key ranks] each.
 
         Limits that hide nothing of a pair of segments, or all of it, are one number each: pairs with equal numbers have
         equal tiles.
         """
+        found = []
+        segments = list(zip(self.start.T, self.count.T, strict=True))
+        for (q_start, rows), (start, columns) in itertools.product(segments, repeat=2):
+            distance, rows = start - q_start[:, None], rows[:, None]
+            if left is not None:
+                found.append(np.clip(-((left + distance) // self.step), 1 - rows, columns))
+            if right is not None:
+                found.append(np.clip((right - distance) // self.step, -rows, columns - 1))
+        return found
+
+    def by_segments(self, table: NDArray[Any]) -> NDArray[Any]:
+        """A table of all segments against all, in the order of `start.T`, as [query and key segments, query ranks, key
+        ranks]. Two long axes, and then ranks in the last ones, are faster than short ones."""
         ranks, segments = self.start.shape
-        start, count = self.start.reshape(-1), self.count.reshape(-1)  # as two long axes, which is faster than four
-        distance, rows, columns = start - start[:, None], count[:, None], count
-        nothing = np.zeros_like(distance)
-        lo = nothing if left is None else np.clip(-((left + distance) // self.step), 1 - rows, columns)
-        hi = nothing if right is None else np.clip((right - distance) // self.step, -rows, columns - 1)
-        shape = (ranks, segments, ranks, segments)
-        return lo.reshape(shape).swapaxes(1, 2), hi.reshape(shape).swapaxes(1, 2)
+        return table.reshape(segments, ranks, segments, ranks).swapaxes(1, 2)
 
 
 @lru_cache(maxsize=64)
@@ -77,14 +87,17 @@ def table_of(segments: tuple[tuple[Segment, ...], ...]) -> ShardTable:
     return ShardTable(table[..., 0], table[..., 1], step, segments)
 
 
-def by_pair(of_query_rank: Integers, of_key_rank: Integers, *of_pairs: Integers) -> Integers:
-    """Numbers of query ranks, key ranks [ranks, ...] and pairs [ranks, ranks, ...] side by side: [ranks, ranks, all].
+def by_pair(of_query_rank: Integers, of_key_rank: Integers, of_pairs: Iterable[Integers]) -> list[Integers]:
+    """Numbers of query ranks, of key ranks [ranks, ...] and of pairs, [query ranks, key ranks] each, as those of pairs.
 
-    The last one says which pairs are of a rank with itself.
+    The first stands for all those of the two ranks, and says whether the pair is a rank with itself.
     """
     ranks = len(of_query_rank)
-    shape = (ranks, ranks, -1)
-    queries = np.broadcast_to(of_query_rank.reshape(ranks, 1, -1), (ranks, ranks, of_query_rank[0].size))
-    keys = np.broadcast_to(of_key_rank.reshape(1, ranks, -1), (ranks, ranks, of_key_rank[0].size))
-    own = np.eye(ranks, dtype=np.int64).reshape(shape)
-    return np.concatenate((queries, keys, *(numbers.reshape(shape) for numbers in of_pairs), own), axis=-1)
+    of_two = numbered(of_query_rank)[:, None] * ranks + numbered(of_key_rank)
+    return [2 * of_two + np.eye(ranks, dtype=np.int64), *of_pairs]
+
+
+def numbered(arrays: NDArray[Any]) -> Integers:
+    """A number for each array along the first axis, from 0 in the order in which they appear; equal ones have one."""
+    numbers: dict[bytes, int] = {}
+    return np.array([numbers.setdefault(each.tobytes(), len(numbers)) for each in arrays])

@@ -59,7 +59,7 @@ class TileTable:
         if len(some):
             first[some] = np.minimum.reduceat(start, self.bounds[some])
             last[some] = np.maximum.reduceat(stop, self.bounds[some])
-            order = np.lexsort((stop, start, self.pair))
+            order = np.lexsort((start, self.pair))
             pair, start, stop = self.pair[order], start[order], stop[order]
             apart[pair[1:][(pair[1:] == pair[:-1]) & (stop[:-1] > start[1:])]] = False
         return first, last, apart

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,9 +17,8 @@ class _BandMask:
     right: int | None
     band_kinds = None
 
-    def pair_keys(self, shards: ShardTable) -> Integers:
-        _, hi = shards.limits(None, self.right)
-        return by_pair(shards.count, shards.count, hi)
+    def pair_keys(self, shards: ShardTable) -> Sequence[Integers]:
+        return by_pair(shards.count, shards.count, shards.limits(None, self.right))
 
     def pair_spans(self, shards: ShardTable) -> None:
         return None

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.attention.geometry.shard_table import Integers, SegmentTable, ShardTable
+from engine.attention.geometry.shard_table import Integers, SegmentTable, ShardTable, numbered
 from engine.attention.geometry.tile_table import NO_LIMIT
 
 FEW_RECTANGLES = 256  # up to so many are also formed column by column
@@ -115,8 +115,8 @@ def under_diagonal(cells: Cells, queries: BlockRuns, keys: BlockRuns, hi: Intege
     cut = np.take_along_axis(cells[limited], last[..., None], axis=2)[..., 0] & (seen > 0)
     cut &= np.take_along_axis(keys.cuts[limited, 1:], last, axis=1) >= future
     columns = np.arange(runs, dtype=np.int32)
-    end = np.where(cut, keys.count[limited, None], 0).astype(np.int32)[..., None]
-    under = np.where(columns < seen.astype(np.int32)[..., None], cells[limited], columns < end)
+    end = np.where(cut, keys.count[limited, None], seen).astype(np.int32)[..., None]
+    under = (cells[limited] | (columns >= seen.astype(np.int32)[..., None])) & (columns < end)
     return under if len(limited) == len(cells) else _replaced(cells, limited, under)
 
 
@@ -133,12 +133,6 @@ def pairs_below(rows: Integers, columns: Integers, limit: Integers, step: int) -
     full = np.clip(-((limit + 1 - columns) // step), first, rows)
     rising = full - first
     return rising * (step * first + limit + 1) + step * rising * (rising - 1) // 2 + (rows - full) * columns
-
-
-def numbered(arrays: NDArray[Any]) -> Integers:
-    """A number for each array along the first axis, from 0 in the order in which they appear; equal ones have one."""
-    numbers: dict[bytes, int] = {}
-    return np.array([numbers.setdefault(each.tobytes(), len(numbers)) for each in arrays])
 
 
 def cover(cells: Cells) -> Rectangles:
@@ -184,4 +178,4 @@ def _sweep(cells: Cells) -> Rectangles:
     grid, left = np.divmod(column, columns)
     right = ends[grid, left, top + 1].astype(np.int64)
     found = Rectangles(grid, top, bottom, left, right).chosen(right >= 0)
-    return found.chosen(np.lexsort((found.right, found.left, found.bottom, found.top, found.of)))
+    return found.chosen(np.lexsort((found.left, found.bottom, found.top, found.of)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,7 @@ class BlockSparse(BlockMask):
             f"{needed} of them; give a grid of that size or another block_size"
         )
 
-    def pair_keys(self, shards: ShardTable) -> Integers | None:
+    def pair_keys(self, shards: ShardTable) -> Sequence[Integers] | None:
         pattern = self.pattern
         if shards.step > 1:
             return super(BlockSparse, self).pair_keys(shards)
@@ -66,24 +67,22 @@ class BlockSparse(BlockMask):
         most = int((last - first).max()) + 1
         joined = first[:, 1:] == last[:, :-1]  # one block at the end of a segment and at the start of the next
         ranks = np.concatenate((shards.count, shards.start % self.block_size, joined), axis=1)
-        apart = first[:, None, :, None] - first[None, :, None, :]
-        _, hi = shards.limits(None, 0 if self.causal else None)
+        hi = shards.limits(None, 0 if self.causal else None)
         if isinstance(pattern, LocalGlobal):
-            near = pattern.reach + most
             ranks = np.concatenate((ranks, np.clip(pattern.global_blocks - first, 0, most)), axis=1)
-            return by_pair(ranks, ranks, np.clip(apart, -near, near), hi)
+            return by_pair(ranks, ranks, _apart(first, pattern.reach + most) + hi)
         if most * first.shape[1] <= 2 * _MOST_BLOCKS:
             runs = self.block_runs(shards)
             if runs.blocks.shape[1] <= _MOST_BLOCKS:
-                return by_pair(ranks, ranks, self._cells_between(runs), hi)
+                return by_pair(ranks, ranks, self._cells_between(runs) + hi)
         if not isinstance(pattern, Strided):
             return None
-        near, columns = pattern.stride + most, np.concatenate((ranks, first % pattern.stride), axis=1)
-        return by_pair(ranks, columns, np.clip(apart, -near, near), hi)
+        columns = np.concatenate((ranks, first % pattern.stride), axis=1)
+        return by_pair(ranks, columns, _apart(first, pattern.stride + most) + hi)
 
-    def _cells_between(self, runs: BlockRuns) -> Integers:
-        """What the blocks of every two ranks see of each other: sixteen cells a number, [query ranks, key ranks,
-        numbers]."""
+    def _cells_between(self, runs: BlockRuns) -> list[Integers]:
+        """What the blocks of every two ranks see of each other, [query ranks, key ranks] each: sixteen cells a
+        number."""
         ranks, most = runs.blocks.shape
         wide = -(-most // 4) * 4
         blocks, held = np.zeros((ranks, wide), dtype=np.int32), np.zeros((ranks, wide), dtype=bool)
@@ -91,7 +90,7 @@ class BlockSparse(BlockMask):
         blocks, held = blocks.reshape(-1), held.reshape(-1)  # two long axes are faster than four
         seen = self.pattern.shown(blocks[:, None], blocks) & held[:, None] & held
         cells = np.packbits(seen.reshape(ranks, wide, ranks, wide).swapaxes(1, 2)).view(np.uint16)
-        return cells.reshape(ranks, ranks, -1).astype(np.int64)
+        return list(cells.reshape(ranks * ranks, -1).T.astype(np.int64).reshape(-1, ranks, ranks))
 
     def shown(self, queries: Integers, keys: Integers) -> NDArray[np.bool_]:
         return self.pattern.shown(queries, keys)
@@ -125,3 +124,9 @@ class BlockSparse(BlockMask):
 
     def __str__(self) -> str:
         return f"block_sparse:{self.block_size}:{self.pattern}" + (":causal" if self.causal else "")
+
+
+def _apart(first: Integers, near: int) -> list[Integers]:
+    """How many blocks lie between the first blocks of every two segments, [query ranks, key ranks] each; those further
+    apart than `near` are alike."""
+    return [np.clip(q[:, None] - k, -near, near) for q, k in itertools.product(first.T, repeat=2)]

@@ -83,14 +83,15 @@ class Documents(BlockMask):
             return self._striped_spans(shards, firsts)
         return self._causal_spans(shards, firsts) if self.causal else self._full_spans(shards, firsts)
 
-    def pair_keys(self, shards: ShardTable) -> Integers | None:
+    def pair_keys(self, shards: ShardTable) -> Sequence[Integers] | None:
         if shards.step > 1:
             return super(Documents, self).pair_keys(shards)
         if not self.causal:
             return None
         seen, rows, first_keys = _seen_earlier(self, shards)
         own = np.diag(np.arange(len(shards.segments)) + 1)  # no two ranks' own documents are alike
-        return by_pair(shards.count, shards.count, np.where(seen, rows, 0), np.where(seen, first_keys, 0), own)
+        of_segments = (np.where(seen, each, 0).reshape(-1, *own.shape) for each in (rows, first_keys))
+        return by_pair(shards.count, shards.count, (own, *itertools.chain.from_iterable(of_segments)))
 
     def _documents_of(self, shards: ShardTable, firsts: Integers) -> tuple[Integers, Integers]:
         """First and last document of each segment; each document once per rank: empty ranges have first > last."""
@@ -103,13 +104,14 @@ class Documents(BlockMask):
     def _full_spans(self, shards: ShardTable, firsts: Integers) -> PairSpans:
         """A document in both shards is one tile; tiles of two documents share no token."""
         first, last = self._documents_of(shards, firsts)
-        low = np.maximum(first[:, None, :, None], first[None, :, None, :])
-        high = np.minimum(last[:, None, :, None], last[None, :, None, :])
+        first, last = first.T.reshape(-1), last.T.reshape(-1)
+        low = shards.by_segments(np.maximum(first[:, None], first))
+        high = shards.by_segments(np.minimum(last[:, None], last))
         both = low <= high
-        counts = np.where(both, high - low + 1, 0).sum(axis=(2, 3))
+        counts = np.where(both, high - low + 1, 0).sum(axis=(0, 1))
         some = counts > 0
-        low = np.where(both, low, len(firsts)).min(axis=(2, 3))
-        high = np.where(both, high, -1).max(axis=(2, 3))
+        low = np.where(both, low, len(firsts)).min(axis=(0, 1))
+        high = np.where(both, high, -1).max(axis=(0, 1))
         starts, stops = firsts[np.where(some, low, 0)], firsts[np.where(some, high, 0) + 1]
         queries = [np.where(some, shards.rows_before(cuts), 0) for cuts in (starts, stops)]
         keys = [np.where(some, shards.rows_before(cuts.T).T, 0) for cuts in (starts, stops)]
@@ -122,14 +124,12 @@ class Documents(BlockMask):
         ranks, tokens = len(shards.segments), shards.count.sum(axis=1)
         first, last = self._documents_of(shards, firsts)
         seen, rows, first_keys = _seen_earlier(self, shards)
-        counts = seen.sum(axis=(2, 3))
-        spans = [np.zeros((ranks, ranks), dtype=np.int64) for _ in range(4)]
-        each = np.nonzero(seen)
-        q, k, q_segment, k_segment = each
-        spans[0][q, k] = shards.offset[q, q_segment]
-        spans[1][q, k] = shards.offset[q, q_segment] + rows[each]
-        spans[2][q, k] = shards.offset[k, k_segment] + first_keys[each]
-        spans[3][q, k] = shards.offset[k, k_segment] + shards.count[k, k_segment]
+        counts = seen.sum(axis=(0, 1))
+        before = shards.offset.T
+        q_start, k_start = before[:, None, :, None], before[:, None] + first_keys
+        k_stop = (before + shards.count.T)[:, None]
+        # The sum over the segments of two ranks is the one number where one pair of segments is seen.
+        spans = [np.where(seen, each, 0).sum(axis=(0, 1)) for each in (q_start, q_start + rows, k_start, k_stop)]
         apart, unknown = counts <= 1, counts > 1
         own = np.maximum(last - first + 1, 0).sum(axis=1)
         diagonal = np.arange(ranks)
@@ -209,22 +209,15 @@ class Documents(BlockMask):
 @lru_cache(maxsize=16)
 def _seen_earlier(mask: Documents, shards: ShardTable) -> tuple[NDArray[np.bool_], Integers, Integers]:
     """Which segments see an earlier one, in the one document that has the last token of the one and the first of
-    the other: (any, how many of the first queries, first key), [query ranks, key ranks, query and key segments]."""
-    firsts = mask.boundaries(int(shards.count.sum()))
-    start, stop, ranks = shards.start, shards.start + shards.count, np.arange(len(shards.segments))
+    the other: (any, how many of the first queries, first key), [query and key segments, query ranks, key ranks]."""
+    firsts, ranks = mask.boundaries(int(shards.count.sum())), np.arange(len(shards.segments))
+    start, count = shards.start.T.reshape(-1), shards.count.T.reshape(-1)
+    stop, some = start + count, count > 0
     head = np.searchsorted(firsts, start, side="right") - 1
     tail = np.searchsorted(firsts, stop - 1, side="right") - 1
-    seen = (
-        (head[:, None, :, None] == tail[None, :, None, :])
-        & (start[:, None, :, None] >= stop[None, :, None, :])
-        & (shards.count > 0)[:, None, :, None]
-        & (shards.count > 0)[None, :, None, :]
-    )
-    seen[ranks, ranks] = False
+    seen = (head[:, None] == tail) & (start[:, None] >= stop) & some[:, None] & some
     rows = np.minimum(stop, firsts[np.minimum(head, len(firsts) - 2) + 1]) - start
     first_keys = np.maximum(start, firsts[np.maximum(tail, 0)]) - start
-    return (
-        seen,
-        np.broadcast_to(rows[:, None, :, None], seen.shape),
-        np.broadcast_to(first_keys[None, :, None, :], seen.shape),
-    )
+    seen, rows, first_keys = map(shards.by_segments, np.broadcast_arrays(seen, rows[:, None], first_keys))
+    seen[..., ranks, ranks] = False
+    return seen, rows, first_keys

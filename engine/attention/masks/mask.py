@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -32,8 +33,8 @@ class Mask(Protocol):
         run. None: they are read off the tiles."""
         ...
 
-    def pair_keys(self, shards: ShardTable) -> Integers | None:
-        """Numbers of every pair of ranks, [query ranks, key ranks, numbers]: pairs with equal numbers have equal tiles.
+    def pair_keys(self, shards: ShardTable) -> Sequence[Integers] | None:
+        """Numbers of every pair of ranks, [query ranks, key ranks] each: pairs with equal numbers have equal tiles.
 
         None when the mask has no such numbers for these shards.
         """
@@ -89,7 +90,7 @@ class FirstRows:
     def band_kinds(self) -> frozenset[str] | None:
         return self.mask.band_kinds
 
-    def pair_keys(self, shards: ShardTable) -> Integers | None:
+    def pair_keys(self, shards: ShardTable) -> Sequence[Integers] | None:
         keys = self.mask.pair_keys(shards)
         before = shards.count_before(self.cut)
         return None if keys is None else by_pair(before, before, keys)

@@ -83,13 +83,12 @@ class Grid:
         return np.frombuffer("".join(self.rows).encode(), dtype=np.uint8).reshape(len(self.rows), -1) == ord("1")
 
     def shown(self, blocks: Integers, keys: Integers) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = self.cells()[blocks, keys]
-        return found
+        cells: NDArray[np.bool_] = self.cells().reshape(-1).take(blocks * len(self.rows) + keys)  # faster than two axes
+        return cells
 
     def visible_before(self, blocks: Integers, limits: Integers) -> Integers:
-        counts = np.zeros((len(self.rows), len(self.rows) + 1), dtype=np.int64)
-        np.cumsum(self.cells(), axis=1, out=counts[:, 1:])
-        return counts[blocks, limits]
+        counted = np.arange(len(self.rows)) < limits[..., None]
+        return np.count_nonzero(self.cells()[blocks] & counted, axis=-1)
 
     def __str__(self) -> str:
         return "/".join(self.rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -53,12 +53,11 @@ class SlidingWindow:
     def band_kinds(self) -> None:
         return None
 
-    def pair_keys(self, shards: ShardTable) -> Integers:
-        lo, hi = shards.limits(self.left, self.right)
+    def pair_keys(self, shards: ShardTable) -> Sequence[Integers]:
         # Where the parts of the mask cut the segments.
         cuts = (self.global_tokens, self.global_tokens + self.left + 1) if self.global_tokens else ()
         ranks = np.concatenate((shards.count, *(shards.count_before(cut) for cut in cuts)), axis=1)
-        return by_pair(ranks, ranks, lo, hi)
+        return by_pair(ranks, ranks, shards.limits(self.left, self.right))
 
     def pair_spans(self, shards: ShardTable) -> None:
         return None
@@ -117,5 +116,5 @@ def _window_tiles(mask: SlidingWindow, q: tuple[Segment, ...], k: tuple[Segment,
 
 def _between(segments: tuple[Segment, ...], start: int, stop: int | None) -> tuple[Segment, ...]:
     """The positions of `segments` in [start, stop)."""
-    _, later = split_at(segments, start)
+    later = split_at(segments, start)[1] if start else segments
     return later if stop is None else split_at(later, stop)[0]

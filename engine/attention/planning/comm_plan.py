@@ -163,6 +163,7 @@ def comm_plan(mask: Mask, layout: Layout, ring: Ring, seq_len: int, cp_rank: int
     )
 
 
+@lru_cache(maxsize=1024)
 def chunks_held(ring: Ring, cp_rank: int) -> tuple[Integers, Integers]:
     """The outer steps, and whose chunk `cp_rank` holds at the start of each."""
     (node, local_rank), outer_steps = divmod(cp_rank, ring.node_size), np.arange(ring.nodes)
@@ -208,21 +209,19 @@ def traffic_left(mask: Mask, layout: Layout, cp_size: int, node_size: int, seq_l
 def ring_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int) -> RingTraffic:
     """Of the busiest of a few ranks, with K and V sent. A causal mask leaves that rank everything, a short window over
     contiguous shards two steps and few bytes."""
-    found = [_rank_traffic(mask, layout, ring, seq_len, rank) for rank in {0, ring.cp_size // 2, ring.cp_size - 1}]
-    return RingTraffic(*(max(shares) for shares in zip(*found, strict=True)))
-
-
-def _rank_traffic(mask: Mask, layout: Layout, ring: Ring, seq_len: int, rank: int) -> tuple[float, float, float]:
     tables, size, nodes = ring_tables(mask, layout, ring, seq_len, False), ring.node_size, ring.nodes
-    tokens, lengths = seq_len // ring.cp_size, (tables.used[:, rank, 1] - tables.used[:, rank, 0])
-    others = np.arange(ring.cp_size) % size != rank % size
-    outer_steps, held = chunks_held(ring, rank)
-    arrived = tables.needed[held[1:], outer_steps[1:]]
-    near, far, steps = (int(each.sum()) for each in (lengths[others], arrived[:, 1] - arrived[:, 0], lengths > 0))
-    return (
-        steps / ring.cp_size,
-        near / max(1, tokens * nodes * (size - 1)),
-        far / max(1, tokens * (nodes - 1)),
+    ranks, owners = np.array([0, ring.cp_size // 2, ring.cp_size - 1]), np.arange(ring.cp_size)[:, None]
+    lengths = tables.used[:, ranks, 1] - tables.used[:, ranks, 0]  # [owners, ranks]
+    outer_steps = np.arange(1, nodes)
+    held = (ranks[:, None] - outer_steps * size) % ring.cp_size  # [ranks, outer steps]
+    arrived = tables.needed[held, outer_steps]
+    near = np.where(owners % size != ranks % size, lengths, 0).sum(axis=0).max()
+    far = (arrived[..., 1] - arrived[..., 0]).sum(axis=1).max()
+    tokens, steps = seq_len // ring.cp_size, (lengths > 0).sum(axis=0).max()
+    return RingTraffic(
+        int(steps) / ring.cp_size,
+        int(near) / max(1, tokens * nodes * (size - 1)),
+        int(far) / max(1, tokens * (nodes - 1)),
     )
 
 

@@ -9,7 +9,7 @@ answer from their boundaries (`pair_spans`). A mask with neither is evaluated pa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeAlias
@@ -91,66 +91,74 @@ def pair_table(mask: Mask, layout: Layout, seq_len: int, cp_size: int) -> PairTa
         raise ValueError(unsupported_reason)
     shards = shard_table(layout, seq_len, cp_size)
     problem = (mask, layout, seq_len, cp_size)
-    spans = mask.pair_spans(shards)
-    if spans is None:
-        return _from_keys(problem, shards, np.ones((cp_size, cp_size), dtype=bool), None)
-    return _from_keys(problem, shards, spans.unknown, spans)
+    return _from_keys(problem, shards, mask.pair_spans(shards))
 
 
-def _from_keys(
-    problem: tuple[Mask, Layout, int, int], shards: ShardTable, wanted: NDArray[np.bool_], spans: PairSpans | None
-) -> PairTable:
-    """The table, with tiles formed for the `wanted` pairs, once per kind; the others are as `spans` says."""
+def _from_keys(problem: tuple[Mask, Layout, int, int], shards: ShardTable, spans: PairSpans | None) -> PairTable:
+    """The table, with tiles formed once per kind of pair, for all pairs or for those that `spans` does not know."""
     mask, cp_size = problem[0], problem[3]
-    q_ranks, k_ranks = np.nonzero(wanted)
-    keys = mask.pair_keys(shards) if len(q_ranks) else None
+    asked = np.arange(cp_size * cp_size) if spans is None else np.flatnonzero(spans.unknown)  # query rank by query rank
+    keys = mask.pair_keys(shards) if len(asked) else None
     if keys is None:
-        kinds, first = np.arange(len(q_ranks)), np.arange(len(q_ranks))
+        kinds, first = np.arange(len(asked)), np.arange(len(asked))
     else:
-        kinds, first = _alike(keys[q_ranks, k_ranks] if spans else keys.reshape(cp_size * cp_size, -1))
-    tiles = mask.tile_table(shards, q_ranks[first], k_ranks[first]) if len(first) else None
+        kinds, first = _alike([number.reshape(-1) if spans is None else number.take(asked) for number in keys])
+    q_ranks, k_ranks = np.divmod(asked[first], cp_size)  # a pair of each kind
+    tiles = mask.tile_table(shards, q_ranks, k_ranks) if len(first) else None
     bands = mask.band_kinds or frozenset()
     formed: TileTable | list[tuple[Tile, ...]]
     if tiles is None:
-        formed = [mask.tiles(shards.segments[q_ranks[pair]], shards.segments[k_ranks[pair]]) for pair in first]
-        queries = np.array([(*hull((t.q_start, t.q_stop) for t in each), _unreduced(each, True)) for each in formed])
-        stretches = np.array([(*hull((t.k_start, t.k_stop) for t in each), _unreduced(each, False)) for each in formed])
+        pairs = zip(q_ranks.tolist(), k_ranks.tolist(), strict=True)
+        formed = [mask.tiles(shards.segments[q_rank], shards.segments[k_rank]) for q_rank, k_rank in pairs]
+        of_kinds = [
+            np.array([_span(each, queries) for each in formed], dtype=np.int64).reshape(-1, 3).T
+            for queries in (True, False)
+        ]
         bands = bands or frozenset(tile.band.kind for each in formed for tile in each)
     else:
         formed, few = tiles, tiles.counts <= WAITING_PARTS
-        (q_start, q_stop, q_apart), (k_start, k_stop, k_apart) = tiles.spans(True), tiles.spans(False)
-        queries = np.stack((q_start, q_stop, q_apart & few), axis=-1)
-        stretches = np.stack((k_start, k_stop, k_apart & few), axis=-1)
-    kind_of = np.full((cp_size, cp_size), -1)
-    kind_of[q_ranks, k_ranks] = kinds
-    sides = []
-    for known, found in ((spans and spans.queries, queries), (spans and spans.keys, stretches)):
-        table = np.zeros((cp_size, cp_size, 3), dtype=np.int64)
-        if known is not None:
-            table[..., 0], table[..., 1] = known
-        if spans is not None:
-            table[..., 2] = spans.apart
-        if len(q_ranks):
-            table[q_ranks, k_ranks] = found[kinds]
-        sides.append(Side(table[..., 0], table[..., 1], table[..., 2].astype(bool)))
-    return PairTable(sides[0], sides[1], bands, problem, kind_of, formed)
+        of_kinds = [np.stack((start, stop, apart & few)) for start, stop, apart in map(tiles.spans, (True, False))]
+    q_side, k_side = (found.take(kinds, axis=1) for found in of_kinds)  # [start, stop and unreduced, asked pairs]
+    kind_of = kinds
+    if spans is not None:
+        kind_of = np.full(cp_size * cp_size, -1)
+        kind_of[asked] = kinds
+        q_side = _with_asked(np.stack((*spans.queries, spans.apart)), asked, q_side)
+        k_side = _with_asked(np.stack((*spans.keys, spans.apart)), asked, k_side)
+    queries, stretches = (_side(found.reshape(3, cp_size, cp_size)) for found in (q_side, k_side))
+    return PairTable(queries, stretches, bands, problem, kind_of.reshape(cp_size, cp_size), formed)
 
 
-def _alike(keys: Integers) -> tuple[Integers, Integers]:
-    """(kind of each row, a row of each kind) where rows of one kind are equal."""
-    mixed = keys @ _MIXING[: keys.shape[1]] if keys.shape[1] <= len(_MIXING) else np.zeros(len(keys), dtype=np.int64)
+def _with_asked(known: Integers, asked: Integers, found: Integers) -> Integers:
+    """Numbers of all pairs [numbers, query ranks, key ranks], those of the asked pairs as they were found."""
+    numbers = known.reshape(len(known), -1)
+    numbers[:, asked] = found
+    return numbers
+
+
+def _side(numbers: Integers) -> Side:
+    """From [start, stop and unreduced, query ranks, key ranks]."""
+    return Side(numbers[0], numbers[1], numbers[2].astype(bool))
+
+
+def _alike(keys: Sequence[Integers]) -> tuple[Integers, Integers]:
+    """(kind of each pair, a pair of each kind) where pairs of one kind are equal in all numbers."""
+    mixed = np.zeros_like(keys[0])
+    for number, factor in zip(keys, _MIXING, strict=False):
+        mixed += number * factor
     _, first, kinds = np.unique(mixed, return_index=True, return_inverse=True)
-    if not np.array_equal(keys[first][kinds], keys):  # two unlike rows have one sum
-        _, first, kinds = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    if not all(np.array_equal(number.take(first).take(kinds), number) for number in keys):  # two unlike pairs, one sum
+        _, first, kinds = np.unique(np.stack(keys), axis=1, return_index=True, return_inverse=True)
     return kinds.reshape(-1), first
 
 
-def _unreduced(tiles: tuple[Tile, ...], queries: bool) -> bool:
-    """No token of this side is in two tiles, and all their gradients can be held until they are sent."""
-    if not 1 < len(tiles) <= WAITING_PARTS:
-        return len(tiles) < 2
-    ordered = sorted((tile.q_start, tile.q_stop) if queries else (tile.k_start, tile.k_stop) for tile in tiles)
-    return all(before[1] <= after[0] for before, after in itertools.pairwise(ordered))
+def _span(tiles: tuple[Tile, ...], queries: bool) -> tuple[int, int, bool]:
+    """(start, stop) of the tokens of one side in a pair's tiles; and whether none is in two of them and all their
+    gradients can be held until they are sent."""
+    ranges = [(tile.q_start, tile.q_stop) if queries else (tile.k_start, tile.k_stop) for tile in tiles]
+    few = len(ranges) <= WAITING_PARTS
+    apart = few and all(before[1] <= after[0] for before, after in itertools.pairwise(sorted(ranges)))
+    return *hull(ranges), apart
 
 
 def hull(ranges: Iterable[tuple[int, int]]) -> tuple[int, int]:
