@@ -1,0 +1,57 @@
+"""Attention by copy engine, call after call, on ranks whose memory the others map: every transfer lands in its place.
+
+What a GPU adds, streams that run beside each other, is seen by the tests marked gpu.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine import ContextParallel
+from engine.attention.masks import parse_mask
+from engine.attention.op import run_attention
+from engine.attention.resolve import plan_attention
+from engine.tasks.attention import dense_gradients
+from tests.engine.attention.comm.symm_mem.node_on_host import become_a_gpu, by_copy_engine
+from tests.ranks import run_on_ranks
+
+RANKS, SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 4, 64, 16, 8, 8
+MASKS = ("causal", "sliding_window:9", "documents:20,44")
+CHOICES = (
+    {"schedule": "ulysses", "num_head_chunks": 1},
+    {"schedule": "ulysses", "num_head_chunks": 2},
+    {"schedule": "ring", "backward": "query"},
+    {"schedule": "ring", "backward": "key_value"},
+)
+
+
+def worst_error(mask_name: str, choices: dict, recompute: bool) -> float:
+    """Of out and gradients of several calls, all forwards before the first backward, in float64."""
+    become_a_gpu()
+    cp, mask = ContextParallel(), parse_mask(mask_name)
+    torch.manual_seed(0)
+    shapes = [(1, SEQ_LEN, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    layers = [[torch.randn(shape, dtype=torch.float64) for shape in shapes] for _ in range(3)]
+    local = [[cp.shard(tensor, 1) for tensor in layer] for layer in layers]
+    plan = by_copy_engine(
+        plan_attention(*local[0][:2], mask=mask, cp=cp, kernel="reference", **choices), dist.group.WORLD
+    )
+    leaves = [[tensor.clone().requires_grad_() for tensor in layer[:3]] for layer in local]
+    outs = [run_attention(plan, *layer, recompute=recompute) for layer in leaves]
+    found = []
+    for out, layer, (*_, dout) in reversed(list(zip(outs, leaves, local, strict=True))):
+        found.append((out.detach(), *torch.autograd.grad(out, layer, dout)))
+    worst = 0.0
+    for result, whole in zip(reversed(found), layers, strict=True):
+        for part, truth in zip(result, dense_gradients(*whole, mask), strict=True):
+            worst = max(worst, ((part - cp.shard(truth, 1)).norm() / truth.norm()).item())
+    return worst
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("choices", CHOICES, ids=lambda choices: "-".join(map(str, choices.values())))
+@pytest.mark.parametrize("mask", MASKS)
+def test_attention_by_copy_engine_equals_dense_attention(mask, choices, recompute) -> None:
+    assert max(run_on_ranks(RANKS, worst_error, mask, choices, recompute)) < 1e-12
