@@ -33,13 +33,18 @@ class CopyEngineAllToAll:
 
     name = "copy_engine"
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
-        self.outbound, self.inbound = SymmMemChannel(group, traffic, SLOTS), SymmMemChannel(group, traffic, SLOTS)
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, *, repeatable: bool = False) -> None:
+        self._group, self._traffic = group, traffic
+        self.outbound, self.inbound = (SymmMemChannel(group, traffic, SLOTS, repeatable=repeatable) for _ in range(2))
         self.rank, self.size = self.outbound.rank, self.outbound.size
         self.unpack_stream = own_stream()  # copies results out of receive slots, beside the kernels
         self.save_stream = own_stream()  # copies tensors that backward needs again, beside the results
         self.chunk_streams = (own_stream(), own_stream())
         self._planners: dict[tuple[tuple[TokenRun, ...], int], CopyPlanner] = {}
+
+    def repeatable(self) -> CopyEngineAllToAll:
+        """The same with memory of its own, whose transfers a CUDA graph can repeat. Collective once it is used."""
+        return CopyEngineAllToAll(self._group, self._traffic, repeatable=True)
 
     def begin(self, token_runs: tuple[TokenRun, ...], num_head_chunks: int, *, alternate: bool) -> AllToAllPass:
         planner = self._planners.get((token_runs, num_head_chunks))
@@ -72,6 +77,7 @@ class _CopyEnginePass:
         self._inputs: tuple[Tensor, ...] = ()
         self._whole: tuple[Tensor, ...] = ()
         self._leaving: dict[int, tuple[torch.cuda.Event, tuple[Tensor, ...]]] = {}  # by index of the chunk stream
+        self._ends: dict[str, torch.cuda.Event] = {}  # of what was last given to the streams of this pass, by stream
 
     def stream(self, index: int) -> AbstractContextManager[object]:
         return (
@@ -95,9 +101,13 @@ class _CopyEnginePass:
         channel.follow()
         channel.send_all(message, copies.plan, self._inputs, copies.away_bytes)
 
+        self._ends["sent"] = sent = channel.sent()
+
         def receive() -> HeadChunk:
+            if channel.repeatable:  # whatever a graph runs in turn, nothing waits for peers before it has sent
+                torch.cuda.current_stream().wait_event(sent)
             channel.await_all(message)
-            return _SlotChunk(channel, message, copies.specs, all_to_all.save_stream)
+            return _SlotChunk(channel, message, copies.specs, all_to_all.save_stream, self._ends)
 
         return receive
 
@@ -119,21 +129,21 @@ class _CopyEnginePass:
         turn = index % max(1, len(self._chunk_streams))
         if turn in self._leaving:  # sent long ago: the results of the chunk that used this stream before
             torch.cuda.current_stream().wait_event(self._leaving.pop(turn)[0])
-        self._leaving[turn] = (channel.sent(), results)
+        sent = self._ends["sent back"] = channel.sent()
+        self._leaving[turn] = (sent, results)
         with torch.cuda.stream(all_to_all.unpack_stream):
+            if channel.repeatable:
+                all_to_all.unpack_stream.wait_event(sent)
             channel.await_all(message)
             unpack = self._planner.from_slot(copies.specs, index)
             slot = message.buffer.slot(all_to_all.rank, message.number)
-            unpack.launch(all_to_all.unpack_stream.cuda_stream, [slot], [whole.data_ptr() for whole in self._whole])
-            channel.release(message)
+            wholes = [whole.data_ptr() for whole in self._whole]
+            unpack.launch(all_to_all.unpack_stream.cuda_stream, [slot], wholes, batched=not channel.repeatable)
+            self._ends["unpacked"] = channel.release(message)
 
     def results(self) -> tuple[Tensor, ...]:
         # After this the allocator may reuse, on the current stream, memory that was sent or copied.
-        ends = [
-            stream.record_event()
-            for stream in (self._all_to_all.unpack_stream, self._all_to_all.save_stream, *self._chunk_streams)
-        ]
-        for event in (*ends, self._all_to_all.outbound.sent(), self._all_to_all.inbound.sent()):
+        for event in (*self._ends.values(), *(stream.record_event() for stream in self._chunk_streams)):
             self._current.wait_event(event)
         self._inputs, self._leaving = (), {}
         return tuple(whole.flatten(2, 4) for whole in self._whole)
@@ -143,11 +153,17 @@ class _SlotChunk:
     """A `HeadChunk` in a receive slot."""
 
     def __init__(
-        self, channel: SymmMemChannel, message: Message, specs: tuple[TensorSpec, ...], save_stream: torch.cuda.Stream
+        self,
+        channel: SymmMemChannel,
+        message: Message,
+        specs: tuple[TensorSpec, ...],
+        save_stream: torch.cuda.Stream,
+        ends: dict[str, torch.cuda.Event],
     ) -> None:
         self._tensors = message.buffer.tensors(message.number, specs)
         self._channel, self._message, self._specs, self._save_stream = channel, message, specs, save_stream
         self._copied: list[torch.cuda.Event] = []
+        self._ends = ends  # of the pass
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -157,8 +173,11 @@ class _SlotChunk:
         copies = tuple(torch.empty_like(tensor) for tensor in self._tensors)
         self._save_stream.wait_event(torch.cuda.current_stream().record_event())
         slot = self._message.buffer.slot(self._channel.rank, self._message.number)
-        unpack_slot(self._specs).launch(self._save_stream.cuda_stream, [slot], [copy.data_ptr() for copy in copies])
-        self._copied.append(self._save_stream.record_event())
+        places = [copy.data_ptr() for copy in copies]
+        stream, batched = self._save_stream.cuda_stream, not self._channel.repeatable
+        unpack_slot(self._specs).launch(stream, [slot], places, batched=batched)
+        self._ends["saved"] = self._save_stream.record_event()
+        self._copied.append(self._ends["saved"])
         return copies
 
     def release(self) -> None:

@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 
 from engine import ContextParallel
+from engine.attention.algorithms.captured import CapturedPlan
 from engine.attention.masks import parse_mask
 from engine.attention.op import run_attention
 from engine.attention.resolve import plan_attention
 from engine.tasks.attention import dense_gradients
-from tests.engine.attention.comm.symm_mem.node_on_host import become_a_gpu, by_copy_engine
+from tests.engine.attention.comm.symm_mem.node_on_host import become_a_gpu, by_copy_engine, calls
 from tests.ranks import run_on_ranks
 
-RANKS, SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 4, 64, 16, 8, 8
+RANKS, SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM, STEPS = 4, 64, 16, 8, 8, 3
 MASKS = ("causal", "sliding_window:9", "documents:20,44")
 CHOICES = (
     {"schedule": "ulysses", "num_head_chunks": 1},
@@ -27,8 +28,8 @@ CHOICES = (
 )
 
 
-def worst_error(mask_name: str, choices: dict, recompute: bool) -> float:
-    """Of out and gradients of several calls, all forwards before the first backward, in float64."""
+def worst_error(mask_name: str, choices: dict, recompute: bool, captured: bool) -> float:
+    """Of out and gradients of several steps, each with all forwards before the first backward, in float64."""
     become_a_gpu()
     cp, mask = ContextParallel(), parse_mask(mask_name)
     torch.manual_seed(0)
@@ -38,6 +39,17 @@ def worst_error(mask_name: str, choices: dict, recompute: bool) -> float:
     plan = by_copy_engine(
         plan_attention(*local[0][:2], mask=mask, cp=cp, kernel="reference", **choices), dist.group.WORLD
     )
+    if captured:
+        plan = CapturedPlan(plan)
+    worst = max(worst_error_of_a_step(plan, layers, local, mask, recompute) for _ in range(STEPS))
+    # Of the forwards and of the backwards, the first one is launched.
+    assert calls["graph launch"] == (2 * (STEPS * len(layers) - 1) if captured else 0)
+    return worst
+
+
+def worst_error_of_a_step(plan, layers: list, local: list, mask, recompute: bool) -> float:
+    """Of the layers' results; `local` are this rank's tokens of `layers`."""
+    cp = plan.cp
     leaves = [[tensor.clone().requires_grad_() for tensor in layer[:3]] for layer in local]
     outs = [run_attention(plan, *layer, recompute=recompute) for layer in leaves]
     found = []
@@ -50,8 +62,9 @@ def worst_error(mask_name: str, choices: dict, recompute: bool) -> float:
     return worst
 
 
+@pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("choices", CHOICES, ids=lambda choices: "-".join(map(str, choices.values())))
 @pytest.mark.parametrize("mask", MASKS)
-def test_attention_by_copy_engine_equals_dense_attention(mask, choices, recompute) -> None:
-    assert max(run_on_ranks(RANKS, worst_error, mask, choices, recompute)) < 1e-12
+def test_attention_by_copy_engine_equals_dense_attention(mask, choices, recompute, captured) -> None:
+    assert max(run_on_ranks(RANKS, worst_error, mask, choices, recompute, captured)) < 1e-12
