@@ -209,12 +209,16 @@ class Copies:
             words[7:9] = block.target_pitch, block.target_layer
             words[10:13] = block.width, block.rows, block.layers
         self._list = self._words.ctypes.data_as(ctypes.c_void_p)
+        self._addresses: tuple[int, ...] = ()  # of the last launch: those of a model's steps repeat
 
     def launch(self, stream: int, tensors: Sequence[int], places: Sequence[int], *, batched: bool = True) -> None:
         """Enqueue all copies: `tensors` and `places` are the addresses for the entries' indices in this launch. With
         `batched`, by one driver call where the driver has it; a CUDA graph takes no such call."""
-        self._words[:, 1] = np.array(tensors, dtype=np.uint64)[self._tensors] + self._from
-        self._words[:, 6] = np.array(places, dtype=np.uint64)[self._places] + self._to
+        addresses = (*tensors, *places)
+        if addresses != self._addresses:
+            self._words[:, 1] = np.array(tensors, dtype=np.uint64)[self._tensors] + self._from
+            self._words[:, 6] = np.array(places, dtype=np.uint64)[self._places] + self._to
+            self._addresses = addresses
         driver = _driver()
         if batched and hasattr(driver, "cuMemcpy3DBatchAsync_v2"):
             code = driver.cuMemcpy3DBatchAsync_v2(len(self._words), self._list, 0, stream)

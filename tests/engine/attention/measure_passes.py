@@ -6,8 +6,8 @@
 bf16, causal, 32 query heads x 128, forward and backward. Each figure is the median of the slowest rank over rounds in
 which every way takes its turn. `alone`: all ranks start together while the GPUs are idle, as trials do. `in a row`: of
 five calls without a wait, as layers of a model, one of them. `host`: until this rank's host has launched a call. The
-ideal is the whole problem, on each of the GPUs at once, divided by their number. Before timing, each way's results are compared
-with those of the first.
+ideal is the whole problem, on each of the GPUs at once, divided by their number. Before timing, each way's results
+are compared with those of the first.
 """
 
 from __future__ import annotations

@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.attention.accumulate.accumulators import TensorSpec
 from engine.attention.comm.all_to_all import AllToAllPass, HeadChunk, TokenRun
 from engine.attention.comm.p2p import Traffic
-from engine.attention.comm.symm_mem.all_to_all_copies import CopyPlanner, in_rows, unpack_slot
-from engine.attention.comm.symm_mem.channel import Message, SymmMemChannel, message_bytes
+from engine.attention.comm.symm_mem.all_to_all_copies import CopyPlanner, Planned, in_rows
+from engine.attention.comm.symm_mem.channel import Message, SymmMemChannel
 from engine.cuda.streams import own_stream
 
 SLOTS = 2  # one index is used while the next arrives
@@ -96,7 +95,7 @@ class _CopyEnginePass:
             ready = self._current.record_event()
             for stream in self._chunk_streams:
                 stream.wait_event(ready)
-        channel.reserve(message_bytes(copies.specs))
+        channel.reserve(copies.slot_bytes)
         message = channel.open()
         channel.follow()
         channel.send_all(message, copies.plan, self._inputs, copies.away_bytes)
@@ -107,7 +106,7 @@ class _CopyEnginePass:
             if channel.repeatable:  # whatever a graph runs in turn, nothing waits for peers before it has sent
                 torch.cuda.current_stream().wait_event(sent)
             channel.await_all(message)
-            return _SlotChunk(channel, message, copies.specs, all_to_all.save_stream, self._ends)
+            return _SlotChunk(channel, message, copies, all_to_all.save_stream, self._ends)
 
         return receive
 
@@ -115,9 +114,10 @@ class _CopyEnginePass:
         all_to_all, channel = self._all_to_all, self._all_to_all.inbound
         results = tuple(in_rows(tensor) for tensor in results)
         copies = self._planner.send_back(results)
-        channel.reserve(message_bytes(copies.specs))
+        channel.reserve(copies.slot_bytes)
         if not self._whole:
-            with torch.cuda.stream(self._current):  # the stream that receives the results
+            # On the stream that receives the results.
+            with torch.cuda.stream(self._current) if self._chunk_streams else nullcontext():
                 self._whole = tuple(
                     result.new_empty(*spec.shape[:2], all_to_all.size, self._planner.num_head_chunks, *spec.shape[3:])
                     for result, spec in zip(results, copies.specs, strict=True)
@@ -131,15 +131,13 @@ class _CopyEnginePass:
             torch.cuda.current_stream().wait_event(self._leaving.pop(turn)[0])
         sent = self._ends["sent back"] = channel.sent()
         self._leaving[turn] = (sent, results)
-        with torch.cuda.stream(all_to_all.unpack_stream):
-            if channel.repeatable:
-                all_to_all.unpack_stream.wait_event(sent)
-            channel.await_all(message)
-            unpack = self._planner.from_slot(copies.specs, index)
-            slot = message.buffer.slot(all_to_all.rank, message.number)
-            wholes = [whole.data_ptr() for whole in self._whole]
-            unpack.launch(all_to_all.unpack_stream.cuda_stream, [slot], wholes, batched=not channel.repeatable)
-            self._ends["unpacked"] = channel.release(message)
+        stream = all_to_all.unpack_stream
+        if channel.repeatable:
+            stream.wait_event(sent)
+        channel.await_all(message, stream)
+        slot, wholes = message.buffer.slot(all_to_all.rank, message.number), [each.data_ptr() for each in self._whole]
+        copies.unpack[index].launch(stream.cuda_stream, [slot], wholes, batched=not channel.repeatable)
+        self._ends["unpacked"] = channel.release(message, stream=stream)
 
     def results(self) -> tuple[Tensor, ...]:
         # After this the allocator may reuse, on the current stream, memory that was sent or copied.
@@ -156,12 +154,12 @@ class _SlotChunk:
         self,
         channel: SymmMemChannel,
         message: Message,
-        specs: tuple[TensorSpec, ...],
+        planned: Planned,
         save_stream: torch.cuda.Stream,
         ends: dict[str, torch.cuda.Event],
     ) -> None:
-        self._tensors = message.buffer.tensors(message.number, specs)
-        self._channel, self._message, self._specs, self._save_stream = channel, message, specs, save_stream
+        self._tensors = message.buffer.tensors(message.number, planned.specs)
+        self._channel, self._message, self._planned, self._save_stream = channel, message, planned, save_stream
         self._copied: list[torch.cuda.Event] = []
         self._ends = ends  # of the pass
 
@@ -175,7 +173,7 @@ class _SlotChunk:
         slot = self._message.buffer.slot(self._channel.rank, self._message.number)
         places = [copy.data_ptr() for copy in copies]
         stream, batched = self._save_stream.cuda_stream, not self._channel.repeatable
-        unpack_slot(self._specs).launch(stream, [slot], places, batched=batched)
+        self._planned.unpack[0].launch(stream, [slot], places, batched=batched)
         self._ends["saved"] = self._save_stream.record_event()
         self._copied.append(self._ends["saved"])
         return copies

@@ -226,14 +226,21 @@ class SymmMemChannel:
         """Make the current stream wait for the part of `message` that rank `source` sends."""
         message.buffer.guards.await_arrival(torch.cuda.current_stream().cuda_stream, message.number, source)
 
-    def await_all(self, message: Message) -> None:
-        """Make the current stream wait for every rank's part of `message`."""
-        message.buffer.guards.await_arrival(torch.cuda.current_stream().cuda_stream, message.number, None)
+    def await_all(self, message: Message, stream: torch.cuda.Stream | None = None) -> None:
+        """Make `stream`, the current one when None, wait for every rank's part of `message`."""
+        stream = stream or torch.cuda.current_stream()
+        message.buffer.guards.await_arrival(stream.cuda_stream, message.number, None)
 
-    def release(self, message: Message, *also: torch.cuda.Event, source: int | None = None) -> torch.cuda.Event:
-        """Let the slot of `message`, which `source` or every rank has sent, be written again once the current stream
-        gets here and events `also` are over. Returns the event of the current stream."""
-        here = torch.cuda.current_stream().record_event()
+    def release(
+        self,
+        message: Message,
+        *also: torch.cuda.Event,
+        source: int | None = None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> torch.cuda.Event:
+        """Let the slot of `message`, which `source` or every rank has sent, be written again once `stream`, the current
+        one when None, gets here and events `also` are over. Returns the event of that stream."""
+        here = (stream or torch.cuda.current_stream()).record_event()
         for event in (here, *also):
             self._releases.wait_event(event)
         self._note_use(self._releases)
