@@ -5,8 +5,7 @@
 
 The ranks are those of `tests.engine.attention.comm.symm_mem.node_on_host`: the code is the one that drives GPUs, and
 rank 0 counts its calls of the driver, of streams and events, and of torch, in a call whose plan, slots and views exist.
-The number of Python's functions, and the microseconds in the engine's own lines, are cProfile's of processor time, its
-cost included. Kernels cost nothing here: what FlashAttention-4 does in Python is not among the counts.
+The calls of the engine's functions are cProfile's. Kernels cost nothing here: what FlashAttention-4 does in Python is not among the counts.
 """
 
 from __future__ import annotations
@@ -15,15 +14,16 @@ import argparse
 import collections
 import cProfile
 import pstats
-import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import engine
 from engine import ContextParallel
 from engine.attention.kernels import BackwardInputs
 from engine.attention.masks import Causal
@@ -40,6 +40,7 @@ SCHEDULES = (
 )
 TOKENS, HEADS, HEAD_DIM = 32, 32, 16  # of a rank: so few that copies take next to nothing
 PROFILED = 20  # calls
+ENGINE = str(Path(engine.__file__).parent)
 ALLOCATIONS = ("empty", "zeros", "new_", "full")
 
 
@@ -101,20 +102,18 @@ def counted(choices: dict[str, Any]) -> dict[str, dict[str, float]]:
         with Counting():
             work()
         found[name] = dict(calls + operations)
-    profiles = {name: cProfile.Profile(time.process_time) for name in passes}
+    profiles = {name: cProfile.Profile() for name in passes}
     for _ in range(PROFILED):
         for name, work in passes.items():
             dist.barrier()
             profiles[name].runcall(work)
     for name, profile in profiles.items():
-        functions, microseconds = 0, 0.0
-        for (path, _line, _function), (count, _, own, *_) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-            functions += 0 if "node_on_host" in path else count
-            microseconds += own if "/engine/" in path and "/tests/" not in path else 0.0
-        found[name] |= {
-            "Python functions": functions / PROFILED,
-            "us in the engine's lines": 1e6 * microseconds / PROFILED,
-        }
+        functions = sum(
+            count
+            for (path, _line, _function), (count, *_) in pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
+            if path.startswith(ENGINE)
+        )
+        found[name]["functions of the engine"] = functions / PROFILED
     return found
 
 
