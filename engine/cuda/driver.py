@@ -143,11 +143,11 @@ class Counters:
 
     def wait(self, stream: int, value: int) -> None:
         """Make `stream` wait until each counter is at least `value`."""
-        _launch(stream, _with_value(self._waits, value))
+        _launch(stream, self._waits, value)
 
     def set(self, stream: int, value: int) -> None:
         """Set the counters, once everything before it on `stream` is done and visible to all GPUs."""
-        _launch(stream, _with_value(self._writes, value))
+        _launch(stream, self._writes, value)
 
 
 class Flags:
@@ -155,9 +155,9 @@ class Flags:
     change: a CUDA graph can repeat it. NCCL's collectives by copy engine do so in graphs (from 2.28 on)."""
 
     def __init__(self, addresses: Sequence[int]) -> None:
-        waits, clears = _operations(addresses, WAIT_VALUE_32), _operations(addresses, WRITE_VALUE_32)
-        self._take = (_Operation * (2 * len(addresses)))(*_with_value(waits, 1), *_with_value(clears, 0))
-        self._give = _with_value(_operations(addresses, WRITE_VALUE_32), 1)
+        waits, clears = _operations(addresses, WAIT_VALUE_32, 1), _operations(addresses, WRITE_VALUE_32, 0)
+        self._take = (_Operation * (2 * len(addresses)))(*waits, *clears)
+        self._give = _operations(addresses, WRITE_VALUE_32, 1)
 
     def take(self, stream: int) -> None:
         """Make `stream` wait until each flag is 1, and make it 0. No other stream may wait for these flags."""
@@ -168,23 +168,22 @@ class Flags:
         _launch(stream, self._give)
 
 
-def _operations(addresses: Sequence[int], kind: int) -> Any:
-    """An operation of this kind on each address, in one array, without its value."""
+def _operations(addresses: Sequence[int], kind: int, value: int = 0) -> Any:
+    """An operation of this kind, with this value, on each address, in one array."""
     operations = (_Operation * len(addresses))()
     for operation, address in zip(operations, addresses, strict=True):
-        operation.kind, operation.address = kind, address
+        operation.kind, operation.address, operation.value = kind, address, value
     return operations
 
 
-def _with_value(operations: Any, value: int) -> Any:
-    """The same operations, which now wait for or write `value`."""
-    for operation in operations:
-        operation.value = value & MASK_32
-    return operations
-
-
-def _launch(stream: int, operations: Any) -> None:
-    _check(_driver().cuStreamBatchMemOp_v2(stream, len(operations), operations, 0), "a stream's counter operation")
+def _launch(stream: int, operations: Any, value: int | None = None) -> None:
+    """Enqueue the operations: all with `value`, or each with its own when None."""
+    if value is not None:
+        value &= MASK_32
+        for operation in operations:
+            operation.value = value
+    if code := _driver().cuStreamBatchMemOp_v2(stream, len(operations), operations, 0):
+        _check(code, "a stream's counter operation")
 
 
 class Copies:

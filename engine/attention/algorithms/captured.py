@@ -27,7 +27,7 @@ from engine.attention.algorithms.ulysses import UlyssesPlan
 from engine.attention.comm.exchange import AllPairsP2P, RingComms
 from engine.attention.comm.p2p import Traffic
 from engine.attention.comm.symm_mem.all_to_all import CopyEngineAllToAll
-from engine.attention.comm.symm_mem.channel import SymmMemChannel
+from engine.attention.comm.symm_mem.channel import Message, SymmMemChannel
 from engine.attention.comm.symm_mem.copy_engine import CopyEngine
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.tiles import Band
@@ -143,13 +143,14 @@ class _Pass:
         self._launched = False
         self._inputs: list[Tensor] = []
         self._graph: CapturedParts[tuple[Tensor, ...]] | None = None
+        self._held: list[tuple[SymmMemChannel, Message]] = []  # whose slots hold results when a pass ends
         self._sent_bytes = 0  # in each replay
         self._stream: torch.cuda.Stream | None = None  # of the last replay
 
     def __call__(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if not self._launched:
             self._launched = True
-            return self._launch(given)
+            return self._own(self._launch(given))
         if self._graph is None:
             self._graph = self._capture(given)
         stream = torch.cuda.current_stream()
@@ -160,9 +161,7 @@ class _Pass:
         for _stop in self._graph.replay():
             pass
         self._traffic.sent_bytes += self._sent_bytes
-        results = [torch.empty_like(result, memory_format=torch.contiguous_format) for result in self._graph.result]
-        torch._foreach_copy_(results, list(self._graph.result))
-        return tuple(results)
+        return self._own(self._graph.result)
 
     def _launch(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         for channel in self._channels:
@@ -170,7 +169,16 @@ class _Pass:
         results = self._work(*given)
         for channel in self._channels:
             channel.end_pass()
+        self._held = [(channel, message) for channel in self._channels for message in channel.held]
         return results
+
+    def _own(self, results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The results of a pass in memory of the caller's; the slots that held some are released."""
+        copies = [torch.empty_like(result, memory_format=torch.contiguous_format) for result in results]
+        torch._foreach_copy_(copies, list(results))
+        for channel, message in self._held:
+            channel.release(message)
+        return tuple(copies)
 
     def _capture(self, given: Sequence[Tensor]) -> CapturedParts[tuple[Tensor, ...]]:
         self._inputs = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in given]

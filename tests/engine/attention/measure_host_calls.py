@@ -5,7 +5,8 @@
 
 The ranks are those of `tests.engine.attention.comm.symm_mem.node_on_host`: the code is the one that drives GPUs, and
 rank 0 counts its calls of the driver, of streams and events, and of torch, in a call whose plan, slots and views exist.
-The calls of the engine's functions are cProfile's. Kernels cost nothing here: what FlashAttention-4 does in Python is not among the counts.
+The calls of the engine's functions are cProfile's. Kernels cost nothing here: what FlashAttention-4 does in Python is
+not among the counts.
 """
 
 from __future__ import annotations

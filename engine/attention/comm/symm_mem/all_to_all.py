@@ -106,7 +106,9 @@ class _CopyEnginePass:
             if channel.repeatable:  # whatever a graph runs in turn, nothing waits for peers before it has sent
                 torch.cuda.current_stream().wait_event(sent)
             channel.await_all(message)
-            return _SlotChunk(channel, message, copies, all_to_all.save_stream, self._ends)
+            # The caller of a pass that a graph repeats copies its results: they stay in the slot until then.
+            stays = channel.repeatable and self._planner.num_head_chunks <= SLOTS
+            return _SlotChunk(channel, message, copies, None if stays else all_to_all.save_stream, self._ends)
 
         return receive
 
@@ -155,9 +157,10 @@ class _SlotChunk:
         channel: SymmMemChannel,
         message: Message,
         planned: Planned,
-        save_stream: torch.cuda.Stream,
+        save_stream: torch.cuda.Stream | None,
         ends: dict[str, torch.cuda.Event],
     ) -> None:
+        """Without `save_stream` what is saved stays in the slot, which the channel then holds."""
         self._tensors = message.buffer.tensors(message.number, planned.specs)
         self._channel, self._message, self._planned, self._save_stream = channel, message, planned, save_stream
         self._copied: list[torch.cuda.Event] = []
@@ -168,6 +171,9 @@ class _SlotChunk:
         return self._tensors
 
     def save(self) -> tuple[Tensor, ...]:
+        if self._save_stream is None:
+            self._channel.held.append(self._message)
+            return self._tensors
         copies = tuple(torch.empty_like(tensor) for tensor in self._tensors)
         self._save_stream.wait_event(torch.cuda.current_stream().record_event())
         slot = self._message.buffer.slot(self._channel.rank, self._message.number)
@@ -179,4 +185,5 @@ class _SlotChunk:
         return copies
 
     def release(self) -> None:
-        self._channel.release(self._message, *self._copied)
+        if self._message not in self._channel.held:
+            self._channel.release(self._message, *self._copied)

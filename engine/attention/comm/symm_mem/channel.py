@@ -155,6 +155,7 @@ class SymmMemChannel:
         # Streams of a graph are joined, so a repeatable channel shares none with calls that are not.
         self._releases = own_stream(priority=-1) if repeatable else _release_stream()
         self._used: list[torch.cuda.Stream] = []  # in this pass, of a repeatable channel
+        self.held: list[Message] = []  # that the caller of the pass releases, once it has copied what they hold
 
     def reserve(self, slot_bytes: int) -> None:
         """Make room for messages of `slot_bytes`. Collective with equal arguments; free when there is room."""
@@ -183,7 +184,7 @@ class SymmMemChannel:
     def begin_pass(self) -> None:
         """The next message of a repeatable channel is number 0 again."""
         assert self.repeatable
-        self._messages, self._used = 0, []
+        self._messages, self._used, self.held = 0, [], []
 
     def end_pass(self) -> None:
         """The current stream waits for all that this channel's streams were given in the pass."""
@@ -194,7 +195,8 @@ class SymmMemChannel:
     def follow(self) -> None:
         """Later sends wait for all work that the current stream holds now."""
         self._copies.wait_event(torch.cuda.current_stream().record_event())
-        self._note_use(self._copies)
+        if self.repeatable:
+            self._note_use(self._copies)
 
     def send(self, message: Message, to: int, tensors: Sequence[Tensor]) -> None:
         """Enqueue this rank's part of `message` to another rank: whole tensors, one behind the other."""
@@ -243,10 +245,11 @@ class SymmMemChannel:
         here = (stream or torch.cuda.current_stream()).record_event()
         for event in (here, *also):
             self._releases.wait_event(event)
-        self._note_use(self._releases)
+        if self.repeatable:
+            self._note_use(self._releases)
         message.buffer.guards.note_release(self._releases.cuda_stream, message.number, source)
         return here
 
     def _note_use(self, stream: torch.cuda.Stream) -> None:
-        if self.repeatable and all(stream is not used for used in self._used):
+        if all(stream is not used for used in self._used):
             self._used.append(stream)
