@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from engine.attention.algorithms.ring import RingPlan
@@ -161,8 +161,9 @@ class Graph:
 
     def replay(self) -> None:
         calls["graph launch"] += 1
-        for work in self.work:
-            work()
+        with _disable_current_modes():  # no operation of the host is what a device repeats
+            for work in self.work:
+                work()
 
 
 class _Noting(TorchDispatchMode):
