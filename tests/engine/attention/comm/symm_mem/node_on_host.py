@@ -105,7 +105,7 @@ def _counter(kind: int, address: int, value: int) -> None:
     ends = time.monotonic() + PATIENCE
     while (cell.value - value) & 0x80000000:  # at least, cyclic
         assert time.monotonic() < ends, "a counter that a stream waits for was never set"
-        time.sleep(0)
+        time.sleep(1e-4)
 
 
 def _copy_box(box: list[int]) -> None:
