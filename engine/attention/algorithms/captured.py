@@ -68,6 +68,7 @@ class CapturedPlan:
         self._repeated, self._channels = _repeatable(plan)
         self._passes: dict[tuple[str, bool], _Pass] = {}
         self._lock = Lock()
+        self._stream: torch.cuda.Stream | None = None  # of the last call
 
     @property
     def cp(self) -> ContextParallel:
@@ -116,6 +117,10 @@ class CapturedPlan:
 
     def _run(self, name: str, variant: bool, work: Work, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         with self._lock:
+            stream = torch.cuda.current_stream()
+            if self._stream is not None and self._stream != stream:
+                stream.wait_stream(self._stream)  # passes share receive slots, and the graphs' memory
+            self._stream = stream
             if (name, variant) not in self._passes:
                 self._passes[name, variant] = _Pass(work, self._channels, self.cp.traffic)
             return self._passes[name, variant](given)
@@ -145,7 +150,6 @@ class _Pass:
         self._graph: CapturedParts[tuple[Tensor, ...]] | None = None
         self._held: list[tuple[SymmMemChannel, Message]] = []  # whose slots hold results when a pass ends
         self._sent_bytes = 0  # in each replay
-        self._stream: torch.cuda.Stream | None = None  # of the last replay
 
     def __call__(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if not self._launched:
@@ -153,10 +157,6 @@ class _Pass:
             return self._own(self._launch(given))
         if self._graph is None:
             self._graph = self._capture(given)
-        stream = torch.cuda.current_stream()
-        if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)  # the graph's memory is in use there
-        self._stream = stream
         torch._foreach_copy_(self._inputs, list(given))
         for _stop in self._graph.replay():
             pass
