@@ -100,11 +100,12 @@ class _CopyEnginePass:
         channel.follow()
         channel.send_all(message, copies.plan, self._inputs, copies.away_bytes)
 
-        self._ends["sent"] = sent = channel.sent()
+        self._ends["sent"] = channel.sent()
 
         def receive() -> HeadChunk:
-            if channel.repeatable:  # whatever a graph runs in turn, nothing waits for peers before it has sent
-                torch.cuda.current_stream().wait_event(sent)
+            # Whatever a graph runs in turn, no wait for peers comes before what they may wait for meanwhile.
+            for event in channel.given() if channel.repeatable else ():
+                torch.cuda.current_stream().wait_event(event)
             channel.await_all(message)
             # The caller of a pass that a graph repeats copies its results: they stay in the slot until then.
             stays = channel.repeatable and self._planner.num_head_chunks <= SLOTS
@@ -126,7 +127,7 @@ class _CopyEnginePass:
                 )
                 all_to_all.unpack_stream.wait_event(self._current.record_event())
         message = channel.open()
-        channel.follow()
+        channel.follow(*(all_to_all.outbound.given() if channel.repeatable else ()))
         channel.send_all(message, copies.plan, results, copies.away_bytes)
         turn = index % max(1, len(self._chunk_streams))
         if turn in self._leaving:  # sent long ago: the results of the chunk that used this stream before

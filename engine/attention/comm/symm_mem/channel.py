@@ -155,6 +155,9 @@ class SymmMemChannel:
         # Streams of a graph are joined, so a repeatable channel shares none with calls that are not.
         self._releases = own_stream(priority=-1) if repeatable else _release_stream()
         self._used: list[torch.cuda.Stream] = []  # in this pass, of a repeatable channel
+        self._released: dict[int, torch.cuda.Event] | None = (
+            None  # in this pass, by message, once this rank has done so
+        )
         self.held: list[Message] = []  # that the caller of the pass releases, once it has copied what they hold
 
     def reserve(self, slot_bytes: int) -> None:
@@ -184,24 +187,30 @@ class SymmMemChannel:
     def begin_pass(self) -> None:
         """The next message of a repeatable channel is number 0 again."""
         assert self.repeatable
-        self._messages, self._used, self.held = 0, [], []
+        self._messages, self._used, self._released, self.held = 0, [], {}, []
 
     def end_pass(self) -> None:
         """The current stream waits for all that this channel's streams were given in the pass."""
         current = torch.cuda.current_stream()
         for stream in self._used:
             current.wait_event(stream.record_event())
+        self._released = None
 
-    def follow(self) -> None:
-        """Later sends wait for all work that the current stream holds now."""
-        self._copies.wait_event(torch.cuda.current_stream().record_event())
+    def given(self) -> list[torch.cuda.Event]:
+        """After these the peers have all that this rank has sent and released in this pass of a repeatable channel."""
+        return [stream.record_event() for stream in self._used]
+
+    def follow(self, *also: torch.cuda.Event) -> None:
+        """Later sends wait for all work that the current stream holds now, and for events `also`."""
+        for event in (torch.cuda.current_stream().record_event(), *also):
+            self._copies.wait_event(event)
         if self.repeatable:
             self._note_use(self._copies)
 
     def send(self, message: Message, to: int, tensors: Sequence[Tensor]) -> None:
         """Enqueue this rank's part of `message` to another rank: whole tensors, one behind the other."""
         buffer, number, stream = message.buffer, message.number, self._copies.cuda_stream
-        buffer.guards.await_slot(stream, number, to)
+        self._await_slot(message, to)
         place = buffer.slot(to, number)
         for tensor in tensors:
             nbytes = tensor.numel() * tensor.itemsize
@@ -214,11 +223,16 @@ class SymmMemChannel:
         """Enqueue this rank's part of `message` to every rank, itself included. The places of `copies` are the ranks'
         slots; `away_bytes` of them leave this GPU."""
         buffer, number, stream = message.buffer, message.number, self._copies.cuda_stream
-        buffer.guards.await_slot(stream, number, None)
+        self._await_slot(message, None)
         places = [buffer.slot(rank, number) for rank in range(self.size)]
         copies.launch(stream, [tensor.data_ptr() for tensor in tensors], places, batched=not self.repeatable)
         self._traffic.sent_bytes += away_bytes
         buffer.guards.note_arrival(stream, number, None)
+
+    def _await_slot(self, message: Message, to: int | None) -> None:
+        if self._released and (before := self._released.get(message.number - self._slots)):
+            self._copies.wait_event(before)  # peers wait for it too: whatever a graph runs in turn, no rank waits first
+        message.buffer.guards.await_slot(self._copies.cuda_stream, message.number, to)
 
     def sent(self) -> torch.cuda.Event:
         """Event after which everything sent so far may be overwritten."""
@@ -248,6 +262,8 @@ class SymmMemChannel:
         if self.repeatable:
             self._note_use(self._releases)
         message.buffer.guards.note_release(self._releases.cuda_stream, message.number, source)
+        if self._released is not None:
+            self._released[message.number] = self._releases.record_event()
         return here
 
     def _note_use(self, stream: torch.cuda.Stream) -> None:

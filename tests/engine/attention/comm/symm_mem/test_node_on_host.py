@@ -5,6 +5,8 @@ What a GPU adds, streams that run beside each other, is seen by the tests marked
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from engine.attention.masks import parse_mask
 from engine.attention.op import run_attention
 from engine.attention.resolve import plan_attention
 from engine.tasks.attention import dense_gradients
-from tests.engine.attention.comm.symm_mem.node_on_host import become_a_gpu, by_copy_engine, calls
+from tests.engine.attention.comm.symm_mem.node_on_host import Graph, become_a_gpu, by_copy_engine, calls
 from tests.ranks import run_on_ranks
 
 RANKS, SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM, STEPS = 4, 64, 32, 16, 8, 3
@@ -29,9 +31,11 @@ CHOICES = (
 )
 
 
-def worst_errors(mask_name: str, captured: bool) -> dict[str, float]:
-    """By case."""
+def worst_errors(mask_name: str, captured: bool, any_order: bool = False) -> dict[str, float]:
+    """By case. `any_order`: the ranks' graphs run in orders of their own."""
     become_a_gpu()
+    if any_order:
+        Graph.any_order = random.Random(dist.get_rank())
     return {
         f"{choices}, recompute {recompute}": worst_error(mask_name, choices, recompute, captured)
         for choices in CHOICES
@@ -80,4 +84,11 @@ def worst_error_of_a_step(plan, layers: list, local: list, mask, recompute: bool
 @pytest.mark.parametrize("mask", MASKS)
 def test_attention_by_copy_engine_equals_dense_attention(mask, captured) -> None:
     for found in run_on_ranks(RANKS, worst_errors, mask, captured):
+        assert {case: error for case, error in found.items() if not error < 1e-12} == {}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_graphs_whose_branches_run_in_any_order_end_with_the_same_results(mask) -> None:
+    """A device may queue a branch that waits for a peer before the one that the peer waits for."""
+    for found in run_on_ranks(RANKS, worst_errors, mask, True, True):
         assert {case: error for case, error in found.items() if not error < 1e-12} == {}
