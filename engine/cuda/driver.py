@@ -152,7 +152,8 @@ class Counters:
 
 class Flags:
     """32-bit cells that hold 1 or 0 and are taken together, or given together, by one driver call whose values never
-    change: a CUDA graph can repeat it. NCCL's collectives by copy engine do so in graphs (from 2.28 on)."""
+    change: a CUDA graph can repeat it. NCCL's collectives by copy engine take flags so in graphs (from 2.28 on); they
+    give a peer's by a copy of four bytes."""
 
     def __init__(self, addresses: Sequence[int]) -> None:
         waits, clears = _operations(addresses, WAIT_VALUE_32, 1), _operations(addresses, WRITE_VALUE_32, 0)

@@ -49,6 +49,11 @@ def captured_unsupported_reason(plan: AttentionPlan) -> str | None:
         if isinstance(plan, UlyssesPlan)
         else isinstance(plan, RingPlan) and plan.exchange == "copy_engine"
     )
+    if plan.kernel.name == "flex":  # its cache may free a mask's tensors, which the graph would go on to read
+        return (
+            "captured passes need a kernel without tensors of its own, found kernel flex, which keeps those of some "
+            "masks; choose kernel fa4, or leave captured out, or cuda_graph: pass"
+        )
     if whole and by_copies:
         return None
     found = plan.resolved()
@@ -145,28 +150,29 @@ class _Pass:
 
     def __init__(self, work: Work, channels: Sequence[SymmMemChannel], traffic: Traffic) -> None:
         self._work, self._channels, self._traffic = work, channels, traffic
-        self._launched = False
-        self._inputs: list[Tensor] = []
+        self._inputs: list[Tensor] = []  # of every call: the first one compiles kernels for their strides
         self._graph: CapturedParts[tuple[Tensor, ...]] | None = None
         self._held: list[tuple[SymmMemChannel, Message]] = []  # whose slots hold results when a pass ends
         self._sent_bytes = 0  # in each replay
 
     def __call__(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        if not self._launched:
-            self._launched = True
-            return self._own(self._launch(given))
+        if not self._inputs:
+            with torch.inference_mode(False):  # calls under that mode and calls outside it write to them
+                self._inputs = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in given]
+            torch._foreach_copy_(self._inputs, list(given))
+            return self._own(self._launch())
         if self._graph is None:
-            self._graph = self._capture(given)
+            self._graph = self._capture()
         torch._foreach_copy_(self._inputs, list(given))
         for _stop in self._graph.replay():
             pass
         self._traffic.sent_bytes += self._sent_bytes
         return self._own(self._graph.result)
 
-    def _launch(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _launch(self) -> tuple[Tensor, ...]:
         for channel in self._channels:
             channel.begin_pass()
-        results = self._work(*given)
+        results = self._work(*self._inputs)
         for channel in self._channels:
             channel.end_pass()
         self._held = [(channel, message) for channel in self._channels for message in channel.held]
@@ -180,19 +186,15 @@ class _Pass:
             channel.release(message)
         return tuple(copies)
 
-    def _capture(self, given: Sequence[Tensor]) -> CapturedParts[tuple[Tensor, ...]]:
-        self._inputs = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in given]
-
+    def _capture(self) -> CapturedParts[tuple[Tensor, ...]]:
         def whole() -> Generator[None, None, tuple[Tensor, ...]]:
-            return self._launch(self._inputs)
+            return self._launch()
             yield  # a generator that never stops
 
         before = self._traffic.sent_bytes
-        graph = CapturedParts(whole(), own_stream(given[0].device))
-        self._sent_bytes, self._traffic.sent_bytes = (
-            self._traffic.sent_bytes - before,
-            before,
-        )  # a capture sends nothing
+        graph = CapturedParts(whole(), own_stream(self._inputs[0].device))
+        # A capture sends nothing.
+        self._sent_bytes, self._traffic.sent_bytes = self._traffic.sent_bytes - before, before
         return graph
 
 
