@@ -27,7 +27,7 @@ Replay = Literal["hold", "bisect"]
 CheckpointPlan = Literal["hand", "auto"]
 Sharding = Literal["full", "hybrid"]
 Parameters = Literal["auto", "kept", "gathered"]
-CudaGraph = Literal["auto", "step", "none"]
+CudaGraph = Literal["auto", "step", "pass", "none"]
 SettingsFrom = Literal["equal", "as_published", "tuned"]
 
 BYTES_OF: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2}  # of one element
@@ -231,7 +231,7 @@ class TrialSettings:
     planned: str = ""  # dotted names, with a space between, of the settings that the planner chooses; no user gives it
     sharding: Sharding = "full"  # parameters over all ranks, or over the ranks of a node and repeated on every node
     parameters: Parameters = "auto"  # one rank alone: kept whole with copies in `dtype`, or gathered by FSDP2
-    cuda_graph: CudaGraph = "auto"  # a training step of one GPU: replayed as CUDA graphs (`step`), or launched (`none`)
+    cuda_graph: CudaGraph = "auto"  # what CUDA graphs replay: `step` of training (one GPU), `pass` of attention, `none`
     gradient_accumulation: int = 1  # micro-batches of `batch_size` sequences per optimizer step
     learning_rate: float = 3e-4
     data: str = "python_docs"  # or the path of a UTF-8 text file

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.attention.algorithms.all_gather import AllGatherPlan, gathered_kinds
+from engine.attention.algorithms.captured import CapturedPlan, captured_unsupported_reason
 from engine.attention.algorithms.ring import RingPlan
 from engine.attention.algorithms.saved import AttentionPlan
 from engine.attention.algorithms.ulysses import UlyssesPlan
@@ -40,7 +41,7 @@ from engine.old_names import renamed_keywords
 
 
 class Choices(NamedTuple):
-    """The settings of a call besides its mask, as `plan_attention` takes them."""
+    """The settings of a call besides its mask, as `plan_attention` takes them; `captured` is `cached_plan`'s."""
 
     scale: float | None = None
     kernel: str = "auto"
@@ -53,6 +54,7 @@ class Choices(NamedTuple):
     recompute: bool = False
     lse_gradient: bool = True
     forward_streams: int = 1
+    captured: bool = False
 
 
 def cached_plan(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel, choices: Choices) -> AttentionPlan:
@@ -67,7 +69,13 @@ def cached_plan(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel,
     if plan is None:
         check_inputs(q_BLND, k_BLKD, k_BLKD)
         check_scale(choices.scale)
-        made = plan_attention(q_BLND, k_BLKD, mask=mask, cp=cp.without_plans(), **choices._asdict())
+        settings = choices._asdict()
+        captured = settings.pop("captured")
+        made = plan_attention(q_BLND, k_BLKD, mask=mask, cp=cp.without_plans(), **settings)
+        if captured:
+            if reason := captured_unsupported_reason(made):
+                raise ValueError(reason)
+            made = CapturedPlan(made)
         plan = cp.plans.put(key, made)
     return plan
 

@@ -43,6 +43,8 @@ class RemoteChunk:
     def tokens(self, tokens: slice) -> tuple[Tensor, ...]:
         """Local tokens `tokens` of the owner, as views."""
         start, count = tokens.start - self.start, tokens.stop - tokens.start
+        if start == 0 and all(t.shape[dim] == count for t, dim in zip(self.tensors, self.token_dims, strict=True)):
+            return self.tensors  # no views of whole tensors: the host makes some for each step
         pairs = zip(self.tensors, self.token_dims, strict=True)
         return tuple(tensor.narrow(dim, start, count) for tensor, dim in pairs)
 

@@ -24,7 +24,7 @@ def not_captured_reason(settings: TrialSettings, device_type: str) -> str | None
     """Why the host launches every step of these settings, a clause; None where steps are captured, though under `auto`
     for the `KERNELS` alone. `step` must have been found possible."""
     if settings.cuda_graph != "auto":
-        return None if settings.cuda_graph == "step" else "cuda_graph is none"
+        return None if settings.cuda_graph == "step" else f"cuda_graph is {settings.cuda_graph}"
     if reason := obstacle(settings, device_type):
         return reason
     tokens = settings.batch_size * settings.seq_len

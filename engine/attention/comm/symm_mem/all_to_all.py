@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.attention.accumulate.accumulators import TensorSpec
 from engine.attention.comm.all_to_all import AllToAllPass, HeadChunk, TokenRun
 from engine.attention.comm.p2p import Traffic
-from engine.attention.comm.symm_mem.all_to_all_copies import CopyPlanner, in_rows, unpack_slot
-from engine.attention.comm.symm_mem.channel import Message, SymmMemChannel, message_bytes
+from engine.attention.comm.symm_mem.all_to_all_copies import CopyPlanner, Planned, in_rows
+from engine.attention.comm.symm_mem.channel import Message, SymmMemChannel
 from engine.cuda.streams import own_stream
 
 SLOTS = 2  # one index is used while the next arrives
@@ -33,13 +32,18 @@ class CopyEngineAllToAll:
 
     name = "copy_engine"
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
-        self.outbound, self.inbound = SymmMemChannel(group, traffic, SLOTS), SymmMemChannel(group, traffic, SLOTS)
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, *, repeatable: bool = False) -> None:
+        self._group, self._traffic = group, traffic
+        self.outbound, self.inbound = (SymmMemChannel(group, traffic, SLOTS, repeatable=repeatable) for _ in range(2))
         self.rank, self.size = self.outbound.rank, self.outbound.size
         self.unpack_stream = own_stream()  # copies results out of receive slots, beside the kernels
         self.save_stream = own_stream()  # copies tensors that backward needs again, beside the results
         self.chunk_streams = (own_stream(), own_stream())
         self._planners: dict[tuple[tuple[TokenRun, ...], int], CopyPlanner] = {}
+
+    def repeatable(self) -> CopyEngineAllToAll:
+        """The same with memory of its own, whose transfers a CUDA graph can repeat. Collective once it is used."""
+        return CopyEngineAllToAll(self._group, self._traffic, repeatable=True)
 
     def begin(self, token_runs: tuple[TokenRun, ...], num_head_chunks: int, *, alternate: bool) -> AllToAllPass:
         planner = self._planners.get((token_runs, num_head_chunks))
@@ -72,6 +76,7 @@ class _CopyEnginePass:
         self._inputs: tuple[Tensor, ...] = ()
         self._whole: tuple[Tensor, ...] = ()
         self._leaving: dict[int, tuple[torch.cuda.Event, tuple[Tensor, ...]]] = {}  # by index of the chunk stream
+        self._ends: dict[str, torch.cuda.Event] = {}  # of what was last given to the streams of this pass, by stream
 
     def stream(self, index: int) -> AbstractContextManager[object]:
         return (
@@ -90,14 +95,21 @@ class _CopyEnginePass:
             ready = self._current.record_event()
             for stream in self._chunk_streams:
                 stream.wait_event(ready)
-        channel.reserve(message_bytes(copies.specs))
+        channel.reserve(copies.slot_bytes)
         message = channel.open()
         channel.follow()
         channel.send_all(message, copies.plan, self._inputs, copies.away_bytes)
 
+        self._ends["sent"] = channel.sent()
+
         def receive() -> HeadChunk:
+            # Whatever a graph runs in turn, no wait for peers comes before what they may wait for meanwhile.
+            for event in channel.given() if channel.repeatable else ():
+                torch.cuda.current_stream().wait_event(event)
             channel.await_all(message)
-            return _SlotChunk(channel, message, copies.specs, all_to_all.save_stream)
+            # The caller of a pass that a graph repeats copies its results: they stay in the slot until then.
+            stays = channel.repeatable and self._planner.num_head_chunks <= SLOTS
+            return _SlotChunk(channel, message, copies, None if stays else all_to_all.save_stream, self._ends)
 
         return receive
 
@@ -105,35 +117,34 @@ class _CopyEnginePass:
         all_to_all, channel = self._all_to_all, self._all_to_all.inbound
         results = tuple(in_rows(tensor) for tensor in results)
         copies = self._planner.send_back(results)
-        channel.reserve(message_bytes(copies.specs))
+        channel.reserve(copies.slot_bytes)
         if not self._whole:
-            with torch.cuda.stream(self._current):  # the stream that receives the results
+            # On the stream that receives the results.
+            with torch.cuda.stream(self._current) if self._chunk_streams else nullcontext():
                 self._whole = tuple(
                     result.new_empty(*spec.shape[:2], all_to_all.size, self._planner.num_head_chunks, *spec.shape[3:])
                     for result, spec in zip(results, copies.specs, strict=True)
                 )
                 all_to_all.unpack_stream.wait_event(self._current.record_event())
         message = channel.open()
-        channel.follow()
+        channel.follow(*(all_to_all.outbound.given() if channel.repeatable else ()))
         channel.send_all(message, copies.plan, results, copies.away_bytes)
         turn = index % max(1, len(self._chunk_streams))
         if turn in self._leaving:  # sent long ago: the results of the chunk that used this stream before
             torch.cuda.current_stream().wait_event(self._leaving.pop(turn)[0])
-        self._leaving[turn] = (channel.sent(), results)
-        with torch.cuda.stream(all_to_all.unpack_stream):
-            channel.await_all(message)
-            unpack = self._planner.from_slot(copies.specs, index)
-            slot = message.buffer.slot(all_to_all.rank, message.number)
-            unpack.launch(all_to_all.unpack_stream.cuda_stream, [slot], [whole.data_ptr() for whole in self._whole])
-            channel.release(message)
+        sent = self._ends["sent back"] = channel.sent()
+        self._leaving[turn] = (sent, results)
+        stream = all_to_all.unpack_stream
+        if channel.repeatable:
+            stream.wait_event(sent)
+        channel.await_all(message, stream)
+        slot, wholes = message.buffer.slot(all_to_all.rank, message.number), [each.data_ptr() for each in self._whole]
+        copies.unpack[index].launch(stream.cuda_stream, [slot], wholes, batched=not channel.repeatable)
+        self._ends["unpacked"] = channel.release(message, stream=stream)
 
     def results(self) -> tuple[Tensor, ...]:
         # After this the allocator may reuse, on the current stream, memory that was sent or copied.
-        ends = [
-            stream.record_event()
-            for stream in (self._all_to_all.unpack_stream, self._all_to_all.save_stream, *self._chunk_streams)
-        ]
-        for event in (*ends, self._all_to_all.outbound.sent(), self._all_to_all.inbound.sent()):
+        for event in (*self._ends.values(), *(stream.record_event() for stream in self._chunk_streams)):
             self._current.wait_event(event)
         self._inputs, self._leaving = (), {}
         return tuple(whole.flatten(2, 4) for whole in self._whole)
@@ -143,23 +154,37 @@ class _SlotChunk:
     """A `HeadChunk` in a receive slot."""
 
     def __init__(
-        self, channel: SymmMemChannel, message: Message, specs: tuple[TensorSpec, ...], save_stream: torch.cuda.Stream
+        self,
+        channel: SymmMemChannel,
+        message: Message,
+        planned: Planned,
+        save_stream: torch.cuda.Stream | None,
+        ends: dict[str, torch.cuda.Event],
     ) -> None:
-        self._tensors = message.buffer.tensors(message.number, specs)
-        self._channel, self._message, self._specs, self._save_stream = channel, message, specs, save_stream
+        """Without `save_stream` what is saved stays in the slot, which the channel then holds."""
+        self._tensors = message.buffer.tensors(message.number, planned.specs)
+        self._channel, self._message, self._planned, self._save_stream = channel, message, planned, save_stream
         self._copied: list[torch.cuda.Event] = []
+        self._ends = ends  # of the pass
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self._tensors
 
     def save(self) -> tuple[Tensor, ...]:
+        if self._save_stream is None:
+            self._channel.held.append(self._message)
+            return self._tensors
         copies = tuple(torch.empty_like(tensor) for tensor in self._tensors)
         self._save_stream.wait_event(torch.cuda.current_stream().record_event())
         slot = self._message.buffer.slot(self._channel.rank, self._message.number)
-        unpack_slot(self._specs).launch(self._save_stream.cuda_stream, [slot], [copy.data_ptr() for copy in copies])
-        self._copied.append(self._save_stream.record_event())
+        places = [copy.data_ptr() for copy in copies]
+        stream, batched = self._save_stream.cuda_stream, not self._channel.repeatable
+        self._planned.unpack[0].launch(stream, [slot], places, batched=batched)
+        self._ends["saved"] = self._save_stream.record_event()
+        self._copied.append(self._ends["saved"])
         return copies
 
     def release(self) -> None:
-        self._channel.release(self._message, *self._copied)
+        if self._message not in self._channel.held:
+            self._channel.release(self._message, *self._copied)

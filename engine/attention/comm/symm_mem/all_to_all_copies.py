@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import TensorSpec
 from engine.attention.comm.all_to_all import TokenRun
-from engine.attention.comm.symm_mem.channel import offsets
+from engine.attention.comm.symm_mem.channel import message_bytes, offsets
 from engine.cuda.driver import Block, Copies
 
 Entry = tuple[Block, int, int]  # of `engine.cuda.driver.Copies`
@@ -28,11 +28,12 @@ class Planned:
 
     plan: Copies
     specs: tuple[TensorSpec, ...]  # of the tensors that arrive in every rank's slot
+    slot_bytes: int  # that they need there
     away_bytes: int  # that leave this GPU
+    unpack: tuple[Copies, ...]  # of what has arrived, out of its slot: for head chunk i of results number i, else one
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
+class _Source(NamedTuple):
     """Shape, strides and dtype of a tensor."""
 
     shape: tuple[int, ...]
@@ -41,7 +42,7 @@ class _Source:
 
 
 def _sources(tensors: tuple[Tensor, ...]) -> tuple[_Source, ...]:
-    return tuple(_Source(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors)
+    return tuple([_Source(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors])
 
 
 class CopyPlanner:
@@ -68,7 +69,7 @@ class CopyPlanner:
                 for to in self._from_the_next()
                 for entry in self._send(sources, specs, to, to * self.num_head_chunks + index)
             ]
-            self._planned[key] = self._plan(entries, specs)
+            self._planned[key] = self._plan(entries, specs, (unpack_slot(specs),))
         return self._planned[key]
 
     def send_back(self, tensors_BTHD: tuple[Tensor, ...]) -> Planned:
@@ -77,16 +78,14 @@ class CopyPlanner:
         if sources not in self._planned:
             specs = tuple(self._returning(source) for source in sources)
             entries = [entry for to in self._from_the_next() for entry in self._send_back(sources, specs, to)]
-            self._planned[sources] = self._plan(entries, specs)
+            chunks = self.num_head_chunks
+            unpack = tuple(unpack_slot(specs, chunks, index) for index in range(chunks))
+            self._planned[sources] = self._plan(entries, specs, unpack)
         return self._planned[sources]
 
-    def from_slot(self, specs: tuple[TensorSpec, ...], index: int) -> Copies:
-        """From the receive slot of head chunk `index` to the results of all, [B, L, group, head chunks, H, ...]."""
-        return unpack_slot(specs, self.num_head_chunks, index)
-
-    def _plan(self, entries: list[Entry], specs: tuple[TensorSpec, ...]) -> Planned:
+    def _plan(self, entries: list[Entry], specs: tuple[TensorSpec, ...], unpack: tuple[Copies, ...]) -> Planned:
         away = sum(block.nbytes for block, _tensor, to in entries if to != self.rank)
-        return Planned(Copies(entries), specs, away)
+        return Planned(Copies(entries), specs, message_bytes(specs), away, unpack)
 
     def _arriving(self, source: _Source) -> TensorSpec:
         batch, tokens, heads, *rest = source.shape
@@ -118,10 +117,9 @@ class CopyPlanner:
         return ((self.rank + step) % self.size for step in range(1, self.size + 1))
 
 
-@lru_cache(maxsize=256)
 def unpack_slot(specs: tuple[TensorSpec, ...], num_head_chunks: int = 1, chunk: int = 0) -> Copies:
-    """From a slot (the only tensor) to allocated tensors (the places), which hold `num_head_chunks` rows of heads for
-    each one received; this chunk's is number `chunk`."""
+    """From a slot (the only tensor) to allocated tensors (the places): those received, or for results all ranks' heads,
+    [B, L, group, head chunks, H, ...], of which this chunk's are number `chunk`."""
     entries = []
     for index, (spec, place) in enumerate(zip(specs, offsets(specs), strict=True)):
         width = row_bytes(spec, 3 if num_head_chunks > 1 else 2)

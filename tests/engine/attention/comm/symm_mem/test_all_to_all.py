@@ -112,9 +112,10 @@ def test_results_sent_back_have_all_heads_in_order(driver, layout, parts) -> Non
     for part in range(parts):
         heads = [slice((rank * parts + part) * share, (rank * parts + part + 1) * share) for rank in range(SIZE)]
         results = [tuple(tensor[:, :, some].contiguous() for tensor in whole) for some in heads]
-        slots, specs = sent(lambda rank, tensors: found[rank].send_back(tensors), results)
+        slots, _ = sent(lambda rank, tensors: found[rank].send_back(tensors), results)
         for rank, route in enumerate(found):
-            launch(route.from_slot(specs, part), [slots[rank]], results_by_rank[rank])
+            unpack = route.send_back(results[rank]).unpack[part]
+            launch(unpack, [slots[rank]], results_by_rank[rank])
     for results, held in zip(results_by_rank, positions, strict=True):
         for result, tensor in zip(results, whole, strict=True):
             assert torch.equal(result.flatten(2, 4), tensor[:, held])
