@@ -60,6 +60,7 @@ class _OfParameters:
     further: float  # of one more layer that is gathered ahead
     gathered_first: float  # the same of the first layer
     head: float  # in the LM head: weight and its gradients
+    head_weight: float  # of these, what is there before the gradients are
     mlp_sums: float  # of weight gradients over several runs
 
 
@@ -93,6 +94,7 @@ class MemoryModel:
             gathered_first=(2 * item + wide) * layer,
             further=item * layer,
             head=(2 * item + 2 * wide) * shape.vocab * shape.hidden,
+            head_weight=item * shape.vocab * shape.hidden,
             mlp_sums=wide * shape.mlp_parameters,
         )
         # Gradients are formed where they stay, sums over several runs among them.
@@ -102,6 +104,7 @@ class MemoryModel:
             gathered_first=wide * layer,
             further=0.0,
             head=(item + 2 * wide) * shape.vocab * shape.hidden,
+            head_weight=0.0,
             mlp_sums=0.0,
         )
         self._by_offload = tuple(
@@ -166,7 +169,7 @@ class MemoryModel:
         below = inputs + attention
         all_saved = (layers - again) * saved + below
         layer = held.gathered + (choice.gather_ahead - 1) * held.further
-        moments = [("LM head", all_saved + held.head + self._head_states(choice.head_tiles), 0.0)]
+        moments = [("LM head", all_saved + self._head(choice.head_tiles, held), 0.0)]
         if again < layers:
             peak = self._whole_layer(choice, held.mlp_sums, least)
             moments.append(("backward of the last layer", all_saved + layer + peak, self._head_gradient))
@@ -245,15 +248,22 @@ class MemoryModel:
         in_attention = held + self._state + 2 * self._query + self._keys  # gradients: residual, out, q, k, v
         return max(in_mlp, in_attention + self._attention_sums + self._received)
 
-    def _head_states(self, tiles: int) -> float:
-        """The logits of one of `tiles` runs of tokens, or with 0 of a tile that the LM head chooses; input, norm and
-        gradient of the head. A head that is not fused holds in backward, of all logits in fp32 or wider, the log
-        probabilities, their gradient and the gradient of the logits (`engine.lm_head.plain`)."""
-        tokens, width = self._tokens, 3.0 * max(4, self._item)
+    def _head(self, tiles: int, held: _OfParameters) -> float:
+        """Weight and its gradients, the logits of one of `tiles` runs of tokens, or with 0 of a tile that the LM head
+        chooses; input, norm and gradient of the head.
+
+        A head that is not fused holds in backward, of all logits in fp32 or wider, the log probabilities, their
+        gradient and the gradient of the logits (`engine.lm_head.plain`), and forms the weight's gradients when of these
+        the last one is left, in the inputs' dtype.
+        """
+        tokens, logit = self._tokens, self._item * self._shape.vocab
         if self._fused:
             tokens = -(-tokens // tiles) if tiles else own_tile_tokens(self._shape, self._item, tokens)
-            tokens, width = min(tokens, self._tokens), self._item
-        return width * self._shape.vocab * tokens + 3 * self._state
+            needed = held.head + logit * min(tokens, self._tokens)
+        else:
+            wide = 3 * max(4, self._item) * self._shape.vocab
+            needed = max(held.head_weight + wide * tokens, held.head + logit * tokens)
+        return needed + 3 * self._state
 
 
 def own_tile_tokens(shape: ModelShape, item: int, tokens: float) -> float:
