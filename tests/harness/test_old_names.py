@@ -124,7 +124,7 @@ def test_published_records_are_read_under_the_names_of_today(tmp_path: Path) -> 
             schedules |= {chosen.get("schedule")} | {
                 entry.split()[0] for entry in chosen.get("estimate", "ring 1 ms").split(", ")
             }
-    assert schedules <= {None, "ring", "double_ring", "ulysses", "usp", "usp_transposed"}
+    assert schedules <= {None, "ring", "double_ring", "ulysses", "usp", "usp_transposed", "all_gather"}
 
 
 def test_a_measurement_left_by_an_interrupted_trial_is_read_under_the_names_of_today(tmp_path: Path) -> None:
@@ -151,6 +151,8 @@ RUNS: list[tuple[str, str, str | None, tuple[str, ...]]] = [
     ("h200x4/attention_node", "attention_node", None, (*AUTO, *FP32)),
     ("h200x4/attention_node_grouped", "attention_node", "grouped", (*AUTO, *FP32)),
     ("h200x4/attention_exchange", "attention_node", "exchange", ()),
+    ("h200x2/attention_short", "attention_node", "short", ("sweep.cp_size=[1,2]",)),
+    ("h200x2/training_node_two", "training_node", "two", ()),
     ("h200x4/attention_window", "attention_window", None, ()),
     # At 256K a trial was interrupted, which a resumed run executes.
     ("h200x4/attention_two_nodes", "attention_two_nodes", "best", ("sweep.seq_len=[64k, 128k]", *FP32)),
