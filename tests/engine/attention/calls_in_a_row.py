@@ -29,9 +29,12 @@ def worst_error_in_a_row(
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         out = burst_attention(*leaves, mask=mask, cp=cp, **choices)
         results.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
-    worst = 0.0
-    for result in results:
-        for part, truth in zip(result, truths, strict=True):
-            error = (cp.unshard(part, 1).double() - truth).norm() / truth.norm().clamp_min(1e-30)
-            worst = max(worst, error.item() if torch.isfinite(error) else float("inf"))
-    return worst
+    return max(worst_relative_error([cp.unshard(part, 1) for part in result], truths) for result in results)
+
+
+def worst_relative_error(found: Sequence[torch.Tensor], truths: Sequence[torch.Tensor]) -> float:
+    """Worst relative error, as norms, of some tensors; inf where one is not finite, which max() would pass over."""
+    errors = [
+        (one.double() - truth).norm() / truth.norm().clamp_min(1e-30) for one, truth in zip(found, truths, strict=True)
+    ]
+    return max(error.item() if torch.isfinite(error) else float("inf") for error in errors)

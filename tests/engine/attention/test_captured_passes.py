@@ -12,6 +12,7 @@ from engine import ContextParallel, prepare_attention
 from engine.attention.algorithms.saved import save_suffix
 from engine.attention.masks import parse_mask
 from engine.tasks.attention import dense_gradients
+from tests.engine.attention.calls_in_a_row import worst_relative_error
 from tests.ranks import run_on_ranks
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -93,11 +94,10 @@ def compared(mask_name: str, choices: dict, tail: float) -> tuple[float, bool]:
         assert (attend.resolved().get("cuda_graph") == "pass") == captured
         results.append(steps_of_layers(attend, cp, layers, tail))
     launched, captured_results = results
-    worst = 0.0
-    for number, result in enumerate(captured_results):
-        for part, truth in zip(result, truths[LAYERS - 1 - number % LAYERS], strict=True):
-            error = (cp.unshard(part, 1).double() - truth).norm() / truth.norm()
-            worst = max(worst, error.item() if torch.isfinite(error) else float("inf"))
+    worst = max(
+        worst_relative_error([cp.unshard(part, 1) for part in result], truths[LAYERS - 1 - number % LAYERS])
+        for number, result in enumerate(captured_results)
+    )
     alike = all(
         torch.equal(one, other)
         for mine, theirs in zip(launched, captured_results, strict=True)

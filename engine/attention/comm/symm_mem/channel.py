@@ -155,9 +155,8 @@ class SymmMemChannel:
         # Streams of a graph are joined, so a repeatable channel shares none with calls that are not.
         self._releases = own_stream(priority=-1) if repeatable else _release_stream()
         self._used: list[torch.cuda.Stream] = []  # in this pass, of a repeatable channel
-        self._released: dict[int, torch.cuda.Event] | None = (
-            None  # in this pass, by message, once this rank has done so
-        )
+        # Of this rank in this pass, by message number; None outside the passes of a repeatable channel.
+        self._released: dict[int, torch.cuda.Event] | None = None
         self.held: list[Message] = []  # that the caller of the pass releases, once it has copied what they hold
 
     def reserve(self, slot_bytes: int) -> None:

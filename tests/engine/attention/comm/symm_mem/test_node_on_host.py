@@ -20,6 +20,7 @@ from engine.attention.masks import parse_mask
 from engine.attention.op import run_attention
 from engine.attention.resolve import plan_attention
 from engine.tasks.attention import dense_gradients
+from tests.engine.attention.calls_in_a_row import worst_relative_error
 from tests.engine.attention.comm.symm_mem.node_on_host import Graph, become_a_gpu, by_copy_engine, calls
 from tests.ranks import run_on_ranks
 
@@ -76,11 +77,10 @@ def worst_error_of_a_step(plan, layers: list, local: list, mask, recompute: bool
     found = []
     for out, layer, (*_, dout) in reversed(list(zip(outs, leaves, local, strict=True))):
         found.append((out.detach(), *torch.autograd.grad(out, layer, dout)))
-    worst = 0.0
-    for result, whole in zip(reversed(found), layers, strict=True):
-        for part, truth in zip(result, dense_gradients(*whole, mask), strict=True):
-            worst = max(worst, ((part - cp.shard(truth, 1)).norm() / truth.norm()).item())
-    return worst
+    return max(
+        worst_relative_error(result, [cp.shard(truth, 1) for truth in dense_gradients(*whole, mask)])
+        for result, whole in zip(reversed(found), layers, strict=True)
+    )
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
