@@ -115,13 +115,18 @@ def test_an_unknown_command_line_exits_with_2_and_one_sentence(arguments, said, 
     assert message.count("\n") == 1
 
 
+def plan_rows(capsys, *words: str) -> list[dict]:
+    """What `burst plan` with these words says of each trial."""
+    assert main(["plan", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
 def test_plan_gives_every_trial_and_the_reason_of_those_that_cannot_run(experiment, capsys):
     assert main(["plan", experiment]) == 0
     printed = capsys.readouterr().out
     assert "4 trials, 2 can run on this machine" in printed
     assert "does not split into" in " ".join(printed.split())
-    assert main(["plan", experiment, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = plan_rows(capsys, experiment)
     assert [(row["method"], row["cp_size"], row["can_run"]) for row in rows] == [
         ("burst", 1, True),
         ("burst", 3, False),
@@ -134,8 +139,7 @@ def test_plan_predicts_time_and_memory_on_hardware_that_is_not_there(experiment,
     longer = ["--set", "sweep.cp_size=[8]", "--set", "fixed.dtype=bf16", "--set", "fixed.method=burst"]
     longer += ["--set", "fixed.checkpoint.every=1"]
     million = [*longer, "--set", "sweep.seq_len=[1M, 16M]", "--set", "model=llama3_8b", "--set", "task=train"]
-    assert main(["plan", experiment, "--hardware", "h200", *million, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = plan_rows(capsys, experiment, "--hardware", "h200", *million)
     assert [row["can_run"] for row in rows] == [True, True]
     short, long = rows
     assert 200 < short["predicted_seconds"] < 230
@@ -160,8 +164,7 @@ def test_a_hardware_file_of_ones_own_is_what_a_plan_predicts_with(tmp_path, caps
     for name in ("NVIDIA H200", "Another GPU"):  # also where a shipped file has the name
         file = tmp_path / "own.yaml"
         file.write_text(own.format(name=name), encoding="utf-8")
-        assert main(["plan", str(path), "--hardware", str(file), "--json"]) == 0
-        [row] = json.loads(capsys.readouterr().out)
+        [row] = plan_rows(capsys, str(path), "--hardware", str(file))
         assert row["predicted_seconds"] > 100
         assert row["gpu_room_gib"] == 80
         assert " of 80 GiB" in row["checkpoint_plan"]
@@ -175,13 +178,11 @@ def test_a_trial_that_its_budget_does_not_hold_is_not_among_those_that_can_run(t
         encoding="utf-8",
     )
     for options in ([], ["--set", "fixed.checkpoint={every: 1, offload: inputs}", "--set", "fixed.mlp_tiles=8"]):
-        words = ["plan", str(path), "--hardware", "h200", "--set", "fixed.optimizer_offload=true", *options]
-        assert main([*words, "--json"]) == 0
-        rows = json.loads(capsys.readouterr().out)
-        assert [(row["predicted_to_fit"], row["gpu_room_gib"]) for row in rows] == [
+        words = [str(path), "--hardware", "h200", "--set", "fixed.optimizer_offload=true", *options]
+        assert [(row["predicted_to_fit"], row["gpu_room_gib"]) for row in plan_rows(capsys, *words)] == [
             (False, 24), (False, 40), (True, 80),
         ]  # fmt: skip
-        assert main(words) == 0
+        assert main(["plan", *words]) == 0
         printed = " ".join(capsys.readouterr().out.split())
         assert "3 trials, 1 can run on" in printed
         assert "1 further trial would hold 6" in printed
@@ -197,8 +198,7 @@ def test_a_planned_trial_whose_memory_is_not_predicted_is_not_called_too_large(t
         "fixed: {method: megatron_tp, dtype: bf16, seq_len: 64k, tp_size: 4, world_size: 4, checkpoint: auto}\n",
         encoding="utf-8",
     )
-    assert main(["plan", str(path), "--hardware", "h200", "--json"]) == 0
-    [row] = json.loads(capsys.readouterr().out)
+    [row] = plan_rows(capsys, str(path), "--hardware", "h200")
     assert (row["can_run"], row["predicted_gpu_gib"], row["predicted_to_fit"]) == (True, None, None)
     assert main(["plan", str(path), "--hardware", "h200"]) == 0
     printed = capsys.readouterr().out
@@ -209,8 +209,8 @@ def test_a_planned_trial_whose_memory_is_not_predicted_is_not_called_too_large(t
 def test_what_is_unknown_is_no_column_and_null_in_json(experiment, capsys):
     assert main(["plan", experiment, "--hardware", "a100"]) == 0
     assert "predicted_" not in capsys.readouterr().out
-    assert main(["plan", experiment, "--hardware", "a100", "--json"]) == 0
-    assert {row["predicted_seconds"] for row in json.loads(capsys.readouterr().out)} == {None}
+    rows = plan_rows(capsys, experiment, "--hardware", "a100")
+    assert {row["predicted_seconds"] for row in rows} == {None}
 
 
 def test_help_and_plan_import_neither_torch_nor_ray_nor_matplotlib(experiment):
