@@ -52,12 +52,15 @@ def cases() -> list[Case]:
             for parts in (1, 2) if kv_heads == 8 else (1,):
                 choices = {"schedule": "ulysses", "num_head_chunks": parts}
                 found.append(Case(GPUS, heads, kv_heads, mask, tuple(choices.items())))
-            if GPUS == 4:
-                for schedule in ("double_ring", "usp", "usp_transposed", "ulysses"):
-                    found.append(Case(2, heads, kv_heads, mask, (("schedule", schedule),)))
+            if GPUS % 2 == 0:  # as two nodes
+                for route in routes:
+                    choices = {"schedule": "double_ring", "backward": route}
+                    found.append(Case(GPUS // 2, heads, kv_heads, mask, tuple(choices.items())))
+                for schedule in ("usp", "usp_transposed", "ulysses"):
+                    found.append(Case(GPUS // 2, heads, kv_heads, mask, (("schedule", schedule),)))
                 # Parts take two streams in turn, which wait for transfers between nodes.
                 parts = (("schedule", "usp"), ("num_head_chunks", 2))
-                found.append(Case(2, heads, kv_heads, mask, parts))
+                found.append(Case(GPUS // 2, heads, kv_heads, mask, parts))
     for kernel in ("cudnn", "fa2", "flex"):
         for mask in ("causal", "full"):
             found.append(Case(GPUS, 8, 8, mask, (("schedule", "ring"), ("kernel", kernel))))
