@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -24,7 +25,7 @@ class StreamPass(Protocol):
         ...
 
     def share(self, tensors: Iterable[Tensor]) -> None:
-        """Memory of `tensors` is used on every stream: it is not given to others before all have passed its release."""
+        """Memory of `tensors` is used on every stream: it is not given to others before all have passed that use."""
         ...
 
     def join(self) -> None:
@@ -65,13 +66,36 @@ ONE_STREAM = OneStream()
 
 
 class TwoStreams:
-    """The caller's stream and one of its own: even steps run on the first, odd steps on the second. A `Streams`."""
+    """The caller's stream and one of its own: even steps run on the first, odd steps on the second. A `Streams`.
+
+    Shared tensors are recorded on both streams. The allocator finds out late that both have passed them, so a host that
+    runs far ahead reserves more memory than it uses. `HoldingStreams` has no such memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._side = own_stream(device)
 
     def begin(self) -> StreamPass:
         return _TwoStreamPass(torch.cuda.current_stream(self._side.device), self._side)
+
+
+class HoldingStreams:
+    """As `TwoStreams`, but shared tensors live until their pass ends and the caller's stream has waited for the other.
+
+    Memory that a pass took on the side stream is next taken in a later pass, which begins with a wait for the stream of
+    the pass before: so none is recorded. For passes whose shared tensors are few. One for all passes of a device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._side = own_stream(device)
+        self._last: torch.cuda.Stream | None = None  # that a pass began on
+
+    def begin(self) -> StreamPass:
+        main = torch.cuda.current_stream(self._side.device)
+        if self._last is not None and self._last != main:
+            self._side.wait_stream(self._last)
+        self._last = main
+        return _HoldingPass(main, self._side)
 
 
 class _TwoStreamPass:
@@ -98,6 +122,25 @@ class _TwoStreamPass:
         main.wait_stream(side)
 
 
+class _HoldingPass(_TwoStreamPass):
+    def __init__(self, main: torch.cuda.Stream, side: torch.cuda.Stream) -> None:
+        super().__init__(main, side)
+        self._held: list[Tensor] = []
+
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        self._held.extend(tensors)
+
+    def end(self) -> None:
+        super().end()
+        self._held.clear()
+
+
 def streams_of(count: int, device: torch.device) -> Streams:
     """One stream, or two of a GPU; other devices have one."""
     return TwoStreams(device) if count == 2 and device.type == "cuda" else ONE_STREAM
+
+
+@lru_cache
+def holding_streams_of(device: torch.device) -> Streams:
+    """Two streams of a GPU that hold what they share, the same for every caller; other devices have one stream."""
+    return HoldingStreams(device) if device.type == "cuda" else ONE_STREAM
