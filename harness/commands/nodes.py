@@ -90,6 +90,7 @@ def _print_table(inventory: Inventory) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from cluster.files.errors import counted
     from harness.base.terminal import stdout_console
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -107,7 +108,7 @@ def _print_table(inventory: Inventory) -> None:
     console = stdout_console()
     console.print(table)
     sites = sorted({node.site.name for node in inventory.nodes})
-    console.print(Text(f"{inventory.name}: {len(inventory.nodes)} nodes, site {', '.join(sites)}"))
+    console.print(Text(f"{inventory.name}: {counted(len(inventory.nodes), 'node')}, site {', '.join(sites)}"))
 
 
 def _row(node: Node) -> tuple[str, ...]:

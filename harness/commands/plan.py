@@ -93,7 +93,10 @@ def _runs(row: dict[str, Any]) -> bool:
 def _cost(cost: Cost) -> str:
     """What the trials that are predicted to fit take, one after another."""
     if not cost.trials:
-        return "No time is predicted for any of them."
+        return (
+            "No time is predicted for any of them; predictions are for trials in bf16 that can run and fit, "
+            "of the methods in docs/prediction.md"
+        )
     wall = f"{cost.seconds / 60:,.1f} min" if cost.seconds < 7200 else f"{cost.seconds / 3600:,.1f} h"
     more = f"; {cost.unknown} further trials have no prediction" if cost.unknown else ""
     return f"One after another they take about {wall} and {cost.gpu_hours:,.2f} GPU-hours{more}"

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.files.errors import shown_value
 from harness.base.errors import UsageError, nearest
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class Predict:
     forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("experiment", nargs="?", help=argparse.SUPPRESS)  # refused with the command that takes one
         parser.add_argument(
             "--hardware", required=True, metavar="NAME",
             help="a file of experiments/hardware/, such as a800, or a path of one that `burst calibrate` wrote",
@@ -55,6 +57,11 @@ class Predict:
         from harness.predict.speeds import assumed
 
         hardware = hardware_named(arguments.hardware)
+        if arguments.experiment is not None:
+            raise UsageError(
+                f"burst predict takes settings and no file, and {shown_value(arguments.experiment)} was given; "
+                "for the trials of an experiment use burst plan FILE --hardware NAME"
+            )
         if arguments.gpus_per_node is not None and arguments.gpus_per_node < 1:
             raise UsageError(f"--gpus-per-node is {arguments.gpus_per_node}; give a number of at least 1")
         found: list[Forecast] = []

@@ -413,15 +413,25 @@ def _device_unsupported_reason(settings: TrialSettings, machine: Machine) -> str
     if needs > holds:
         if machine.device == "cuda":
             found = f"{machine.gpu_count} GPU{'s' if machine.gpu_count > 1 else ''} ({machine.gpu_name})"
-            return f"{needs} ranks need {needs} GPUs, but this machine has {found}; use more GPUs or a smaller cp_size"
+            return (
+                f"{needs} ranks need {needs} GPUs, but this machine has {found}; "
+                f"use more GPUs or a smaller {_what_asks_for_ranks(settings)}"
+            )
         return (
             f"{needs} ranks are more than the {holds} processes this machine without GPUs takes; "
-            f"use GPUs or a cp_size of at most {holds}"
+            f"use GPUs or a {_what_asks_for_ranks(settings)} of at most {holds}"
         )
     if _DEVICE_OF_KERNEL.get(settings.kernel, machine.device) != machine.device:
         missing = "GPU, and this machine has none" if machine.device == "cpu" else "CPU, and the ranks here use GPUs"
         return f"kernel {settings.kernel} needs a {missing}; choose kernel auto or one that runs here"
     return None
+
+
+def _what_asks_for_ranks(settings: TrialSettings) -> str:
+    """The setting whose value is the number of ranks; no method splits both the sequence and the weights."""
+    if settings.world_size > settings.cp_size * settings.tp_size:
+        return "world_size"
+    return "tp_size" if settings.tp_size > 1 else "cp_size"
 
 
 def warm_up_unsupported_reason(settings: TrialSettings, layout: str | Layout | None) -> str | None:

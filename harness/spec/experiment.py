@@ -117,6 +117,8 @@ def chosen_experiment(arguments: argparse.Namespace) -> Experiment:
 # Layers: mappings of sections in which sweep and fixed are flat, so that two of them can be laid over each other.
 
 _SETTABLE = [key for key in SETTINGS if key not in SECTION_OF]
+# Keys of `burst train` that no experiment has: its files are told apart by them.
+_OF_TRAINING_RUNS = ("optimizer", "lr_schedule", "evaluate", "save", "metrics", "init_from")
 _SECTIONS = ("name", "title", "task", "model", "sweep", "exclude", "fixed", "steps", "seeds", "limits", "search",
              "reference")  # fmt: skip
 
@@ -124,6 +126,12 @@ _SECTIONS = ("name", "title", "task", "model", "sweep", "exclude", "fixed", "ste
 def _layer(node: Node, what: str) -> Node:
     """Check a layer's keys, flatten its sweep and fixed to dotted keys, and refuse a setting in both."""
     entries = node.mapping(what)
+    for key, entry in entries.items():
+        if key in _OF_TRAINING_RUNS:
+            raise UsageError(
+                f"{entry.place}: {key} is a key of training configurations, and this was read as an experiment; "
+                "give a training configuration to burst train"
+            )
     for key, entry in entries.items():
         if key in _SETTABLE:
             raise UsageError(f"{entry.place}: {key} is a setting; write it as fixed.{key} or sweep.{key}")

@@ -53,6 +53,7 @@ def load_training(path: Path, overrides: Sequence[str] = ()) -> TrainingFile:
     for text in overrides:
         node = merge(node, overriding(text, "learning_rate=0.001")[1])
     entries = node.mapping("the training configuration")
+    _refuse_experiment(entries)
     _point_elsewhere(entries)
     check_keys(entries, (*_ENGINE, *_OWN), "the training configuration")
     for key in ("model", "seq_len", "steps"):
@@ -97,6 +98,15 @@ def _given(entries: dict[str, Node]) -> set[str]:
     checkpoint = entries.get("checkpoint")
     inner = checkpoint.value if checkpoint is not None and isinstance(checkpoint.value, dict) else {}
     return {*entries, *(f"checkpoint.{name}" for name in inner)}
+
+
+def _refuse_experiment(entries: dict[str, Node]) -> None:
+    """Raise UsageError for a file of `burst run`: a task is what every experiment has and no training run."""
+    if "task" in entries:
+        raise UsageError(
+            f"{entries['task'].place}: task is a key of experiments, and this was read as a training configuration; "
+            "give an experiment to burst run, or leave task out"
+        )
 
 
 def _point_elsewhere(entries: dict[str, Node], prefix: str = "") -> None:

@@ -98,6 +98,8 @@ def test_the_table_shows_what_is_expected_of_each_node_and_the_way_to_it(invento
     assert "bastion > inner" in printed
     assert printed.count("8 x H200") == 2
     assert "lab: 2 nodes, site h200" in printed
+    assert main(["nodes", inventory, "gpu02"]) == 0
+    assert "lab: 1 node, site h200" in capsys.readouterr().out
 
 
 def test_json_holds_every_nodes_site_but_no_value_of_its_environment(inventory, capsys):

@@ -208,7 +208,9 @@ def test_a_planned_trial_whose_memory_is_not_predicted_is_not_called_too_large(t
 
 def test_what_is_unknown_is_no_column_and_null_in_json(experiment, capsys):
     assert main(["plan", experiment, "--hardware", "a100"]) == 0
-    assert "predicted_" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "predicted_" not in printed
+    assert "No time is predicted for any of them; predictions are for trials in bf16" in printed
     rows = plan_rows(capsys, experiment, "--hardware", "a100")
     assert {row["predicted_seconds"] for row in rows} == {None}
 

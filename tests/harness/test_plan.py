@@ -136,6 +136,26 @@ def test_more_ranks_than_the_machine_holds_are_refused(tmp_path: Path) -> None:
     assert "8 ranks need 8 GPUs" in _only_unsupported_reason(tmp_path, "fixed.world_size=8", machine=NODE)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "setting"),
+    [
+        (["fixed.cp_size=16"], "cp_size"),
+        (["fixed.cp_size=2", "fixed.world_size=16"], "world_size"),
+        (
+            ["fixed.method=megatron_tp", "fixed.tp_size=16", "fixed.model.heads=16", "fixed.model.kv_heads=16"],
+            "tp_size",
+        ),
+    ],
+)
+def test_the_setting_to_make_smaller_is_the_one_that_asks_for_the_ranks(
+    tmp_path: Path, overrides: list[str], setting: str
+) -> None:
+    assert _only_unsupported_reason(tmp_path, *overrides).endswith(f"; use GPUs or a {setting} of at most 8")
+    assert _only_unsupported_reason(tmp_path, *overrides, machine=NODE).endswith(
+        f"; use more GPUs or a smaller {setting}"
+    )
+
+
 @pytest.mark.parametrize("kernel", ["fa2", "cudnn", "fa4", "flex"])
 def test_gpu_kernels_are_refused_without_gpu(tmp_path: Path, kernel: str) -> None:
     reason = _only_unsupported_reason(tmp_path, f"fixed.kernel={kernel}", "fixed.dtype=bf16")

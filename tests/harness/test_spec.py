@@ -182,6 +182,7 @@ WRONG = [
     ("title: A question", "title: 2026-01-01", r":1: YAML reads 2026-01-01 as a date"),
     ("title: A question", "title: 7", r":1: title is 7; expected text; write it in quotes"),
     ("title: A question", "seq_len: 1k", r":1: seq_len is a setting; write it as fixed.seq_len or sweep.seq_len"),
+    ("title: A question", "save: {every: 5}", r":1: save is a key of training configurations, .*; give .* burst train"),
     ("title: A question", "on: x", r":1: YAML reads the bare word on as a truth value"),
     ("title: A question", "7: x", r":1: the key 7 is not text; write it in quotes"),
     ("title: A question", "title: !!python/name:os.system x", r":1: found the YAML tag .*python"),

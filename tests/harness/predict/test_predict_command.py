@@ -101,6 +101,7 @@ def test_a_setting_is_written_as_in_an_experiment_file(capsys: pytest.CaptureFix
         (["--cp-size", "0"], "--cp-size is 0"),
         (["--seq-len", ","], "--seq-len names nothing"),
         (["--seq-len", "many"], "'many' is not a length"),
+        (["question.yaml"], "for the trials of an experiment use burst plan FILE --hardware NAME"),
         (["--gpus-per-node", "0"], "--gpus-per-node is 0"),
         (["--cp-size", ",".join(["1"] * 1001)], "more than 1000 combinations"),
     ],
