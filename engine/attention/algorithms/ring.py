@@ -156,26 +156,26 @@ def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor
         needed = reach(plan.mask, plan.cp.layout, plan.cp.size, plan.seq_len)
         q_BLND = q_BLND[:, : plan.cp.rows_before(plan.cut, plan.seq_len)]
         k_BLKD, v_BLKD = k_BLKD[:, :needed], v_BLKD[:, :needed]
-    streams = plan.streams.begin()
-    output = OutputAccumulator(q_BLND, streams)
-    steps = ring_steps(plan, RemoteChunk((k_BLKD, v_BLKD), KEY_SIDE_DIMS), plan.comm_plan(False), streams)
-    for index in itertools.count():
-        # A chunk is waited for on the stream that uses it: the other one's kernel delays no transfer.
-        with streams.turn(index):
-            found = next(steps, None)
-            if found is None:
-                break
-            step, chunk = found
-            if index:
-                streams.share(chunk.tensors)
-            for queries, keys, band in plan.calls(step, cut_keys):
-                k_BMKD, v_BMKD = chunk.tokens(keys)
-                part_BLND, part_lse_BNL = plan.kernel.forward(q_BLND[:, queries], k_BMKD, v_BMKD, band, plan.scale)
-                output.update(queries, part_BLND, part_lse_BNL)
-                del k_BMKD, v_BMKD
-            del chunk, found  # frees its memory before the chunk after the next one arrives
-    streams.end()
-    return output.result()
+    with plan.streams.begin() as streams:
+        output = OutputAccumulator(q_BLND, streams)
+        steps = ring_steps(plan, RemoteChunk((k_BLKD, v_BLKD), KEY_SIDE_DIMS), plan.comm_plan(False), streams)
+        for index in itertools.count():
+            # A chunk is waited for on the stream that uses it: the other one's kernel delays no transfer.
+            with streams.turn(index):
+                found = next(steps, None)
+                if found is None:
+                    break
+                step, chunk = found
+                if index:
+                    streams.share(chunk.tensors)
+                for queries, keys, band in plan.calls(step, cut_keys):
+                    k_BMKD, v_BMKD = chunk.tokens(keys)
+                    part_BLND, part_lse_BNL = plan.kernel.forward(q_BLND[:, queries], k_BMKD, v_BMKD, band, plan.scale)
+                    output.update(queries, part_BLND, part_lse_BNL)
+                    del k_BMKD, v_BMKD
+                del chunk, found  # frees its memory before the chunk after the next one arrives
+        streams.join()
+        return output.result()
 
 
 def _ring_backward(
@@ -240,13 +240,14 @@ def ring_steps(
             assert next_held is not None
             coming = next_held[plan.cp.rank % plan.ring.node_size]
             leaving = tuple(tensor.contiguous() for tensor in held.cut(work.leaving[outer_step]))
-            streams.share(leaving)  # sent on one stream, and waited for an inner ring later, perhaps on another
             to, source = (node + 1) % nodes, (node - 1) % nodes
             transfer = comms.inter_node.start(leaving, to, spec.of_tokens(coming), source)
         # No name here holds a chunk: the caller alone decides when its memory is free.
         yield from map(_with_step, comms.intra_node.inner_ring(held, spec, ranges), steps)
         if transfer is not None:
             held = RemoteChunk(transfer.wait(), own.token_dims, coming[0])
+            streams.share(leaving)  # was sent on one stream, and waited for here, perhaps on another
+            del leaving
 
 
 def _with_step(chunk: RemoteChunk, step: RingStep) -> tuple[RingStep, RemoteChunk]:
