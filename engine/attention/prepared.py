@@ -220,7 +220,8 @@ def prepare_attention(
         lse_gradient: whether an LSE that is returned may have a gradient; as `return_lse` when None. Without one,
             kernels that would have to check for it run without that check.
         forward_streams: on a GPU, how many streams the kernels of a forward use in turn, 1 or 2, where chunks move by
-            relay or are gathered. With two, a kernel starts while the one before it ends. The results are the same.
+            relay or are gathered. With two, a kernel starts while the one before it ends, and a forward holds up to
+            three more received chunks. The results are the same.
         captured: on the GPUs of one node, for schedules ring and ulysses by copy engine: the first forward and the
             first backward are launched by the host, the second ones captured as CUDA graphs, and later ones replayed.
             For short sequences; the results are the same. Costs memory: copies of a pass's inputs and results, and

@@ -36,7 +36,7 @@ from engine.attention.planning.cost_model import (
 )
 from engine.attention.planning.pair_table import pair_table
 from engine.attention.planning.workload import workload_of
-from engine.cuda.alternate import holding_streams_of, streams_of
+from engine.cuda.alternate import streams_of
 from engine.cuda.green import all_but
 from engine.old_names import renamed_keywords
 
@@ -222,7 +222,7 @@ def plan_attention(
         streams=streams_of(forward_streams if resolved_exchange == "relay" and inner.size > 1 else 1, q_BLND.device),
     )
     if schedule == "ring" and resolved_exchange == "copy_engine" and tokens in TWO_STREAM_TOKENS:
-        streams = holding_streams_of(q_BLND.device)
+        streams = streams_of(2, q_BLND.device)
         ring_plan = replace(ring_plan, streams=streams, backward_streams=streams)
     if backward == "auto":
         ring_plan = ring_plan.with_cheaper_backward(hardware)

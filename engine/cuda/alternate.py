@@ -2,14 +2,18 @@
 
 An attention kernel ends with fewer tiles than the GPU has processors. On one stream the next kernel waits for the last
 of them; on two it starts meanwhile (TransformerEngine's context parallelism does so in every forward).
+
+torch's allocator reuses memory on the stream that it was allocated on. Memory that both streams use is kept for some
+steps, until each stream has waited for the other's uses: marking it with `record_stream` would keep it until the device
+has passed them, and the host is layers ahead of the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from typing import Protocol
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -18,22 +22,28 @@ from engine.cuda.streams import own_stream
 
 
 class StreamPass(Protocol):
-    """The streams of one forward or backward, whose caller's stream is the first of them."""
+    """The streams of one forward or backward, whose caller's stream is the first of them. A context: at its end, also
+    after an exception, every stream has waited for all others, so what the pass used can be freed."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
 
     def turn(self, index: int) -> AbstractContextManager[object]:
-        """Makes the stream of step `index` the current one."""
+        """Makes the stream of step `index` the current one. Steps are numbered from 0, without a gap."""
         ...
 
     def share(self, tensors: Iterable[Tensor]) -> None:
-        """Memory of `tensors` is used on every stream: it is not given to others before all have passed that use."""
+        """Memory of `tensors` is used on every stream, for the last time in the current step, or by a transfer that the
+        next step waits for. The caller may drop them at once."""
         ...
 
     def join(self) -> None:
         """The current stream waits for what the others were given so far."""
         ...
 
-    def end(self) -> None:
-        """The caller's stream, which is the current one again, waits for the others. Called once."""
+    def give(self, tensors: Iterable[Tensor]) -> None:
+        """Memory of `tensors` is the result, which the caller's stream uses from now on."""
         ...
 
 
@@ -49,6 +59,12 @@ class OneStream:
     def begin(self) -> StreamPass:
         return self
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """One stream runs in order."""
+
     def turn(self, index: int) -> AbstractContextManager[object]:
         return nullcontext()
 
@@ -58,19 +74,17 @@ class OneStream:
     def join(self) -> None:
         """One stream runs in order."""
 
-    def end(self) -> None:
-        """One stream runs in order."""
+    def give(self, tensors: Iterable[Tensor]) -> None:
+        """The memory is that stream's."""
 
 
 ONE_STREAM = OneStream()
 
+_BEHIND = 3  # steps: the other stream's last step but one; the last one is still to run beside this one
+
 
 class TwoStreams:
-    """The caller's stream and one of its own: even steps run on the first, odd steps on the second. A `Streams`.
-
-    Shared tensors are recorded on both streams. The allocator finds out late that both have passed them, so a host that
-    runs far ahead reserves more memory than it uses. `HoldingStreams` has no such memory.
-    """
+    """The caller's stream and one of its own: even steps run on the first, odd steps on the second. A `Streams`."""
 
     def __init__(self, device: torch.device) -> None:
         self._side = own_stream(device)
@@ -79,37 +93,44 @@ class TwoStreams:
         return _TwoStreamPass(torch.cuda.current_stream(self._side.device), self._side)
 
 
-class HoldingStreams:
-    """As `TwoStreams`, but shared tensors live until their pass ends and the caller's stream has waited for the other.
+class _TwoStreamPass:
+    """Step n begins once the other stream has ended step n - 3. That delays nothing: step n - 1, beside which step n is
+    to run, comes after step n - 3 on the same stream.
 
-    Memory that a pass took on the side stream is next taken in a later pass, which begins with a wait for the stream of
-    the pass before: so none is recorded. For passes whose shared tensors are few. One for all passes of a device.
+    When step n begins, its own stream is behind steps n - 2, n - 3 and all before. The other stream was behind step
+    n - 4 when step n - 1 began. So memory that was last used in step n - 4, on either stream, is free for both; and so
+    is memory that a transfer read which step n - 3 has waited for.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._side = own_stream(device)
-        self._last: torch.cuda.Stream | None = None  # that a pass began on
-
-    def begin(self) -> StreamPass:
-        main = torch.cuda.current_stream(self._side.device)
-        if self._last is not None and self._last != main:
-            self._side.wait_stream(self._last)
-        self._last = main
-        return _HoldingPass(main, self._side)
-
-
-class _TwoStreamPass:
     def __init__(self, main: torch.cuda.Stream, side: torch.cuda.Stream) -> None:
         self._streams = (main, side)
+        self._step = 0
+        self._ends: deque[torch.cuda.Event] = deque(maxlen=_BEHIND)  # of the steps before
+        self._shared: deque[tuple[int, tuple[Tensor, ...]]] = deque()  # by the step that shared them
         side.wait_stream(main)  # the inputs are formed there
 
-    def turn(self, index: int) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._streams[index % 2])
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        main, side = self._streams
+        main.wait_stream(side)
+        side.wait_stream(main)  # memory of the side stream was read there
+        self._shared.clear()
+
+    @contextmanager
+    def turn(self, index: int) -> Iterator[None]:
+        stream, self._step = self._streams[index % 2], index
+        with torch.cuda.stream(stream):
+            if len(self._ends) == _BEHIND:
+                stream.wait_event(self._ends[0])
+            while self._shared and self._shared[0][0] < index - _BEHIND:
+                self._shared.popleft()
+            yield
+            self._ends.append(stream.record_event())
 
     def share(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            for stream in self._streams:
-                tensor.record_stream(stream)
+        self._shared.append((self._step, tuple(tensors)))
 
     def join(self) -> None:
         current = torch.cuda.current_stream(self._streams[0].device)
@@ -117,30 +138,11 @@ class _TwoStreamPass:
             if stream != current:
                 current.wait_stream(stream)
 
-    def end(self) -> None:
-        main, side = self._streams
-        main.wait_stream(side)
-
-
-class _HoldingPass(_TwoStreamPass):
-    def __init__(self, main: torch.cuda.Stream, side: torch.cuda.Stream) -> None:
-        super().__init__(main, side)
-        self._held: list[Tensor] = []
-
-    def share(self, tensors: Iterable[Tensor]) -> None:
-        self._held.extend(tensors)
-
-    def end(self) -> None:
-        super().end()
-        self._held.clear()
+    def give(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            tensor.record_stream(self._streams[0])  # no effect on memory of that stream
 
 
 def streams_of(count: int, device: torch.device) -> Streams:
     """One stream, or two of a GPU; other devices have one."""
     return TwoStreams(device) if count == 2 and device.type == "cuda" else ONE_STREAM
-
-
-@lru_cache
-def holding_streams_of(device: torch.device) -> Streams:
-    """Two streams of a GPU that hold what they share, the same for every caller; other devices have one stream."""
-    return HoldingStreams(device) if device.type == "cuda" else ONE_STREAM

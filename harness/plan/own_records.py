@@ -45,7 +45,7 @@ class Compared:
     seq_len: int
     cp_size: int
     kernel: str
-    point_to_point: bool  # chunks by the process group's send and receive, of which torch keeps the memory for a while
+    point_to_point: bool  # chunks by the process group's send and receive, whose memory came back late in those so far
     seconds: tuple[float, float]
     allocated: tuple[float, float]
     reserved: tuple[float, float]

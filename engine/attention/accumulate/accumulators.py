@@ -127,14 +127,19 @@ class OutputAccumulator:
         room = WAITING_PARTS - (0 if self._running is None else 2)
         if len(self._parts) == room:
             self._streams.join()
+            merged = self._parts
             self._running = self._merged(accumulation_dtype(self._like_BLND.dtype))
-            self._streams.share(self._running)
-        self._streams.share((part_BLND, part_lse_BNL))
+            self._streams.share(tensor for part in merged for tensor in (part.out_BLND, part.lse_BNL))
         self._parts.append(_OutputPart(rows, part_BLND, part_lse_BNL))
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """(out_BLND in the inputs' dtype, lse_BNL). Rows that see no key: out 0, lse -inf. The last call, on a stream
-        that has waited for all parts."""
+        """(out_BLND in the inputs' dtype, lse_BNL). Rows that see no key: out 0, lse -inf. The last call, on the
+        caller's stream, which has waited for all parts."""
+        result = self._result()
+        self._streams.give(result)  # a part, or the running result, may be memory of another stream
+        return result
+
+    def _result(self) -> tuple[Tensor, Tensor]:
         like = self._like_BLND
         if self._running is None and len(self._parts) == 1 and self._parts[0].rows == slice(0, like.shape[1]):
             # One kernel call computed every row: its result is returned without another pass over memory.
@@ -200,15 +205,15 @@ class GradAccumulator:
         room = WAITING_PARTS - (0 if self._sum is None else 2)
         if len(self._parts) == room:
             self.total()
-        self._streams.share((gradient,))
         self._parts.append(_GradPart(tokens, gradient, release))
 
     def total(self) -> Tensor:
         """The sum so far, in the accumulation dtype: zeros where no part touched the shard. Owned by this object."""
         if self._parts or self._sum is None:
             self._streams.join()
+            summed = self._parts
             self._sum = self._summed(accumulation_dtype(self._like.dtype))
-            self._streams.share((self._sum,))
+            self._streams.share(part.gradient for part in summed)
         return self._sum
 
     def final(self, dtype: torch.dtype) -> Tensor:

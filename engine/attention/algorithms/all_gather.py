@@ -77,17 +77,17 @@ class AllGatherPlan:
         k_BSKD, v_BSKD = self._gathered(k_BLKD, v_BLKD)
         if self.cut is not None:
             q_BLND = q_BLND[:, : self.cp.rows_before(self.cut, self.seq_len)]
-        streams = self.streams.begin()
-        output = OutputAccumulator(q_BLND, streams)
-        for index, tile in enumerate(self.tiles):
-            with streams.turn(index):
-                part = self.kernel.forward(
-                    q_BLND[:, tile.q], k_BSKD[:, tile.k], v_BSKD[:, tile.k], tile.band, self.scale
-                )
-                output.update(tile.q, *part)
-                del part
-        streams.end()
-        return *output.result(), saved
+        with self.streams.begin() as streams:
+            output = OutputAccumulator(q_BLND, streams)
+            for index, tile in enumerate(self.tiles):
+                with streams.turn(index):
+                    part = self.kernel.forward(
+                        q_BLND[:, tile.q], k_BSKD[:, tile.k], v_BSKD[:, tile.k], tile.band, self.scale
+                    )
+                    output.update(tile.q, *part)
+                    del part
+            streams.join()
+            return *output.result(), saved
 
     def backward(
         self, saved: Saved, dout_BLND: Tensor, lse_BNL: Tensor, delta_BNL: Tensor

@@ -157,27 +157,27 @@ def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor
         needed = reach(plan.mask, plan.cp.layout, plan.cp.size, plan.seq_len)
         q_BLND = q_BLND[:, : plan.cp.rows_before(plan.cut, plan.seq_len)]
         k_BLKD, v_BLKD = k_BLKD[:, :needed], v_BLKD[:, :needed]
-    streams = plan.streams.begin()
-    output = OutputAccumulator(q_BLND, streams)
-    steps = ring_steps(plan, RemoteChunk((k_BLKD, v_BLKD), KEY_SIDE_DIMS), plan.comm_plan(False), streams)
-    for index in itertools.count():
-        # A chunk is waited for on the stream that uses it: the other one's kernel delays no transfer.
-        with streams.turn(index):
-            found = next(steps, None)
-            if found is None:
-                break
-            step, chunk = found
-            if index:
-                streams.share(chunk.tensors)
-            for queries, keys, band in plan.calls(step, cut_keys):
-                k_BMKD, v_BMKD = chunk.tokens(keys)
-                part_BLND, part_lse_BNL = plan.kernel.forward(q_BLND[:, queries], k_BMKD, v_BMKD, band, plan.scale)
-                output.update(queries, part_BLND, part_lse_BNL)
-                del k_BMKD, v_BMKD
-            chunk.release()
-            del chunk, found  # frees its memory before the chunk after the next one arrives
-    streams.end()
-    return output.result()
+    with plan.streams.begin() as streams:
+        output = OutputAccumulator(q_BLND, streams)
+        steps = ring_steps(plan, RemoteChunk((k_BLKD, v_BLKD), KEY_SIDE_DIMS), plan.comm_plan(False), streams)
+        for index in itertools.count():
+            # A chunk is waited for on the stream that uses it: the other one's kernel delays no transfer.
+            with streams.turn(index):
+                found = next(steps, None)
+                if found is None:
+                    break
+                step, chunk = found
+                if index:
+                    streams.share(chunk.tensors)
+                for queries, keys, band in plan.calls(step, cut_keys):
+                    k_BMKD, v_BMKD = chunk.tokens(keys)
+                    part_BLND, part_lse_BNL = plan.kernel.forward(q_BLND[:, queries], k_BMKD, v_BMKD, band, plan.scale)
+                    output.update(queries, part_BLND, part_lse_BNL)
+                    del k_BMKD, v_BMKD
+                chunk.release()
+                del chunk, found  # frees its memory before the chunk after the next one arrives
+        streams.join()
+        return output.result()
 
 
 def _ring_backward(
@@ -197,47 +197,48 @@ def _ring_backward(
 
     query_side = RemoteChunk((q_BLND, dout_BLND, lse_BNL, delta_BNL), QUERY_SIDE_DIMS)
     key_side = RemoteChunk((k_BLKD, v_BLKD), KEY_SIDE_DIMS)
-    streams = plan.backward_streams.begin()
-    local_grads = tuple(
-        GradAccumulator(t, part_dtype, streams) for t in (key_side.tensors if sends_queries else (q_BLND,))
-    )
-    node = plan.cp.rank // plan.ring.node_size
-    reduce = InterNodeGradReduce(node, comms.inter_node_gradients, inter_dtype, work)
+    with plan.backward_streams.begin() as streams:
+        local_grads = tuple(
+            GradAccumulator(t, part_dtype, streams) for t in (key_side.tensors if sends_queries else (q_BLND,))
+        )
+        node = plan.cp.rank // plan.ring.node_size
+        reduce = InterNodeGradReduce(node, comms.inter_node_gradients, inter_dtype, work)
 
-    steps = ring_steps(plan, query_side if sends_queries else key_side, work, streams)
-    for index in itertools.count():
-        with streams.turn(index):
-            found = next(steps, None)
-            if found is None:
-                break
-            step, chunk = found
-            queries, keys = (chunk, key_side) if sends_queries else (query_side, chunk)
-            # Gradients of an inner ring's first chunk wait for the parts that other steps receive.
-            chunk_grads = tuple(
-                GradAccumulator(t, part_dtype, ONE_STREAM if step.inner_step else streams)
-                for t in ((q_BLND,) if sends_queries else key_side.tensors)
-            )
-            dq, dk, dv = (*chunk_grads, *local_grads) if sends_queries else (*local_grads, *chunk_grads)
-            for q_tokens, k_tokens, band in plan.calls(step, cut_queries):
-                inputs = BackwardInputs(*queries.tokens(q_tokens), *keys.tokens(k_tokens))
-                dq_part, dk_part, dv_part = plan.kernel.backward(inputs, band, plan.scale, plan.deterministic)
-                dq.add(q_tokens, dq_part)
-                dk.add(k_tokens, dk_part)
-                dv.add(k_tokens, dv_part)
-                del inputs, dq_part, dk_part, dv_part
-            chunk.release()
-            if step.inner_step == 0:
-                intra_dtype = later_dtype if step.outer_step else first_dtype
-                grad_return = comms.intra_node.grad_return(intra_dtype, work.inner_rings[step.outer_step])
-            grad_return.add(step.inner_step, chunk_grads)
-            if step.inner_step + 1 == plan.ring.node_size:
-                reduce.add(step.outer_step, grad_return.finish())
-            del chunk, queries, keys, found, dq, dk, dv, chunk_grads
-    streams.end()
+        steps = ring_steps(plan, query_side if sends_queries else key_side, work, streams)
+        for index in itertools.count():
+            with streams.turn(index):
+                found = next(steps, None)
+                if found is None:
+                    break
+                step, chunk = found
+                queries, keys = (chunk, key_side) if sends_queries else (query_side, chunk)
+                # Gradients of an inner ring's first chunk wait for the parts that other steps receive.
+                chunk_grads = tuple(
+                    GradAccumulator(t, part_dtype, ONE_STREAM if step.inner_step else streams)
+                    for t in ((q_BLND,) if sends_queries else key_side.tensors)
+                )
+                dq, dk, dv = (*chunk_grads, *local_grads) if sends_queries else (*local_grads, *chunk_grads)
+                for q_tokens, k_tokens, band in plan.calls(step, cut_queries):
+                    inputs = BackwardInputs(*queries.tokens(q_tokens), *keys.tokens(k_tokens))
+                    dq_part, dk_part, dv_part = plan.kernel.backward(inputs, band, plan.scale, plan.deterministic)
+                    dq.add(q_tokens, dq_part)
+                    dk.add(k_tokens, dk_part)
+                    dv.add(k_tokens, dv_part)
+                    del inputs, dq_part, dk_part, dv_part
+                chunk.release()
+                if step.inner_step == 0:
+                    intra_dtype = later_dtype if step.outer_step else first_dtype
+                    grad_return = comms.intra_node.grad_return(intra_dtype, work.inner_rings[step.outer_step])
+                grad_return.add(step.inner_step, chunk_grads)
+                if step.inner_step + 1 == plan.ring.node_size:
+                    reduce.add(step.outer_step, grad_return.finish())
+                del chunk, queries, keys, found, dq, dk, dv, chunk_grads
+        streams.join()
 
-    own_grads = reduce.finish()
-    sums = (*own_grads, *local_grads) if sends_queries else (*local_grads, *own_grads)
-    dq_BLND, dk_BLKD, dv_BLKD = (gradient.final(q_BLND.dtype) for gradient in sums)
+        own_grads = reduce.finish()
+        sums = (*own_grads, *local_grads) if sends_queries else (*local_grads, *own_grads)
+        dq_BLND, dk_BLKD, dv_BLKD = (gradient.final(q_BLND.dtype) for gradient in sums)
+        streams.give((dq_BLND, dk_BLKD, dv_BLKD))  # a part may be memory of another stream
     return dq_BLND, dk_BLKD, dv_BLKD
 
 
@@ -257,13 +258,14 @@ def ring_steps(
             assert next_held is not None
             coming = next_held[plan.cp.rank % plan.ring.node_size]
             leaving = tuple(tensor.contiguous() for tensor in held.cut(work.leaving[outer_step]))
-            streams.share(leaving)  # sent on one stream, and waited for an inner ring later, perhaps on another
             to, source = (node + 1) % nodes, (node - 1) % nodes
             transfer = comms.inter_node.start(leaving, to, spec.of_tokens(coming), source)
         # No name here holds a chunk: the caller alone decides when its memory is free.
         yield from map(_with_step, comms.intra_node.inner_ring(held, spec, ranges), steps)
         if transfer is not None:
             held = RemoteChunk(transfer.wait(), own.token_dims, coming[0])
+            streams.share(leaving)  # was sent on one stream, and waited for here, perhaps on another
+            del leaving
 
 
 def _with_step(chunk: RemoteChunk, step: RingStep) -> tuple[RingStep, RemoteChunk]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import TensorSpec
+from engine.attention.comm.unrecorded import keep_until_over, unrecorded
 
 _QUOTED_CHARACTERS = 160  # of another error's first line
 
@@ -38,7 +39,11 @@ class Traffic:
 
 
 class Transfer(Protocol):
-    """A transfer under way: sending to one peer, receiving from another."""
+    """A transfer under way: sending to one peer, receiving from another.
+
+    Its memory is that of the stream that started it. Where another stream waits for it, the caller sees to it that
+    neither the received tensors nor the sent ones are freed before the first stream has waited for the second.
+    """
 
     def wait(self) -> tuple[Tensor, ...]:
         """The received tensors, usable by later work on the current stream. Called once."""
@@ -66,7 +71,8 @@ class Transport(Protocol):
 
 @dataclass(slots=True)
 class _SendReceive:
-    """Transfer of `PointToPoint`. The sent tensors are held until it has been waited for."""
+    """Transfer of `PointToPoint`. All its tensors are held until it has been waited for: nothing else holds them
+    (`engine.attention.comm.unrecorded`)."""
 
     received: tuple[Tensor, ...]
     sent: tuple[Tensor, ...]
@@ -74,6 +80,7 @@ class _SendReceive:
     peers: str = ""
     works: list[dist.Work] = field(default_factory=list)
     counted_in: Traffic | None = None  # as pending
+    copies: tuple[Tensor, ...] = ()  # of sent tensors, which nobody else has
 
     def wait(self) -> tuple[Tensor, ...]:
         if self.group is not None:
@@ -82,15 +89,23 @@ class _SendReceive:
                     work.wait()
         if self.counted_in is not None:
             self.counted_in.pending -= 1
-        self.works, self.sent, self.counted_in = [], (), None
+        for copy in self.copies:
+            if copy.is_cuda:  # no effect on the stream that started the transfer; no caller can order another one
+                copy.record_stream(torch.cuda.current_stream(copy.device))
+        self.works, self.sent, self.copies, self.counted_in = [], (), (), None
         return self.received
 
     def release(self) -> None:
         self.received = ()
 
+    def __del__(self) -> None:
+        if self.works:
+            keep_until_over(self.works, (*self.received, *self.sent))
+
 
 class PointToPoint:
-    """Transfers by the process group's own send and receive (NCCL or gloo), into fresh memory of the allocator."""
+    """Transfers by the process group's own send and receive (NCCL or gloo), into fresh memory of the allocator, which
+    has it back as soon as the last reference is gone."""
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, *, between_nodes: bool = False) -> None:
         """`between_nodes`: the group's ranks are on several nodes, so its transfers count as pending."""
@@ -103,7 +118,8 @@ class PointToPoint:
         """Nothing to do: every message gets memory of its own."""
 
     def start(self, sent: tuple[Tensor, ...], to: int, expected: tuple[TensorSpec, ...], source: int) -> Transfer:
-        sent = tuple(tensor.contiguous() for tensor in sent)
+        given, sent = sent, tuple(tensor.contiguous() for tensor in sent)
+        copies = tuple(tensor for tensor, original in zip(sent, given, strict=True) if tensor is not original)
         self._traffic.add(*sent)
         device = gpu_of(self._group)
         if device is not None and not self._connected:
@@ -113,15 +129,17 @@ class PointToPoint:
         self._connected = True
         here = device or torch.device("cpu")
         received = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=here) for spec in expected)
-        operations = [dist.P2POp(dist.isend, tensor, self._ranks[to], self._group) for tensor in sent]
-        operations += [dist.P2POp(dist.irecv, tensor, self._ranks[source], self._group) for tensor in received]
+        operations = [dist.P2POp(dist.isend, unrecorded(tensor), self._ranks[to], self._group) for tensor in sent]
+        operations += [
+            dist.P2POp(dist.irecv, unrecorded(tensor), self._ranks[source], self._group) for tensor in received
+        ]
         peers = " and ".join(f"rank {self._ranks[peer]}" for peer in sorted({to, source}))
         with peers_needed(self._group, peers):
             works = dist.batch_isend_irecv(operations) if operations else []
         counted_in = self._traffic if self._between_nodes and works else None
         if counted_in is not None:
             counted_in.pending += 1
-        return _SendReceive(received, sent, self._group, peers, works, counted_in)
+        return _SendReceive(received, sent, self._group, peers, works, counted_in, copies)
 
 
 class NoTransport:

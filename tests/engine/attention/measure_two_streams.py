@@ -25,7 +25,7 @@ from engine.attention.comm.exchange import RingComms
 from engine.attention.masks import Causal
 from engine.attention.op import run_attention
 from engine.attention.resolve import plan_attention
-from engine.cuda.alternate import ONE_STREAM, holding_streams_of
+from engine.cuda.alternate import streams_of
 from tests.engine.attention.test_two_streams import RANKS, PeersHere, context
 
 HEADS, HEAD_DIM, ROUNDS, IN_A_ROW = 32, 128, 10, 5
@@ -61,7 +61,7 @@ def ring_by_copy_engine(seq_len: int, streams: int, cp: ContextParallel, kv_head
         *shards[:2], mask=Causal(), cp=cp, schedule="ring", exchange="copy_engine", lse_gradient=False
     )
     assert isinstance(plan, RingPlan)
-    those = holding_streams_of(dout.device) if streams == 2 else ONE_STREAM
+    those = streams_of(streams, dout.device)
     plan = replace(plan, streams=those, backward_streams=those)
 
     def both() -> object:

@@ -22,7 +22,7 @@ from engine.attention.planning.comm_plan import ChunkRanges
 from engine.attention.prepared import prepare_attention
 from engine.attention.reference import dense_attention
 from engine.attention.resolve import plan_attention
-from engine.cuda.alternate import ONE_STREAM, TwoStreams, holding_streams_of, streams_of
+from engine.cuda.alternate import ONE_STREAM, TwoStreams, streams_of
 from tests.ranks import run_on_ranks
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -149,7 +149,7 @@ def differing_bits_by_copy_engine(backward: str, calls: int) -> float:
         q, k, mask=Causal(), cp=cp, schedule="ring", exchange="copy_engine", backward=backward, deterministic=True
     )
     assert isinstance(plan, RingPlan)
-    two = holding_streams_of(device)
+    two = streams_of(2, device)
     results = []
     for streams in (ONE_STREAM, *[two] * calls):
         out = run_attention(replace(plan, streams=streams, backward_streams=streams), q, k, v)

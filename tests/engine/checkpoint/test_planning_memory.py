@@ -43,7 +43,7 @@ def test_allocated_and_reserved_memory_are_those_of_every_record_of_todays_engin
         memory = memory_of(settings)
         assert memory.allocated == pytest.approx(max(measured["peak_allocated_bytes"]), rel=ALLOCATED_WITHIN), name
         reserved = max(measured["peak_reserved_bytes"])
-        if measured["chosen"].get("exchange") in POINT_TO_POINT:  # torch keeps their memory while the host runs ahead
+        if measured["chosen"].get("exchange") in POINT_TO_POINT:  # made when memory came back late
             assert reserved > (1 - RESERVED_WITHIN) * memory.reserved, name
         else:
             assert memory.reserved == pytest.approx(reserved, rel=RESERVED_WITHIN), name

@@ -19,7 +19,7 @@ from engine.attention.kernels.around import AroundKernel
 from engine.attention.masks import parse_mask
 from engine.attention.op import run_attention
 from engine.attention.resolve import plan_attention
-from engine.cuda.alternate import HoldingStreams
+from engine.cuda.alternate import TwoStreams
 from engine.tasks.attention import dense_gradients
 from tests.engine.attention.calls_in_a_row import worst_relative_error
 from tests.engine.attention.comm.symm_mem.node_on_host import Graph, become_a_gpu, by_copy_engine, calls
@@ -65,7 +65,7 @@ def worst_error(mask_name: str, choices: dict, recompute: bool, captured: bool, 
     if captured:
         plan = CapturedPlan(plan)
     if two_streams:
-        streams = HoldingStreams(torch.device("cuda"))
+        streams = TwoStreams(torch.device("cuda"))
         if captured:
             # Launched passes alone take two streams. A graph that runs in any order shows each wait that is missing.
             plan._repeated = replace(plan._repeated, streams=streams, backward_streams=streams)

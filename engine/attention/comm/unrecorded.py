@@ -1,0 +1,71 @@
+"""Memory of point-to-point transfers, free as soon as the transfer has been waited for.
+
+torch's process group marks each tensor that is sent or received with NCCL's stream (`record_stream`,
+pytorch/pytorch#132292). The allocator gives marked memory to nobody before the device has passed the transfer, and the
+host is layers ahead of the device: reserved memory grows by all that those layers send. For collectives torch holds the
+tensors until they are waited for instead, which is enough. Here the process group gets tensors over the same memory
+that are not the allocator's, so that marking them has no effect, and the transfer holds the tensors itself.
+
+That is safe for memory of the stream that posts the transfer and waits for it:
+
+- NCCL's stream waits for the posting stream when an operation is posted. What used the memory before was launched
+  there, so received bytes arrive after its last use.
+- `Work.wait` makes the current stream wait for NCCL's. What the allocator later puts into the memory is launched on
+  that stream, so it is written after the last byte was sent or received.
+
+Where another stream waits than the one that posted, the caller orders both (`engine.cuda.alternate`). A transfer that
+is dropped before it was waited for marks its memory after all (`keep_until_over`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.dlpack import to_dlpack
+
+from engine.cuda.streams import own_stream
+
+
+def unrecorded(tensor: Tensor) -> Tensor:
+    """A tensor over the memory of `tensor` that `record_stream` has no effect on. It holds `tensor`'s memory."""
+    if tensor.is_cuda and not _skips_foreign_memory():
+        return tensor
+    alias: Tensor = torch.from_dlpack(to_dlpack(tensor.detach()))
+    return alias
+
+
+@lru_cache(maxsize=1)
+def _skips_foreign_memory() -> bool:
+    """Whether the allocator of GPU memory ignores streams that use memory of others. torch's own does; cudaMallocAsync
+    finds memory by its address, and refuses a part of a tensor."""
+    return torch.cuda.get_allocator_backend() == "native"
+
+
+def keep_until_over(works: Iterable[dist.Work], tensors: Iterable[Tensor]) -> None:
+    """Memory of `tensors` is not used again before `works` are over, which nobody has waited for and nobody will.
+
+    A call that failed halfway leaves such transfers, whose peers may still send. No stream of the caller waits for
+    them: they may never come.
+    """
+    on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
+    if not on_gpu or sys.is_finalizing():
+        return  # a transfer of the CPU holds its tensors itself
+    stream = _waiting_stream(on_gpu[0].device)
+    with contextlib.suppress(RuntimeError), torch.cuda.stream(stream):  # raised where the group has been aborted
+        for work in works:
+            work.wait()
+    for tensor in on_gpu:
+        tensor.record_stream(stream)
+
+
+@lru_cache(maxsize=8)
+def _waiting_stream(device: torch.device) -> torch.cuda.Stream:
+    """Waits for abandoned transfers, and is used for nothing else."""
+    stream: torch.cuda.Stream = own_stream(device)
+    return stream
