@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import TensorSpec
-from engine.attention.comm.unrecorded import keep_until_over, unrecorded
+from engine.cuda.unrecorded import keep_until_over, unrecorded
 
 _QUOTED_CHARACTERS = 160  # of another error's first line
 
@@ -72,7 +72,7 @@ class Transport(Protocol):
 @dataclass(slots=True)
 class _SendReceive:
     """Transfer of `PointToPoint`. All its tensors are held until it has been waited for: nothing else holds them
-    (`engine.attention.comm.unrecorded`)."""
+    (`engine.cuda.unrecorded`)."""
 
     received: tuple[Tensor, ...]
     sent: tuple[Tensor, ...]

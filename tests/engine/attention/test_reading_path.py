@@ -20,8 +20,10 @@ ROOT = Path(__file__).parents[3]
 ATTENTION = ROOT / "engine" / "attention"
 # A kernel computes one tile; the reader of a ring takes it for granted.
 KERNELS = (ATTENTION / "kernels", ATTENTION / "geometry" / "tiles.py")
-# Off the path: autocast off, no second derivatives, Triton or torch, one stream or two.
-GUARDS = {"engine/ops/autograd.py", "engine/ops/triton_kernels.py", "engine/cuda/alternate.py"}
+# Off the path: autocast off, no second derivatives, Triton or torch, one stream or two, no marks on sent memory.
+GUARDS = {
+    "engine/ops/autograd.py", "engine/ops/triton_kernels.py", "engine/cuda/alternate.py", "engine/cuda/unrecorded.py",
+}  # fmt: skip
 MAX_FILES, MAX_LINES = 5, 700
 LOCAL_NAMES = {"key_side", "query_side", "local_grads", "chunk_grads"}
 
