@@ -7,7 +7,6 @@ gathered keys. A context keeps the plans used last (`cached_plan`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -39,10 +38,6 @@ from engine.attention.planning.workload import workload_of
 from engine.cuda.alternate import streams_of
 from engine.cuda.green import all_but
 from engine.old_names import renamed_keywords
-
-# Tokens of a rank with which the steps of a ring by copy engine take two streams in turn. Below, the host is the bound;
-# above, the end of a step's kernels is a small share of it, and two backward kernels at once take memory.
-TWO_STREAM_TOKENS = range(8192, 32768 + 1)
 
 
 class Choices(NamedTuple):
@@ -219,11 +214,9 @@ def plan_attention(
         narrow_grads=narrowed(grad_comm_dtype),
         estimate=estimate,
         link=link,
+        # Copies into receive slots follow the stream that they were posted on.
         streams=streams_of(forward_streams if resolved_exchange == "relay" and inner.size > 1 else 1, q_BLND.device),
     )
-    if schedule == "ring" and resolved_exchange == "copy_engine" and tokens in TWO_STREAM_TOKENS:
-        streams = streams_of(2, q_BLND.device)
-        ring_plan = replace(ring_plan, streams=streams, backward_streams=streams)
     if backward == "auto":
         ring_plan = ring_plan.with_cheaper_backward(hardware)
     if schedule not in ULYSSES_SCHEDULES:

@@ -192,11 +192,10 @@ class GradAccumulator:
     Args:
         like: the shard that the gradient belongs to.
         part_dtype: dtype in which a single kernel result is sent, the same on every rank.
-        streams: those that parts are computed or received on, in turn; they are summed on the one that is current then.
     """
 
-    def __init__(self, like: Tensor, part_dtype: torch.dtype, streams: StreamPass = ONE_STREAM) -> None:
-        self._like, self._part_dtype, self._streams = like, part_dtype, streams
+    def __init__(self, like: Tensor, part_dtype: torch.dtype) -> None:
+        self._like, self._part_dtype = like, part_dtype
         self._parts: list[_GradPart] = []
         self._sum: Tensor | None = None
 
@@ -210,15 +209,11 @@ class GradAccumulator:
     def total(self) -> Tensor:
         """The sum so far, in the accumulation dtype: zeros where no part touched the shard. Owned by this object."""
         if self._parts or self._sum is None:
-            self._streams.join()
-            summed = self._parts
             self._sum = self._summed(accumulation_dtype(self._like.dtype))
-            self._streams.share(part.gradient for part in summed)
         return self._sum
 
     def final(self, dtype: torch.dtype) -> Tensor:
-        """The gradient of the whole shard in `dtype`. The last call on this object, on a stream that has waited for all
-        parts."""
+        """The gradient of the whole shard in `dtype`. The last call on this object."""
         whole = slice(0, self._like.shape[1])
         if self._is_one_part(whole):
             return self.over(whole, dtype, unreduced=True)

@@ -33,7 +33,6 @@ from engine.attention.context import ContextParallel
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import Kernel
 from engine.attention.planning.comm_volume import CallBytes
-from engine.cuda.alternate import ONE_STREAM
 from engine.cuda.graph import CapturedParts
 from engine.cuda.streams import own_stream
 
@@ -214,5 +213,4 @@ def _repeatable(plan: AttentionPlan) -> tuple[AttentionPlan, tuple[SymmMemChanne
     # A slot for each step: its message comes from the same rank in every pass.
     chunks, gradients = chunks.repeatable(pattern.size - 1), gradients.repeatable(pattern.size - 1)
     comms = RingComms(replace(pattern, chunks=chunks, gradients=gradients))
-    one = replace(plan, comms=comms, streams=ONE_STREAM, backward_streams=ONE_STREAM)
-    return one, (chunks.channel, gradients.channel)
+    return replace(plan, comms=comms), (chunks.channel, gradients.channel)

@@ -66,7 +66,6 @@ class RingPlan:
     link: Link | None = None  # between nodes, when a choice rests on its speed
     cut: int | None = None  # global position that the computed rows lie before; None: all rows are computed
     streams: Streams = ONE_STREAM  # that the steps of a forward use in turn
-    backward_streams: Streams = ONE_STREAM  # of a backward
 
     def forward(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Saved]:
         """(out_BLND, lse_BNL, saved): this rank's queries over the whole sequence."""
@@ -174,7 +173,6 @@ def _ring_forward(plan: RingPlan, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor
                     part_BLND, part_lse_BNL = plan.kernel.forward(q_BLND[:, queries], k_BMKD, v_BMKD, band, plan.scale)
                     output.update(queries, part_BLND, part_lse_BNL)
                     del k_BMKD, v_BMKD
-                chunk.release()
                 del chunk, found  # frees its memory before the chunk after the next one arrives
         streams.join()
         return output.result()
@@ -197,48 +195,32 @@ def _ring_backward(
 
     query_side = RemoteChunk((q_BLND, dout_BLND, lse_BNL, delta_BNL), QUERY_SIDE_DIMS)
     key_side = RemoteChunk((k_BLKD, v_BLKD), KEY_SIDE_DIMS)
-    with plan.backward_streams.begin() as streams:
-        local_grads = tuple(
-            GradAccumulator(t, part_dtype, streams) for t in (key_side.tensors if sends_queries else (q_BLND,))
-        )
-        node = plan.cp.rank // plan.ring.node_size
-        reduce = InterNodeGradReduce(node, comms.inter_node_gradients, inter_dtype, work)
+    local_grads = tuple(GradAccumulator(t, part_dtype) for t in (key_side.tensors if sends_queries else (q_BLND,)))
+    node = plan.cp.rank // plan.ring.node_size
+    reduce = InterNodeGradReduce(node, comms.inter_node_gradients, inter_dtype, work)
 
-        steps = ring_steps(plan, query_side if sends_queries else key_side, work, streams)
-        for index in itertools.count():
-            with streams.turn(index):
-                found = next(steps, None)
-                if found is None:
-                    break
-                step, chunk = found
-                queries, keys = (chunk, key_side) if sends_queries else (query_side, chunk)
-                # Gradients of an inner ring's first chunk wait for the parts that other steps receive.
-                chunk_grads = tuple(
-                    GradAccumulator(t, part_dtype, ONE_STREAM if step.inner_step else streams)
-                    for t in ((q_BLND,) if sends_queries else key_side.tensors)
-                )
-                dq, dk, dv = (*chunk_grads, *local_grads) if sends_queries else (*local_grads, *chunk_grads)
-                for q_tokens, k_tokens, band in plan.calls(step, cut_queries):
-                    inputs = BackwardInputs(*queries.tokens(q_tokens), *keys.tokens(k_tokens))
-                    dq_part, dk_part, dv_part = plan.kernel.backward(inputs, band, plan.scale, plan.deterministic)
-                    dq.add(q_tokens, dq_part)
-                    dk.add(k_tokens, dk_part)
-                    dv.add(k_tokens, dv_part)
-                    del inputs, dq_part, dk_part, dv_part
-                chunk.release()
-                if step.inner_step == 0:
-                    intra_dtype = later_dtype if step.outer_step else first_dtype
-                    grad_return = comms.intra_node.grad_return(intra_dtype, work.inner_rings[step.outer_step])
-                grad_return.add(step.inner_step, chunk_grads)
-                if step.inner_step + 1 == plan.ring.node_size:
-                    reduce.add(step.outer_step, grad_return.finish())
-                del chunk, queries, keys, found, dq, dk, dv, chunk_grads
-        streams.join()
+    for step, chunk in ring_steps(plan, query_side if sends_queries else key_side, work):
+        queries, keys = (chunk, key_side) if sends_queries else (query_side, chunk)
+        chunk_grads = tuple(GradAccumulator(t, part_dtype) for t in ((q_BLND,) if sends_queries else key_side.tensors))
+        dq, dk, dv = (*chunk_grads, *local_grads) if sends_queries else (*local_grads, *chunk_grads)
+        for q_tokens, k_tokens, band in plan.calls(step, cut_queries):
+            inputs = BackwardInputs(*queries.tokens(q_tokens), *keys.tokens(k_tokens))
+            dq_part, dk_part, dv_part = plan.kernel.backward(inputs, band, plan.scale, plan.deterministic)
+            dq.add(q_tokens, dq_part)
+            dk.add(k_tokens, dk_part)
+            dv.add(k_tokens, dv_part)
+            del inputs, dq_part, dk_part, dv_part
+        if step.inner_step == 0:
+            intra_dtype = later_dtype if step.outer_step else first_dtype
+            grad_return = comms.intra_node.grad_return(intra_dtype, work.inner_rings[step.outer_step])
+        grad_return.add(step.inner_step, chunk_grads)
+        if step.inner_step + 1 == plan.ring.node_size:
+            reduce.add(step.outer_step, grad_return.finish())
+        del chunk, queries, keys
 
-        own_grads = reduce.finish()
-        sums = (*own_grads, *local_grads) if sends_queries else (*local_grads, *own_grads)
-        dq_BLND, dk_BLKD, dv_BLKD = (gradient.final(q_BLND.dtype) for gradient in sums)
-        streams.give((dq_BLND, dk_BLKD, dv_BLKD))  # a part may be memory of another stream
+    own_grads = reduce.finish()
+    sums = (*own_grads, *local_grads) if sends_queries else (*local_grads, *own_grads)
+    dq_BLND, dk_BLKD, dv_BLKD = (gradient.final(q_BLND.dtype) for gradient in sums)
     return dq_BLND, dk_BLKD, dv_BLKD
 
 

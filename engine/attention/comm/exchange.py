@@ -29,10 +29,6 @@ from engine.attention.planning.comm_plan import ChunkRanges, CommPlan, TokenRang
 HELD_GRADIENTS = 2
 
 
-def _nothing() -> None:
-    """A chunk that is in no receive slot."""
-
-
 @dataclass(frozen=True, slots=True)
 class RemoteChunk:
     """A rank's shard, or the part of it that is needed here: local tokens [start, ...) of its owner.
@@ -43,7 +39,6 @@ class RemoteChunk:
     tensors: tuple[Tensor, ...]
     token_dims: tuple[int, ...]  # of each tensor
     start: int = 0
-    release: Callable[[], None] = _nothing  # called once its last use is launched, on the stream of that use
 
     def tokens(self, tokens: slice) -> tuple[Tensor, ...]:
         """Local tokens `tokens` of the owner, as views."""
@@ -94,8 +89,7 @@ class ExchangePattern(Protocol):
     """How chunks and gradients move among the local ranks of one inner ring."""
 
     def inner_ring(self, held: RemoteChunk, spec: ChunkSpec, ranges: ChunkRanges) -> Iterator[RemoteChunk]:
-        """Chunks of local ranks i, i - 1, ..., `held` first; the next is received while this one is used. The caller
-        releases each before it takes the next."""
+        """Chunks of local ranks i, i - 1, ..., `held` first; the next is received while this one is used."""
         ...
 
     def grad_return(self, comm_dtype: torch.dtype | None, ranges: ChunkRanges) -> GradReturn:
@@ -186,7 +180,8 @@ class AllPairsP2P:
             received = current.wait()
             pending = start(step + 1) if step + 1 < self.size else None
             owner = (self.local_rank - step) % self.size
-            yield RemoteChunk(received, spec.token_dims, ranges.used[owner, self.local_rank][0], current.release)
+            yield RemoteChunk(received, spec.token_dims, ranges.used[owner, self.local_rank][0])
+            current.release()
 
     def grad_return(self, comm_dtype: torch.dtype | None, ranges: ChunkRanges) -> GradReturn:
         return _DirectGradReturn(self, comm_dtype, ranges)

@@ -17,7 +17,6 @@ from engine import ContextParallel
 from engine.attention.algorithms.ring import RingPlan
 from engine.attention.comm.exchange import ChunkSpec, RemoteChunk, RingComms
 from engine.attention.masks import Causal
-from engine.attention.op import run_attention
 from engine.attention.planning.comm_plan import ChunkRanges
 from engine.attention.prepared import prepare_attention
 from engine.attention.reference import dense_attention
@@ -135,32 +134,3 @@ def differing_bits(schedule: str, calls: int) -> float:
 @pytest.mark.parametrize("schedule", ["ring", "all_gather"])
 def test_ranks_on_gpus_give_the_same_bits_on_two_streams(schedule: str) -> None:
     assert run_on_ranks(GPUS, differing_bits, schedule, 20, backend="nccl") == [0.0] * GPUS
-
-
-def differing_bits_by_copy_engine(backward: str, calls: int) -> float:
-    """As `differing_bits`, of outputs and gradients of a ring by copy engine."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    cp = ContextParallel(layout="zigzag")
-    torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(1, 4096, n, 128, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (16, 8, 8)
-    )
-    plan = plan_attention(
-        q, k, mask=Causal(), cp=cp, schedule="ring", exchange="copy_engine", backward=backward, deterministic=True
-    )
-    assert isinstance(plan, RingPlan)
-    two = streams_of(2, device)
-    results = []
-    for streams in (ONE_STREAM, *[two] * calls):
-        out = run_attention(replace(plan, streams=streams, backward_streams=streams), q, k, v)
-        results.append((out.detach(), *torch.autograd.grad(out, (q, k, v), out.detach())))
-    expected, *found = results
-    pairs = (pair for result in found for pair in zip(result, expected, strict=True))
-    return max((one - other).abs().max().item() for one, other in pairs)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("backward", ["query", "key_value"])
-def test_a_ring_by_copy_engine_gives_the_same_bits_on_two_streams(backward: str) -> None:
-    assert run_on_ranks(GPUS, differing_bits_by_copy_engine, backward, 20, backend="nccl") == [0.0] * GPUS

@@ -53,17 +53,12 @@ class _Push:
     ) -> None:
         self._channel, self._message = channel, message
         self._sent, self._pushed = sent, pushed
-        self._stream = torch.cuda.current_stream()  # whose memory the sent tensors may be
         self._expected, self._source = expected, source
 
     def wait(self) -> tuple[Tensor, ...]:
         if self._pushed is not None:
-            # The allocator may reuse the sent tensors' memory on their stream once they are dropped here. The stream
-            # that waits for a peer's part waits for this rank's own first, so that no ranks wait in a circle.
-            current = torch.cuda.current_stream()
-            current.wait_event(self._pushed)
-            if current != self._stream:
-                self._stream.wait_event(self._pushed)
+            # The allocator may reuse the sent tensors' memory on the current stream once they are dropped here.
+            torch.cuda.current_stream().wait_event(self._pushed)
             self._sent = ()
         if not self._expected:
             return ()

@@ -279,7 +279,6 @@ def become_a_gpu() -> None:
     torch.cuda.CUDAGraph = Graph
     torch.cuda.graph = _graph
     torch.cuda.graph_pool_handle = lambda: "pool"
-    torch.Tensor.record_stream = lambda tensor, stream: None  # memory of a CPU is no stream's
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from engine.attention.kernels.around import AroundKernel
 from engine.attention.masks import parse_mask
 from engine.attention.op import run_attention
 from engine.attention.resolve import plan_attention
-from engine.cuda.alternate import TwoStreams
 from engine.tasks.attention import dense_gradients
 from tests.engine.attention.calls_in_a_row import worst_relative_error
 from tests.engine.attention.comm.symm_mem.node_on_host import Graph, become_a_gpu, by_copy_engine, calls
@@ -34,7 +33,6 @@ CHOICES = (
     {"schedule": "ring", "backward": "query"},
     {"schedule": "ring", "backward": "key_value"},
 )
-WAYS = [(choices, False) for choices in CHOICES] + [(choices, True) for choices in CHOICES[-2:]]  # on two streams
 
 
 def worst_errors(mask_name: str, captured: bool, any_order: bool = False) -> dict[str, float]:
@@ -43,15 +41,13 @@ def worst_errors(mask_name: str, captured: bool, any_order: bool = False) -> dic
     if any_order:
         Graph.any_order = random.Random(dist.get_rank())
     return {
-        f"{choices}, recompute {recompute}, two streams {two}": worst_error(
-            mask_name, choices, recompute, captured, two
-        )
-        for choices, two in WAYS
+        f"{choices}, recompute {recompute}": worst_error(mask_name, choices, recompute, captured)
+        for choices in CHOICES
         for recompute in (False, True)
     }
 
 
-def worst_error(mask_name: str, choices: dict, recompute: bool, captured: bool, two_streams: bool) -> float:
+def worst_error(mask_name: str, choices: dict, recompute: bool, captured: bool) -> float:
     """Of out and gradients of several steps, each with all forwards before the first backward, in float64."""
     calls.clear()
     cp, mask = ContextParallel(), parse_mask(mask_name)
@@ -64,13 +60,6 @@ def worst_error(mask_name: str, choices: dict, recompute: bool, captured: bool, 
     )
     if captured:
         plan = CapturedPlan(plan)
-    if two_streams:
-        streams = TwoStreams(torch.device("cuda"))
-        if captured:
-            # Launched passes alone take two streams. A graph that runs in any order shows each wait that is missing.
-            plan._repeated = replace(plan._repeated, streams=streams, backward_streams=streams)
-        else:
-            plan = replace(plan, streams=streams, backward_streams=streams)
     cp.traffic.reset()
     worst = max(worst_error_of_a_step(plan, layers, local, mask, recompute) for _ in range(STEPS))
     # Of the forwards and of the backwards, the first one is launched.
