@@ -16,7 +16,7 @@ from cluster.active.rail_fleet import TEST, run_rails
 from cluster.check_arguments import chosen_nodes, chosen_part, parser
 from cluster.checks import AnyCheck
 from cluster.discovery.drift import version_drift
-from cluster.files.errors import shown
+from cluster.files.errors import shown, shown_error
 from cluster.health import history
 from cluster.health.nodes import NodeReport, check_nodes
 from cluster.health.rails import find_rails
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "check_nodes.py") -> int
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_LEFT
     except ValueError as error:
-        print(f"{prog}: {shown(str(error))}", file=sys.stderr)
+        print(f"{prog}: {shown_error(str(error))}", file=sys.stderr)
         return BAD_USAGE
     except KeyboardInterrupt:
         print(

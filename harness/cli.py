@@ -1,6 +1,7 @@
 """The program `burst`: finds its commands, and turns each error into one sentence and an exit code.
 
-0 all well; 1 a trial failed, timed out, was lost or interrupted; 2 the user has something to correct.
+0 all well; 1 a trial failed, timed out, was lost or interrupted, or Ray did not start; 2 the user has something to
+correct.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from cluster.files.errors import shown
-from harness.base.errors import UsageError
+from cluster.files.errors import shown_error
+from harness.base.errors import StartError, UsageError
 from harness.base.interrupts import interruptible
 from harness.commands import Command, all_commands
 
 USAGE = 2
-INTERRUPTED = NO_ROOM = 1
+INTERRUPTED = NO_ROOM = NOT_STARTED = 1
 READER_LEFT = 128 + signal.SIGPIPE  # as the shell shows a program that the signal ended
 
 _NO_ROOM = frozenset({errno.EDQUOT, errno.EFBIG, errno.ENOSPC})
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except UsageError as error:
         return _say(str(error), USAGE)
+    except StartError as error:
+        return _say(str(error), NOT_STARTED)
     except KeyboardInterrupt:
         return _say("interrupted", INTERRUPTED)
     except BrokenPipeError:
@@ -63,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(sentence: str, code: int) -> int:
-    print(f"burst: {shown(sentence)}", file=sys.stderr)
+    print(f"burst: {shown_error(sentence)}", file=sys.stderr)
     return code
 
 
@@ -86,7 +89,7 @@ class _Parser(argparse.ArgumentParser):
     """Prints an error as one sentence, without the list of all arguments."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"{self.prog}: {shown(message)}; `{self.prog} --help` lists the arguments\n")
+        self.exit(USAGE, f"{self.prog}: {shown_error(message)}; `{self.prog} --help` lists the arguments\n")
 
 
 def _parse(typed: list[str], commands: dict[str, Command]) -> argparse.Namespace:

@@ -43,6 +43,7 @@ def quantity(value: float) -> str:
 
 MAX_CHARACTERS = 1000  # of a line: a path of the longest kind fits beside a sentence
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
+_BREAK = re.compile(r"\n(?!  )")
 _END_CHARACTERS = 300  # kept of the end of a line, where an error states the next step
 
 
@@ -59,6 +60,14 @@ def shown(text: str, most: int = MAX_CHARACTERS) -> str:
 def shown_value(text: str) -> str:
     """One value inside a sentence or a table: on one line, and short."""
     return shown(text, 200).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def shown_error(text: str) -> str:
+    """The sentence of an error, on one line: a line break, such as that of a path, is written as an escape.
+
+    Line breaks before two spaces stay. They begin the lines of a list below the sentence, which some errors have.
+    """
+    return shown(_BREAK.sub(r"\\n", text))
 
 
 def without_color(text: str) -> str:

@@ -49,7 +49,8 @@ def build_store(sources: Sequence[str], directory: Path, tokenizer: Tokenizer, v
         held_out = int(count * validation)
         if validation and not held_out:
             raise ValueError(
-                f"{validation:g} of {count} tokens is less than one token; hold out a larger fraction, or 0"
+                f"{validation:g} of {count} tokens is less than one token; "
+                "give `burst data` a larger --validation, or 0"
             )
         header = Header(
             origin=", ".join(document["name"] for document in documents),

@@ -1,5 +1,13 @@
-"""Errors that the user can correct. `cluster` defines them, because it reads files and does not import the harness."""
+"""Errors of which `burst` prints the one sentence. `cluster` defines those that the user can correct, because it reads
+files and does not import the harness."""
 
 from cluster.files.errors import UsageError as UsageError
 from cluster.files.errors import nearest as nearest
 from cluster.files.errors import one_of as one_of
+
+
+class StartError(RuntimeError):
+    """Something that a command needs did not start here, through no error of the user.
+
+    The message is one complete sentence; `burst` prints it without a traceback and exits with 1.
+    """

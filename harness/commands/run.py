@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,13 @@ from harness.launch.launcher import default_launcher, make_launcher
 from harness.spec.experiment import add_experiment_arguments, chosen_experiment
 
 if TYPE_CHECKING:
+    from harness.machine.this_machine import Machine
     from harness.report.run_records import RunRecords
+    from harness.spec.experiment import Experiment
+    from harness.spec.trial import Trial
 
 
+CPU_SCALE = "smoke"  # the scale of an experiment that CPUs run in seconds
 PRINTED_TRIALS = 500  # lines of the table at the end; a terminal keeps few more
 
 
@@ -85,6 +90,8 @@ class Run:
             trials = [
                 dataclasses.replace(trial, profile=arguments.profile) for trial in plan(experiment, machine, shown)
             ]
+            if launcher.name == "local" and (note := _without_gpus(experiment, trials, machine)):
+                say(note)
             typed = redacted_command(command_line(arguments))
             code_commit = commit()
             host = Host(
@@ -179,6 +186,19 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile", action="store_true",
         help="trace a step of each trial: trials/<id>/trace.json.gz, and a table of its time",
     )  # fmt: skip
+
+
+def _without_gpus(experiment: Experiment, trials: Sequence[Trial], machine: Machine) -> str | None:
+    """One sentence where trials in bf16, the dtype of GPUs, are about to run on a CPU and the file has a scale for it;
+    else None. Files for CPUs compute in fp32."""
+    if machine.device != "cpu" or experiment.scale == CPU_SCALE or CPU_SCALE not in experiment.scales:
+        return None
+    if all(trial.settings.dtype != "bf16" for trial in trials):
+        return None
+    return (
+        f"no GPU was found on this machine, so the ranks are CPU processes; {experiment.path} has a scale for CPUs: "
+        f"--scale {CPU_SCALE}"
+    )
 
 
 def _report(records: RunRecords) -> None:

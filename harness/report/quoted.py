@@ -28,6 +28,7 @@ from harness.base.lengths import format_length
 from harness.report.figures import all_figures, render
 from harness.report.page import read_runs
 from harness.report.results import Row
+from harness.report.speedup import speedup
 
 DEFINITIONS = Path("docs") / "quoted.yaml"
 RECORDS = Path("results") / "published"
@@ -46,7 +47,8 @@ class Quantity:
     value: str = ""
     take: Literal["the only", "min", "max"] = "the only"  # of the rows that are left
     of: str = ""
-    form: str = "{}"  # as of str.format, or `length`: 65536 as 64k
+    than: str = ""  # a condition: how many times as fast the row is as the fastest of these, and the 95% interval
+    form: str = "{}"  # as of str.format, or `length`: 65536 as 64k; with `than` of ratio, low and high
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,6 +224,8 @@ def _value(frame: pd.DataFrame, quantity: Quantity) -> Any:
     rows = _rows(frame, quantity.where)
     if rows.empty:
         raise Absent(NOT_MEASURED)
+    if quantity.than:
+        return _times_as_fast(rows, _rows(frame, quantity.than))
     values = rows.eval(quantity.value, engine="python").dropna()
     if values.empty:
         raise Absent("/".join(sorted(set(rows["status"]))))
@@ -230,6 +234,18 @@ def _value(frame: pd.DataFrame, quantity: Quantity) -> Any:
             raise ValueError(f"{len(rows)} rows meet {quantity.where!r}; expected one")
         return values.iloc[0]
     return _TAKEN[quantity.take](values)
+
+
+def _times_as_fast(rows: pd.DataFrame, others: pd.DataFrame) -> tuple[float, float, float]:
+    """Speed of the only row over that of the fastest other, and the ends of the interval as reports compute it. Raises
+    ValueError for several rows, for no number and for one round, which has no interval."""
+    if len(rows) > 1:
+        raise ValueError(f"{len(rows)} rows are compared at once; expected one")
+    fastest = others[others["step_seconds_median"] == others["step_seconds_median"].min()]
+    found = speedup(rows["row"], fastest["row"])
+    if found is None or found.interval is None:
+        raise ValueError("a ratio needs steps of both sides, in two rounds or more")
+    return found.value, found.interval.low, found.interval.high
 
 
 def _names_in(expression: str) -> list[str]:
@@ -241,7 +257,9 @@ def _expression(expression: str, names: Mapping[str, Any]) -> Any:
 
 
 def _formatted(value: Any, form: str) -> str:
-    return format_length(int(value)) if form == "length" else form.format(value)
+    if form == "length":
+        return format_length(int(value))
+    return form.format(*value) if isinstance(value, tuple) else form.format(value)
 
 
 if __name__ == "__main__":

@@ -152,6 +152,15 @@ def _move(paths: Sequence[Path], folder: Path) -> None:
         path.rename(folder / path.name)
 
 
+def refuse_no_run(path: Path, marker: str = RUN_FILE) -> None:
+    """Raise UsageError when DIR holds no run to resume; `marker` is the file that a run of this kind has."""
+    if not os.path.exists(path / marker):
+        raise UsageError(
+            f"{path} holds no run to resume; leave out --resume and every option that implies it, "
+            "or name the directory of a run with --out"
+        )
+
+
 @contextlib.contextmanager
 def opened_for_writing(
     path: Path, *, resume: bool, marker: str = RUN_FILE
@@ -163,11 +172,8 @@ def opened_for_writing(
     moved.
     """
     is_run = os.path.exists(path / marker)
-    if resume and not is_run:
-        raise UsageError(
-            f"{path} holds no run to resume; leave out --resume and every option that implies it, "
-            "or name the directory of a run with --out"
-        )
+    if resume:
+        refuse_no_run(path, marker)
     make_writable(path)
     if not is_run and any(entry.name != LOCK_FILE for entry in path.iterdir()):
         raise UsageError(f"{path} holds files that are not a run; give --out a new or an empty directory")

@@ -31,7 +31,7 @@ from harness.machine.this_machine import Machine
 from harness.metrics.flops import work_of
 from harness.metrics.hardware import hardware_for
 from harness.plan.matrix import unsupported_reason
-from harness.run.directory import next_attempt, opened_for_writing
+from harness.run.directory import next_attempt, opened_for_writing, refuse_no_run
 from harness.spec.methods import method_module
 from harness.training.gathering import Gathering
 from harness.training.planning import planned_for
@@ -60,6 +60,8 @@ def train(config: TrainingConfig, start: Start, on_progress: OnProgress, say: Ca
     weights or checkpoints, or its directory cannot be used; also when the ranks refuse it.
     KeyboardInterrupt is re-raised once the ranks have ended.
     """
+    if start.resume:  # first: the other refusals are about a run
+        refuse_no_run(start.run_dir, RUN_FILE)
     order = planned_order(config, start.machine, start.run_dir, resume=start.resume)
     if order.plan is not None:
         say(f"checkpoint auto: {order.plan.words}")
@@ -125,6 +127,8 @@ def resuming(again: Sequence[str], changes: Mapping[str, int]) -> list[str]:
 def impossible(config: TrainingConfig, machine: Machine, run: Path | None) -> str | None:
     """One sentence why a run cannot start on this machine, or None; `run` is the directory of one that is resumed."""
     try:
+        if run is not None:
+            refuse_no_run(run, RUN_FILE)
         _planned(config, machine, run)
     except UsageError as error:
         return str(error)

@@ -36,7 +36,7 @@ from harness.launch.environment import render
 from harness.machine.addresses import route_towards
 from harness.machine.this_machine import Machine, code_digest, discover, together
 from harness.records.provenance import PROJECT_ROOT, commit
-from harness.run.directory import opened_for_writing
+from harness.run.directory import opened_for_writing, refuse_no_run
 from harness.training.ending import stop_time
 from harness.training.file import TrainingFile
 from harness.training.hosts_watch import LOST_SECONDS, HostsWatch, beat_key, ended_key, follow
@@ -172,6 +172,8 @@ class _Rank:
 
     def _planned(self, whole: Machine) -> Order:
         """The order, after all checks that need no ranks. Raises UsageError."""
+        if self._resume and self._place.nodes == 1:  # of several hosts another one may hold the run
+            refuse_no_run(self._run_dir, RUN_FILE)
         order = planned_order(self._file.config, whole, self._run_dir, resume=self._resume)
         with refusing():
             facts = check_start(order)

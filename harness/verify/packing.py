@@ -21,6 +21,7 @@ from typing import Any
 
 from engine.atomic import write_atomic
 from harness.base.errors import UsageError
+from harness.base.writable import make_writable
 from harness.metrics.hardware import HARDWARE_DIR, hardware_for
 from harness.records.provenance import PROJECT_ROOT, commit, version
 from harness.records.record import RECORD_FILE, Record, record_files
@@ -41,13 +42,15 @@ _SHOWN_FILES = 20
 def pack(run_dir: Path, out: Path, *, logs: bool = False) -> Path:
     """Write the archive of one run to `out`, whole or not at all; logs and traces are left out unless asked for.
 
-    Raises UsageError when `out` exists, when no record is there or one cannot be used, and for a secret, or a home
-    directory's path that provenance.yaml does not state, in any file: each is named with the kind of value.
+    Raises UsageError when `out` exists or its folder, which is made, cannot be written to; when no record is there or
+    one cannot be used; and for a secret, or a home directory's path that provenance.yaml does not state, in any file:
+    each is named with the kind of value.
     """
     if os.path.lexists(out):
         raise UsageError(f"{out} exists and is not overwritten; give --out another name, or rename it")
     if not record_files(run_dir):
         raise UsageError(f"{run_dir} holds no record (trials/*/record.json); name one directory that `burst run` left")
+    make_writable(out.absolute().parent)
     name = run_dir.resolve().name
     with tempfile.TemporaryDirectory(prefix="burst-archive-") as temporary:
         folder = Path(temporary) / name

@@ -6,17 +6,21 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.files.document import parse_yaml
-from cluster.files.errors import MAX_CHARACTERS, quantity, shown, shown_value
+from cluster.files.errors import MAX_CHARACTERS, quantity, shown, shown_error, shown_value
 from harness.base.terminal import LONG_TABLE_ROWS, SafeConsole, print_table
 from harness.cli import main
 
-HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b1m\u202e\rlast"
+HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b1m\u202e\r\nlast"
 
 
 def test_control_characters_are_written_as_escapes_and_line_breaks_stay():
     assert shown("a\x1b[31mb\x9bc\nd\te") == "a\\x1b[31mb\\x9bc\nd\te"
     assert shown_value("a\nb\ud800") == "a\\nb\\ud800"
     assert shown("naïve – 日本") == "naïve – 日本"
+
+
+def test_a_line_break_in_an_error_is_an_escape_and_its_list_keeps_its_lines():
+    assert shown_error("a\nb.yaml is missing:\n  one\x1b\n  two\n") == "a\\nb.yaml is missing:\n  one\\x1b\n  two\\n"
 
 
 def test_measured_numbers_have_three_digits_and_no_exponent():
@@ -69,4 +73,5 @@ def test_errors_of_commands_hold_no_control_character(tmp_path, monkeypatch, cap
         assert main(command) != 0
         said = "".join(capsys.readouterr())
         assert all(one.isprintable() or one == "\n" for one in said), command
+        assert said.count("\n") == 1, command
         assert max(map(len, said.splitlines())) < 1500

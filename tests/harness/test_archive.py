@@ -6,6 +6,7 @@ import gzip
 import io
 import os
 import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ from harness.verify import unpacking
 from harness.verify.sums import SUMS_FILE
 from tests.harness.synthetic_records import record
 from tests.harness.test_verify import STATED, edited, replaced, reported, sweep, verified
+
+PROJECT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +201,33 @@ def test_what_cannot_be_packed_is_refused(
     assert main(["archive", place]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert list(tmp_path.glob("*.tar.gz")) == []
+
+
+def test_an_archive_makes_its_folder_and_one_that_cannot_be_written_to_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["archive", str(run), "--out", str(tmp_path / "new" / "deep" / "demo.tar.gz")]) == 0
+    assert [path.name for path in (tmp_path / "new" / "deep").iterdir()] == ["demo.tar.gz"]
+    (tmp_path / "file").touch()
+    capsys.readouterr()
+    for place, words in {
+        "/proc/folder": "/proc/folder cannot be made (No such file or directory); give --out another directory",
+        str(tmp_path / "file"): f"{tmp_path / 'file'} is a file; give --out a directory",
+    }.items():
+        assert main(["archive", str(run), "--out", f"{place}/demo.tar.gz"]) == 2
+        assert capsys.readouterr().err == f"burst: {words}\n"
+
+
+def test_an_archive_for_a_read_only_file_system_is_refused_with_the_next_step(run: Path) -> None:
+    program = f"{sys.executable} -m harness archive {run} --out /mnt/demo.tar.gz"
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", f"mount -t tmpfs -o ro none /mnt && exec {program}"],
+        cwd=PROJECT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no mount of its own here: {done.stderr.strip()}")
+    said = "burst: /mnt cannot be written to; give --out another directory\n"
+    assert (done.returncode, done.stderr) == (2, said)
 
 
 def member(name: str, **values: Any) -> tarfile.TarInfo:

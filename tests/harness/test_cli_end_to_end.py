@@ -1,13 +1,16 @@
 """From an experiment file to a report in real processes, and what Ctrl-C leaves."""
 
 import csv
+import importlib.util
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -33,8 +36,10 @@ def workplace(tmp_path):
     return tmp_path
 
 
-def burst(workplace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+def burst(
+    workplace: Path, *arguments: str, variables: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), **variables}
     return subprocess.run(
         [*BURST, *arguments], cwd=workplace, env=environment, capture_output=True, text=True, check=False
     )
@@ -67,6 +72,39 @@ def test_an_experiment_becomes_records_results_and_a_report(workplace):
     assert "exp is not running: 3 ok of 3 trials" in status.stdout
     logs = burst(workplace, "logs", found[1]["trial_id"])
     assert (logs.returncode, logs.stdout.count("==> ")) == (0, 2)
+
+
+WITH_SMOKE = """\
+task: attention
+model: tiny
+sweep: {cp_size: [1, 2], seq_len: [64, 128]}
+fixed: {method: burst}
+steps: {warmup: 0, measured: 1}
+scales:
+  smoke: {sweep: {seq_len: [64]}, fixed: {dtype: fp32}}
+"""
+
+
+def test_a_run_for_gpus_on_a_machine_without_any_says_once_that_there_is_a_scale_for_cpus(workplace):
+    """nvidia-smi finds the GPUs, and CUDA_VISIBLE_DEVICES hides those that a machine has."""
+    (workplace / "gpu.yaml").write_text(WITH_SMOKE)
+    note = (
+        "no GPU was found on this machine, so the ranks are CPU processes; gpu.yaml has a scale for CPUs: --scale smoke"
+    )
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+
+    def said(*arguments: str, launcher: str = "local", variables: dict[str, str] = hidden) -> list[str]:
+        only = ["--launcher", launcher, "--only", "attention-burst-s64-cp1"]
+        done = burst(workplace, "run", "gpu.yaml", *only, *arguments, variables=variables)
+        assert done.returncode == 0, done.stderr
+        return done.stderr.splitlines()
+
+    lines = said()
+    assert (lines[0], lines.count(note)) == (note, 1)
+    for arguments in (["--scale", "smoke"], ["--set", "fixed.dtype=fp32"]):
+        assert note not in said(*arguments)
+    if importlib.util.find_spec("ray"):
+        assert note not in said(launcher="ray")
 
 
 @pytest.mark.slow

@@ -44,7 +44,10 @@ def test_texts_become_one_store_in_their_order(here: Path, capsys: pytest.Captur
         (["my.txt.gz"], "data 'my.txt.gz' is a gzip file; unpack it and give the UTF-8 text files that it holds"),
         (["a.txt", "--tokenizer", "no.json"], "tokenizer 'no.json' cannot be read (No such file or directory)"),
         (["a.txt", "--tokenizer", "a.txt"], "tokenizer 'a.txt' is no Hugging Face tokenizer"),
-        (["a.txt", "--validation", "0.01"], "0.01 of 12 tokens is less than one token; hold out a larger fraction"),
+        (
+            ["a.txt", "--validation", "0.01"],
+            "0.01 of 12 tokens is less than one token; give `burst data` a larger --validation, or 0",
+        ),
         (["a.txt", "--out", "folder"], "folder exists and is no token store; give --out a path that does not exist"),
         (["a.txt", "--out", "a.txt/store"], "a.txt is a file; give --out a directory"),
     ],

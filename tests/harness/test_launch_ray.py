@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("ray")
 
 from engine.settings import ModelShape, Steps, TrialSettings, to_json
+from harness.cli import main
 from harness.launch.launcher import Job
 from harness.launch.ray.janitor import marked
 from harness.launch.ray.launcher import RayLauncher, signal_handlers_kept
@@ -205,10 +206,25 @@ def test_a_ray_that_does_not_start_is_one_sentence(tmp_path):
     )  # fmt: skip
     if "unshare" in done.stderr or "mount:" in done.stderr:
         pytest.skip(f"no mount of its own here: {done.stderr.strip()}")
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert "burst: Ray did not start (" in done.stderr
     assert "use --launcher local" in done.stderr.splitlines()[-1]
+
+
+def test_a_ray_that_places_no_supervisor_in_time_ends_a_run_as_a_failure_and_not_as_the_users_error(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("harness.launch.ray.launcher.PLACEMENT_SECONDS", 0.0)
+    (tmp_path / "exp.yaml").write_text(
+        "{task: train, model: tiny, fixed: {method: burst, seq_len: 128}, steps: {warmup: 1, measured: 1}}"
+    )
+    run = ["run", str(tmp_path / "exp.yaml"), "--launcher", "ray", "--out", str(tmp_path / "out")]
+    assert main(run) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == (
+        "burst: Ray did not start (it placed no supervisor within 0 s); use --launcher local, which needs none"
+    )
 
 
 def test_jobs_share_ranks_in_the_actor(tmp_path):

@@ -19,6 +19,9 @@ numbers:
   longest: {run: cpu/sweep, value: seq_len, take: max, form: length}
   two: {run: cpu/sweep, value: seq_len}
   lost: {run: cpu/sweep, where: seq_len == 4096, value: step_seconds_median}
+  faster: {run: cpu/pairs, where: method == 'burst', than: method != 'burst', form: "{:.2f} ({:.2f} to {:.2f})"}
+  all_faster: {run: cpu/pairs, where: method != 'burst', than: method == 'burst'}
+  one_round: {run: cpu/sweep, where: seq_len == 1024, than: seq_len == 2048}
   typo: {run: cpu/sweep, value: step_secconds}
 tables:
   steps:
@@ -46,11 +49,15 @@ drawings: {}
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with three published trials, the last without a number."""
-    trials = tmp_path / "results" / "published" / "cpu" / "sweep" / "trials"
-    made = [record(seq_len=1024, seconds=0.1), record(seq_len=2048, seconds=0.4), record(seq_len=4096, status="oom")]
-    for one in made:
-        write_record(trials / one.trial_id, one)
+    """A checkout with three published trials, the last without a number, and three methods in rounds of one step."""
+    sweep = [record(seq_len=1024, seconds=0.1), record(seq_len=2048, seconds=0.4), record(seq_len=4096, status="oom")]
+    pairs = [
+        record(method=method, rounds=[[first], [second]])
+        for method, first, second in (("burst", 0.1, 0.2), ("ring", 0.4, 0.8), ("ulysses", 0.2, 0.4))
+    ]
+    for name, made in (("sweep", sweep), ("pairs", pairs)):
+        for one in made:
+            write_record(tmp_path / "results" / "published" / "cpu" / name / "trials" / one.trial_id, one)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "quoted.yaml").write_text(NUMBERS, encoding="utf-8")
     return tmp_path
@@ -59,6 +66,11 @@ def checkout(tmp_path: Path) -> Path:
 def test_numbers_are_computed_from_records_and_from_each_other(checkout: Path) -> None:
     quotes = Quotes(checkout)
     assert [quotes.text(name) for name in ("step", "ratio", "longest")] == ["104", "4.00", "4k"]
+
+
+def test_a_trial_beside_others_is_compared_with_the_fastest_of_them_in_pairs_of_rounds(checkout: Path) -> None:
+    """Both rounds of `ulysses` take twice as long, so that the second round, slow for all, widens no interval."""
+    assert Quotes(checkout).text("faster") == "2.00 (2.00 to 2.00)"
 
 
 def test_a_table_has_a_line_per_group_and_the_status_where_there_is_no_number(checkout: Path) -> None:
@@ -93,6 +105,8 @@ def test_the_command_writes_what_is_between_markers_and_leaves_the_rest(
         ("a <!--stpe-->1<!--/-->", "defines no 'stpe'"),
         ("a <!--two-->1<!--/-->", "3 rows meet"),
         ("a <!--lost-->1<!--/-->", "oom"),
+        ("a <!--all_faster-->1<!--/-->", "2 rows are compared at once"),
+        ("a <!--one_round-->1<!--/-->", "needs steps of both sides, in two rounds or more"),
         ("a <!--typo-->1<!--/-->", "step_secconds"),
         ("a\n<!--step-->1<!--/-->", "begins a line"),
     ],

@@ -177,6 +177,7 @@ def test_an_impossible_start_changes_nothing(workplace: Path, store: str) -> Non
     before = sorted(path.name for path in workplace.iterdir())
     for arguments, words in {
         ("--resume", "--out", "nowhere"): "nowhere holds no run to resume",
+        ("--resume", "--set", "cp_size=64", "--set", "seq_len=1k"): "nowhere holds no run to resume",
         ("--set", "seq_len=33"): "this run cannot start: ",
         ("--set", "cp_size=64", "--set", "seq_len=1k"): "this run cannot start: 64 ranks are more than",
         ("--set", "model=no_such"): "unknown model no_such",

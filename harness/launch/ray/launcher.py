@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cluster.inventory.software import RAY_SETTINGS
-from harness.base.errors import UsageError
+from harness.base.errors import StartError, UsageError
 from harness.base.interrupts import look
 from harness.launch.launcher import Job, Outcome
 from harness.launch.limits import longest_seconds
@@ -223,8 +223,8 @@ class RayLauncher:
             raise _not_started(" ".join(str(error).split())[:300] or type(error).__name__) from error
 
 
-def _not_started(why: str) -> UsageError:
-    return UsageError(f"Ray did not start ({why}); use --launcher local, which needs none")
+def _not_started(why: str) -> StartError:
+    return StartError(f"Ray did not start ({why}); use --launcher local, which needs none")
 
 
 def import_ray() -> ModuleType:
