@@ -13,6 +13,7 @@ from engine.plain_json import from_json, read_json
 
 MEASUREMENT_FILE = "measurement.json"
 PROGRESS_FILE = "progress.jsonl"
+ALLOCATION_RETRIES = "allocation_retries"  # entry of `extra`: of each rank, where one had to repeat an allocation
 LINK = "link_gib_per_second"  # entry of `extra`: speed of the link between nodes, by moment of the trial
 
 

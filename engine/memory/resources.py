@@ -18,13 +18,15 @@ class Usage:
     reserved_bytes: int | None
     rss_bytes: int
     sent_bytes: int  # by attention, in one step
+    retries: int = 0  # allocations that found no memory until cached blocks were given back, while the host waited
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Reset the GPU's peaks, so that initialisation and warm-up do not count. The host's peak has no reset."""
+    """Reset the GPU's peaks and counts, which initialisation and warm-up are no part of. The host's peak has no reset."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_accumulated_memory_stats(device)
 
 
 def usage(device: torch.device, sent_bytes: int, window_bytes: int, captured_bytes: int = 0) -> Usage:
@@ -37,6 +39,7 @@ def usage(device: torch.device, sent_bytes: int, window_bytes: int, captured_byt
         reserved_bytes=torch.cuda.max_memory_reserved(device) + window_bytes if on_gpu else None,
         rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts KiB
         sent_bytes=sent_bytes,
+        retries=torch.cuda.memory_stats(device).get("num_alloc_retries", 0) if on_gpu else 0,
     )
 
 

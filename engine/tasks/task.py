@@ -15,7 +15,7 @@ from engine.attention.algorithms.saved import SavedOutput
 from engine.attention.context import ContextParallel
 from engine.attention.planning.comm_volume import Sent
 from engine.distributed import World
-from engine.measurement import PROGRESS_FILE, Measurement
+from engine.measurement import ALLOCATION_RETRIES, PROGRESS_FILE, Measurement
 from engine.memory.gpu_state import Gpu, read_gpu
 from engine.memory.resources import Usage, device_name, software, usage
 from engine.method import AttentionFn, NativeMethod
@@ -120,7 +120,7 @@ def measured(
     driver = next((gpu.driver for gpu in after if gpu.driver), "")
     used = usage(world.device, traffic.sent_bytes, traffic.window_bytes, captured_bytes)
     ranks = cast(list[Usage], world.gather(used))
-    return Measurement(
+    found = Measurement(
         peak_allocated_bytes=[rank.allocated_bytes for rank in ranks if rank.allocated_bytes is not None],
         peak_reserved_bytes=[rank.reserved_bytes for rank in ranks if rank.reserved_bytes is not None],
         peak_rss_bytes=[rank.rss_bytes for rank in ranks],
@@ -132,3 +132,7 @@ def measured(
         gpus_after=[gpu.state for gpu in after],
         **figures,
     )
+    retries = [rank.retries for rank in ranks]
+    if any(retries):
+        found.extra[ALLOCATION_RETRIES] = retries
+    return found

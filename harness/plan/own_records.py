@@ -26,7 +26,6 @@ TABLE_FILE = PUBLISHED / "predicted.csv"
 BLOCK = "errors on records"
 TODAY = "2026-11-22"  # the first day of the engine of today: records that started before it are only listed
 WITHIN = {"seconds": 0.05, "allocated": 0.04, "reserved": 0.08}  # aims: of the median error of today's records
-POINT_TO_POINT = ("relay", "direct")  # values of `exchange`
 HEADER = [
     "record", "judged", "method", "model", "seq_len", "cp_size", "kernel", "seconds", "predicted_seconds",
     "seconds_error_percent", "allocated_gib", "predicted_allocated_gib", "allocated_error_percent", "reserved_gib",
@@ -45,7 +44,6 @@ class Compared:
     seq_len: int
     cp_size: int
     kernel: str
-    point_to_point: bool  # chunks by the process group's send and receive, whose memory came back late in those so far
     seconds: tuple[float, float]
     allocated: tuple[float, float]
     reserved: tuple[float, float]
@@ -88,7 +86,6 @@ def compared_records() -> list[Compared]:
                 seq_len=settings.seq_len,
                 cp_size=settings.cp_size,
                 kernel=settings.kernel,
-                point_to_point=measured.chosen.get("exchange") in POINT_TO_POINT,
                 seconds=(statistics.median(measured.step_seconds), expected.seconds),
                 allocated=(max(measured.peak_allocated_bytes) / GIB, expected.gpu_gib),
                 reserved=(max(measured.peak_reserved_bytes) / GIB, expected.reserved_gib),
@@ -135,14 +132,9 @@ def summary() -> str:
     }
     for label, belongs in parts.items():
         chosen = [row for row in rows if belongs(row)]
-        through_nccl = [row for row in chosen if row.point_to_point]
-        others = [row for row in chosen if not row.point_to_point]
         for figure, aim in WITHIN.items():
             aimed = f"{100 * aim:.0f}%" if belongs is parts["of today's engine"] else ""
-            counted = others if figure == "reserved" else chosen
-            lines.append(_line(label, counted, figure, of_figure[figure], aimed))
-        name = f"{label}, chunks by NCCL's send and receive"  # docs/memory.md says why these are apart
-        lines.append(_line(name, through_nccl, "reserved", of_figure["reserved"], ""))
+            lines.append(_line(label, chosen, figure, of_figure[figure], aimed))
     return "\n".join(lines)
 
 

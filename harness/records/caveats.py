@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.measurement import ALLOCATION_RETRIES
 from harness.records.provenance import DIRTY
 from harness.records.record import Record
 from harness.records.stated import Stated
@@ -35,6 +36,10 @@ def _shown_by(record: Record) -> list[str]:
     profile = measured.extra.get("profile")
     if isinstance(profile, dict) and profile.get("of") == "measured_step":
         found.append("a measured step is the traced one")
+    if retries := measured.extra.get(ALLOCATION_RETRIES):
+        found.append(
+            f"a GPU's memory ran out {max(retries)} times in the measured steps: it freed cached blocks and waited"
+        )
     if record.reason:  # of an ok record: what went wrong after its figures were there
         found.append(record.reason)
     states = [*measured.gpus_before, *measured.gpus_after]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.measurement import GpuState
+from engine.measurement import ALLOCATION_RETRIES, GpuState
 from harness.base.errors import UsageError
 from harness.records.caveats import caveats_of
 from harness.records.record import Round, write_record
@@ -119,3 +119,12 @@ def test_a_trial_without_figures_has_only_what_is_stated(tmp_path: Path) -> None
     stated = stated_in(states(tmp_path, WHOLE))
     assert caveats_of(record(status="oom", method="ring"), stated) == ["its commit is gone"]
     assert caveats_of(record(status="oom"), NOTHING_STATED) == []
+
+
+def test_a_record_whose_gpus_ran_out_of_memory_between_steps_says_so() -> None:
+    found = record()
+    assert found.measurement is not None
+    assert not any("memory ran out" in words for words in caveats_of(found, NOTHING_STATED))
+    found.measurement.extra[ALLOCATION_RETRIES] = [0, 12]
+    words = "a GPU's memory ran out 12 times in the measured steps: it freed cached blocks and waited"
+    assert words in caveats_of(found, NOTHING_STATED)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.attention.planning.cost_model import HardwareModel, choose_num_head_chunks, choose_schedule
-from harness.predict.schedules.measured import MeasuredCall, Problem
+from harness.predict.schedules.measured import MeasuredCall, Problem, Side
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +18,10 @@ class Choice:
     calls: Sequence[MeasuredCall]  # one of each schedule, the fastest first
     schedule: str
     num_head_chunks: int  # that the model would take; the call measured may have had another number
+
+    @property
+    def side(self) -> Side:
+        return self.calls[0].side
 
     @property
     def chosen(self) -> MeasuredCall:

@@ -41,7 +41,7 @@ _ROUNDS = 200
 
 def fitted_model(calls: Iterable[MeasuredCall], guesses: Mapping[str, float] = GUESSES) -> HardwareModel:
     """The cost model's constants under which the calls of the fitted side are estimated best, to three digits."""
-    chosen = [call for call in calls if call.problem.side == "fit"]
+    chosen = [call for call in calls if call.side == "fit"]
     names, logs = list(guesses), np.log(np.array(list(guesses.values())))
 
     def errors(at: Vector) -> Vector:

@@ -1,7 +1,8 @@
 """Measured calls of attention inside one node, as the engine's cost model sees them, and the split for its fit.
 
 A call is a trial of `burst` whose transfers, if any, went by copy engine, which is what the cost model describes inside
-a node. All calls of one problem are on one side of the split, whatever their schedule, machine or run.
+a node. All calls of one problem are on one side of the split, whatever their schedule or run; those of other hosts,
+measured later, are on neither.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from harness.records.record import Record, read_records
 
 PUBLISHED = Path(__file__).parents[3] / "results" / "published"
 
-# Folders of results/published whose records are read: those of attention on H200 inside one node.
+# Folders of results/published with records of attention on H200 inside one node, of which one side is fitted.
 FOLDERS = (
     "h200x4/attention_node",
     "h200x4/attention_node_grouped",
@@ -31,8 +32,10 @@ FOLDERS = (
     "h200x4/attention_window",
     "h200x4/attention_schedules",
 )
+# Runs of other hosts, measured after the constants were fitted: never fitted, whatever their settings.
+OTHER_HOSTS = ("h200x2/attention_systems", "h200x2/attention_short", "h200x2/attention_node_grouped")
 
-Side = Literal["fit", "held out"]
+Side = Literal["fit", "held out", "another host"]
 Rounds = Sequence[Sequence[float]]
 
 
@@ -69,6 +72,11 @@ class MeasuredCall:
     rounds: Rounds  # seconds of steps, each that of its slowest rank
 
     @property
+    def side(self) -> Side:
+        """That of the problem, except in runs of other hosts."""
+        return "another host" if self.folder in OTHER_HOSTS else self.problem.side
+
+    @property
     def seconds(self) -> float:
         """Median of all steps."""
         return statistics.median(self._steps)
@@ -83,7 +91,7 @@ class MeasuredCall:
         return [seconds for steps in self.rounds for seconds in steps]
 
 
-def measured_calls(published: Path = PUBLISHED, folders: Sequence[str] = FOLDERS) -> list[MeasuredCall]:
+def measured_calls(published: Path = PUBLISHED, folders: Sequence[str] = FOLDERS + OTHER_HOSTS) -> list[MeasuredCall]:
     """The calls of all folders, in their order. Raises UsageError for a folder without records and for a record that
     cannot be read."""
     return [call for folder in folders for record in _records(published, folder) for call in _call_of(record, folder)]
@@ -106,6 +114,8 @@ def _call_of(record: Record, folder: str) -> Iterator[MeasuredCall]:
         return
     chosen, model = measured.chosen, settings.model
     if settings.emulate_nodes > 1 or len(set(record.hosts)) > 1 or chosen["kernel"] != "fa4":
+        return
+    if settings.cuda_graph == "pass":  # the model is of passes that the host launches
         return
     if chosen["exchange"] not in ("copy_engine", "none"):
         return

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
 from engine.attention.planning.cost_model import HardwareModel
 from harness.predict.schedules.choice import Choice
 from harness.predict.schedules.fit import GUESSES, estimated
-from harness.predict.schedules.measured import PUBLISHED, MeasuredCall, Problem
+from harness.predict.schedules.measured import PUBLISHED, MeasuredCall, Problem, Side
 
 PAGE = PUBLISHED.parents[1] / "docs" / "attention-performance.md"
 TABLE_FILE = PUBLISHED / "schedules.csv"
@@ -24,7 +25,7 @@ def table_rows(calls: Iterable[MeasuredCall], model: HardwareModel) -> list[list
     """Every call with its estimate, below a header; in order of problem and schedule."""
     rows = [
         [
-            f"{call.folder}/trials/{call.trial}", call.problem.side, *_problem_cells(call.problem), call.schedule,
+            f"{call.folder}/trials/{call.trial}", call.side, *_problem_cells(call.problem), call.schedule,
             str(call.num_head_chunks), f"{1e3 * call.seconds:.4g}", f"{1e3 * call.spread:.2g}",
             f"{1e3 * estimated(call, model):.4g}", f"{100 * error(call, model):+.1f}",
         ]
@@ -53,8 +54,8 @@ def error_table(calls: Sequence[MeasuredCall], model: HardwareModel) -> str:
     """Markdown: errors by ranks, schedule and side."""
     lines = ["| calls | side | count | median error | largest error |", "|---|---|---|---|---|"]
     for label in sorted({_kind(call) for call in calls}):
-        for side in ("fit", "held out"):
-            chosen = [call for call in calls if _kind(call) == label and call.problem.side == side]
+        for side in get_args(Side):
+            chosen = [call for call in calls if _kind(call) == label and call.side == side]
             if chosen:
                 largest = max((error(call, model) for call in chosen), key=abs)
                 said = "fitted" if side == "fit" else side
@@ -69,14 +70,14 @@ def choice_table(found: Iterable[Choice]) -> str:
         "| GPUs | heads | tokens | side | ring, ms | `ulysses`, ms | `auto` takes | behind |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for choice in sorted(found, key=lambda choice: _order(choice.problem)):
+    for choice in sorted(found, key=lambda choice: (_order(choice.problem), choice.folder)):
         problem, ms = choice.problem, {call.schedule: f"{1e3 * call.seconds:.4g}" for call in choice.calls}
         behind = "" if choice.chosen is choice.best else f"{choice.behind:.1%}"
         if behind and choice.within_noise:
             behind += ", within the spread"
         lines.append(
             f"| {problem.cp_size} | {problem.heads}:{problem.kv_heads} | {problem.seq_len // 1024}K | "
-            f"{'fitted' if problem.side == 'fit' else problem.side} | {ms['ring']} | {ms['ulysses']} | "
+            f"{'fitted' if choice.side == 'fit' else choice.side} | {ms['ring']} | {ms['ulysses']} | "
             f"{choice.schedule} | {behind} |"
         )
     return "\n".join(lines)

@@ -14,7 +14,7 @@ from engine.checkpoint.planning.memory import memory_of
 from engine.checkpoint.planning.plan import ALLOCATED_WITHIN, RESERVED_WITHIN
 from engine.old_names import current_settings
 from engine.settings import TrialSettings, from_json
-from harness.plan.own_records import POINT_TO_POINT, TODAY
+from harness.plan.own_records import TODAY
 
 PUBLISHED = Path(__file__).parents[3] / "results" / "published"
 
@@ -43,10 +43,7 @@ def test_allocated_and_reserved_memory_are_those_of_every_record_of_todays_engin
         memory = memory_of(settings)
         assert memory.allocated == pytest.approx(max(measured["peak_allocated_bytes"]), rel=ALLOCATED_WITHIN), name
         reserved = max(measured["peak_reserved_bytes"])
-        if measured["chosen"].get("exchange") in POINT_TO_POINT:  # made when memory came back late
-            assert reserved > (1 - RESERVED_WITHIN) * memory.reserved, name
-        else:
-            assert memory.reserved == pytest.approx(reserved, rel=RESERVED_WITHIN), name
+        assert memory.reserved == pytest.approx(reserved, rel=RESERVED_WITHIN), name
         assert memory.host == pytest.approx(max(measured["peak_rss_bytes"]), rel=0.3), name
 
 
