@@ -22,7 +22,7 @@ class Usage:
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Reset the GPU's peaks and counts, which initialisation and warm-up are no part of. The host's peak has no reset."""
+    """Reset the GPU's peaks and counts: initialisation and warm-up are no part of them. The host's has no reset."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

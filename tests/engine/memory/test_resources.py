@@ -1,4 +1,4 @@
-"""Memory of a trial: peaks since the last reset, and how often a GPU's allocator ran out and had to give blocks back."""
+"""Memory of a trial: peaks since the last reset, and how often an allocator ran out and had to give blocks back."""
 
 from __future__ import annotations
 
