@@ -51,15 +51,17 @@ def keep_until_over(works: Iterable[dist.Work], tensors: Iterable[Tensor]) -> No
     """Memory of `tensors` is not used again before `works` are over, which nobody has waited for and nobody will.
 
     A call that failed halfway leaves such transfers, whose peers may still send. No stream of the caller waits for
-    them: they may never come.
+    them, nor does the host: they may never come. (`Work.wait` blocks the host under TORCH_NCCL_BLOCKING_WAIT, and ends
+    the group's communicator where the transfer failed.)
     """
     on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
     if not on_gpu or sys.is_finalizing():
         return  # a transfer of the CPU holds its tensors itself
     stream = _waiting_stream(on_gpu[0].device)
-    with contextlib.suppress(RuntimeError), torch.cuda.stream(stream):  # raised where the group has been aborted
+    with torch.cuda.stream(stream):
         for work in works:
-            work.wait()
+            with contextlib.suppress(RuntimeError):  # raised where the device has failed
+                work.synchronize()
     for tensor in on_gpu:
         tensor.record_stream(stream)
 

@@ -87,6 +87,7 @@ def ring(main: Stream, side: Stream, fails_at: int | None = None) -> list[int]:
 
     counts = []
     with TwoStreams(DEVICE).begin() as steps:
+        assert side.knows["main"] == main.knows["main"]
         coming: Memory | None = None
         sent: Memory | None = None
         for index in itertools.count():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from engine import ContextParallel
 from engine.attention.accumulate.accumulators import tensor_specs
+from engine.attention.comm import p2p
 from engine.attention.comm.p2p import PointToPoint, Traffic
 from engine.attention.masks import Causal
 from engine.attention.prepared import prepare_attention
@@ -19,6 +21,7 @@ from tests.ranks import run_on_ranks
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 SLEEP = 6_000_000_000  # cycles of a GPU: about three seconds
 CALLS = 8
+MESSAGE = 1 << 27  # floats: more than NCCL's buffers take while the peer is busy
 
 
 def lifetimes() -> dict[str, list[bool]]:
@@ -46,6 +49,63 @@ def lifetimes() -> dict[str, list[bool]]:
 def test_a_transfer_holds_its_tensors_until_it_is_waited_for_and_nothing_holds_them_longer() -> None:
     expected = [True, True, False, True, False]
     assert run_on_ranks(2, lifetimes) == 2 * [{"contiguous": expected, "strided": expected}]
+
+
+def dropped() -> bool:
+    """Whether a transfer that nobody waits for gives its works and all its tensors to what marks them, just then."""
+    given: list[tuple[list[Any], tuple[Tensor, ...]]] = []
+    p2p.keep_until_over = lambda works, tensors: given.append((works, tensors))  # this rank ends with the test
+    transport, there = PointToPoint(dist.new_group(), Traffic()), 1 - dist.get_rank()
+    sent = torch.ones(4, 4)
+    transfer = transport.start((sent,), there, tensor_specs((sent,)), there)
+    works, received = transfer.works, transfer.received
+    for work in works:
+        work.wait()
+    assert not given
+    del transfer
+    ((found_works, found),) = given
+    waited = transport.start((sent,), there, tensor_specs((sent,)), there)
+    waited.wait()
+    del waited
+    return found_works is works and found == (*received, sent) and len(given) == 1
+
+
+def test_a_transfer_that_is_dropped_before_it_was_waited_for_marks_all_its_tensors() -> None:
+    assert run_on_ranks(2, dropped) == [True, True]
+
+
+def arrived_whole(waited: bool) -> bool:
+    """Whether a message arrives as it was sent, from memory that the sender gives to others at once, while the first
+    rank's device is busy. With `waited`, the transfer is waited for before; else it is dropped."""
+    group, here = dist.new_group(), dist.get_rank()
+    transport, there = PointToPoint(group, Traffic()), 1 - here
+    device = p2p.gpu_of(group) or torch.device("cpu")
+    shape = (MESSAGE if device.type == "cuda" else 4096,)
+    sent = torch.full(shape, float(here), device=device)
+    specs = tensor_specs((sent,))
+    transport.start((sent,), there, specs, there).wait()  # forms the communicator
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        if here == 0:
+            torch.cuda._sleep(SLEEP)
+    transfer = transport.start((sent,), there, specs, there)
+    (received,) = transfer.wait() if waited else transfer.received
+    del sent, transfer
+    others = [torch.full(shape, -1.0, device=device) for _ in range(3)]
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return bool((received == there).all()) and all(bool((other == -1).all()) for other in others)
+
+
+def test_a_message_arrives_whole_from_memory_that_is_used_again_after_the_wait() -> None:
+    assert run_on_ranks(2, arrived_whole, True) == [True, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 2, reason="needs two CUDA GPUs")
+@pytest.mark.parametrize("waited", [True, False])
+def test_a_message_of_a_gpu_arrives_whole_whether_the_sender_waits_or_drops_it(waited: bool) -> None:
+    assert run_on_ranks(2, arrived_whole, waited, backend="nccl") == [True, True]
 
 
 def grown_while_the_device_waits(exchange: str, streams: int) -> tuple[float, bool]:
