@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class Experiment:
     title: str
     path: Path
     scale: str | None
-    scales: tuple[str, ...]  # that the file has
+    scales: tuple[str, ...] = field(compare=False)  # that the file has, asked for or not: no part of the question
     tasks: tuple[Task, ...]
     sweep: Mapping[str, tuple[Any, ...]]  # in the order of the file
     exclude: tuple[Mapping[str, tuple[Any, ...]], ...]
