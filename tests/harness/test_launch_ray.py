@@ -1,6 +1,7 @@
 """The Ray launcher on one machine: the same jobs, in an actor of a Ray that is private to the launcher."""
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -215,7 +216,16 @@ def test_a_ray_that_does_not_start_is_one_sentence(tmp_path):
 def test_a_ray_that_places_no_supervisor_in_time_ends_a_run_as_a_failure_and_not_as_the_users_error(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("harness.launch.ray.launcher.PLACEMENT_SECONDS", 0.0)
+    monkeypatch.setattr("harness.launch.ray.launcher.PLACEMENT_SECONDS", 0.5)
+    start = RayLauncher._start_ray
+
+    def started_and_asked_for_what_it_has_not(launcher):
+        start(launcher)
+        module = importlib.import_module("ray.util.placement_group")  # not before the launcher has imported ray
+        place = module.placement_group
+        monkeypatch.setattr(module, "placement_group", lambda _bundles, strategy: place([{"CPU": 1e6}], strategy))
+
+    monkeypatch.setattr(RayLauncher, "_start_ray", started_and_asked_for_what_it_has_not)
     (tmp_path / "exp.yaml").write_text(
         "{task: train, model: tiny, fixed: {method: burst, seq_len: 128}, steps: {warmup: 1, measured: 1}}"
     )
@@ -223,7 +233,7 @@ def test_a_ray_that_places_no_supervisor_in_time_ends_a_run_as_a_failure_and_not
     assert main(run) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == (
-        "burst: Ray did not start (it placed no supervisor within 0 s); use --launcher local, which needs none"
+        "burst: Ray did not start (it placed no supervisor within 0.5 s); use --launcher local, which needs none"
     )
 
 
