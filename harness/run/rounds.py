@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, MutableSequence, Sequen
 from dataclasses import replace
 from typing import Any, Literal
 
-from engine.measurement import LINK, Measurement
+from engine.measurement import ALLOCATION_RETRIES, LINK, Measurement
 from harness.metrics.flops import work_of
 from harness.metrics.intervals import median_interval
 from harness.records.record import RESULTS, Record, Round, Status
@@ -203,7 +203,15 @@ def _together(before: Measurement, latest: Measurement, rounds: Sequence[Round])
         peak_allocated_bytes=_largest(before.peak_allocated_bytes, latest.peak_allocated_bytes),
         peak_reserved_bytes=_largest(before.peak_reserved_bytes, latest.peak_reserved_bytes),
         peak_rss_bytes=_largest(before.peak_rss_bytes, latest.peak_rss_bytes),
+        extra=latest.extra | _retries(before, latest),
     )
+
+
+def _retries(before: Measurement, latest: Measurement) -> dict[str, list[int]]:
+    """The entry of `extra` with each rank's repeated allocations in all rounds; no entry where no round has one."""
+    counts = [one.extra.get(ALLOCATION_RETRIES, []) for one in (before, latest)]
+    added = [sum(pair) for pair in itertools.zip_longest(*counts, fillvalue=0)]
+    return {ALLOCATION_RETRIES: added} if added else {}
 
 
 def _largest(before: list[int], latest: list[int]) -> list[int]:

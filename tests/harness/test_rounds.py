@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.measurement import GpuState, Measurement
+from engine.measurement import ALLOCATION_RETRIES, GpuState, Measurement
 from engine.settings import ModelShape, TrialSettings
 from harness.records.record import Record, Round, Status
 from harness.run.rounds import Pending, half_width, in_random_order, rounds_of, statuses_of, with_round
@@ -105,6 +105,22 @@ def test_rounds_become_one_record_with_all_steps_the_largest_peaks_and_the_rest_
     assert [each.number for each in both.rounds] == [1, 2, 3]
     assert both.step_seconds_by_round == [[1.0, 2.0], [3.0], [4.0, 5.0]]
     assert (both.wall_seconds, both.started_at) == (30.0, "2026-01-01")
+
+
+def test_repeated_allocations_of_all_rounds_are_added_up_for_each_rank():
+    def with_retries(number: int, retries: list[int] | None) -> Record:
+        return attempt(number, [1.0], extra={} if retries is None else {ALLOCATION_RETRIES: retries})
+
+    for each, together in (
+        ([[0, 4], None, [1, 2]], {ALLOCATION_RETRIES: [1, 6]}),
+        ([None, [3, 0]], {ALLOCATION_RETRIES: [3, 0]}),
+        ([None, None], {}),
+    ):
+        first, *others = [with_retries(number, retries) for number, retries in enumerate(each, 1)]
+        for other in others:
+            first = with_round(first, other)
+        assert first.measurement is not None
+        assert first.measurement.extra == together
 
 
 def test_a_round_that_fails_leaves_the_figures_of_the_others_and_its_reason():
