@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from cluster.files.errors import counted
 from engine.attention.geometry.layout import Layout, split_unsupported_reason
 from engine.attention.masks import parse_mask
 from engine.checkpoint.planning.choice import left_open
@@ -412,7 +413,7 @@ def _device_unsupported_reason(settings: TrialSettings, machine: Machine) -> str
         )
     if needs > holds:
         if machine.device == "cuda":
-            found = f"{machine.gpu_count} GPU{'s' if machine.gpu_count > 1 else ''} ({machine.gpu_name})"
+            found = f"{counted(machine.gpu_count, 'GPU')} ({machine.gpu_name})"
             return (
                 f"{needs} ranks need {needs} GPUs, but this machine has {found}; "
                 f"use more GPUs or a smaller {_what_asks_for_ranks(settings)}"

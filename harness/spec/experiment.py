@@ -62,7 +62,7 @@ class Experiment:
     title: str
     path: Path
     scale: str | None
-    scales: tuple[str, ...] = field(compare=False)  # that the file has, asked for or not: no part of the question
+    scales: tuple[str, ...] = field(default=(), compare=False)  # of the file, asked for or not: no part of the question
     tasks: tuple[Task, ...]
     sweep: Mapping[str, tuple[Any, ...]]  # in the order of the file
     exclude: tuple[Mapping[str, tuple[Any, ...]], ...]
@@ -92,12 +92,12 @@ def load_experiment(path: str | Path, scale: str | None = None, overrides: Seque
         hint = nearest(scale, layers) if layers else "the file has none; leave --scale out"
         raise UsageError(f"{path}: unknown scale {scale}; {hint}")
     for name, layer in [(None, base), *layers.items()]:
-        _read(layer, path, name, tuple(layers))
+        _read(layer, path, name)
 
     chosen = base if scale is None else layers[scale]
     for override in overrides:
         chosen = _stack(chosen, _layer(_override(override), "--set"))
-    return _read(chosen, path, scale, tuple(layers))
+    return dataclasses.replace(_read(chosen, path, scale), scales=tuple(layers))
 
 
 def add_experiment_arguments(parser: argparse.ArgumentParser) -> None:
@@ -212,7 +212,7 @@ def _override(text: str) -> Node:
 # Reading a finished stack of layers.
 
 
-def _read(layer: Node, path: Path, scale: str | None, scales: tuple[str, ...]) -> Experiment:
+def _read(layer: Node, path: Path, scale: str | None) -> Experiment:
     entries = layer.mapping("the experiment")
     where = f"{path} at scale {scale}" if scale else str(path)
 
@@ -239,7 +239,6 @@ def _read(layer: Node, path: Path, scale: str | None, scales: tuple[str, ...]) -
         title=convert(entries["title"], str, "title") if "title" in entries else name,
         path=path,
         scale=scale,
-        scales=scales,
         tasks=tuple(dict.fromkeys(tasks)),
         sweep=sweep,
         exclude=_exclude(entries.get("exclude"), path),

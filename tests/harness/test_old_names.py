@@ -153,6 +153,13 @@ RUNS: list[tuple[str, str, str | None, tuple[str, ...]]] = [
     ("h200x4/attention_exchange", "attention_node", "exchange", ()),
     ("h200x2/attention_short", "attention_node", "short", ("sweep.cp_size=[1,2]",)),
     ("h200x2/training_node_two", "training_node", "two", ()),
+    (
+        "h200x2/two_nodes_overlap", "attention_two_nodes", "overlap",
+        (
+            "sweep.cp_size=[2]", "sweep.emulate_nodes=[2]", "sweep.seq_len=[128k]",
+            "sweep.schedule=[double_ring,ulysses]",
+        ),
+    ),
     ("h200x4/attention_window", "attention_window", None, ()),
     # At 256K a trial was interrupted, which a resumed run executes.
     ("h200x4/attention_two_nodes", "attention_two_nodes", "best", ("sweep.seq_len=[64k, 128k]", *FP32)),
@@ -166,7 +173,7 @@ RUNS: list[tuple[str, str, str | None, tuple[str, ...]]] = [
     ("h200x4/checkpoint_tail", "checkpoint_tail", "two", ("sweep.seq_len=[128k]",)),
     ("cpu/grad_comm_dtype", "attention_precision", "wire", ()),
     ("cpu/checkpoint_tail", "checkpoint_tail", "curve", ()),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("folder", "name", "scale", "overrides"), RUNS)
