@@ -1,10 +1,11 @@
 """Memory of point-to-point transfers, free as soon as the transfer has been waited for.
 
 torch's process group marks each tensor that is sent or received with NCCL's stream (`record_stream`,
-pytorch/pytorch#132292). The allocator gives marked memory to nobody before the device has passed the transfer, and the
-host is layers ahead of the device: reserved memory grows by all that those layers send. For collectives torch holds the
-tensors until they are waited for instead, which is enough. Here the process group gets tensors over the same memory
-that are not the allocator's, so that marking them has no effect, and the transfer holds the tensors itself.
+pytorch/pytorch#132292). The allocator does not reuse marked memory before the device has finished the transfer. The
+host is layers ahead of the device, so reserved memory grows by all that those layers send. The tensors of a collective
+are not marked: torch holds them until the collective is waited for, and that is enough. Here the process group gets
+tensors over the same memory that the allocator does not own, so marking them has no effect, and the transfer holds the
+tensors itself.
 
 That is safe for memory of the stream that posts the transfer and waits for it:
 
@@ -42,13 +43,13 @@ def unrecorded(tensor: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _skips_foreign_memory() -> bool:
-    """Whether the allocator of GPU memory ignores streams that use memory of others. torch's own does; cudaMallocAsync
-    finds memory by its address, and refuses a part of a tensor."""
+    """Whether the allocator of GPU memory ignores marks on memory that it does not own. torch's own does.
+    cudaMallocAsync finds memory by its address, and refuses a part of a tensor."""
     return torch.cuda.get_allocator_backend() == "native"
 
 
 def keep_until_over(works: Iterable[dist.Work], tensors: Iterable[Tensor]) -> None:
-    """Memory of `tensors` is not used again before `works` are over, which nobody has waited for and nobody will.
+    """The allocator does not reuse the memory of `tensors` before `works` have ended. No caller waits for `works`.
 
     A call that failed halfway leaves such transfers, whose peers may still send. No stream of the caller waits for
     them, nor does the host: they may never come. (`Work.wait` blocks the host under TORCH_NCCL_BLOCKING_WAIT, and ends

@@ -80,7 +80,7 @@ class _SendReceive:
     peers: str = ""
     works: list[dist.Work] = field(default_factory=list)
     counted_in: Traffic | None = None  # as pending
-    copies: tuple[Tensor, ...] = ()  # of sent tensors, which nobody else has
+    copies: tuple[Tensor, ...] = ()  # those of `sent` that `start` made: the caller holds none of them
 
     def wait(self) -> tuple[Tensor, ...]:
         if self.group is not None:

@@ -1,6 +1,7 @@
 """Memory that two streams share is kept until both have waited for each other's uses, and no longer than some steps.
 
-The streams stand in for CUDA's: each knows how far it and the other one have come when its next work begins.
+The streams stand in for CUDA's. Each stream counts its own work, and the work of the other stream that it has waited
+for.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ def test_a_transfer_holds_its_tensors_until_it_is_waited_for_and_nothing_holds_t
 
 
 def dropped() -> bool:
-    """Whether a transfer that nobody waits for gives its works and all its tensors to what marks them, just then."""
+    """Whether `keep_until_over` gets the works and all tensors of a transfer that is dropped before it was waited for,
+    and gets nothing of one that was waited for."""
     given: list[tuple[list[Any], tuple[Tensor, ...]]] = []
     p2p.keep_until_over = lambda works, tensors: given.append((works, tensors))  # this rank ends with the test
     transport, there = PointToPoint(dist.new_group(), Traffic()), 1 - dist.get_rank()
