@@ -3,7 +3,8 @@
 Its attention over several ranks is TransformerEngine's. `schedule` sets its `--cp-comm-type` as in
 `baselines.transformer_engine`; `auto` leaves its default, p2p.
 
-The release runs from the wheel of megatron-core, its program from a checkout of the release branch. The paper's copy
+The release runs from the wheel of megatron-core, its program from a checkout of the release branch; over several ranks
+that share a sequence `baselines/programs/pretrain_megatron.py` starts that program, for a fault of it. The paper's copy
 runs with the options of the artifact's scripts, which keep neither attention nor any other activation.
 """
 
@@ -16,6 +17,7 @@ from baselines.called import head_ranks, heads_reason
 from baselines.handicaps import applied_model, applied_options
 from baselines.install.places import Place
 from baselines.megatron_log import parse_iterations
+from baselines.programs import PROGRAMS
 from baselines.stand_ins import python_path
 from baselines.tokens import FOLDER, prefixes
 from baselines.transformer_engine import COMM_TYPES
@@ -152,9 +154,12 @@ class MegatronLM(Upstream):
             data += ("--data-cache-path", str(trial_dir / FOLDER / "cache"))
             place_of_data = words.index(_MOCK)
             words = (*words[:place_of_data], *data, *words[place_of_data + 1 :])
+        program = [str(place.source / place.pinned.entry)]
+        if release and settings.cp_size > 1:
+            program.insert(0, str(PROGRAMS / "pretrain_megatron.py"))
         # Its start-up calls `make` for helpers that the wheel has compiled already, in a folder without a Makefile.
         return Rendered(
-            command=(str(place.python), "-u", str(place.source / place.pinned.entry), *words),
+            command=(str(place.python), "-u", *program, *words),
             environment={
                 **place.environment,
                 "CUDA_DEVICE_MAX_CONNECTIONS": "1",

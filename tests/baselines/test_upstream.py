@@ -6,6 +6,8 @@ test_upstream_run.py runs foreign programs for real.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 
 from baselines.drive import main as drive
 from baselines.install.places import Place
+from baselines.programs import PROGRAMS
 from baselines.upstream import Upstream, foreign_environment
 from engine.measurement import write_json
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings, to_json
@@ -98,7 +101,7 @@ def test_a_plan_names_what_is_missing(name: str) -> None:
 
 
 MEGATRON = (
-    "UPSTREAM/env/bin/python -u UPSTREAM/source/pretrain_gpt.py --num-layers 16 --hidden-size 2048 --ffn-hidden-size "
+    "UPSTREAM/env/bin/python -u {program}UPSTREAM/source/pretrain_gpt.py --num-layers 16 --hidden-size 2048 --ffn-hidden-size "
     "8192 --num-attention-heads 16 --kv-channels 128 --normalization RMSNorm --disable-bias-linear "
     "--position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
     "--seq-length 16384 --max-position-embeddings 16384 --tokenizer-type NullTokenizer --vocab-size 31999 "
@@ -110,11 +113,12 @@ MEGATRON = (
 )
 
 
-def test_the_command_of_megatron_lm() -> None:
-    command, environment, files = rendered("megatron_lm_upstream", cp_size=2)
+@pytest.mark.parametrize(("cp_size", "program"), [(1, ""), (2, "BASELINES/programs/pretrain_megatron.py ")])
+def test_the_command_of_megatron_lm(cp_size: int, program: str) -> None:
+    command, environment, files = rendered("megatron_lm_upstream", cp_size=cp_size)
     data = " ".join(f"/T/tokens/{step}" for step in range(5))
     data = f"--train-data-path {data} --data-cache-path /T/tokens/cache"
-    assert command == MEGATRON.format(cp=2, data=data) + (
+    assert command == MEGATRON.format(program=program, cp=cp_size, data=data) + (
         "--norm-epsilon 1e-05 --rotary-base 500000 --lr-decay-style constant --attention-backend fused "
         "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native --no-check-for-nan-in-loss-and-grad "
         "--rerun-mode disabled --manual-gc --manual-gc-interval 100 --log-memory-interval 1 --timing-log-level 0 "
@@ -129,9 +133,34 @@ def test_the_command_of_megatron_lm() -> None:
     assert files == {"bin/make": "#!/bin/sh\nexit 0\n"}
 
 
+BLENDED = """class BlendedDataset:
+    def __getitem__(self, index):
+        return {"dataset_id": 7, "tokens": index}
+"""
+PRETRAIN = """import sys
+import beside
+from megatron.core.datasets.blended_dataset import BlendedDataset
+if __name__ == "__main__":
+    print(BlendedDataset()[3], beside.here, sys.argv[1:])
+"""
+
+
+def test_over_several_ranks_samples_of_megatron_lm_do_not_name_their_dataset(tmp_path: Path) -> None:
+    package, source = tmp_path / "site" / "megatron" / "core" / "datasets", tmp_path / "source"
+    package.mkdir(parents=True)
+    source.mkdir()
+    (package / "blended_dataset.py").write_text(BLENDED)
+    (source / "beside.py").write_text("here = 'beside'\n")
+    program = source / "pretrain_gpt.py"
+    program.write_text(PRETRAIN)
+    command = [sys.executable, str(PROGRAMS / "pretrain_megatron.py"), str(program), "--seed", "1"]
+    done = subprocess.run(command, env={"PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True)
+    assert done.stdout == "{'tokens': 3} beside ['--seed', '1']\n", done.stderr
+
+
 def test_the_papers_megatron_lm_runs_with_the_options_of_the_artifact() -> None:
     command, _, files = rendered("megatron_lm_upstream", cp_size=8, flavour="paper")
-    assert command == MEGATRON.format(cp=8, data="--mock-data") + (
+    assert command == MEGATRON.format(program="", cp=8, data="--mock-data") + (
         "--use-rotary-position-embeddings --lr-decay-style cosine --min-lr 1e-06 --init-method-std 0.006 "
         "--use-flash-attn --timing-log-level 0 --causal --causal-tflops --method megatron-cp --log-file "
         "/T/megatron.txt --swiglu --sequence-parallel --recompute-granularity full --recompute-method uniform "
