@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -45,20 +46,27 @@ class Recompute:
     """
 
     def __init__(self, settings: Checkpoint, layers: int) -> None:
-        host = HostStore()
+        self._host = host = HostStore()
         self.inputs: Store = host if settings.offload in ("inputs", "all") else DeviceStore()
         self.attention: Store = host if settings.offload == "all" else DeviceStore()
         self._settings, self._layers = settings, layers
         self._group: Group | None = None  # to which the running forward adds layers
 
-    def reserve(self, input_bytes: int, device: torch.device) -> None:
-        """Lock host memory for the layer inputs that a step saves at once, `input_bytes` each, where they are
-        offloaded: those of a whole forward, and those a group adds in backward.
+    def reserve(self, input_bytes: int, attention_bytes: Iterable[int], device: torch.device) -> None:
+        """Lock host memory for what a step saves at once, where it is offloaded.
 
-        Otherwise the first forward of a length locks it, at one or two gigabytes per second, within its own time.
+        That is the layer inputs, `input_bytes` each, of a whole forward and those a group adds in backward; and of
+        each layer the tensors that are saved of its attention, of `attention_bytes`. Otherwise the first forward of a
+        length locks it, at one or two gigabytes per second, within its own time.
         """
+        counts: Counter[int] = Counter()
         if isinstance(self.inputs, HostStore):
-            self.inputs.reserve(inputs_in_store(self._settings, self._layers), input_bytes, device)
+            counts[input_bytes] += inputs_in_store(self._settings, self._layers)
+        if isinstance(self.attention, HostStore):
+            for nbytes in attention_bytes:
+                counts[nbytes] += self._layers
+        if counts:
+            self._host.reserve(counts, device)
 
     def of_layer(self, index: int, block: nn.Module) -> Activations:
         """The activations of layer `index`, whose parameters are those of `block`."""

@@ -7,6 +7,7 @@ compute, and back shortly before backward needs the tensors. Both count the byte
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -99,14 +100,16 @@ class HostStore:
         free = self._free.get((device.type, nbytes))
         return free.pop() if free else host_buffer(nbytes, device)
 
-    def reserve(self, count: int, nbytes: int, device: torch.device) -> None:
-        """Lock so many buffers of that size now, less the free ones; free buffers of other sizes are unlocked first."""
-        size = device.type, nbytes
+    def reserve(self, counts: Mapping[int, int], device: torch.device) -> None:
+        """Lock buffers now, so many of each size in bytes, less the free ones; free buffers of other sizes are unlocked
+        first."""
         if stream := self._streams.get(device):
             stream.synchronize()  # copies may still use the dropped buffers
-        self._free = {size: self._free.get(size, [])}
-        while len(self._free[size]) < count:
-            self._free[size].append(host_buffer(nbytes, device))
+        sizes = {(device.type, nbytes): count for nbytes, count in counts.items()}
+        self._free = {size: self._free.get(size, []) for size in sizes}
+        for (kind, nbytes), count in sizes.items():
+            free = self._free[kind, nbytes]
+            free += [host_buffer(nbytes, device) for _ in range(count - len(free))]
 
     def return_buffer(self, buffer: Tensor, device: torch.device) -> None:
         """Make `buffer` free for another `put`; copies under way may still use it."""

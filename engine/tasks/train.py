@@ -142,12 +142,23 @@ class TrainTask:
         self.step(self.settings.steps.warmup + self.settings.steps.measured)
 
     def _reserve(self) -> None:
-        """After a warm-up on shorter sequences: lock the host memory for the saved inputs of a step of full length."""
-        settings = self.settings
-        if self._recompute is not None and settings.steps.warmup_seq_len not in (0, settings.seq_len):
-            tokens = settings.batch_size * settings.seq_len // self.cp.size
-            nbytes = tokens * settings.model.hidden * DTYPES[settings.dtype].itemsize
-            self._recompute.reserve(nbytes, self.world.device)
+        """After a warm-up on shorter sequences: lock the host memory for what a step of full length saves there."""
+        settings, model = self.settings, self.settings.model
+        if self._recompute is None or settings.steps.warmup_seq_len in (0, settings.seq_len):
+            return
+        dtype, heads = DTYPES[settings.dtype], model.heads // settings.tp_size
+        attended = settings.seq_len // settings.cp_size  # tensor parallelism divides heads, and tokens elsewhere
+        x_BLE, out_BLND, lse_BNL = (
+            torch.empty(settings.batch_size, *dims, dtype=kind, device="meta")
+            for dims, kind in (
+                ((settings.seq_len // self.cp.size, model.hidden), dtype),
+                ((attended, heads, model.head_dim), dtype),
+                ((heads, attended), torch.promote_types(dtype, torch.float32)),
+            )
+        )
+        saved = self.attend.keep(out_BLND, lse_BNL, settings.checkpoint.tail)
+        sizes = [one.nbytes for one in saved.tensors] if saved else []
+        self._recompute.reserve(x_BLE.nbytes, sizes, self.world.device)
 
     def _query_bytes(self) -> int:
         """Of this rank's queries in a micro-batch of full length."""

@@ -101,8 +101,8 @@ def test_a_plan_names_what_is_missing(name: str) -> None:
 
 
 MEGATRON = (
-    "UPSTREAM/env/bin/python -u {program}UPSTREAM/source/pretrain_gpt.py --num-layers 16 --hidden-size 2048 --ffn-hidden-size "
-    "8192 --num-attention-heads 16 --kv-channels 128 --normalization RMSNorm --disable-bias-linear "
+    "UPSTREAM/env/bin/python -u {program}UPSTREAM/source/pretrain_gpt.py --num-layers 16 --hidden-size 2048 "
+    "--ffn-hidden-size 8192 --num-attention-heads 16 --kv-channels 128 --normalization RMSNorm --disable-bias-linear "
     "--position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
     "--seq-length 16384 --max-position-embeddings 16384 --tokenizer-type NullTokenizer --vocab-size 31999 "
     "--make-vocab-size-divisible-by 128 {data} --no-create-attention-mask-in-dataloader --num-workers 1 "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -161,9 +162,12 @@ def test_few_inputs_and_no_attention_exist_at_once(every: int, monkeypatch: pyte
     assert attend.alive == 0
 
 
+@pytest.mark.parametrize("offload", ["inputs", "all"])
 @pytest.mark.parametrize("every", EVERY)
-def test_no_more_host_memory_is_locked_than_was_reserved(every: int, monkeypatch: pytest.MonkeyPatch, kept) -> None:
-    settings = Checkpoint(every=every, tail=0.0, offload="inputs", replay="bisect")
+def test_no_more_host_memory_is_locked_than_was_reserved(
+    every: int, offload: Any, monkeypatch: pytest.MonkeyPatch, kept
+) -> None:
+    settings = Checkpoint(every=every, tail=0.5, offload=offload, replay="bisect")
     model, _, keeper = model_with(settings)
     assert keeper is not None
     sizes: list[int] = []
@@ -171,9 +175,11 @@ def test_no_more_host_memory_is_locked_than_was_reserved(every: int, monkeypatch
     monkeypatch.setattr(
         engine.memory.offload, "host_buffer", lambda nbytes, device: (sizes.append(nbytes), lock(nbytes, device))[1]
     )
-    keeper.reserve(INPUT_BYTES, torch.device("cpu"))
-    groups = -(-LAYERS // every)
-    assert sizes == [INPUT_BYTES] * (groups + kept_at_once(settings, LAYERS))
+    attention = [INPUT_BYTES // 2, INPUT_BYTES // 8]  # half of the tokens; one LSE for the four values of a head
+    keeper.reserve(INPUT_BYTES, attention, torch.device("cpu"))
+    inputs = -(-LAYERS // every) + kept_at_once(settings, LAYERS)
+    expected = {INPUT_BYTES: inputs} | (dict.fromkeys(attention, LAYERS) if offload == "all" else {})
+    assert Counter(sizes) == expected
     reserved = len(sizes)
     loss_of(model).backward()
     assert len(sizes) == reserved

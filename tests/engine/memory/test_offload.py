@@ -133,12 +133,12 @@ def test_buffers_are_used_again_from_step_to_step_and_held_by_one_owner_each() -
 def test_the_next_puts_use_reserved_buffers_which_replace_those_of_other_sizes() -> None:
     store = HostStore()
     buffer_addresses(store, [50, 50, 100])
-    store.reserve(3, 400, CPU)
+    store.reserve({400: 2, 800: 1}, CPU)
     reserved = {buffer.data_ptr() for buffers in store._free.values() for buffer in buffers}
     assert len(reserved) == 3
-    assert buffer_addresses(store, [100] * 3) == reserved
-    store.reserve(2, 400, CPU)  # more than enough lies free
-    assert {buffer.data_ptr() for buffer in store._free["cpu", 400]} == reserved
+    assert buffer_addresses(store, [100, 200, 100]) == reserved
+    store.reserve({400: 1, 800: 1}, CPU)  # enough lies free
+    assert {buffer.data_ptr() for buffers in store._free.values() for buffer in buffers} == reserved
 
 
 @pytest.mark.parametrize("device", DEVICES)

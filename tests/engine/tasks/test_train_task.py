@@ -24,6 +24,7 @@ from tests.ranks import run_on_ranks
 
 # 5 rows of a norm over 4 ranks leave the last rank with none.
 SHAPE = ModelShape(name="odd", layers=1, hidden=5, ffn=7, heads=1, kv_heads=1, head_dim=4, vocab=259)
+DEEPER = dataclasses.replace(SHAPE, layers=3, hidden=6, heads=4, kv_heads=2, ffn=8, vocab=260)
 SETTINGS = TrialSettings(
     task="train", method="burst", model=SHAPE, seq_len=32, cp_size=1, dtype="fp32", steps=Steps(warmup=0, measured=2)
 )
@@ -117,26 +118,39 @@ def test_warm_up_may_take_shorter_sequences_than_the_measured_steps(tmp_path: Pa
 
 
 def locked(cache: str, settings: TrialSettings) -> tuple[list[int], list[int]]:
-    """Sizes of the host buffers that were locked before the measured step began, and during it."""
+    """Sizes of the host buffers that were locked between the warm-up and the measured step, and during this step."""
     os.environ["BURST_CACHE"] = cache
-    task = TrainTask(settings, METHOD, arrange(settings, torch.device("cpu")))
+    _, task = task_of(settings)
     sizes: list[int] = []
-    begun: list[int] = []  # how many had been locked when each step's model was called
+    begun = [0]  # how many had been locked when each step's model was called, and when its backward had ended
     lock = engine.memory.offload.host_buffer
     engine.memory.offload.host_buffer = lambda nbytes, device: (sizes.append(nbytes), lock(nbytes, device))[1]
     task.model.register_forward_pre_hook(lambda *_: begun.append(len(sizes)))
-    task.run(lambda step: None)
-    return sizes[: begun[-1]], sizes[begun[-1] :]
+    task.run(lambda step: begun.append(len(sizes)))
+    *_, warmed_up, measured, _ = begun
+    return sorted(sizes[warmed_up:measured]), sorted(sizes[measured:])
 
 
-def test_a_measured_step_after_a_shorter_warm_up_locks_no_host_memory(tmp_path: Path) -> None:
-    steps = Steps(warmup=1, measured=1, warmup_seq_len=16)
-    checkpoint = Checkpoint(every=1, tail=0, offload="inputs")
-    settings = dataclasses.replace(SETTINGS, cp_size=2, world_size=2, steps=steps, checkpoint=checkpoint)
-    shape = settings.model
-    warm_up, whole = (tokens // 2 * shape.hidden * 4 for tokens in (16, settings.seq_len))
-    expected = ([warm_up] * shape.layers + [whole] * shape.layers, [])
-    assert run_on_ranks(2, locked, str(tmp_path), settings) == [expected] * 2
+@pytest.mark.parametrize(
+    ("method", "checkpoint"),
+    [
+        ("burst", Checkpoint(every=1, tail=0, offload="inputs")),
+        ("burst", Checkpoint(every=1, tail=1, offload="all")),
+        ("burst", Checkpoint(every=2, tail=0.3, offload="all", replay="bisect")),
+        ("burst", Checkpoint(every=2, tail=0.5, offload="all", replay="hold", whole_layers=1)),
+        ("megatron_tp", Checkpoint(every=1, tail=0.6, offload="all")),
+    ],
+)
+def test_a_measured_step_after_a_shorter_warm_up_locks_no_host_memory(
+    method: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    divided = {"tp_size": 2} if method == "megatron_tp" else {"cp_size": 2}
+    changes = {"method": method, "model": DEEPER, "world_size": 2, "checkpoint": checkpoint, **divided}
+    whole = dataclasses.replace(SETTINGS, **changes, steps=Steps(warmup=0, measured=1))
+    by_itself = [step for _, step in run_on_ranks(2, locked, str(tmp_path), whole)]
+    assert all(by_itself)
+    shorter = dataclasses.replace(whole, steps=Steps(warmup=1, measured=1, warmup_seq_len=16))
+    assert run_on_ranks(2, locked, str(tmp_path), shorter) == [(sizes, []) for sizes in by_itself]
 
 
 def test_a_warm_up_length_that_does_not_split_is_refused(tmp_path: Path) -> None:
