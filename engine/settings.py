@@ -177,8 +177,8 @@ class Checkpoint:
 class Steps:
     """How many optimizer steps (task train) or calls (other tasks) are run, and how many of them are timed.
 
-    Where a step takes minutes, `warmup_seq_len` warms up on shorter sequences: kernels are compiled, connections opened,
-    optimizer states made, and host memory for a step of full length locked, all the same.
+    Where a step takes minutes, `warmup_seq_len` warms up on shorter sequences: kernels are compiled, connections
+    opened, optimizer states made, and host memory for a step of full length locked, all the same.
     """
 
     warmup: int = 1
