@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ ERRORS_DIRECTORY = "errors"
 # error file this much older than an exit may still be its consequence. A busy machine notices exits later than that,
 # which matters where peers fail at once: at SIGKILL, which no failure of a peer ever sends.
 CLOCK_SLACK_SECONDS = 0.05
+# The last line of a traceback, behind torchrun's name of the rank where there is one.
+_EXCEPTION = re.compile(r"(?:\[rank\d+\]: *)?(?P<said>[\w.]*(?:Error|Exception|Interrupt|Exit)(?:: .*)?)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,8 +141,7 @@ def _unexplained(job: Job, watched: Watched, end: Exit) -> tuple[Status, str]:
         if _killed(end) and watched.oom_killed:
             return "host_oom", f"rank {end.rank} was killed by the kernel because host memory ran out"
         return "failed", f"rank {end.rank} was killed by {name}{_after(watched.progress)} (see {_log(end.rank)})"
-    last = last_line(job.trial_dir / _log(end.rank))
-    said = f", its last line: {last}" if last else ""
+    said = last_words(job.trial_dir / _log(end.rank))
     return "failed", f"rank {end.rank} exited with code {end.returncode}{said} (see {_log(end.rank)})"
 
 
@@ -159,8 +161,12 @@ def read_errors(trial_dir: Path) -> list[WorkerError]:
     return sorted(found, key=lambda error: (error.at, error.rank))
 
 
-def last_line(log: Path, limit: int = 200) -> str:
-    """The last line of a log that is not blank, cut to `limit` characters; empty when there is none."""
+def last_words(log: Path, limit: int = 200) -> str:
+    """The line of a log that says best why its program ended, cut to `limit` characters, for a sentence; empty when
+    there is none.
+
+    That is the last one that names an exception, since libraries warn behind it as the process ends, else the last one.
+    """
     try:
         with open(log, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
@@ -168,7 +174,12 @@ def last_line(log: Path, limit: int = 200) -> str:
     except OSError:  # none, or one that cannot be read: the sentence does without it
         return ""
     lines = [line.strip() for line in end.splitlines() if line.strip()]
-    return lines[-1][:limit] if lines else ""
+    if not lines:
+        return ""
+    error = next((found for line in reversed(lines) if (found := _EXCEPTION.fullmatch(line))), None)
+    if error is None or error[0] == lines[-1]:
+        return f", its last line: {lines[-1][:limit]}"
+    return f", its last error: {error['said'][:limit]}"
 
 
 def _log(rank: int) -> str:

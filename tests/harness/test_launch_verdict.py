@@ -46,6 +46,26 @@ def test_the_earlier_of_an_error_and_an_exit_is_the_reason(job, error_at, expect
     assert judge(job, Watched(exits=[Exit(rank=1, returncode=7, at=100.0)]))[1].startswith(expected)
 
 
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("starts\nno such option\n\n", ", its last line: no such option"),
+        ("Traceback:\nValueError: first\nKeyError: 'second'\n", ", its last line: KeyError: 'second'"),
+        (
+            "[rank0]:   in get_batch\n[rank0]: IndexError: tuple index\n[rank0]:[W1] Warning: not destroyed",
+            ", its last error: IndexError: tuple index",
+        ),
+        ("torch.OutOfMemoryError: CUDA\nan Error: is in here\n", ", its last error: torch.OutOfMemoryError: CUDA"),
+        ("", ""),
+    ],
+)
+def test_the_exception_in_a_log_is_the_reason_whatever_the_program_says_as_it_ends(job, log, said):
+    (job.trial_dir / "logs").mkdir()
+    (job.trial_dir / "logs" / "rank1.log").write_text(log)
+    expected = f"rank 1 exited with code 1{said} (see logs/rank1.log)"
+    assert judge(job, Watched(exits=[Exit(rank=1, returncode=1, at=100.0)])) == ("failed", expected)
+
+
 @pytest.mark.parametrize("error_at", [99.0, 101.0])
 def test_a_killed_rank_is_the_reason_however_late_its_exit_was_noticed(job, error_at):
     leave_error(job.trial_dir, 0, error_at)
