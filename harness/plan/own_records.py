@@ -1,7 +1,7 @@
 """`python -m harness.plan.own_records`: every training record of this engine, predicted, into results/published.
 
-Records of the engine of today are judged. Those of an earlier engine are only listed; docs/memory.md says what has
-changed since then.
+Records of the engine of today are judged. Two kinds are only listed: those of an earlier engine (docs/memory.md says
+what has changed since then), and those of which provenance.yaml states conditions, whose steps hold more than a step.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from harness.metrics.throughput import GIB
 from harness.plan.predict import predict
 from harness.predict.validation_table import write_block, write_table
 from harness.records.record import read_record
+from harness.records.stated import stated_in
 from harness.spec.methods import is_native, method_named
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published"
@@ -58,7 +59,7 @@ def compared_records() -> list[Compared]:
     """All training records of the engine's own methods on GPUs that gave figures, in order of their folders."""
     found = []
     for path in sorted(PUBLISHED.glob("h*/*/trials/*/record.json")):
-        record = read_record(path)
+        record, run_dir = read_record(path), path.parents[2]
         settings, measured = record.settings, record.measurement
         if settings.task != "train" or record.status != "ok" or not is_native(method_named(settings.method)):
             continue
@@ -80,7 +81,7 @@ def compared_records() -> list[Compared]:
         found.append(
             Compared(
                 record=str(path.parent.relative_to(PUBLISHED)),
-                judged=record.started_at >= TODAY,
+                judged=record.started_at >= TODAY and not stated_in(run_dir).reason(record.trial_id, "conditions"),
                 method=settings.method,
                 model=settings.model.name,
                 seq_len=settings.seq_len,
@@ -128,7 +129,7 @@ def summary() -> str:
     of_figure: dict[str, str] = {"seconds": "time", "allocated": "memory allocated", "reserved": "memory reserved"}
     parts: dict[str, Callable[[Compared], bool]] = {
         "of today's engine": lambda row: row.judged,
-        "older, listed alone": lambda row: not row.judged,
+        "others, listed alone": lambda row: not row.judged,
     }
     for label, belongs in parts.items():
         chosen = [row for row in rows if belongs(row)]

@@ -159,7 +159,8 @@ class Quotes:
         return [f"| {' | '.join(line)} |" for line in (headers, ["---"] * len(headers), *whole)]
 
     def _cell(self, group: pd.DataFrame, column: Quantity, let: Mapping[str, Quantity]) -> str:
-        """A cell: the number, else the status of the trial that gave none, else `not measured`."""
+        """A cell: the number, else the status of the trial that gave none, else `not measured`; `-` where the trial is
+        ok and has no such number, as with the limits of an interval after one round."""
 
         def value(quantity: Quantity) -> Any:
             return _value(self._frame([quantity.run]) if quantity.run else group, quantity)
@@ -170,7 +171,7 @@ class Quotes:
                 return _formatted(_expression(column.of, names), column.form)
             return _formatted(value(column), column.form)
         except Absent as status:
-            return str(status)
+            return "-" if str(status) == "ok" else str(status)
 
 
 def rewritten(page: str, quotes: Quotes) -> str:

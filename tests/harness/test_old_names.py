@@ -147,12 +147,18 @@ class RefusingLauncher:
 # Published runs that the experiment files still describe whole, by the command in results/published/README.md.
 AUTO = ("sweep.schedule=[auto]",)
 FP32 = ("fixed.grad_comm_dtype=fp32",)  # what every method sent before `auto` stood for what its original sends
+EQUAL = ("sweep.settings=[equal]", "sweep.method=[burst, megatron_cp, ulysses]")
 RUNS: list[tuple[str, str, str | None, tuple[str, ...]]] = [
     ("h200x4/attention_node", "attention_node", None, (*AUTO, *FP32)),
     ("h200x4/attention_node_grouped", "attention_node", "grouped", (*AUTO, *FP32)),
     ("h200x4/attention_exchange", "attention_node", "exchange", ()),
     ("h200x2/attention_short", "attention_node", "short", ("sweep.cp_size=[1,2]",)),
     ("h200x2/training_node_two", "training_node", "two", ()),
+    (
+        "h200x2/training_node_two_long", "training_node", "two_long",
+        (*EQUAL, "sweep.seq_len=[128k]", "steps.rounds=3"),
+    ),
+    ("h200x2/training_node_two_longest", "training_node", "two_long", (*EQUAL, "sweep.seq_len=[256k]")),
     (
         "h200x2/two_nodes_overlap", "attention_two_nodes", "overlap",
         (

@@ -66,6 +66,21 @@ def test_a_record_is_judged_by_the_day_it_started_and_not_by_its_folder(
     assert {Path(row.record).name: row.judged for row in compared_records()} == {"before": False, "after": True}
 
 
+def test_a_record_of_which_conditions_are_stated_is_listed_and_not_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = next(row.record for row in compared_records() if row.judged)
+    for name in ("alone", "beside_others"):
+        folder = tmp_path / "h200x1" / "same_run" / "trials" / name
+        folder.mkdir(parents=True)
+        record = json.loads((PUBLISHED / found / "record.json").read_text(encoding="utf-8"))
+        (folder / "record.json").write_text(json.dumps(record | {"trial_id": name}), encoding="utf-8")
+    stated = "reasons:\n  - {about: conditions, says: other trials ran, trials: [beside_*]}\n"
+    (tmp_path / "h200x1" / "same_run" / "provenance.yaml").write_text(stated, encoding="utf-8")
+    monkeypatch.setattr(own_records, "PUBLISHED", tmp_path)
+    assert {Path(row.record).name: row.judged for row in compared_records()} == {"alone": True, "beside_others": False}
+
+
 def test_the_committed_table_is_what_the_prediction_gives_today() -> None:
     with TABLE_FILE.open(encoding="utf-8", newline="") as file:
         assert list(csv.reader(file)) == table_rows()
