@@ -74,6 +74,12 @@ def limit_threads() -> None:
     torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
+def show_world(ranks: int) -> None:
+    """Let the environment say that the trial has `ranks` ranks, all on this host: a set of ranks that were started for
+    larger trials runs it too, and whatever reads the environment must find the trial's own world."""
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+
+
 def check_world_size(settings: TrialSettings) -> None:
     """Raises ValueError when the launched ranks are not those of `settings`, or do not factor."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -101,7 +107,8 @@ def join(settings: TrialSettings, turn: int = 1) -> World:
     # context-parallel groups are created by their own members.
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        store, rank, size = _rendezvous()
+        store, rank = _rendezvous()
+        size = int(os.environ["WORLD_SIZE"])
         dist.init_process_group(backend, store=dist.PrefixStore(f"turn{turn}", store), rank=rank, world_size=size)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -109,10 +116,11 @@ def join(settings: TrialSettings, turn: int = 1) -> World:
 
 
 @cache
-def _rendezvous() -> tuple[dist.Store, int, int]:
-    """The store that all ranks share while their processes run, this rank, and the number of ranks."""
-    store, rank, size = next(dist.rendezvous("env://"))
-    return store, rank, size
+def _rendezvous() -> tuple[dist.Store, int]:
+    """The store that all ranks share while their processes run, and this rank. Rank 0, which serves the store, waits
+    for the ranks of its first trial; those of larger trials connect later."""
+    store, rank, _ = next(dist.rendezvous("env://"))
+    return store, rank
 
 
 def arrange(settings: TrialSettings, device: torch.device) -> World:

@@ -2,7 +2,7 @@
 
 Reads TRIAL_DIR/trial.json. Rank 0 appends progress.jsonl and leaves measurement.json; a rank that fails leaves
 errors/rank<r>.json and exits with 1. Where its environment names a directory of turns
-(`engine.tasks.turns`), the rank reads further trials there until its process is ended. Importing this module starts
+(`engine.tasks.turns`), the rank reads its trials there, until its process is ended. Importing this module starts
 nothing: no process group, no CUDA, no thread, so that a fork server may load it once for many ranks.
 """
 
@@ -25,7 +25,16 @@ import torch
 import torch._dynamo  # every optimizer loads it when constructed; here a fork server does so once for all ranks
 import torch.distributed as dist
 
-from engine.distributed import World, check_world_size, close_groups, join, leave, limit_threads, wait_for_all
+from engine.distributed import (
+    World,
+    check_world_size,
+    close_groups,
+    join,
+    leave,
+    limit_threads,
+    show_world,
+    wait_for_all,
+)
 from engine.measurement import write_json, write_measurement
 from engine.method import NativeMethod, in_worker
 from engine.profile.capture import StepProfiler, step_to_trace
@@ -37,7 +46,7 @@ from engine.tasks.lm_head import HeadTask
 from engine.tasks.phases import Phases, process_seconds
 from engine.tasks.task import AroundStep, Refused, Task, progress_to
 from engine.tasks.train import TrainTask
-from engine.tasks.turns import Turns
+from engine.tasks.turns import IDLE_POLL_SECONDS, POLL_SECONDS, Turns
 
 LOG_DIRECTORY = "logs"  # of a trial, with the output of its ranks
 REASON_CHARACTERS = 200  # of an error's reason; the traceback has all of it
@@ -62,22 +71,32 @@ def main(arguments: list[str]) -> int:
     phases = Phases(shown=rank == 0, seconds=process_seconds())
     phases.end("start of the process and its imports")
     if turns := Turns.named_in(os.environ):
-        serve(turns, trial_dir, rank, phases)
+        serve(turns, rank, phases)
     with exit_on_error(trial_dir, rank):
         _run(trial_dir, rank, phases)
         leave()
     raise AssertionError("a rank does not outlive its trial")
 
 
-def serve(turns: Turns, trial_dir: Path, rank: int, phases: Phases) -> NoReturn:
+def serve(turns: Turns, rank: int, phases: Phases) -> NoReturn:
     """Run one trial after another, as if each ran in a process of its own, until this process is ended.
+
+    A trial may have fewer ranks than there are. The ranks beyond wait for the next turn and write nothing meanwhile;
+    their allocators have been empty since their last trial.
 
     A trial that fails ends the process: the state of GPUs and peers is then unknown. A refused one does not, because
     all ranks refuse the same settings.
     """
+    poll_seconds = POLL_SECONDS
     for turn in itertools.count(1):
+        trial_dir, ranks = turns.wait(turn, poll_seconds)
+        if rank >= ranks:
+            log_to(Path(os.devnull))  # a signal makes it write its stack, which belongs to no trial
+            poll_seconds = IDLE_POLL_SECONDS
+            continue
+        poll_seconds = POLL_SECONDS
+        show_world(ranks)
         if turn > 1:
-            trial_dir = turns.wait(turn)
             log_to(trial_dir / LOG_DIRECTORY / f"rank{rank}.log")
             phases = Phases(shown=rank == 0)
         with exit_on_error(trial_dir, rank):

@@ -86,6 +86,9 @@ class Job:
     exchange: Exchange | None = None  # None: the files of `trial_dir` alone
     again: str = "--resume --retry-failed"  # what repeats the job after a host was lost; empty: its caller says it
     share: str | None = None  # ranks that ended a job with an equal string, and are like its own, may run this one
+    set_ranks: int = 0  # to be started where none wait, if more than `ranks`: for jobs that follow and share them
+    # Ranks can run this only if those before it that said so had as many ranks.
+    same_size: bool = False
 
     @property
     def own_ranks(self) -> range:
@@ -104,6 +107,7 @@ class Outcome:
     wall_seconds: float
     hosts: list[str]
     turn: int = 0  # number of the job among those that its ranks ran, from 1; 0: it had ranks of its own
+    idle_ranks: int = 0  # that waited beside them for a larger job
     lost: tuple[str, ...] = ()  # hosts that were lost
 
 

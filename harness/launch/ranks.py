@@ -1,8 +1,13 @@
-"""The rank processes of a job on this host; where jobs share ranks, of several jobs in turn."""
+"""The rank processes of a job on this host; where jobs share ranks, of several jobs in turn.
+
+A job with fewer ranks than were started runs on the first of them; the others wait, and are none of its business: not
+their output, nor their stacks, nor their end, after which the set is not used again.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +35,9 @@ class Ranks:
         self.server = server
         self.turn = 0  # number of jobs they have run; always 0 where jobs do not share ranks
         self._kind = kind(job)
-        self._numbers = job.own_ranks
+        self._numbers = job.own_ranks if self._kind is None else range(max(job.ranks, job.set_ranks))
+        self._current = job.own_ranks  # that the job they were given last has
+        self._same_size = 0  # ranks of the jobs so far with `same_size`; 0: there was none
         self._gone: set[int] = set()  # ranks whose process has ended
         self.logs = Path()  # of the job they were started with
         self._through: set[int] = set()  # ranks that have finished the current job, their process ended or not
@@ -44,12 +51,13 @@ class Ranks:
 
     def begin(self, job: Job, environment: Mapping[str, str]) -> None:
         """Start ranks with the job, or give it to waiting ones. `environment` is the server's. Raises ServerLost."""
-        self._through = set()
+        self._through, self._current = set(), job.own_ranks
+        if job.same_size:
+            self._same_size = job.ranks
         if self._turns is not None:
             self.turn += 1
+            self._turns.give(self.turn, job.trial_dir, job.ranks)
         if self.turn > 1:
-            assert self._turns is not None, job
-            self._turns.give(self.turn, job.trial_dir)
             return
         self.logs = logs = (job.trial_dir / "logs").absolute()
         shared = trial_environment(str(logs), environment) | (self._turns.environment if self._turns else {})
@@ -57,21 +65,27 @@ class Ranks:
         for rank in self._numbers:
             own = rank_environment(
                 rank,
-                ranks=job.ranks,
+                ranks=job.ranks if job.part else len(self._numbers),
                 port=self._port,
                 emulate_nodes=job.emulate_nodes,
                 address=job.part.address if job.part else "127.0.0.1",
                 host_ranks=len(self._numbers),
             )
-            self.server.start(rank, job.command, {**shared, **own}, logs / f"rank{rank}.log")
+            log = logs / f"rank{rank}.log" if rank in self._current else Path(os.devnull)
+            self.server.start(rank, job.command, {**shared, **own}, log)
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process of each rank whose process runs."""
-        return {rank: pid for rank, pid in self.server.pids.items() if rank not in self._gone}
+        """Process of each of the job's ranks whose process runs."""
+        return {rank: pid for rank, pid in self.server.pids.items() if rank in self._current and rank not in self._gone}
+
+    @property
+    def idle(self) -> int:
+        """Ranks that have no part in the job."""
+        return len(self._numbers) - len(self._current)
 
     def exits(self, seconds: float) -> list[Exit]:
-        """Ranks that finished the job since the last call, waiting up to `seconds`: those whose process ended,
+        """Ranks of the job that finished it since the last call, waiting up to `seconds`: those whose process ended,
         and, as if it had ended with 0, those that wait for another job. Raises ServerLost."""
         events = self.server.events(min(seconds, TURNS_POLL_SECONDS) if self._turns else seconds)
         found = []
@@ -81,23 +95,26 @@ class Ranks:
         for event in events:
             if event["event"] == "exited":
                 self._gone.add(event["rank"])
-                if event["rank"] not in self._through.union(end.rank for end in found):
+                known = self._through.union(end.rank for end in found)
+                if event["rank"] in self._current and event["rank"] not in known:
                     found.append(Exit(rank=event["rank"], returncode=event["returncode"], at=event["at"]))
         self._through |= {end.rank for end in found}
         return found
 
     @property
     def waiting(self) -> bool:
-        """Whether all ranks have finished their job and wait for another."""
-        return self._turns is not None and not self._gone and self._through == set(self._numbers)
+        """Whether all ranks of the job have finished it, and all that were started wait for another."""
+        return self._turns is not None and not self._gone and self._through == set(self._current)
 
     def suit(self, job: Job) -> bool:
         """Whether the ranks wait, and the job may be given to them."""
-        if not self.waiting or self._kind != kind(job):
+        if not self.waiting or self._kind != kind(job) or job.ranks > len(self._numbers):
+            return False
+        if job.same_size and self._same_size not in (0, job.ranks):
             return False
         with contextlib.suppress(ServerLost):
             self.exits(0)  # one may have died while it waited
-            return self.waiting and not any(map(has_ended, self.pids.values()))
+            return self.waiting and not any(map(has_ended, self.server.pids.values()))
         return False
 
     def end(self) -> list[int]:
@@ -121,10 +138,12 @@ def tells_start(command: list[str]) -> bool:
 
 
 def kind(job: Job) -> tuple[object, ...] | None:
-    """A key that is equal for jobs that the same ranks may run; None for a job that needs ranks of its own."""
+    """A key that is equal for jobs that the same ranks may run, where there are enough of them (`Ranks.suit` says what
+    else must hold); None for a job that needs ranks of its own."""
     if job.share is None or job.part is not None:
         return None
     if not tells_start(job.command):
         return None
     command = tuple(word for word in job.command if word != str(job.trial_dir))
-    return command, job.ranks, job.emulate_nodes, tuple(sorted(job.environment.items())), job.share
+    ranks = job.ranks if job.emulate_nodes > 1 else 0  # which node a rank is on depends on how many there are
+    return command, ranks, job.emulate_nodes, tuple(sorted(job.environment.items())), job.share

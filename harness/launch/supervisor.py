@@ -78,6 +78,7 @@ class Supervisor:
             wall_seconds=time.monotonic() - started,
             hosts=[socket.gethostname()],
             turn=watched.turn,
+            idle_ranks=watched.idle_ranks,
         )
 
     def watch(self, job: Job, on_progress: Progress | None = None) -> Watched:
@@ -92,7 +93,7 @@ class Supervisor:
             ranks = self._ranks_for(job, watched)
             try:
                 ranks.begin(job, {**self._environment, **job.environment})
-                watched.turn = ranks.turn
+                watched.turn, watched.idle_ranks = ranks.turn, ranks.idle
                 self._watch(ranks, job, watched, JobLimits(job, started), on_progress)
                 if self._wants_stacks(watched):
                     self._take_stacks(ranks, job, watched)

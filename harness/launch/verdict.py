@@ -50,6 +50,7 @@ class Watched:
     oom_killed: bool = False  # the kernel's count of out-of-memory kills rose meanwhile
     progress: dict[str, object] = field(default_factory=dict)  # the last line of progress.jsonl
     turn: int = 0  # number of the job among those that its ranks ran, from 1; 0: it had ranks of its own
+    idle_ranks: int = 0  # that waited beside them for a larger job
     left: list[int] = field(default_factory=list)  # processes that SIGKILL did not end in time
 
 

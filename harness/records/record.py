@@ -75,6 +75,7 @@ class Record:
     started_at: str = ""  # ISO 8601, UTC
     wall_seconds: float = 0.0  # launch to end of the last process, start-up included; in shared ranks, its own turn
     ranks_turn: int = 0  # among the trials that its ranks were given, from 1; 0: it had ranks of its own
+    idle_ranks: int = 0  # that waited beside its ranks, each with a GPU of its own, for a trial with more of them
     attempts: int = 1
     lanes: int = 1  # trials that the run executed at the same time on disjoint parts of the machine
     rounds: list[Round] = field(default_factory=list)  # empty in records from before there were rounds: one, then

@@ -101,6 +101,7 @@ def row_of(record: Record, run: str = "", stated: Stated = NOTHING_STATED) -> Ro
         attempts=record.attempts,
         wall_seconds=record.wall_seconds or None,
         ranks_turn=record.ranks_turn or None,
+        idle_ranks=record.idle_ranks or None,
         started_at=record.started_at or None,
         step_seconds_by_round=record.step_seconds_by_round if record.status == "ok" else [],
         round_numbers=_round_numbers(record) if record.status == "ok" else [],

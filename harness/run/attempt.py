@@ -7,7 +7,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +23,7 @@ from harness.base.interrupts import released
 from harness.launch.environment import render
 from harness.launch.launcher import Job, Launcher, Outcome
 from harness.launch.ports import port_was_taken
-from harness.launch.ranks import kind, tells_start
+from harness.launch.ranks import tells_start
 from harness.machine.this_machine import Machine
 from harness.records.provenance import commit, portable_command, redact
 from harness.records.record import Record, write_record
@@ -62,6 +62,7 @@ class Turn:
 
     round: int
     place: int
+    sharing: tuple[int, ...] = ()  # world sizes of the trials that may share its ranks in this round
 
 
 def execute(
@@ -133,7 +134,9 @@ def _attempt(
         plan=trial.plan,
     )
     if trial.unsupported_reason is None:
-        job = dataclasses.replace(_job(trial, method, trial_dir, host), avoid=avoid)
+        job = dataclasses.replace(
+            job_of(trial, trial_dir, host), avoid=avoid, set_ranks=_largest(turn.sharing, host.machine)
+        )
         write_json(
             trial_dir / TRIAL_FILE,
             {
@@ -166,6 +169,7 @@ def _attempt(
             command=portable_command(job.command, trial_dir),
             wall_seconds=round(outcome.wall_seconds, 3),
             ranks_turn=outcome.turn,
+            idle_ranks=outcome.idle_ranks,
             lanes=host.lanes,
         )
         record.rounds.append(round_of(record, number=turn.round, place=turn.place))
@@ -175,15 +179,15 @@ def _attempt(
     return record
 
 
-def ranks_kind(trial: Trial, host: Host) -> Hashable:
-    """Equal for trials that the same ranks may run one after another; None for one with ranks of its own."""
-    if not trial.share_ranks or trial.unsupported_reason is not None:
-        return None
-    return kind(_job(trial, method_named(trial.settings.method), Path(trial.id), host))
+def _largest(sizes: Sequence[int], machine: Machine) -> int:
+    """The largest of these world sizes that one host of this machine, or part of a machine, holds; 0 for none."""
+    return max((ranks for ranks in sizes if machine.nodes_for(ranks) == 1), default=0)
 
 
-def _job(trial: Trial, method: Method, trial_dir: Path, host: Host) -> Job:
+def job_of(trial: Trial, trial_dir: Path, host: Host) -> Job:
+    """The trial as a launcher executes it on this host."""
     settings = trial.settings
+    method = method_named(settings.method)
     environment = render(
         settings,
         device=host.machine.device,
@@ -205,6 +209,9 @@ def _job(trial: Trial, method: Method, trial_dir: Path, host: Host) -> Job:
         hang_seconds=None if trial.profile else trial.hang_seconds or max(SHORTEST_HANG, trial.deadline_seconds / 2),
         emulate_nodes=settings.emulate_nodes,
         share=_for_good(settings) if trial.share_ranks else None,
+        # torch's symmetric memory numbers its rendezvous from the start of a process, and all ranks of one must have
+        # the same number: ranks that waited while others had one could not take part in the next.
+        same_size=host.machine.device == "cuda" and settings.world_size > 1,
     )
 
 

@@ -6,14 +6,13 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from harness.base.errors import UsageError
 from harness.base.interrupts import end_requested
 from harness.plan.matrix import at_length, planned_again
 from harness.records.record import RESULTS, Record, Status, write_record
 from harness.report.run_records import RunRecords
-from harness.run.attempt import UNBOUNDED, Host, Turn, completed, execute, ranks_kind
+from harness.run.attempt import UNBOUNDED, Host, Turn, completed, execute
 from harness.run.bounds import Bounds
 from harness.run.directory import RunDirectory
 from harness.run.lanes import Lanes
@@ -21,6 +20,7 @@ from harness.run.mixing import differences
 from harness.run.progress import ProgressView
 from harness.run.rounds import Order, Pending, Shuffle, alone, arranged, round_in, statuses_of
 from harness.run.search import LengthSearch, group_of
+from harness.run.sharing import Sharing
 from harness.spec.repetition import Repetition
 from harness.spec.search import Search
 from harness.spec.trial import Trial
@@ -221,8 +221,8 @@ class Execution:
         # A round that was broken off goes on: its first places are taken, also by trials that are not run now.
         others = [record for record in self._records.records() if record.trial_id not in due]
         place = sum(round_in(record, number) is not None for record in others)
-        kind = partial(ranks_kind, host=self._host)
-        order = arranged(list(due.values()), self._ways.order, kind, self._ways.shuffle)
+        sharing = Sharing(due.values(), self._host)
+        order = arranged(list(due.values()), self._ways.order, sharing.group, self._ways.shuffle)
         queue = deque(self._search.ascending(order))
         stopped: Stopped | None = None
         while True:
@@ -231,7 +231,7 @@ class Execution:
                 stopped = self._interrupted(where)
             while stopped is None and (trial := self._next(queue, lanes)) is not None:
                 place += 1
-                self._start(trial, Turn(round=number, place=place), lanes)
+                self._start(trial, Turn(round=number, place=place, sharing=sharing.sizes(trial)), lanes)
             if not lanes.running:
                 return stopped
             for trial, record in lanes.finished():

@@ -44,7 +44,11 @@ def schema_failures(path: Path, record: Record, raw: Any) -> Iterator[Failure]:
         yield wrong(f"status {record.status} with a measurement", "none: only an ok record has figures")
     if len(set(record.hosts)) > settings.world_size:
         yield wrong(f"{len(set(record.hosts))} hosts", f"at most one for each of {settings.world_size} ranks")
-    for name, value, least in (("attempts", record.attempts, 1), ("ranks_turn", record.ranks_turn, 0)):
+    for name, value, least in (
+        ("attempts", record.attempts, 1),
+        ("ranks_turn", record.ranks_turn, 0),
+        ("idle_ranks", record.idle_ranks, 0),
+    ):
         if value < least:
             yield wrong(f"{name} {value}", f"at least {least}")
     if record.wall_seconds < 0:

@@ -28,6 +28,7 @@ from engine.attention.masks import Causal
 from engine.attention.reference import dense_attention
 from engine.method import in_worker
 from engine.settings import ModelShape, TrialSettings
+from engine.tasks.turns import Turns
 from harness.launch.launcher import Job
 from harness.launch.ranks import kind, tells_start
 from harness.spec.methods import method_named
@@ -162,6 +163,21 @@ def test_trials_of_one_system_share_ranks_and_those_of_two_do_not(tmp_path: Path
     assert tells_start(first.command)
     assert kind(first) == kind(second) is not None
     assert kind(first) != kind(other)
+
+
+@pytest.mark.parametrize(("rank", "written"), [("1", True), ("2", False)])
+def test_a_rank_that_has_no_part_in_the_trial_writes_no_refusal_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str, written: bool
+) -> None:
+    trial_dir = tmp_path / "trial"
+    trial_dir.mkdir()
+    turns = Turns(tmp_path)
+    turns.give(1, trial_dir, 2)
+    monkeypatch.setattr(Place, "not_installed_reason", lambda *_: "it is not installed")
+    for name, value in {**turns.environment, "RANK": rank}.items():
+        monkeypatch.setenv(name, value)
+    assert main([f"baselines.{CALLED[0].removesuffix('_upstream')}", str(trial_dir)]) == 1
+    assert (trial_dir / "errors").exists() == written
 
 
 def test_modules_of_systems_are_imported_without_what_reads_pins() -> None:

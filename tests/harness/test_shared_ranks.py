@@ -83,7 +83,8 @@ def processes(job: Job) -> list[int]:
 
 
 def test_jobs_of_one_kind_are_run_by_the_same_processes_and_others_by_new_ones(supervisor, trials):
-    jobs = [trials(WELL), trials(WELL, cp_size=1, world_size=2), trials(WELL, ranks=1), trials(WELL, ranks=1)]
+    one = {"ranks": 1, "share": "other"}
+    jobs = [trials(WELL), trials(WELL, cp_size=1, world_size=2), trials(WELL, **one), trials(WELL, **one)]
     outcomes, seen = [], []
     for job in jobs:
         lines: list[dict[str, object]] = []
@@ -103,6 +104,47 @@ def test_jobs_of_one_kind_are_run_by_the_same_processes_and_others_by_new_ones(s
     assert not any(map(running, pairs))  # they would hold memory while others are measured
     for job in jobs:
         assert max(read_measurement(job.trial_dir).extra["error"].values()) < 1e-6
+
+
+def of_a_set_of(ranks: int, job: Job) -> Job:
+    return Job(**{**fields_of(job), "set_ranks": ranks})
+
+
+def test_jobs_with_fewer_ranks_run_on_the_first_of_them_and_the_others_write_nothing(supervisor, trials):
+    sizes = [1, 2, 4, 1, 4, 2]
+    jobs = [of_a_set_of(4, trials(WELL, ranks=ranks)) for ranks in sizes]
+    outcomes = [supervisor.run(job) for job in jobs]
+    assert [(outcome.status, outcome.reason, outcome.turn, outcome.idle_ranks) for outcome in outcomes] == [
+        ("ok", "", turn, 4 - ranks) for turn, ranks in enumerate(sizes, start=1)
+    ]
+    everyone = processes(jobs[2])
+    assert len(set(everyone)) == 4
+    for job, ranks in zip(jobs, sizes, strict=True):
+        assert processes(job) == everyone[:ranks]
+        assert {path.name for path in (job.trial_dir / "logs").iterdir()} == {
+            f"rank{rank}.log" for rank in range(ranks)
+        }
+        assert not (job.trial_dir / "errors").exists()
+        measured = read_measurement(job.trial_dir)
+        assert len(measured.peak_rss_bytes) == len(measured.sent_bytes) == ranks
+        assert max(measured.extra["error"].values()) < 1e-6
+        if ranks > 1:
+            assert min(measured.sent_bytes) > 0
+
+
+def test_a_set_of_ranks_is_replaced_where_a_job_needs_more(supervisor, trials):
+    small, large, again = trials(WELL, ranks=1), trials(WELL), trials(WELL, ranks=1)
+    assert [supervisor.run(job).turn for job in (small, large, again)] == [1, 1, 2]
+    assert not running(processes(small)[0])
+    assert processes(again) == processes(large)[:1]
+
+
+def test_jobs_that_need_ranks_of_equal_history_share_with_smaller_ones_but_not_with_another_size(supervisor, trials):
+    def job(ranks: int) -> Job:
+        return Job(**{**fields_of(of_a_set_of(3, trials(WELL, ranks=ranks, seq_len=24 * 4))), "same_size": ranks > 1})
+
+    turns = [(ranks, supervisor.run(job(ranks)).turn) for ranks in (1, 2, 1, 2, 3, 1, 2)]
+    assert turns == [(1, 1), (2, 2), (1, 3), (2, 4), (3, 1), (1, 2), (2, 1)]
 
 
 @pytest.mark.parametrize("difference", ["share", "emulate_nodes", "environment", "none"])
@@ -163,6 +205,53 @@ def test_a_trial_that_goes_wrong_among_others_costs_them_nothing(supervisor, tri
         logs = [path.read_text() for path in sorted((jobs[1].trial_dir / "logs").glob("rank*.log"))]
         assert len(logs) == 2
         assert all("most recent call first" in log for log in logs)
+
+
+@pytest.mark.parametrize(
+    ("seed", "status"), [(RANK1_RAISES, "failed"), (RANK1_KILLED, "failed"), (RANK1_OUT_OF_MEMORY, "oom")]
+)
+def test_a_small_trial_that_goes_wrong_ends_the_ranks_that_wait_too(supervisor, trials, seed, status):
+    jobs = [trials(WELL, ranks=3, seq_len=96), trials(seed, ranks=2), trials(WELL, ranks=2), trials(WELL, ranks=1)]
+    outcomes = [supervisor.run(of_a_set_of(3, job)) for job in jobs]
+    assert [(outcome.status, outcome.turn, outcome.idle_ranks) for outcome in outcomes] == [
+        ("ok", 1, 0),
+        (status, 2, 1),
+        ("ok", 1, 1),
+        ("ok", 2, 2),
+    ]
+    assert "rank 1" in outcomes[1].reason
+    assert not any(map(running, processes(jobs[0])))
+    assert processes(jobs[3]) == processes(jobs[2])[:1]
+    assert {path.name for path in (jobs[1].trial_dir / "logs").iterdir()} == {"rank0.log", "rank1.log"}
+
+
+def test_a_small_trial_that_hangs_is_explained_by_its_own_ranks(supervisor, trials):
+    large = of_a_set_of(3, trials(WELL, ranks=3, seq_len=96))
+    hanging = of_a_set_of(3, trials(HANGS, ranks=2, deadline=scaled(3.0)))
+    assert supervisor.run(large).status == "ok"
+    quiet = (large.trial_dir / "logs" / "rank2.log").read_text()
+    outcome = supervisor.run(hanging)
+    assert outcome.status == "timeout"
+    assert "rank 2" not in outcome.reason
+    for folder in ("logs", "stacks"):
+        found = {path.stem for path in (hanging.trial_dir / folder).glob("rank*")}
+        assert found == {"rank0", "rank1"}
+    assert (large.trial_dir / "logs" / "rank2.log").read_text() == quiet  # its stack is no part of either trial
+    assert not any(map(running, processes(large)))
+
+
+def test_a_rank_that_dies_while_it_has_no_part_costs_no_trial(supervisor, trials):
+    large, small, after = trials(WELL, ranks=2), trials(WELL, ranks=1), trials(WELL, ranks=1)
+    supervisor.run(large)
+
+    def kill_the_idle_one(line: dict[str, object]) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(processes(large)[1], signal.SIGKILL)
+        wait_for_end([processes(large)[1]])
+
+    outcome = supervisor.run(small, kill_the_idle_one)
+    assert (outcome.status, outcome.turn, outcome.idle_ranks) == ("ok", 2, 1)
+    assert supervisor.run(after).turn == 1
 
 
 def test_a_trial_that_all_ranks_refuse_leaves_them_to_the_next(supervisor, trials):

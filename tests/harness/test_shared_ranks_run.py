@@ -10,10 +10,12 @@ from engine.settings import ModelShape, Steps, TrialSettings
 from harness.launch.supervisor import LocalLauncher, Supervisor
 from harness.machine.this_machine import Machine
 from harness.records.record import Record, read_records
+from harness.report.results import row_of
 from harness.run.attempt import Host
 from harness.run.execution import Resume, Ways
 from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
+from harness.spec.repetition import Repetition
 from harness.spec.trial import Trial
 from tests.patience import AMPLE
 
@@ -50,7 +52,9 @@ def trial(ranks: int = 2, share: bool = True, **changes) -> Trial:
     return Trial(experiment="exp", title="E", settings=settings, deadline_seconds=AMPLE, share_ranks=share)
 
 
-def run(launcher, run_dir: Path, trials: list[Trial], resume: Resume | None = None, stop: str = "") -> list[Record]:
+def run(
+    launcher, run_dir: Path, trials: list[Trial], resume: Resume | None = None, stop: str = "", rounds: int = 1
+) -> list[Record]:
     """Records in the order of the trials; those that none was left for are missing."""
     from rich.console import Console
 
@@ -58,7 +62,7 @@ def run(launcher, run_dir: Path, trials: list[Trial], resume: Resume | None = No
         "exp",
         trials,
         Host(
-            machine=Machine(hostname="here", device="cpu", cores=2, memory_gib=8.0),
+            machine=Machine(hostname="here", device="cpu", cores=4, memory_gib=8.0),
             launcher=launcher,
             environment=ENVIRONMENT,
             commit="abc",
@@ -67,7 +71,7 @@ def run(launcher, run_dir: Path, trials: list[Trial], resume: Resume | None = No
         view=StopsAt(Console(quiet=True), stop),
         say=lambda _: None,
         resume=resume,
-        ways=Ways(shuffle=lambda _: None),  # the order of the plan
+        ways=Ways(shuffle=lambda _: None, repetition=Repetition(rounds=rounds)),  # the order of the plan
     )
     records = {record.trial_id: record for record in read_records(run_dir)}
     return [records[each.id] for each in trials if each.id in records]
@@ -82,15 +86,22 @@ def test_a_sweep_in_shared_ranks_measures_what_fresh_ranks_measure(launcher, tmp
         return [
             trial(2, share),
             trial(2, share, task="attention", method="ulysses"),
+            trial(1, share, task="attention"),
+            trial(4, share),
             trial(2, share, cp_size=1, world_size=2, sharding="hybrid"),
-            trial(2, share, deterministic=True),  # cannot be taken on by ranks that ran otherwise
             trial(1, share, seq_len=32),
+            trial(4, share, task="attention"),
+            trial(2, share, seq_len=128),
             trial(1, share),
+            trial(2, share, emulate_nodes=2),  # on two nodes, which ranks of a set of four would divide otherwise
+            trial(2, share, deterministic=True),  # cannot be taken on by ranks that ran otherwise
         ]
 
     shared, fresh = (run(launcher, tmp_path / str(share), sweep(share)) for share in (True, False))
-    assert outcomes(shared) == [("ok", 1), ("ok", 2), ("ok", 3), ("ok", 1), ("ok", 1), ("ok", 2)]
-    assert outcomes(fresh) == [("ok", 0)] * 6
+    assert outcomes(shared) == [*(("ok", turn) for turn in range(1, 10)), ("ok", 1), ("ok", 1)]
+    assert [record.idle_ranks for record in shared] == [2, 2, 3, 0, 2, 3, 0, 2, 3, 0, 0]
+    assert outcomes(fresh) == [("ok", 0)] * 11
+    assert not any(record.idle_ranks for record in fresh)
     for ours, theirs in zip(shared, fresh, strict=True):
         assert ours.measurement is not None
         assert theirs.measurement is not None
@@ -99,6 +110,13 @@ def test_a_sweep_in_shared_ranks_measures_what_fresh_ranks_measure(launcher, tmp
         for figure in ("loss", "grad_norm", "chosen", "sent_bytes"):
             assert getattr(ours.measurement, figure) == getattr(theirs.measurement, figure)
         assert ours.measurement.extra.get("error") == theirs.measurement.extra.get("error")
+        ranks = ours.settings.world_size
+        assert len(ours.measurement.peak_rss_bytes) == len(theirs.measurement.peak_rss_bytes) == ranks
+        assert ours.hosts == theirs.hosts
+        assert ours.environment == theirs.environment
+        assert {path.name for path in (tmp_path / "True" / "trials" / ours.trial_id / "logs").iterdir()} == {
+            f"rank{rank}.log" for rank in range(ranks)
+        }
         assert len(ours.measurement.step_seconds) == 2
         log = tmp_path / "True" / "trials" / ours.trial_id / "logs" / "rank0.log"
         start = ["start of the process and its imports"] if ours.ranks_turn == 1 else []
@@ -121,3 +139,28 @@ def test_a_failure_in_the_middle_and_ctrl_c_after_it_leave_a_state_that_resumes(
     resumed = run(launcher, tmp_path / "run", trials, Resume())
     assert outcomes(resumed) == [("ok", 1), ("failed", 2), ("ok", 1), ("ok", 1), ("ok", 2)]
     assert [record.attempts for record in resumed] == [1, 1, 1, 2, 1]
+
+
+def test_trials_of_several_sizes_share_ranks_over_a_failure_and_ctrl_c_and_a_second_round(launcher, tmp_path):
+    trials = [
+        trial(1, seed=0),
+        trial(2, seed=1, learning_rate=1e30),
+        trial(1, seed=2),
+        trial(4, seed=3),
+        trial(2, seed=4),
+    ]
+    run(launcher, tmp_path / "before", [trial(1, share=False)])  # no ranks of another test wait
+    first = run(launcher, tmp_path / "run", trials, stop=trials[3].id)
+    assert [(record.status, record.ranks_turn, record.idle_ranks) for record in first[:3]] == [
+        ("ok", 1, 3),
+        ("failed", 2, 2),
+        ("ok", 1, 3),
+    ]
+    assert first[3].status == "interrupted"
+    assert "FloatingPointError" in first[1].reason
+    resumed = run(launcher, tmp_path / "run", trials, Resume(), rounds=2)
+    assert [record.status for record in resumed] == ["ok", "failed", "ok", "ok", "ok"]
+    # The resumed first round runs the last two, and the second round goes on with the same ranks.
+    assert [(record.ranks_turn, record.idle_ranks) for record in resumed] == [(3, 3), (2, 2), (4, 3), (5, 0), (6, 2)]
+    assert [len(record.rounds) for record in resumed] == [2, 1, 2, 2, 2]
+    assert [row_of(record)["idle_ranks"] for record in resumed] == [3, 2, 3, None, 2]

@@ -59,8 +59,8 @@ def test_a_rank_finishes_only_its_own_turn(tmp_path):
         turns.finish(1, rank)
     turns.finish(11, 3)
     assert (turns.through(1), turns.through(11), turns.through(2)) == ({0, 10}, {3}, set())
-    turns.give(2, tmp_path / "trial")
-    assert turns.wait(2) == tmp_path / "trial"
+    turns.give(2, tmp_path / "trial", 3)
+    assert turns.wait(2) == (tmp_path / "trial", 3)
 
 
 def test_the_first_error_of_a_rank_is_recorded(tmp_path):
