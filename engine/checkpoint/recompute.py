@@ -61,6 +61,7 @@ class Recompute:
         """
         counts: Counter[int] = Counter()
         if isinstance(self.inputs, HostStore):
+            # At most `kept_at_once` too many, where the last group is a shorter one.
             counts[input_bytes] += inputs_in_store(self._settings, self._layers)
         if isinstance(self.attention, HostStore):
             for nbytes in attention_bytes:

@@ -142,7 +142,8 @@ class TrainTask:
         self.step(self.settings.steps.warmup + self.settings.steps.measured)
 
     def _reserve(self) -> None:
-        """After a warm-up on shorter sequences: lock the host memory for what a step of full length saves there."""
+        """After a warm-up on shorter sequences: lock the host memory for what a step of full length saves there, on all
+        ranks."""
         settings, model = self.settings, self.settings.model
         if self._recompute is None or settings.steps.warmup_seq_len in (0, settings.seq_len):
             return
@@ -159,6 +160,7 @@ class TrainTask:
         saved = self.attend.keep(out_BLND, lse_BNL, settings.checkpoint.tail)
         sizes = [one.nbytes for one in saved.tensors] if saved else []
         self._recompute.reserve(x_BLE.nbytes, sizes, self.world.device)
+        self.world.barrier()  # a rank that locked faster would wait for the others within its measured step
 
     def _query_bytes(self) -> int:
         """Of this rank's queries in a micro-batch of full length."""

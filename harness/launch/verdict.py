@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,8 +23,9 @@ ERRORS_DIRECTORY = "errors"
 # error file this much older than an exit may still be its consequence. A busy machine notices exits later than that,
 # which matters where peers fail at once: at SIGKILL, which no failure of a peer ever sends.
 CLOCK_SLACK_SECONDS = 0.05
-# The last line of a traceback, behind torchrun's name of the rank where there is one.
-_EXCEPTION = re.compile(r"(?:\[rank\d+\]: *)?(?P<said>[\w.]*(?:Error|Exception|Interrupt|Exit)(?:: .*)?)")
+_RANK = re.compile(r"(?:\[\w+\]: ?)+")  # what torchrun and torch put before a line of a rank
+_WARNING = re.compile(r"warning\b|^\[W\d", re.IGNORECASE)
+_TRACEBACK = "Traceback (most recent call last):"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,21 +167,29 @@ def last_words(log: Path, limit: int = 200) -> str:
     """The line of a log that says best why its program ended, cut to `limit` characters, for a sentence; empty when
     there is none.
 
-    That is the last one that names an exception, since libraries warn behind it as the process ends, else the last one.
+    That is the last one, unless libraries warned as the process ended: then it is the exception before these warnings.
     """
     try:
         with open(log, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
             end = file.read().decode("utf-8", errors="replace")
     except OSError:  # none, or one that cannot be read: the sentence does without it
         return ""
-    lines = [line.strip() for line in end.splitlines() if line.strip()]
+    lines = [line.rstrip() for line in end.splitlines() if line.strip()]
     if not lines:
         return ""
-    error = next((found for line in reversed(lines) if (found := _EXCEPTION.fullmatch(line))), None)
-    if error is None or error[0] == lines[-1]:
-        return f", its last line: {lines[-1][:limit]}"
-    return f", its last error: {error['said'][:limit]}"
+    said = [_RANK.sub("", line, count=1) if _RANK.match(line) else line for line in lines]
+    while said and _WARNING.search(said[-1]):
+        said.pop()
+    if len(said) < len(lines) and (error := _exception(said)):
+        return f", its last error: {error[:limit]}"
+    return f", its last line: {lines[-1].strip()[:limit]}"
+
+
+def _exception(lines: Sequence[str]) -> str:
+    """The exception of the last traceback: the first line behind its frames, which are indented. Empty without one."""
+    begins = [index for index, line in enumerate(lines) if line == _TRACEBACK]
+    return next((line for line in lines[begins[-1] + 1 :] if not line[0].isspace()), "") if begins else ""
 
 
 def _log(rank: int) -> str:

@@ -1,7 +1,8 @@
 """`python -m harness.plan.own_records`: every training record of this engine, predicted, into results/published.
 
-Records of the engine of today are judged. Two kinds are only listed: those of an earlier engine (docs/memory.md says
-what has changed since then), and those of which provenance.yaml states conditions, whose steps hold more than a step.
+Records of the engine of today are judged; those of an earlier engine are only listed (docs/memory.md says what has
+changed since then). Of records of which provenance.yaml states conditions, as of a host that was shared, memory alone
+is judged.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Compared:
 
     record: str  # its folder below results/published
     judged: bool
+    timed: bool  # judged, and its time too
     method: str
     model: str
     seq_len: int
@@ -48,6 +50,10 @@ class Compared:
     seconds: tuple[float, float]
     allocated: tuple[float, float]
     reserved: tuple[float, float]
+
+    @property
+    def judged_in_words(self) -> str:
+        return "yes" if self.timed else "memory" if self.judged else "no"
 
     def error(self, figure: str) -> float:
         """Predicted over measured, less one."""
@@ -81,7 +87,8 @@ def compared_records() -> list[Compared]:
         found.append(
             Compared(
                 record=str(path.parent.relative_to(PUBLISHED)),
-                judged=record.started_at >= TODAY and not stated_in(run_dir).reason(record.trial_id, "conditions"),
+                judged=(today := record.started_at >= TODAY),
+                timed=today and not stated_in(run_dir).reason(record.trial_id, "conditions"),
                 method=settings.method,
                 model=settings.model.name,
                 seq_len=settings.seq_len,
@@ -97,12 +104,14 @@ def compared_records() -> list[Compared]:
 
 def table_rows() -> list[list[str]]:
     """The table with its header; judged records first, in each part the worst time last."""
-    rows = sorted(compared_records(), key=lambda row: (not row.judged, abs(row.error("seconds")), row.record))
+    rows = sorted(
+        compared_records(), key=lambda row: (not row.judged, not row.timed, abs(row.error("seconds")), row.record)
+    )
     return [
         HEADER,
         *(
             [
-                row.record, "yes" if row.judged else "no", row.method, row.model, str(row.seq_len), str(row.cp_size),
+                row.record, row.judged_in_words, row.method, row.model, str(row.seq_len), str(row.cp_size),
                 row.kernel,
             ]
             + [
@@ -129,13 +138,14 @@ def summary() -> str:
     of_figure: dict[str, str] = {"seconds": "time", "allocated": "memory allocated", "reserved": "memory reserved"}
     parts: dict[str, Callable[[Compared], bool]] = {
         "of today's engine": lambda row: row.judged,
-        "others, listed alone": lambda row: not row.judged,
+        "older, listed alone": lambda row: not row.judged,
     }
     for label, belongs in parts.items():
         chosen = [row for row in rows if belongs(row)]
         for figure, aim in WITHIN.items():
+            of = [row for row in chosen if figure != "seconds" or row.timed == row.judged]
             aimed = f"{100 * aim:.0f}%" if belongs is parts["of today's engine"] else ""
-            lines.append(_line(label, chosen, figure, of_figure[figure], aimed))
+            lines.append(_line(label, of, figure, of_figure[figure], aimed))
     return "\n".join(lines)
 
 

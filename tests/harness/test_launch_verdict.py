@@ -52,10 +52,19 @@ def test_the_earlier_of_an_error_and_an_exit_is_the_reason(job, error_at, expect
         ("starts\nno such option\n\n", ", its last line: no such option"),
         ("Traceback:\nValueError: first\nKeyError: 'second'\n", ", its last line: KeyError: 'second'"),
         (
-            "[rank0]:   in get_batch\n[rank0]: IndexError: tuple index\n[rank0]:[W1] Warning: not destroyed",
+            "[rank0]: Traceback (most recent call last):\n[rank0]:   in get_batch\n[rank0]: IndexError: tuple index\n"
+            "[rank0]:[W1122 23:29:25.3 ProcessGroupNCCL.cpp:1575] Warning: WARNING: not destroyed\n",
             ", its last error: IndexError: tuple index",
         ),
-        ("torch.OutOfMemoryError: CUDA\nan Error: is in here\n", ", its last error: torch.OutOfMemoryError: CUDA"),
+        (
+            "Traceback (most recent call last):\n  File x\ntriton.OutOfResources: memory\n/x.py: UserWarning: leaked",
+            ", its last error: triton.OutOfResources: memory",
+        ),
+        (
+            "Traceback (most recent call last):\n  File x\nImportError: no apex, go on\nerror: unknown option --x\n",
+            ", its last line: error: unknown option --x",
+        ),
+        ("starts\nWarning: slow\n", ", its last line: Warning: slow"),
         ("", ""),
     ],
 )

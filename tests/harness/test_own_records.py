@@ -31,13 +31,14 @@ from harness.spec.models import named_model
 
 def test_records_of_todays_engine_are_predicted_within_the_aims() -> None:
     judged = [row for row in compared_records() if row.judged]
-    assert len(judged) >= 40
     assert {row.kernel for row in judged} >= {"fa4", "cudnn"}
     for figure, aim in WITHIN.items():
-        assert median_error(judged, figure) < aim, figure
+        of = [row for row in judged if figure != "seconds" or row.timed]
+        assert len(of) >= 40
+        assert median_error(of, figure) < aim, figure
         # docs/prediction.md names what is known of steps of several GPUs, whose times are further off.
         for several, most in ((False, 1.7), (True, 3.0 if figure == "seconds" else 1.7)):
-            assert max(abs(row.error(figure)) for row in judged if (row.cp_size > 1) == several) < most * aim, figure
+            assert max(abs(row.error(figure)) for row in of if (row.cp_size > 1) == several) < most * aim, figure
 
 
 def test_every_training_record_of_the_engine_on_gpus_is_listed() -> None:
@@ -66,7 +67,7 @@ def test_a_record_is_judged_by_the_day_it_started_and_not_by_its_folder(
     assert {Path(row.record).name: row.judged for row in compared_records()} == {"before": False, "after": True}
 
 
-def test_a_record_of_which_conditions_are_stated_is_listed_and_not_judged(
+def test_of_a_record_of_which_conditions_are_stated_memory_alone_is_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = next(row.record for row in compared_records() if row.judged)
@@ -78,7 +79,10 @@ def test_a_record_of_which_conditions_are_stated_is_listed_and_not_judged(
     stated = "reasons:\n  - {about: conditions, says: other trials ran, trials: [beside_*]}\n"
     (tmp_path / "h200x1" / "same_run" / "provenance.yaml").write_text(stated, encoding="utf-8")
     monkeypatch.setattr(own_records, "PUBLISHED", tmp_path)
-    assert {Path(row.record).name: row.judged for row in compared_records()} == {"alone": True, "beside_others": False}
+    found_now = compared_records()
+    assert [row.judged for row in found_now] == [True, True]
+    assert {Path(row.record).name: row.timed for row in found_now} == {"alone": True, "beside_others": False}
+    assert {row[0][-1]: row[1] for row in table_rows()[1:]} == {"e": "yes", "s": "memory"}
 
 
 def test_the_committed_table_is_what_the_prediction_gives_today() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +131,35 @@ def locked(cache: str, settings: TrialSettings) -> tuple[list[int], list[int]]:
     task.run(lambda step: begun.append(len(sizes)))
     *_, warmed_up, measured, _ = begun
     return sorted(sizes[warmed_up:measured]), sorted(sizes[measured:])
+
+
+def begun_after(cache: str, settings: TrialSettings, folder: str) -> list[bool]:
+    """Whether every rank had locked its memory when this one began its measured step; rank 0 does so last."""
+    os.environ["BURST_CACHE"] = cache
+    _, task = task_of(settings)
+    assert task._recompute is not None
+    reserve, begun = task._recompute.reserve, []
+
+    def late(*sizes: Any) -> None:
+        while torch.distributed.get_rank() == 0 and len(list(Path(folder).iterdir())) + 1 < settings.world_size:
+            time.sleep(0.01)
+        time.sleep(0.2 if torch.distributed.get_rank() == 0 else 0)  # time for the others to go on, if they do
+        reserve(*sizes)
+        Path(folder, str(torch.distributed.get_rank())).touch()
+
+    task._recompute.reserve = late
+    start = task._clock.start
+    task._clock.start = lambda: (begun.append(len(list(Path(folder).iterdir())) == settings.world_size), start())[1]
+    task.run(lambda step: None)
+    return begun
+
+
+def test_no_rank_begins_the_measured_step_before_all_have_locked_their_memory(tmp_path: Path) -> None:
+    folder = tmp_path / "locked"
+    folder.mkdir()
+    checkpoint, steps = Checkpoint(every=1, tail=0, offload="inputs"), Steps(warmup=1, measured=1, warmup_seq_len=16)
+    settings = dataclasses.replace(SETTINGS, cp_size=2, world_size=2, checkpoint=checkpoint, steps=steps)
+    assert run_on_ranks(2, begun_after, str(tmp_path), settings, str(folder)) == [[False, True]] * 2
 
 
 @pytest.mark.parametrize(
