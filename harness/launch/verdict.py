@@ -23,7 +23,7 @@ ERRORS_DIRECTORY = "errors"
 # error file this much older than an exit may still be its consequence. A busy machine notices exits later than that,
 # which matters where peers fail at once: at SIGKILL, which no failure of a peer ever sends.
 CLOCK_SLACK_SECONDS = 0.05
-_RANK = re.compile(r"(?:\[\w+\]: ?)+")  # what torchrun and torch put before a line of a rank
+_RANK = re.compile(r"^(?:\[\w+\]: ?)+")  # what torchrun and torch put before a line of a rank
 _WARNING = re.compile(r"warning\b|^\[W\d", re.IGNORECASE)
 _TRACEBACK = "Traceback (most recent call last):"
 
@@ -178,7 +178,7 @@ def last_words(log: Path, limit: int = 200) -> str:
     lines = [line.rstrip() for line in end.splitlines() if line.strip()]
     if not lines:
         return ""
-    said = [_RANK.sub("", line, count=1) if _RANK.match(line) else line for line in lines]
+    said = [_RANK.sub("", line) for line in lines]
     while said and _WARNING.search(said[-1]):
         said.pop()
     if len(said) < len(lines) and (error := _exception(said)):

@@ -66,6 +66,7 @@ def compared_records() -> list[Compared]:
     found = []
     for path in sorted(PUBLISHED.glob("h*/*/trials/*/record.json")):
         record, run_dir = read_record(path), path.parents[2]
+        today = record.started_at >= TODAY
         settings, measured = record.settings, record.measurement
         if settings.task != "train" or record.status != "ok" or not is_native(method_named(settings.method)):
             continue
@@ -87,7 +88,7 @@ def compared_records() -> list[Compared]:
         found.append(
             Compared(
                 record=str(path.parent.relative_to(PUBLISHED)),
-                judged=(today := record.started_at >= TODAY),
+                judged=today,
                 timed=today and not stated_in(run_dir).reason(record.trial_id, "conditions"),
                 method=settings.method,
                 model=settings.model.name,
@@ -143,7 +144,7 @@ def summary() -> str:
     for label, belongs in parts.items():
         chosen = [row for row in rows if belongs(row)]
         for figure, aim in WITHIN.items():
-            of = [row for row in chosen if figure != "seconds" or row.timed == row.judged]
+            of = [row for row in chosen if figure != "seconds" or row.timed or not row.judged]
             aimed = f"{100 * aim:.0f}%" if belongs is parts["of today's engine"] else ""
             lines.append(_line(label, of, figure, of_figure[figure], aimed))
     return "\n".join(lines)

@@ -147,7 +147,7 @@ class RefusingLauncher:
 # Published runs that the experiment files still describe whole, by the command in results/published/README.md.
 AUTO = ("sweep.schedule=[auto]",)
 FP32 = ("fixed.grad_comm_dtype=fp32",)  # what every method sent before `auto` stood for what its original sends
-EQUAL = ("sweep.settings=[equal]", "sweep.method=[burst, megatron_cp, ulysses]")
+EQUAL = ("sweep.settings=[equal]", "sweep.method=[burst, megatron_cp, ulysses]")  # usp is ulysses on one node
 RUNS: list[tuple[str, str, str | None, tuple[str, ...]]] = [
     ("h200x4/attention_node", "attention_node", None, (*AUTO, *FP32)),
     ("h200x4/attention_node_grouped", "attention_node", "grouped", (*AUTO, *FP32)),
