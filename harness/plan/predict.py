@@ -25,7 +25,8 @@ class Prediction:
 
     seconds: float | None  # of a step, or of a call
     gpu_gib: float | None  # allocated on the fullest rank, approximately
-    reserved_gib: float | None  # by its allocator
+    # By its allocator, and no more than the GPU has: one that asks for more frees its cached blocks first.
+    reserved_gib: float | None
     host_gib: float | None  # of one rank's process, approximately
 
 
@@ -36,7 +37,7 @@ def predict(settings: TrialSettings, hardware: Hardware, *, node_ranks: int | No
     return Prediction(
         seconds=time.seconds if time else None,
         gpu_gib=memory.allocated / GIB if memory else None,
-        reserved_gib=memory.reserved / GIB if memory else None,
+        reserved_gib=min(memory.reserved / GIB, hardware.memory_gib) if memory else None,
         host_gib=memory.host / GIB if memory else None,
     )
 

@@ -159,6 +159,27 @@ RUNS: list[tuple[str, str, str | None, tuple[str, ...]]] = [
         (*EQUAL, "sweep.seq_len=[128k]", "steps.rounds=3"),
     ),
     ("h200x2/training_node_two_longest", "training_node", "two_long", (*EQUAL, "sweep.seq_len=[256k]")),
+    ("h200x2/training_node_two_published", "training_node", "two_long", ("sweep.settings=[as_published]",)),
+    ("h200x2/training_node_small_two", "training_node", "small_two", ()),
+    ("h200x2/training_node_weak", "training_node", "weak", ("sweep.cp_size=[1,2]",)),
+    ("h200x2/attention_window_best", "attention_window", "best", ("sweep.cp_size=[1,2]",)),
+    (
+        "h200x2/attention_node_256k", "attention_node", None,
+        ("sweep.cp_size=[1,2]", "sweep.seq_len=[256k]", "steps.warmup=1", "steps.measured=3"),
+    ),
+    (
+        "h200x2/training_node_small_ring", "training_node", "small_two",
+        (
+            "sweep.settings=[equal]", "sweep.method=[burst,megatron_cp]", "sweep.schedule=[auto,ring]",
+            "exclude=[{method: megatron_cp, schedule: ring}]",
+        ),
+    ),
+    (
+        "h200x2/node_kernels_two", "node_systems", "first",
+        (
+            "sweep.seq_len=[64k]", "sweep.method=[burst]", "sweep.kernel=[auto, cudnn]", "steps.rounds=3",
+        ),
+    ),
     (
         "h200x2/two_nodes_overlap", "attention_two_nodes", "overlap",
         (

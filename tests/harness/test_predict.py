@@ -46,6 +46,15 @@ def test_the_memory_page_shows_what_is_predicted_for_a_million_tokens() -> None:
         assert fits == ("no" if expected.gpu_gib > 139 else "perhaps" if 1.11 * expected.gpu_gib > 139 else "yes")
 
 
+def test_no_more_is_reserved_than_the_gpu_has() -> None:
+    for tokens, beyond in ((1 << 17, False), (1 << 20, True)):
+        settings = dataclasses.replace(LONG, seq_len=tokens, checkpoint=Checkpoint(every=0))
+        asked, expected = memory_of(settings).reserved / GIB, predict(settings, H200)
+        assert (asked > H200.memory_gib) == beyond
+        assert expected.reserved_gib == min(asked, H200.memory_gib)
+        assert expected.gpu_gib == memory_of(settings).allocated / GIB
+
+
 def gib(**changes: Any) -> float:
     return memory_of(dataclasses.replace(LONG, **changes)).allocated / GIB
 

@@ -12,9 +12,9 @@ Schedules:
 A ring overlaps its transfers with compute, except the return of the last gradient. Each further step adds launches, a
 merge and the end of a kernel, where multiprocessors run out of tiles: the longer the shards, the smaller its share. An
 all-to-all launches once and its transfers are exposed in full, or it is cut into head chunks: then all transfers but
-the first and the last overlap with compute, and every chunk adds its launches. Inside a node copy engines move the
-heads beside the kernels; between nodes NCCL does, with a copy that sorts by rank before and one that sorts by token
-after.
+the first and the last overlap with compute, and every chunk adds its launches and the end of a kernel. Inside a node
+copy engines move the heads beside the kernels; between nodes NCCL does, with a copy that sorts by rank before and one
+that sorts by token after.
 
 The link between nodes varies from machine to machine by more than schedules differ, so it is measured before a choice
 (`engine.attention.comm.link_speed`), unless the run has to be deterministic: then it is a constant.
@@ -49,17 +49,17 @@ class HardwareModel:
 
     forward_tflops: float = 658.0  # F: of the kernel over the whole problem on one GPU
     backward_tflops: float = 620.0  # F
-    together_share: float = 0.0275  # F: that kernels take longer where several GPUs compute at once
+    together_share: float = 0.0218  # F: that kernels take longer where several GPUs compute at once
     inside_gib: float = 346.0  # per second and rank, to the ranks of its node, by copy engine
     spanning_gib: float = 46.0  # the same in an all-to-all that also spans nodes
     across_gib: float = 2.9  # to other nodes, where the link has not been measured
     memory_gib: float = 3300.0  # per second, read and written
     ring_step_seconds: float = 1.68e-3  # F: host time of a ring step, forward and backward: launches, merges
-    merge_seconds: float = 0.205e-3  # F: device time that one more ring step adds to both passes: gaps, short kernels
-    step_tail: float = 0.52  # F: of a tile's time, which the kernel of one more ring step adds at its end
+    merge_seconds: float = 0.276e-3  # F: device time that one more ring step adds to both passes: gaps, short kernels
+    step_tail: float = 0.492  # F: of a tile's time, at the end of each further ring step's or head chunk's kernel
     all_to_all_seconds: float = 1.0e-3  # host time of an all-to-all by NCCL, forward and backward
     head_call_seconds: float = 5.17e-3  # F: host time of a call by copy engine, forward and backward
-    head_chunk_seconds: float = 0.674e-3  # F: that one more head chunk adds by copy engine: gaps, copies
+    head_chunk_seconds: float = 0.447e-3  # F: that one more head chunk adds by copy engine: gaps, copies
     start_seconds: float = 0.15e-3  # from a call to its first kernel, where transfers come before it
     processors: int = 132  # of a GPU; each works on one tile of queries of one head at a time
 
@@ -148,7 +148,7 @@ def estimate(schedule: str, workload: Workload, hardware: HardwareModel, chunks:
         nbytes = 4 * query + 4 * key + (query + 2 * key if workload.recompute else 0)
         near = (ranks - 1) / ranks - far
         transfer = nbytes * near / (spanning if far else inside) + nbytes * far / across
-        inner *= _tail_factor(tile_share)
+        inner *= _tail_factor(tile_share) + hardware.step_tail * tile_share * (chunks - 1) / chunks
         if far == 0:
             # What stays on its rank is copied while the rest arrives.
             more_chunks = (chunks - 1) * hardware.head_chunk_seconds

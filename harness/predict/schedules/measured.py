@@ -33,7 +33,12 @@ FOLDERS = (
     "h200x4/attention_schedules",
 )
 # Runs of other hosts, measured after the constants were fitted: never fitted, whatever their settings.
-OTHER_HOSTS = ("h200x2/attention_systems", "h200x2/attention_short", "h200x2/attention_node_grouped")
+OTHER_HOSTS = (
+    "h200x2/attention_systems",
+    "h200x2/attention_short",
+    "h200x2/attention_node_grouped",
+    "h200x2/attention_node_256k",
+)
 
 Side = Literal["fit", "held out", "another host"]
 Rounds = Sequence[Sequence[float]]

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.planning.memory import memory_of
+from engine.checkpoint.planning.memory import GIB, memory_of
 from engine.checkpoint.planning.plan import ALLOCATED_WITHIN, RESERVED_WITHIN
 from engine.old_names import current_settings
 from engine.settings import TrialSettings, from_json
+from harness.metrics.hardware import hardware_for
 from harness.plan.own_records import TODAY
 
 PUBLISHED = Path(__file__).parents[3] / "results" / "published"
@@ -42,8 +43,12 @@ def test_allocated_and_reserved_memory_are_those_of_every_record_of_todays_engin
     for name, settings, measured in trained():
         memory = memory_of(settings)
         assert memory.allocated == pytest.approx(max(measured["peak_allocated_bytes"]), rel=ALLOCATED_WITHIN), name
-        reserved = max(measured["peak_reserved_bytes"])
-        assert memory.reserved == pytest.approx(reserved, rel=RESERVED_WITHIN), name
+        reserved, gpu = max(measured["peak_reserved_bytes"]), hardware_for(measured["device"])
+        assert gpu is not None
+        most = gpu.memory_gib * GIB  # an allocator that asks for more frees its cached blocks first
+        assert min(memory.reserved, most) == pytest.approx(reserved, rel=RESERVED_WITHIN), name
+        if memory.reserved > most:
+            assert measured["extra"]["allocation_retries"], name
         assert memory.host == pytest.approx(max(measured["peak_rss_bytes"]), rel=0.3), name
 
 

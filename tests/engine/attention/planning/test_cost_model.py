@@ -77,7 +77,21 @@ def test_longer_shards_are_cut_into_more_head_chunks_and_few_tiles_into_fewer() 
     parts = [choose_num_head_chunks("ulysses", share(tokens << 10)) for tokens in (8, 32, 64, 256)]
     assert parts == sorted(parts)
     assert parts[0] == 1
-    assert parts[-1] > 2
+    assert parts[-1] > 1
+
+
+def test_each_further_head_chunk_adds_the_end_of_a_kernel() -> None:
+    def more(tail: float, rows: int, chunks: int) -> float:
+        """Seconds that so long a tail adds to a call in so many chunks."""
+        with_tail, without = (
+            estimate("ulysses", share(rows), HardwareModel(step_tail=constant), chunks) for constant in (tail, 0.0)
+        )
+        return with_tail - without
+
+    assert more(0.5, 256 << 10, 1) == 0
+    assert more(0.5, 256 << 10, 4) == pytest.approx(3 * more(0.5, 256 << 10, 2))
+    # A tile's time grows with the length, a call's with its square.
+    assert more(0.5, 512 << 10, 4) == pytest.approx(2 * more(0.5, 256 << 10, 4), rel=0.01)
 
 
 def test_the_schedules_of_one_node_cost_the_same_where_only_compute_counts() -> None:
@@ -177,7 +191,7 @@ def test_without_a_gpu_auto_is_a_ring_and_claims_no_estimate() -> None:
 
 
 def test_an_estimate_reads_as_milliseconds_by_schedule() -> None:
-    words = str(choose_schedule(share(64 << 10), "zigzag"))
+    words = str(choose_schedule(share(32 << 10), "zigzag"))
     assert words.startswith("ulysses ")
     assert " ms, ring " in words
 
