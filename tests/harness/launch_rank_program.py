@@ -27,7 +27,8 @@ def note(name: str, text: str) -> None:
 
 
 def wait_for(name: str) -> None:
-    while not (trial_dir / name).exists():
+    path = str(trial_dir / name)
+    while not os.access(path, os.F_OK):  # no function of Python's: a stack taken at any time ends in this one
         time.sleep(0.01)
 
 

@@ -128,6 +128,6 @@ def test_a_plan_measures_the_link_once_and_only_where_it_decides_the_schedule() 
         "slow deterministic afterwards": (1, assumed, "usp"),
         "fast deterministic": (0, assumed, "usp"),
         "fast auto": (1, fast, "double_ring"),
-        "node auto": (0, None, "ulysses"),
+        "node auto": (0, None, "ring"),
     }
     assert seen == 4 * [seen[0]]
