@@ -142,13 +142,16 @@ def estimate(schedule: str, workload: Workload, hardware: HardwareModel, chunks:
     # shorter; a head chunk has fewer.
     tile_share = hardware.processors * chunks * TILE_ROWS / (workload.rows * workload.heads)
 
-    def all_to_all(ranks: int, far: float, inner: float) -> float:
+    def all_to_all(ranks: int, far: float, inner: float, kernels: int = 1) -> float:
         """Seconds of `inner` between all-to-alls of q, k, v, out, dout, dq, dk, dv, and of q, k, v again with
-        recompute; a fraction `far` of the bytes leaves the node."""
+        recompute; a fraction `far` of the bytes leaves the node. `kernels`: into which a head chunk's compute is
+        divided, each with tiles so many times shorter."""
         nbytes = 4 * query + 4 * key + (query + 2 * key if workload.recompute else 0)
         near = (ranks - 1) / ranks - far
         transfer = nbytes * near / (spanning if far else inside) + nbytes * far / across
-        inner *= _tail_factor(tile_share) + hardware.step_tail * tile_share * (chunks - 1) / chunks
+        inner *= _tail_factor(tile_share)
+        # The end of the kernel of each further head chunk; those within a chunk are in `inner`.
+        inner += hardware.step_tail * tile_share * (chunks - 1) / chunks / kernels * (forward + backward)
         if far == 0:
             # What stays on its rank is copied while the rest arrives.
             more_chunks = (chunks - 1) * hardware.head_chunk_seconds
@@ -186,8 +189,8 @@ def estimate(schedule: str, workload: Workload, hardware: HardwareModel, chunks:
         return all_to_all(workload.cp_size, (nodes - 1) / nodes, forward + backward)
     if schedule == "usp":
         # Each gradient sent between nodes is one kernel's result, so it is sent in the dtype the kernel wrote.
-        return all_to_all(workload.node_size, 0, ring(nodes, nodes, gradient_factor=1.0))
-    return all_to_all(nodes, (nodes - 1) / nodes, ring(workload.node_size, 1))
+        return all_to_all(workload.node_size, 0, ring(nodes, nodes, gradient_factor=1.0), kernels=nodes)
+    return all_to_all(nodes, (nodes - 1) / nodes, ring(workload.node_size, 1), kernels=workload.node_size)
 
 
 class RingBackward(NamedTuple):
