@@ -147,6 +147,12 @@ class Checkpoint:
     mlp: float = 1.0
     plan: CheckpointPlan = "hand"
 
+    def reuses_attention(self, layers: int) -> bool:
+        """Whether one of `layers` layers is computed again and then takes outputs of attention that were kept: the
+        tail's, or with `replay: hold` those of its group."""
+        kept = self.tail > 0 or (self.every > 1 and self.replay == "hold")
+        return kept and self.layers_again(layers) > 0
+
     def __post_init__(self) -> None:
         if self.every < 0:
             raise ValueError(

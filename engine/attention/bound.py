@@ -35,10 +35,7 @@ class BoundAttention:
         by_hand = settings.grad_comm_dtype
         self._grad_comm_dtype = grad_comm_dtype if by_hand == "auto" else by_hand
         self._mask = parse_mask(settings.mask)
-        checkpoint = settings.checkpoint
-        # With `replay: hold` a layer's recomputation reuses the outputs of the group's, whatever the tail.
-        held = checkpoint.every > 1 and checkpoint.replay == "hold"
-        self._recompute = settings.task == "train" and (held or checkpoint.every * checkpoint.tail > 0)
+        self._recompute = settings.task == "train" and settings.checkpoint.reuses_attention(settings.model.layers)
         self._prepared: dict[object, PreparedAttention] = {}
 
     def __call__(

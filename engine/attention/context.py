@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.attention.comm.all_to_all import AllToAll, GroupAllToAll
 from engine.attention.comm.between_nodes import PLAIN, BetweenNodes, parse_between_nodes
-from engine.attention.comm.exchange import HELD_GRADIENTS, AllPairsP2P, P2PRing, RingComms
+from engine.attention.comm.exchange import AllPairsP2P, P2PRing, RingComms
 from engine.attention.comm.gather import GroupGather
 from engine.attention.comm.link_speed import MESSAGE_BYTES, Link, across_gib_per_second
 from engine.attention.comm.nccl import nccl_options, runs_nccl
@@ -36,6 +36,7 @@ from engine.attention.geometry.layout import (
 from engine.attention.geometry.ring import Ring
 from engine.attention.plan_cache import PlanCache
 from engine.attention.planning.cost_model import HardwareModel
+from engine.attention.planning.receive_slots import CHUNK_SLOTS, GRADIENT_SLOTS
 from engine.ops.autograd import accumulation_dtype, refuse_second_derivative
 
 _MESH_DIM = "cp"  # of a mesh of several dimensions
@@ -310,7 +311,7 @@ class ContextParallel:
         if group is None:
             return NoTransport()
         if exchange == "copy_engine":
-            slots = {"chunks": 2, "gradients": HELD_GRADIENTS + 1}[purpose]
+            slots = {"chunks": CHUNK_SLOTS, "gradients": GRADIENT_SLOTS}[purpose]
             return CopyEngine(group, self.traffic, slots)
         return PointToPoint(group, self.traffic, between_nodes=self._spans_nodes(cp_ranks))
 

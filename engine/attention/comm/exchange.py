@@ -24,9 +24,7 @@ from torch import Tensor
 from engine.attention.accumulate.accumulators import GradAccumulator, TensorSpec, tensor_specs
 from engine.attention.comm.p2p import Transfer, Transport
 from engine.attention.planning.comm_plan import ChunkRanges, CommPlan, TokenRange
-
-# Received gradients that may wait in a transport's receive slots, to be summed together, while the next is awaited.
-HELD_GRADIENTS = 2
+from engine.attention.planning.receive_slots import HELD_GRADIENTS
 
 
 @dataclass(frozen=True, slots=True)

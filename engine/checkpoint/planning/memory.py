@@ -7,6 +7,7 @@ those computed again, with the saved tensors of the layers before and the gradie
 torch's allocator keeps memory by stream. FSDP2 forms the sharded gradients on a stream of its own, so they never take
 the place of freed activations: the memory it reserves is the fullest moment without gradients, plus all gradients.
 Where one rank keeps its parameters whole there is one stream, and copies of all parameters instead of gathered ones.
+Chunks that arrive by copy engine have memory of their own, held throughout (`engine.attention.planning.receive_slots`).
 cuBLAS workspaces are small and among what the allocator rounds up; the CUDA context is outside the allocator.
 
 Against the records of today's engine (docs/memory.md names them) allocated is within 4% and reserved within 8%;
@@ -15,9 +16,10 @@ tests/engine/checkpoint/test_planning_memory.py keeps that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.attention.masks import Causal, parse_mask
+from engine.attention.planning.receive_slots import receive_slot_bytes
 from engine.checkpoint.counts import group_starts, inputs_at_once, inputs_in_store
 from engine.checkpoint.planning.choice import Choice, choice_of
 from engine.settings import BYTES_OF, Checkpoint, ModelShape, TrialSettings, keeps_whole
@@ -39,11 +41,12 @@ class RankMemory:
     allocated: float  # of tensors on its GPU
     reserved: float  # by the allocator
     host: float
+    slots: float = 0.0  # of both: to receive into, where GPUs copy into each other's memory
 
     @property
     def without_gpu(self) -> float:
         """Of a rank on a CPU, where all is host memory and the process itself takes less."""
-        return self.allocated + self.host - _PROCESS
+        return self.allocated - self.slots + self.host - _PROCESS
 
 
 def memory_of(settings: TrialSettings) -> RankMemory:
@@ -127,13 +130,18 @@ class MemoryModel:
             # Received chunks and the gradients sent back: the part of them that the mask uses.
             used = min(1.0, parse_mask(settings.mask).area(settings.seq_len) / Causal().area(settings.seq_len))
             self._received = used * (4 * self._query + 2 * self._keys)
+        # By copy engine they arrive in slots, whose sizes follow from schedule and layout: by what `_slot_kind` says.
+        tail = settings.checkpoint.tail if 0 < settings.checkpoint.tail < 1 else 0.5
+        kinds = (Checkpoint(every=0), Checkpoint(), Checkpoint(tail=tail)) if settings.method == "burst" else ()
+        self._slots = {self._slot_kind(each): receive_slot_bytes(replace(settings, checkpoint=each)) for each in kinds}
 
     def of(self, choice: Choice, *, least: bool = False) -> RankMemory:
         """The most that a rank holds with this choice; `least`: no more than with any choice of `checkpoint.mlp` and at
         least as much kept, because what the MLP of a layer kept whole needs for a moment is left out."""
         inputs, attention, host = self._kept(choice.checkpoint)
+        slots = min(self._slots.values(), default=0) if least else self._slots_with(choice.checkpoint)
         moments = self._moments(choice, inputs, attention, least)
-        base = self._always(choice)
+        base = self._always(choice) + slots
         fullest = max(activations + gradients for _, activations, gradients in moments)
         in_head = moments[0][1] + self._left_by_head  # there are no gradients yet
         if self._by_offload[choice.optimizer_offload] is self._sharded:
@@ -144,11 +152,12 @@ class MemoryModel:
             allocated=base + fullest,
             reserved=_SMALL + _ROUNDING * (base + reserved),
             host=_PROCESS + host + (2 * self._parameters if choice.optimizer_offload else 0.0),
+            slots=slots,
         )
 
     def by_moment(self, choice: Choice) -> dict[str, float]:
         """Allocated bytes at the moments that may be the fullest, and in the optimizer's update, in their order."""
-        base = self._always(choice)
+        base = self._always(choice) + self._slots_with(choice.checkpoint)
         inputs, attention, _ = self._kept(choice.checkpoint)
         moments = self._moments(choice, inputs, attention, least=False)
         found = {name: base + activations + gradients for name, activations, gradients in moments}
@@ -158,6 +167,20 @@ class MemoryModel:
         """Bytes on the device at every moment: parameters, their copies and the optimizer's states."""
         copies = self._by_offload[choice.optimizer_offload].copies
         return self._parameters * (1 if choice.optimizer_offload else 3) + copies
+
+    def _slots_with(self, checkpoint: Checkpoint) -> float:
+        """Bytes that are held to receive into, whatever the moment."""
+        return self._slots.get(self._slot_kind(checkpoint), 0)
+
+    def _slot_kind(self, checkpoint: Checkpoint) -> tuple[bool, bool]:
+        """Whether attention is called again with kept outputs, which counts where a schedule is chosen, and whether its
+        tail may cut the layout."""
+        cut = checkpoint.layers_again(self._layers) > 0 and 0 < checkpoint.tail < 1
+        return checkpoint.reuses_attention(self._layers), cut
+
+    def _received_beside(self, checkpoint: Checkpoint) -> float:
+        """Of what attention receives and sends back, the bytes that have no slot."""
+        return max(0.0, self._received - self._slots_with(checkpoint))
 
     def _moments(self, choice: Choice, inputs: float, attention: float, least: bool) -> list[tuple[str, float, float]]:
         """(name, bytes without gradients, bytes of gradients) of each moment, beyond the bytes of `_always`. `inputs`
@@ -216,15 +239,17 @@ class MemoryModel:
         """The backward of such a layer beyond its saved tensors: the larger of the MLP's and attention's."""
         mlp, tiles = choice.checkpoint.mlp, choice.mlp_tiles
         run = 1 / tiles
-        # Gradient of the product, then products again or gradients of both, where these are not saved the product too.
-        held = max((1 + self._gates) * min(run, 1 - mlp), (2 + self._gates) * min(run, mlp)) * self._mlp_state
+        # Gradient of the product, in whose place the product is formed again, and gradients of what was multiplied. An
+        # ungated MLP needs a place for each.
+        each = self._gates + (1 if self._gates > 1 else 2)
+        held = max((1 + self._gates) * min(run, 1 - mlp), each * min(run, mlp)) * self._mlp_state
         if tiles > 1 or 0 < mlp < 1:
             held += mlp_sums
         if least:
             held = 0.0
         # Gradients before and after, the normed states and their gradient; or of out, q, k, v and the residual.
         in_attention = self._state + 2 * self._query + self._keys + self._attention_sums
-        return max(4 * self._state + held, in_attention + self._received)
+        return max(4 * self._state + held, in_attention + self._received_beside(choice.checkpoint))
 
     def _layer(self, choice: Choice, mlp_sums: float) -> float:
         """The backward of a layer that is computed again, beyond the saved tensors: the larger of the MLP's and
@@ -246,7 +271,7 @@ class MemoryModel:
         output = 0.0 if checkpoint.tail == 1 and checkpoint.offload != "all" else self._query
         in_mlp = held + output + 3 * self._state + mlp  # gradients before and after, the MLP's input
         in_attention = held + self._state + 2 * self._query + self._keys  # gradients: residual, out, q, k, v
-        return max(in_mlp, in_attention + self._attention_sums + self._received)
+        return max(in_mlp, in_attention + self._attention_sums + self._received_beside(checkpoint))
 
     def _head(self, tiles: int, held: _OfParameters) -> float:
         """Weight and its gradients, the logits of one of `tiles` runs of tokens, or with 0 of a tile that the LM head

@@ -104,14 +104,16 @@ def cheapest(problem: Problem) -> Choice | None:
     for frame in sorted(problem.frames(), key=problem.cost.fixed):
         if problem.cost.fixed(frame) >= least:
             break
+        # A shorter tail repeats more, but where it is copied to the host that may take longer.
+        cheapest_tails = tails if frame.checkpoint.offload == "all" else tails[:1]
         for whole in _may_fit(problem, frame):
-            if bound(problem.with_kept(frame, whole, tails[0], mlps[0])) >= least:
+            if min(bound(problem.with_kept(frame, whole, tail, mlps[0])) for tail in cheapest_tails) >= least:
                 break  # fewer whole layers repeat more
             # No tail leaves more room for the MLP's products than the shortest.
             most = next(iter(_mlps(problem, frame, whole, tails[-1])), mlps[-1])
             for tail in tails if whole < problem.layers else tails[:1]:
                 if bound(problem.with_kept(frame, whole, tail, most)) >= least:
-                    break  # a shorter tail repeats more
+                    continue
                 for choice in _rivals(problem, frame, whole, tail, least):
                     if (seconds := problem.cost.seconds(choice)) < least:
                         best, least = choice, seconds

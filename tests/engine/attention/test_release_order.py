@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from engine.attention.accumulate.accumulators import GradAccumulator, TensorSpec
-from engine.attention.comm.exchange import HELD_GRADIENTS, AllPairsP2P
+from engine.attention.comm.exchange import AllPairsP2P
 from engine.attention.planning.comm_plan import ChunkRanges
+from engine.attention.planning.receive_slots import HELD_GRADIENTS
 
 
 class RecordingTransport:

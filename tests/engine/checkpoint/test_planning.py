@@ -75,16 +75,19 @@ GIVEN: list[tuple[str, ...]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(21))
+# 67: a kept tail costs more on the host than attention again. 211: with all layers whole, nothing takes kept outputs.
+@pytest.mark.parametrize("seed", [*range(21), 67, 211])
 def test_no_choice_that_fits_is_cheaper_than_the_planners(seed: int) -> None:
     chance = random.Random(seed)
+    ranks = chance.choice([1, 4])
     trial = settings(
         SHAPES[seed % 3],
         chance.choice([1 << 11, 1 << 14, 1 << 17]),
         GIVEN[seed % len(GIVEN)],
         mask=chance.choice(["causal", "full", "sliding_window:500"]),
         gradient_accumulation=chance.choice([1, 2]),
-        world_size=chance.choice([1, 4]),
+        world_size=ranks,
+        cp_size=chance.choice([1, ranks]),
     )
     speeds = Speeds(
         gemm=chance.choice([1e12, 500e12]),

@@ -22,9 +22,8 @@ from engine.attention.comm.all_to_all import AllToAllPass, HeadChunk, TokenRun
 from engine.attention.comm.p2p import Traffic
 from engine.attention.comm.symm_mem.all_to_all_copies import CopyPlanner, Planned, in_rows
 from engine.attention.comm.symm_mem.channel import Message, SymmMemChannel
+from engine.attention.planning.receive_slots import HEAD_SLOTS
 from engine.cuda.streams import own_stream
-
-SLOTS = 2  # one index is used while the next arrives
 
 
 class CopyEngineAllToAll:
@@ -34,7 +33,9 @@ class CopyEngineAllToAll:
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, *, repeatable: bool = False) -> None:
         self._group, self._traffic = group, traffic
-        self.outbound, self.inbound = (SymmMemChannel(group, traffic, SLOTS, repeatable=repeatable) for _ in range(2))
+        self.outbound, self.inbound = (
+            SymmMemChannel(group, traffic, HEAD_SLOTS, repeatable=repeatable) for _ in range(2)
+        )
         self.rank, self.size = self.outbound.rank, self.outbound.size
         self.unpack_stream = own_stream()  # copies results out of receive slots, beside the kernels
         self.save_stream = own_stream()  # copies tensors that backward needs again, beside the results
@@ -108,7 +109,7 @@ class _CopyEnginePass:
                 torch.cuda.current_stream().wait_event(event)
             channel.await_all(message)
             # The caller of a pass that a graph repeats copies its results: they stay in the slot until then.
-            stays = channel.repeatable and self._planner.num_head_chunks <= SLOTS
+            stays = channel.repeatable and self._planner.num_head_chunks <= HEAD_SLOTS
             return _SlotChunk(channel, message, copies, None if stays else all_to_all.save_stream, self._ends)
 
         return receive

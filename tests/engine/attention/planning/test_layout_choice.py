@@ -10,7 +10,8 @@ import pytest
 import engine
 from engine.attention.geometry.layout import LAYOUTS
 from engine.attention.masks import BlockSparse, Causal, Documents, Full, LocalGlobal, SlidingWindow, imbalance
-from engine.burst import AS_GOOD, METHOD, PREFERENCE, choose_layout
+from engine.attention.planning.layout_choice import AS_GOOD, PREFERENCE, choose_layout
+from engine.burst import METHOD
 from engine.settings import ModelShape, TrialSettings
 
 CHANCE = random.Random(0)

@@ -1,0 +1,124 @@
+"""Receive slots by a trial's settings alone, beside those that its attention makes on ranks of a node."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine import ContextParallel
+from engine.attention.algorithms.ring import RingPlan
+from engine.attention.geometry.layout import layout_named
+from engine.attention.geometry.tiles import Band
+from engine.attention.kernels import BackwardInputs, Gradients
+from engine.attention.kernels.around import AroundKernel
+from engine.attention.masks import parse_mask
+from engine.attention.op import run_attention
+from engine.attention.planning.comm_volume import Widths
+from engine.attention.planning.cost_model import HardwareModel
+from engine.attention.planning.layout_choice import trial_layout
+from engine.attention.planning.receive_slots import HEAD_SLOTS, receive_slot_bytes
+from engine.attention.resolve import plan_attention
+from engine.settings import Checkpoint, ModelShape, TrialSettings
+from tests.engine.attention.comm.symm_mem.node_on_host import become_a_gpu, by_copy_engine
+from tests.ranks import run_on_ranks
+
+SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 2048, 8, 4, 16
+SHAPE = ModelShape(
+    name="s", layers=1, hidden=128, ffn=128, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, vocab=64
+)  # fmt: skip
+COUNTERS = 1024  # bytes of each buffer's counters at most, for four ranks
+CASES = [
+    {"schedule": "ring", "backward": backward, "mask": mask, "checkpoint": checkpoint, "grad_comm_dtype": dtype}
+    for backward, mask, checkpoint, dtype in itertools.product(
+        ("auto", "query", "key_value"),
+        ("causal", "sliding_window:300", "documents:500,1548"),
+        (Checkpoint(), Checkpoint(tail=0.5)),
+        ("auto", "input"),
+    )
+] + [{"schedule": "ulysses", "checkpoint": checkpoint} for checkpoint in (Checkpoint(every=0), Checkpoint())]
+
+
+def trial(cp_size: int, **changes: Any) -> TrialSettings:
+    return TrialSettings(
+        task="train", method="burst", model=SHAPE, seq_len=SEQ_LEN, cp_size=cp_size, world_size=cp_size, dtype="bf16",
+        **changes,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _InputDtype(AroundKernel):
+    """Writes gradients as the kernels of GPUs do."""
+
+    @property
+    def writes_input_dtype(self) -> bool:
+        return True
+
+    def backward(self, given: BackwardInputs, band: Band, scale: float, deterministic: bool) -> Gradients:
+        dq, dk, dv = self.kernel.backward(given, band, scale, deterministic)
+        return dq.to(torch.bfloat16), dk.to(torch.bfloat16), dv.to(torch.bfloat16)
+
+
+def slots_of(settings: TrialSettings) -> int:
+    """Bytes that this rank holds after a forward and its backward."""
+    layout = trial_layout(settings)
+    cp = ContextParallel(layout=layout_named(layout) if isinstance(layout, str) else layout)
+    shapes = [(1, SEQ_LEN // cp.size, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    shards = [torch.randn(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    recompute = settings.checkpoint.reuses_attention(SHAPE.layers)
+    plan = plan_attention(
+        *shards[:2], mask=parse_mask(settings.mask), cp=cp, kernel="reference", schedule=settings.schedule,
+        backward="query" if settings.backward == "auto" else settings.backward, recompute=recompute,
+        grad_comm_dtype="fp32" if settings.grad_comm_dtype == "auto" else settings.grad_comm_dtype,
+    )  # fmt: skip
+    plan = by_copy_engine(plan, dist.group.WORLD)
+    if isinstance(plan, RingPlan):
+        plan = replace(plan, kernel=_InputDtype(plan.kernel))
+        if settings.backward == "auto":
+            plan = replace(plan, shards=replace(plan.shards, intra_node=as_written(plan))).with_cheaper_backward(
+                HardwareModel()
+            )
+    run_attention(plan, *shards, recompute=recompute).sum().backward()
+    return cp.traffic.window_bytes
+
+
+def as_written(plan: RingPlan) -> Widths:
+    """Widths of gradients of a kernel that writes the inputs' dtype."""
+    return replace(plan.shards.intra_node, unreduced=2)
+
+
+def slots_of_all() -> list[int]:
+    become_a_gpu()
+    return [slots_of(trial(dist.get_world_size(), **case)) for case in CASES]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_slots_are_as_large_as_those_that_ranks_make(ranks: int) -> None:
+    by_rank = run_on_ranks(ranks, slots_of_all)
+    for case, *found in zip(CASES, *by_rank, strict=True):
+        counted = receive_slot_bytes(trial(ranks, **case))
+        assert counted <= max(found) <= counted + 2 * COUNTERS, case
+    assert len({max(found) for found in zip(*by_rank, strict=True)}) > 5  # the cases differ
+
+
+def test_nothing_is_received_in_slots_but_by_copy_engine_inside_a_node() -> None:
+    assert receive_slot_bytes(trial(1)) == 0
+    assert receive_slot_bytes(trial(4, exchange="relay")) == receive_slot_bytes(trial(4, exchange="direct")) == 0
+    assert receive_slot_bytes(trial(4, schedule="all_gather")) == 0
+    assert receive_slot_bytes(trial(4, emulate_nodes=4)) == receive_slot_bytes(trial(4, emulate_nodes=3)) == 0
+    assert receive_slot_bytes(trial(4, emulate_nodes=2, schedule="ring")) == 0  # a flat ring's neighbours are anywhere
+    assert receive_slot_bytes(trial(4, emulate_nodes=2, schedule="ulysses")) == 0
+    for schedule in ("double_ring", "usp", "usp_transposed"):
+        assert receive_slot_bytes(trial(4, emulate_nodes=2, schedule=schedule)) > 0
+
+
+def test_head_chunks_share_the_slots() -> None:
+    shape = replace(SHAPE, heads=32, kv_heads=32, head_dim=128)
+    long = replace(trial(2, schedule="ulysses", checkpoint=Checkpoint(every=0)), model=shape, seq_len=1 << 17)
+    query = (1 << 16) * 32 * 128 * 2
+    at_once = HEAD_SLOTS * (3 * query + 3 * query)  # q, k and v one way, dq, dk and dv the other
+    assert receive_slot_bytes(long) == at_once // 2  # two chunks of heads
