@@ -89,7 +89,7 @@ class BoundAttention:
         """Outputs that checkpointing saves on the fullest rank, and forward work that it repeats on the busiest, as
         fractions of one rank's."""
         checkpoint, seq_len = self._settings.checkpoint, self._settings.seq_len
-        if self._settings.task != "train" or checkpoint.every == 0:
+        if self._settings.task != "train" or not checkpoint.layers_again(self._settings.model.layers):
             return {}
         cut = tail_cut(checkpoint.tail, seq_len, self._cp.size)
         return {

@@ -261,7 +261,7 @@ def _memory_unsupported_reason(settings: TrialSettings, machine: Machine) -> str
     """A training trial that would fill a host's memory, and so end more than itself. A full GPU ends only the trial."""
     if settings.task != "train" or not machine.memory_gib:
         return None
-    memory = memory_of(settings)
+    memory = memory_of(settings, on_gpu=machine.device == "cuda")
     ranks = -(-settings.world_size // (machine.nodes_for(settings.world_size) or 1))
     needed = ranks * (memory.host if machine.device == "cuda" else memory.without_gpu) / GIB
     if needed <= machine.memory_gib:

@@ -2,7 +2,8 @@
 
 Peers copy into slots of memory that torch's allocator does not manage (`engine.attention.comm.symm_mem`). They grow to
 the largest message, at the first calls, and stay. The sizes are those of the messages that `engine.attention.comm` and
-`engine.attention.algorithms` send; tests/engine/attention/planning/test_receive_slots.py runs both and compares them.
+`engine.attention.algorithms` send; tests/engine/attention/planning/test_receive_slots.py compares them with the slots
+that the ranks of one node make. Not counted: the slots of their own that passes captured as CUDA graphs have.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ HEAD_SLOTS = 2  # in each direction: one head chunk is used while the next arriv
 
 def receive_slot_bytes(settings: TrialSettings) -> int:
     """Bytes of all receive slots of the fullest rank in a trial of method `burst` whose GPUs of a node can copy into
-    each other's memory; 0 where nothing moves by copy engine. A node is one of `emulate_nodes`.
+    each other's memory; 0 where nothing moves by copy engine. A node is one of `emulate_nodes`; between nodes `auto`
+    chooses as with the cost model's own speed of the link, which ranks measure.
 
     A schedule that cannot run has no slots: the trial is refused elsewhere.
     """
@@ -43,17 +45,19 @@ def receive_slot_bytes(settings: TrialSettings) -> int:
     found = trial_layout(settings)
     layout = layout_named(found) if isinstance(found, str) else found
     recompute = settings.task == "train" and settings.checkpoint.reuses_attention(settings.model.layers)
+    asks = settings.schedule == "auto" and settings.backward == settings.exchange == "auto"  # the cost model
     shape, mask, item = settings.model, parse_mask(settings.mask), BYTES_OF[settings.dtype]
     narrow = narrowed("fp32" if settings.grad_comm_dtype == "auto" else settings.grad_comm_dtype)
     workload = workload_of(
         mask, layout, cp_size=cp_size, node_size=node_size, seq_len=settings.seq_len, batch=settings.batch_size,
         heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, input_bytes=item,
         gradient_bytes=item if (narrow.across if nodes > 1 else narrow.first_ring) else max(4, item),
-        recompute=recompute,
+        recompute=recompute, counts_traffic=asks,
     )  # fmt: skip
     hardware, schedule = HardwareModel(), str(settings.schedule)
     if schedule == "auto":
-        schedule = choose_schedule(workload, layout.name, hardware).best
+        by_name = "ring" if nodes == 1 else "double_ring"
+        schedule = choose_schedule(workload, layout.name, hardware).best if asks else by_name
     if schedule_unsupported_reason(schedule, workload, layout.name):
         return 0
     chunks = choose_num_head_chunks(schedule, workload, hardware)
@@ -62,7 +66,8 @@ def receive_slot_bytes(settings: TrialSettings) -> int:
     shards = Shards(
         batch=settings.batch_size, tokens=settings.seq_len // ring.cp_size, heads=shape.heads // shared_by,
         kv_heads=shape.kv_heads // shared_by, head_dim=shape.head_dim, input_bytes=item,
-        intra_node=Widths(item, item if narrow.first_ring else max(4, item)), inter_node=Widths(item, max(4, item)),
+        intra_node=Widths(item, item if narrow.first_ring else max(4, item)),
+        inter_node=Widths(item, item if narrow.across else max(4, item)),
         later_rings=Widths(item, item if narrow.later_rings else max(4, item)),
     )  # fmt: skip
     if schedule == "usp" or (schedule == "ulysses" and nodes == 1):

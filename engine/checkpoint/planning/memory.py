@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from engine.attention.masks import Causal, parse_mask
 from engine.attention.planning.receive_slots import receive_slot_bytes
 from engine.checkpoint.counts import group_starts, inputs_at_once, inputs_in_store
-from engine.checkpoint.planning.choice import Choice, choice_of
+from engine.checkpoint.planning.choice import Choice, choice_of, open_names
 from engine.settings import BYTES_OF, Checkpoint, ModelShape, TrialSettings, keeps_whole
 
 GIB = 1 << 30
@@ -30,6 +30,7 @@ _PROCESS = 2 * GIB  # of host memory: interpreter, torch, CUDA's own
 _HEAD_TILE = 1 * GIB  # logits of one tile (engine.lm_head.tiles), unless the hidden states take more
 _HEAD_TOKENS = (4096, 8192)  # of a tile at most: an eighth of all, between these two
 _KERNEL_SUMS = 2 * GIB  # of dQ in fp32 at most
+_SLOT_KINDS = ((False, False), (True, False), (True, True))  # of `MemoryModel._slots_of`
 _ROUNDING = 1.005  # reserved over asked for: blocks of 512 bytes, segments of 2 MiB
 _SMALL = 0.15 * GIB  # reserved for workspaces, norms, RoPE's tables and the blocks between others
 
@@ -41,17 +42,16 @@ class RankMemory:
     allocated: float  # of tensors on its GPU
     reserved: float  # by the allocator
     host: float
-    slots: float = 0.0  # of both: to receive into, where GPUs copy into each other's memory
 
     @property
     def without_gpu(self) -> float:
         """Of a rank on a CPU, where all is host memory and the process itself takes less."""
-        return self.allocated - self.slots + self.host - _PROCESS
+        return self.allocated + self.host - _PROCESS
 
 
-def memory_of(settings: TrialSettings) -> RankMemory:
+def memory_of(settings: TrialSettings, *, on_gpu: bool = True) -> RankMemory:
     """Memory of one rank of a training trial with its settings as they are."""
-    return MemoryModel(settings).of(choice_of(settings))
+    return MemoryModel(settings, on_gpu=on_gpu).of(choice_of(settings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,8 @@ class _OfParameters:
 class MemoryModel:
     """Memory of a rank of one trial by choice. `settings` give everything that no `Choice` holds."""
 
-    def __init__(self, settings: TrialSettings) -> None:
+    def __init__(self, settings: TrialSettings, *, on_gpu: bool = True) -> None:
+        """`on_gpu`: chunks may arrive by copy engine, in slots."""
         shape = settings.model
         item = BYTES_OF[settings.dtype]
         wide = max(4, item)  # of master weights, gradients and moments
@@ -130,16 +131,14 @@ class MemoryModel:
             # Received chunks and the gradients sent back: the part of them that the mask uses.
             used = min(1.0, parse_mask(settings.mask).area(settings.seq_len) / Causal().area(settings.seq_len))
             self._received = used * (4 * self._query + 2 * self._keys)
-        # By copy engine they arrive in slots, whose sizes follow from schedule and layout: by what `_slot_kind` says.
-        tail = settings.checkpoint.tail if 0 < settings.checkpoint.tail < 1 else 0.5
-        kinds = (Checkpoint(every=0), Checkpoint(), Checkpoint(tail=tail)) if settings.method == "burst" else ()
-        self._slots = {self._slot_kind(each): receive_slot_bytes(replace(settings, checkpoint=each)) for each in kinds}
+        self._settings, self._copies = settings, on_gpu and settings.method == "burst"
+        self._slots: dict[tuple[bool, bool], int] = {}
 
     def of(self, choice: Choice, *, least: bool = False) -> RankMemory:
         """The most that a rank holds with this choice; `least`: no more than with any choice of `checkpoint.mlp` and at
         least as much kept, because what the MLP of a layer kept whole needs for a moment is left out."""
         inputs, attention, host = self._kept(choice.checkpoint)
-        slots = min(self._slots.values(), default=0) if least else self._slots_with(choice.checkpoint)
+        slots = min(map(self._slots_of, _SLOT_KINDS)) if least else self._slots_with(choice.checkpoint)
         moments = self._moments(choice, inputs, attention, least)
         base = self._always(choice) + slots
         fullest = max(activations + gradients for _, activations, gradients in moments)
@@ -152,7 +151,6 @@ class MemoryModel:
             allocated=base + fullest,
             reserved=_SMALL + _ROUNDING * (base + reserved),
             host=_PROCESS + host + (2 * self._parameters if choice.optimizer_offload else 0.0),
-            slots=slots,
         )
 
     def by_moment(self, choice: Choice) -> dict[str, float]:
@@ -170,13 +168,21 @@ class MemoryModel:
 
     def _slots_with(self, checkpoint: Checkpoint) -> float:
         """Bytes that are held to receive into, whatever the moment."""
-        return self._slots.get(self._slot_kind(checkpoint), 0)
-
-    def _slot_kind(self, checkpoint: Checkpoint) -> tuple[bool, bool]:
-        """Whether attention is called again with kept outputs, which counts where a schedule is chosen, and whether its
-        tail may cut the layout."""
         cut = checkpoint.layers_again(self._layers) > 0 and 0 < checkpoint.tail < 1
-        return checkpoint.reuses_attention(self._layers), cut
+        return self._slots_of((checkpoint.reuses_attention(self._layers), cut))
+
+    def _slots_of(self, kind: tuple[bool, bool]) -> int:
+        """The same where attention is called again with kept outputs, which counts where a schedule is chosen, and
+        where its tail may cut the layout: of a tail that the planner chooses, the most of three."""
+        if not self._copies:
+            return 0
+        if kind not in self._slots:
+            own, chosen = self._settings.checkpoint.tail, "checkpoint.tail" in open_names(self._settings)
+            cuts = (0.25, 0.5, 0.75) if chosen or own in (0, 1) else (own,)
+            tails: tuple[float, ...] = cuts if kind[1] else (1.0,)
+            each = [Checkpoint(tail=tail) if kind[0] else Checkpoint(every=0) for tail in tails]
+            self._slots[kind] = max(receive_slot_bytes(replace(self._settings, checkpoint=one)) for one in each)
+        return self._slots[kind]
 
     def _received_beside(self, checkpoint: Checkpoint) -> float:
         """Of what attention receives and sends back, the bytes that have no slot."""

@@ -62,7 +62,7 @@ def planned(
     """
     names = open_names(settings)
     problem = Problem(
-        memory=MemoryModel(settings),
+        memory=MemoryModel(settings, on_gpu=budget.gpu is not None),
         cost=CostModel(settings, speeds or Speeds()),
         share=lambda memory: budget.share(memory, correction),
         start=choice_of(settings),

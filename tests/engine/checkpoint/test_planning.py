@@ -238,3 +238,21 @@ def test_a_plan_compares_few_of_all_choices(seq_len: int, gib: int, monkeypatch:
     monkeypatch.setattr(MemoryModel, "of", of)
     planned(settings(seq_len=seq_len), Budget(gpu=gib * GIB))
     assert 0 < calls < 20_000
+
+
+def test_a_rank_on_a_cpu_receives_into_ordinary_memory_whatever_the_exchange() -> None:
+    for changes in ({"mlp_tiles": 8, "projection_tiles": 8}, {"mlp_tiles": 8, "schedule": "ulysses"}, {}):
+        two = [
+            memory_of(settings(seq_len=1 << 18, cp_size=2, world_size=2, exchange=exchange, **changes), on_gpu=False)
+            for exchange in ("auto", "relay")
+        ]
+        assert two[0].without_gpu == two[1].without_gpu
+
+
+def test_on_gpus_receive_slots_are_held_beside_everything_else() -> None:
+    trial = settings(seq_len=1 << 18, cp_size=2, world_size=2)
+    copied, relayed = (
+        MemoryModel(each).by_moment(choice_of(each)) for each in (trial, dataclasses.replace(trial, exchange="relay"))
+    )
+    for moment in ("LM head", "optimizer"):
+        assert copied[moment] - relayed[moment] == pytest.approx(2.5 * GIB)  # five times K and V of a chunk

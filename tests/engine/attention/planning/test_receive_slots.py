@@ -21,7 +21,7 @@ from engine.attention.op import run_attention
 from engine.attention.planning.comm_volume import Widths
 from engine.attention.planning.cost_model import HardwareModel
 from engine.attention.planning.layout_choice import trial_layout
-from engine.attention.planning.receive_slots import HEAD_SLOTS, receive_slot_bytes
+from engine.attention.planning.receive_slots import CHUNK_SLOTS, GRADIENT_SLOTS, HEAD_SLOTS, receive_slot_bytes
 from engine.attention.resolve import plan_attention
 from engine.settings import Checkpoint, ModelShape, TrialSettings
 from tests.engine.attention.comm.symm_mem.node_on_host import become_a_gpu, by_copy_engine
@@ -40,7 +40,9 @@ CASES = [
         (Checkpoint(), Checkpoint(tail=0.5)),
         ("auto", "input"),
     )
-] + [{"schedule": "ulysses", "checkpoint": checkpoint} for checkpoint in (Checkpoint(every=0), Checkpoint())]
+]
+CASES += [{"schedule": "ulysses", "checkpoint": checkpoint} for checkpoint in (Checkpoint(every=0), Checkpoint())]
+CASES += [{"schedule": schedule, "batch_size": 2} for schedule in ("ring", "ulysses")]
 
 
 def trial(cp_size: int, **changes: Any) -> TrialSettings:
@@ -67,7 +69,7 @@ def slots_of(settings: TrialSettings) -> int:
     """Bytes that this rank holds after a forward and its backward."""
     layout = trial_layout(settings)
     cp = ContextParallel(layout=layout_named(layout) if isinstance(layout, str) else layout)
-    shapes = [(1, SEQ_LEN // cp.size, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    shapes = [(settings.batch_size, SEQ_LEN // cp.size, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     shards = [torch.randn(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
     recompute = settings.checkpoint.reuses_attention(SHAPE.layers)
     plan = plan_attention(
@@ -112,8 +114,42 @@ def test_nothing_is_received_in_slots_but_by_copy_engine_inside_a_node() -> None
     assert receive_slot_bytes(trial(4, emulate_nodes=4)) == receive_slot_bytes(trial(4, emulate_nodes=3)) == 0
     assert receive_slot_bytes(trial(4, emulate_nodes=2, schedule="ring")) == 0  # a flat ring's neighbours are anywhere
     assert receive_slot_bytes(trial(4, emulate_nodes=2, schedule="ulysses")) == 0
-    for schedule in ("double_ring", "usp", "usp_transposed"):
-        assert receive_slot_bytes(trial(4, emulate_nodes=2, schedule=schedule)) > 0
+
+
+def test_slots_of_two_nodes_of_two_are_those_of_the_part_inside_a_node() -> None:
+    """Full attention over contiguous shards: every rank needs all of every chunk, and no gradient of one is a sum."""
+    query, key_value = (SEQ_LEN // 4 * heads * HEAD_DIM * 2 for heads in (HEADS, 2 * KV_HEADS))
+
+    def slots(schedule: str, **changes: Any) -> int:
+        fixed = {"mask": "full", "backward": "key_value", "emulate_nodes": 2, "schedule": schedule} | changes
+        return receive_slot_bytes(trial(4, **fixed))
+
+    assert slots("double_ring") == CHUNK_SLOTS * key_value + GRADIENT_SLOTS * key_value
+    # Half of the heads, of twice the tokens.
+    assert slots("usp_transposed") == CHUNK_SLOTS * key_value + GRADIENT_SLOTS * key_value
+    rows = SEQ_LEN // 4 * HEADS * 4
+    assert slots("usp") == HEAD_SLOTS * (2 * query + key_value + 2 * rows + query + key_value)
+    assert slots("usp", checkpoint=Checkpoint(every=0)) == HEAD_SLOTS * 2 * (query + key_value)
+    # Causal zigzag: a rank's gradients of a chunk of its node are those of several tiles, so they are sums in fp32, but
+    # where the setting sends them in the inputs' dtype: of the node's own chunks, or of all.
+    sums = {
+        dtype: slots("double_ring", mask="causal", layout="zigzag", grad_comm_dtype=dtype)
+        for dtype in ("fp32", "input_after_first", "input")
+    }
+    assert sums["fp32"] >= sums["input_after_first"] >= sums["input"] == slots("double_ring")
+
+
+def test_auto_is_the_schedule_that_attention_takes() -> None:
+    """Only where backward side and exchange are open too does the cost model choose; else it is a ring."""
+    heads = replace(SHAPE, heads=32, kv_heads=32, head_dim=128)
+
+    def slots(**changes: Any) -> int:
+        return receive_slot_bytes(replace(trial(8, **changes), model=heads, seq_len=1 << 18))
+
+    assert slots() == slots(schedule="ulysses") != slots(schedule="ring")
+    for by_hand in ({"backward": "key_value"}, {"backward": "query"}, {"exchange": "copy_engine"}):
+        assert slots(**by_hand) == slots(schedule="ring", **by_hand)
+        assert slots(emulate_nodes=2, **by_hand) == slots(emulate_nodes=2, schedule="double_ring", **by_hand)
 
 
 def test_head_chunks_share_the_slots() -> None:
