@@ -39,7 +39,10 @@ def may_trace() -> bool:
     program = py_spy()
     if program is None:
         return False
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as sleeper:
+    program_of_sleeper = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(program_of_sleeper, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as sleeper:
+        assert sleeper.stdout is not None
+        sleeper.stdout.readline()  # Python runs: a process that is still starting has no stack to read
         done = subprocess.run([program, "dump", "--pid", str(sleeper.pid)], capture_output=True, check=False)
         sleeper.communicate(b"\n")
     return done.returncode == 0
