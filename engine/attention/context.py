@@ -29,7 +29,7 @@ from engine.attention.geometry.layout import (
     Gathered,
     Layout,
     Segment,
-    layout_named,
+    as_layout,
     rows_before,
     split_unsupported_reason,
 )
@@ -93,7 +93,7 @@ class ContextParallel:
         between_nodes: BetweenNodes = PLAIN,
     ) -> None:
         self.between_nodes = between_nodes
-        self.layout: Layout = layout_named(layout) if isinstance(layout, str) else layout
+        self.layout: Layout = as_layout(layout)
         self.traffic = traffic or Traffic()
         self._order = order or CallOrder()
         self.group = group

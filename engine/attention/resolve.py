@@ -31,6 +31,8 @@ from engine.attention.planning.cost_model import (
     HardwareModel,
     choose_num_head_chunks,
     choose_schedule,
+    model_chooses,
+    ring_by_name,
     schedule_unsupported_reason,
 )
 from engine.attention.planning.pair_table import pair_table
@@ -114,7 +116,7 @@ def plan_attention(
     if grad_comm_dtype not in GRAD_COMM_DTYPES:
         raise ValueError(f"grad_comm_dtype {grad_comm_dtype!r} is unknown; choose one of {', '.join(GRAD_COMM_DTYPES)}")
     narrow = narrowed(grad_comm_dtype)[-1 if cp.node_size < cp.size else 0]  # at the slowest links
-    estimated = schedule == "auto" and q_BLND.is_cuda and backward == exchange == "auto"
+    estimated = q_BLND.is_cuda and model_chooses(schedule, backward, exchange)
     workload = workload_of(
         mask,
         cp.layout,
@@ -140,7 +142,7 @@ def plan_attention(
         # The estimate's speeds are a GPU's; elsewhere, and where a ring's own switches are set, the schedule is a ring.
         if estimated:
             estimate = choose_schedule(workload, cp.layout.name, hardware, num_head_chunks)
-        schedule = estimate.best if estimate else "ring" if cp.node_size == cp.size else "double_ring"
+        schedule = estimate.best if estimate else ring_by_name(workload.nodes)
     unsupported_reason = schedule_unsupported_reason(schedule, workload, cp.layout.name)
     if unsupported_reason:
         raise ValueError(unsupported_reason)

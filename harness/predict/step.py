@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.attention.geometry.layout import layout_named
+from engine.attention.geometry.layout import as_layout
 from engine.attention.masks import parse_mask
 from engine.checkpoint.repeated import added_weights
 from engine.settings import BYTES_OF, TrialSettings, keeps_whole
@@ -124,7 +124,7 @@ def attention_problem(settings: TrialSettings, node_size: int) -> AttentionProbl
     layout = "zigzag" if layout_of is None else layout_of(settings)
     return AttentionProblem(
         mask=mask,
-        layout=layout_named(layout) if isinstance(layout, str) else layout,
+        layout=as_layout(layout),
         seq_len=settings.seq_len,
         batch=settings.batch_size,
         heads=max(1, model.heads // settings.tp_size),

@@ -189,11 +189,16 @@ def layout_named(name: str) -> Layout:
     return LAYOUTS[name]
 
 
+def as_layout(layout: str | Layout) -> Layout:
+    """The layout itself; a name is looked up by `layout_named`."""
+    return layout_named(layout) if isinstance(layout, str) else layout
+
+
 def split_unsupported_reason(layout: str | Layout, seq_len: int, cp_size: int) -> str | None:
     """Why `seq_len` tokens cannot be divided among `cp_size` ranks, with the nearest lengths that can, or None."""
     if cp_size == 1:
         return None
-    layout = layout_named(layout) if isinstance(layout, str) else layout
+    layout = as_layout(layout)
     chunks = layout.chunks(cp_size)
     if seq_len % chunks == 0:
         return None

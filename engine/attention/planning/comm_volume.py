@@ -85,6 +85,13 @@ def narrowed(grad_comm_dtype: str) -> Narrowed:
     return Narrowed(everywhere, everywhere or after, grad_comm_dtype != "fp32")
 
 
+def gradient_widths(grad_comm_dtype: str, item: int, written: int) -> tuple[Widths, ...]:
+    """Of gradients of inputs of `item` bytes, of which the kernel writes `written`: for each place of `Narrowed`."""
+    return tuple(
+        Widths(item, item) if narrow else Widths(written, max(4, item)) for narrow in narrowed(grad_comm_dtype)
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
     """Shape and widths of one rank's shards. Counts of bytes are of one token, over the batch."""
@@ -103,8 +110,8 @@ class Shards:
     def of(cls, problem: Problem, kernel: Kernel, batch: int, tokens: int, grad_comm_dtype: str) -> Shards:
         """Those that `kernel` works on; gradients cross links as `grad_comm_dtype` says."""
         item = problem.dtype.itemsize
-        plain = Widths(item if kernel.writes_input_dtype else max(4, item), max(4, item))
-        first, later, across = (Widths(item, item) if narrow else plain for narrow in narrowed(grad_comm_dtype))
+        written = item if kernel.writes_input_dtype else max(4, item)
+        first, later, across = gradient_widths(grad_comm_dtype, item, written)
         return cls(
             batch=batch,
             tokens=tokens,

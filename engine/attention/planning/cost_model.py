@@ -230,6 +230,17 @@ def _all_to_all_ranks(schedule: str, workload: HeadsAndRanks) -> int:
     return {"ulysses": workload.cp_size, "usp": workload.node_size, "usp_transposed": workload.nodes}[schedule]
 
 
+def model_chooses(schedule: str, backward: str, exchange: str) -> bool:
+    """Whether `auto` is the cost model's choice on GPUs. It is a ring (`ring_by_name`) where a ring's own switches are
+    set."""
+    return schedule == backward == exchange == "auto"
+
+
+def ring_by_name(nodes: int) -> str:
+    """The ring of ranks on so many nodes."""
+    return "ring" if nodes == 1 else "double_ring"
+
+
 def choose_schedule(
     workload: Workload, layout: str, hardware: HardwareModel | None = None, num_head_chunks: int | None = None
 ) -> Estimate:

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import itertools
 
-from engine.attention.geometry.layout import Gathered, Layout, layout_named
+from engine.attention.geometry.layout import Gathered, Layout, as_layout
 from engine.attention.geometry.ring import Ring
 from engine.attention.masks import Mask, parse_mask
 from engine.attention.planning.comm_plan import ring_tables
-from engine.attention.planning.comm_volume import RingVolume, Shards, Widths, cheaper_backward, narrowed
+from engine.attention.planning.comm_volume import RingVolume, Shards, cheaper_backward, gradient_widths
 from engine.attention.planning.cost_model import (
     HardwareModel,
     choose_num_head_chunks,
     choose_schedule,
+    model_chooses,
+    ring_by_name,
     schedule_unsupported_reason,
 )
 from engine.attention.planning.layout_choice import trial_layout
@@ -42,22 +44,21 @@ def receive_slot_bytes(settings: TrialSettings) -> int:
     node_size = cp_size // nodes
     if cp_size % nodes or node_size == 1 or settings.exchange not in ("auto", "copy_engine"):
         return 0
-    found = trial_layout(settings)
-    layout = layout_named(found) if isinstance(found, str) else found
+    layout, schedule = as_layout(trial_layout(settings)), str(settings.schedule)
     recompute = settings.task == "train" and settings.checkpoint.reuses_attention(settings.model.layers)
-    asks = settings.schedule == "auto" and settings.backward == settings.exchange == "auto"  # the cost model
+    asks = model_chooses(schedule, settings.backward, settings.exchange)
     shape, mask, item = settings.model, parse_mask(settings.mask), BYTES_OF[settings.dtype]
-    narrow = narrowed("fp32" if settings.grad_comm_dtype == "auto" else settings.grad_comm_dtype)
+    wire = "fp32" if settings.grad_comm_dtype == "auto" else settings.grad_comm_dtype
+    first, later, across = gradient_widths(wire, item, written=item)  # as kernels of GPUs write them
     workload = workload_of(
         mask, layout, cp_size=cp_size, node_size=node_size, seq_len=settings.seq_len, batch=settings.batch_size,
         heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, input_bytes=item,
-        gradient_bytes=item if (narrow.across if nodes > 1 else narrow.first_ring) else max(4, item),
+        gradient_bytes=(across if nodes > 1 else first).summed,
         recompute=recompute, counts_traffic=asks,
     )  # fmt: skip
-    hardware, schedule = HardwareModel(), str(settings.schedule)
+    hardware = HardwareModel()
     if schedule == "auto":
-        by_name = "ring" if nodes == 1 else "double_ring"
-        schedule = choose_schedule(workload, layout.name, hardware).best if asks else by_name
+        schedule = choose_schedule(workload, layout.name, hardware).best if asks else ring_by_name(nodes)
     if schedule_unsupported_reason(schedule, workload, layout.name):
         return 0
     chunks = choose_num_head_chunks(schedule, workload, hardware)
@@ -66,9 +67,7 @@ def receive_slot_bytes(settings: TrialSettings) -> int:
     shards = Shards(
         batch=settings.batch_size, tokens=settings.seq_len // ring.cp_size, heads=shape.heads // shared_by,
         kv_heads=shape.kv_heads // shared_by, head_dim=shape.head_dim, input_bytes=item,
-        intra_node=Widths(item, item if narrow.first_ring else max(4, item)),
-        inter_node=Widths(item, item if narrow.across else max(4, item)),
-        later_rings=Widths(item, item if narrow.later_rings else max(4, item)),
+        intra_node=first, inter_node=across, later_rings=later,
     )  # fmt: skip
     if schedule == "usp" or (schedule == "ulysses" and nodes == 1):
         return _of_heads(shards, recompute) // chunks

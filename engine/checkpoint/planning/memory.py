@@ -30,7 +30,8 @@ _PROCESS = 2 * GIB  # of host memory: interpreter, torch, CUDA's own
 _HEAD_TILE = 1 * GIB  # logits of one tile (engine.lm_head.tiles), unless the hidden states take more
 _HEAD_TOKENS = (4096, 8192)  # of a tile at most: an eighth of all, between these two
 _KERNEL_SUMS = 2 * GIB  # of dQ in fp32 at most
-_SLOT_KINDS = ((False, False), (True, False), (True, True))  # of `MemoryModel._slots_of`
+# How attention of a layer is called: once, again with kept outputs, or again with a tail that may cut the layout.
+_CALLS = ("once", "again", "cut")
 _ROUNDING = 1.005  # reserved over asked for: blocks of 512 bytes, segments of 2 MiB
 _SMALL = 0.15 * GIB  # reserved for workspaces, norms, RoPE's tables and the blocks between others
 
@@ -132,13 +133,13 @@ class MemoryModel:
             used = min(1.0, parse_mask(settings.mask).area(settings.seq_len) / Causal().area(settings.seq_len))
             self._received = used * (4 * self._query + 2 * self._keys)
         self._settings, self._copies = settings, on_gpu and settings.method == "burst"
-        self._slots: dict[tuple[bool, bool], int] = {}
+        self._slots: dict[str, int] = {}  # by one of `_CALLS`
 
     def of(self, choice: Choice, *, least: bool = False) -> RankMemory:
         """The most that a rank holds with this choice; `least`: no more than with any choice of `checkpoint.mlp` and at
         least as much kept, because what the MLP of a layer kept whole needs for a moment is left out."""
         inputs, attention, host = self._kept(choice.checkpoint)
-        slots = min(map(self._slots_of, _SLOT_KINDS)) if least else self._slots_with(choice.checkpoint)
+        slots = min(map(self._slots_of, _CALLS)) if least else self._slots_with(choice.checkpoint)
         moments = self._moments(choice, inputs, attention, least)
         base = self._always(choice) + slots
         fullest = max(activations + gradients for _, activations, gradients in moments)
@@ -166,23 +167,23 @@ class MemoryModel:
         copies = self._by_offload[choice.optimizer_offload].copies
         return self._parameters * (1 if choice.optimizer_offload else 3) + copies
 
-    def _slots_with(self, checkpoint: Checkpoint) -> float:
+    def _slots_with(self, checkpoint: Checkpoint) -> int:
         """Bytes that are held to receive into, whatever the moment."""
-        cut = checkpoint.layers_again(self._layers) > 0 and 0 < checkpoint.tail < 1
-        return self._slots_of((checkpoint.reuses_attention(self._layers), cut))
+        if not checkpoint.reuses_attention(self._layers):
+            return self._slots_of("once")
+        return self._slots_of("cut" if 0 < checkpoint.tail < 1 else "again")
 
-    def _slots_of(self, kind: tuple[bool, bool]) -> int:
-        """The same where attention is called again with kept outputs, which counts where a schedule is chosen, and
-        where its tail may cut the layout: of a tail that the planner chooses, the most of three."""
+    def _slots_of(self, calls: str) -> int:
+        """The same by one of `_CALLS`; for a tail that the planner chooses, the most of three."""
         if not self._copies:
             return 0
-        if kind not in self._slots:
+        if calls not in self._slots:
             own, chosen = self._settings.checkpoint.tail, "checkpoint.tail" in open_names(self._settings)
             cuts = (0.25, 0.5, 0.75) if chosen or own in (0, 1) else (own,)
-            tails: tuple[float, ...] = cuts if kind[1] else (1.0,)
-            each = [Checkpoint(tail=tail) if kind[0] else Checkpoint(every=0) for tail in tails]
-            self._slots[kind] = max(receive_slot_bytes(replace(self._settings, checkpoint=one)) for one in each)
-        return self._slots[kind]
+            each = {"once": [Checkpoint(every=0)], "again": [Checkpoint()], "cut": [Checkpoint(tail=f) for f in cuts]}
+            trials = (replace(self._settings, checkpoint=checkpoint) for checkpoint in each[calls])
+            self._slots[calls] = max(map(receive_slot_bytes, trials))
+        return self._slots[calls]
 
     def _received_beside(self, checkpoint: Checkpoint) -> float:
         """Of what attention receives and sends back, the bytes that have no slot."""
@@ -245,10 +246,9 @@ class MemoryModel:
         """The backward of such a layer beyond its saved tensors: the larger of the MLP's and attention's."""
         mlp, tiles = choice.checkpoint.mlp, choice.mlp_tiles
         run = 1 / tiles
-        # Gradient of the product, in whose place the product is formed again, and gradients of what was multiplied. An
-        # ungated MLP needs a place for each.
-        each = self._gates + (1 if self._gates > 1 else 2)
-        held = max((1 + self._gates) * min(run, 1 - mlp), each * min(run, mlp)) * self._mlp_state
+        # Gradient of the product, then products again, in whose place their gradients are formed. Of saved products
+        # three: in a gated MLP their product takes the place of its gradient.
+        held = max((1 + self._gates) * min(run, 1 - mlp), 3 * min(run, mlp)) * self._mlp_state
         if tiles > 1 or 0 < mlp < 1:
             held += mlp_sums
         if least:

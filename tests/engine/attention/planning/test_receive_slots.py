@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from engine import ContextParallel
 from engine.attention.algorithms.ring import RingPlan
-from engine.attention.geometry.layout import layout_named
 from engine.attention.geometry.tiles import Band
 from engine.attention.kernels import BackwardInputs, Gradients
 from engine.attention.kernels.around import AroundKernel
@@ -67,8 +66,7 @@ class _InputDtype(AroundKernel):
 
 def slots_of(settings: TrialSettings) -> int:
     """Bytes that this rank holds after a forward and its backward."""
-    layout = trial_layout(settings)
-    cp = ContextParallel(layout=layout_named(layout) if isinstance(layout, str) else layout)
+    cp = ContextParallel(layout=trial_layout(settings))
     shapes = [(settings.batch_size, SEQ_LEN // cp.size, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     shards = [torch.randn(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
     recompute = settings.checkpoint.reuses_attention(SHAPE.layers)
