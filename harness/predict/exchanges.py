@@ -10,6 +10,8 @@ from engine.attention.planning.cost_model import (
     Workload,
     choose_num_head_chunks,
     choose_schedule,
+    model_chooses,
+    ring_by_name,
     schedule_unsupported_reason,
 )
 from engine.attention.planning.workload import workload_of
@@ -57,8 +59,10 @@ def _burst(settings: TrialSettings, problem: AttentionProblem, speeds: Speeds, g
     hardware = HardwareModel(across_gib=speeds.across_gib)
     workload = workload_of_problem(problem, gradient_bytes)
     schedule: str = settings.schedule
-    if schedule == "auto":
+    if model_chooses(schedule, settings.backward, settings.exchange):
         schedule = choose_schedule(workload, problem.layout.name, hardware).best
+    elif schedule == "auto":
+        schedule = ring_by_name(problem.nodes)
     if problem.nodes == 1:
         schedule = within_a_node(schedule)
     if reason := schedule_unsupported_reason(schedule, workload, problem.layout.name):

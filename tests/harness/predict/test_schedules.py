@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.attention.planning.cost_model import HardwareModel, choose_num_head_chunks, choose_schedule
+from engine.settings import ModelShape, TrialSettings
 from harness.base.errors import UsageError
 from harness.metrics.hardware import hardware_named
 from harness.predict.exchanges import exchange_of, workload_of_problem
@@ -163,6 +164,20 @@ def test_a_prediction_takes_the_schedule_that_the_engine_would_take_whatever_the
                 assert found.head_chunks == choose_num_head_chunks(found.schedule, workload)
                 taken.add(gpu)
     assert taken == {"h200", "a800"}
+
+
+def test_a_prediction_of_auto_is_a_ring_where_the_rings_own_switches_are_set() -> None:
+    model = ModelShape(name="s", layers=1, hidden=4096, ffn=64, heads=32, kv_heads=32, head_dim=128, vocab=64)
+    trial = TrialSettings(task="attention", method="burst", model=model, seq_len=1 << 16, cp_size=8, dtype="bf16")
+    speeds = speeds_of(hardware_named("h200"))
+
+    def schedule(node_size: int, **changes: str) -> str:
+        settings = replace(trial, **changes)
+        return exchange_of(settings, attention_problem(settings, node_size), speeds).schedule
+
+    assert (schedule(8), schedule(4)) == ("ulysses", "usp")
+    for by_hand in ({"backward": "key_value"}, {"backward": "query"}, {"exchange": "copy_engine"}):
+        assert (schedule(8, **by_hand), schedule(4, **by_hand)) == ("ring", "double_ring")
 
 
 def test_a_listed_folder_without_records_is_named(tmp_path: Path) -> None:
