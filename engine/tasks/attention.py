@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ class AttentionTask:
             forward_seconds.append(self._timed(self._forward, flush))
             self.cp.traffic.reset()
             with around_step() if index >= plan.warmup else nullcontext():
-                step_seconds.append(self._timed(self._forward_backward, flush))
+                step_seconds.append(self._timed(self._step, flush))
             on_progress({"step": index + 1, "of": plan.warmup + plan.measured, "seconds": step_seconds[-1]})
         after = read_gpus(self.world)
         figures = measured(
@@ -90,16 +91,16 @@ class AttentionTask:
             figures.extra["computed_sent_bytes"], between = map(list, zip(*sent, strict=True))
             if any(between):
                 figures.extra["computed_sent_between_nodes_bytes"] = between
-        # Last, because each would raise every peak.
-        figures.extra |= link.figures()
-        shards = (self.q_BLND, self.k_BLKD, self.v_BLKD, self.dout_BLND)
-        mask = parse_mask(self.settings.mask)
-        figures.extra |= attention_errors(self.world, self.cp, shards, mask, self._forward_backward)
+        figures.extra |= link.figures()  # last, because it would raise every peak
         return figures
+
+    def check(self) -> dict[str, Any]:
+        shards = (self.q_BLND, self.k_BLKD, self.v_BLKD, self.dout_BLND)
+        return attention_errors(self.world, self.cp, shards, parse_mask(self.settings.mask), self._forward_backward)
 
     def again(self) -> None:
         """One more forward with backward, from the same start as the timed ones."""
-        self._timed(self._forward_backward, self._flush())
+        self._timed(self._step, self._flush())
 
     def _flush(self) -> Tensor:
         """Memory that, when it is written, replaces the content of a GPU's L2 cache; empty on a CPU."""
@@ -110,14 +111,14 @@ class AttentionTask:
         with torch.no_grad():
             self.attend(self.q_BLND, self.k_BLKD, self.v_BLKD)
 
-    def _forward_backward(self, dout_BLND: Tensor | None = None) -> tuple[Tensor, ...]:
-        """(out, dq, dk, dv) of this rank's tokens, for the trial's gradient of out where none is given."""
+    def _step(self) -> None:
+        self._forward_backward(self.dout_BLND)
+
+    def _forward_backward(self, dout_BLND: Tensor) -> tuple[Tensor, ...]:
+        """(out, dq, dk, dv) of this rank's tokens."""
         out_BLND, _lse = self.attend(self.q_BLND, self.k_BLKD, self.v_BLKD)
         inputs = (self.q_BLND, self.k_BLKD, self.v_BLKD)
-        return (
-            out_BLND.detach(),
-            *torch.autograd.grad(out_BLND, inputs, self.dout_BLND if dout_BLND is None else dout_BLND),
-        )
+        return (out_BLND.detach(), *torch.autograd.grad(out_BLND, inputs, dout_BLND))
 
     def _timed(self, work: Callable[[], object], flush: Tensor) -> float:
         """Seconds of one call on this rank, all ranks starting together."""

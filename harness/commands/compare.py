@@ -20,7 +20,9 @@ REGRESSED = 1
 
 
 class Compare:
-    help = "compare two runs, two methods of a run, or two commits, trial by trial; exit code 1 for a regression"
+    help = (
+        "compare two runs, two methods of a run, or two commits, trial by trial; exit code 1 for a worse or wrong one"
+    )
     forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
@@ -64,7 +66,7 @@ class Compare:
                 [*report.alone(comparison, names), *report.closing(comparison, names)],
             )
             print("\n\n".join("\n".join(shown(line.replace("\n", " ")) for line in part) for part in parts))
-        return REGRESSED if comparison.regressions else 0
+        return REGRESSED if comparison.regressions or comparison.wrong else 0
 
 
 def _compared(arguments: argparse.Namespace) -> Comparison:
