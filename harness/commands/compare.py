@@ -70,7 +70,7 @@ class Compare:
 
 
 def _compared(arguments: argparse.Namespace) -> Comparison:
-    """The comparison that was asked for. Raises UsageError where it has no pair with a number in A or in B."""
+    """The comparison that was asked for. Raises UsageError where no trial of a pair has a number or is wrong."""
     from harness.compare.pairs import compare
     from harness.compare.sources import ever_kept, of_commit
 
@@ -99,7 +99,7 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
         records = "1 record" if len(shared) == 1 else f"{len(shared)} records"
         raise UsageError(f"A and B share {records}, which would be compared with themselves; name two separate runs")
     found = compare((labels[0], labels[1]), *sides, tolerance=tolerance, one_run=bool(arguments.methods))
-    if all(pair.outcome == "neither" for pair in found.pairs):
+    if all(pair.outcome == "neither" for pair in found.pairs) and not (found.pairs and found.wrong):
         counts = " and ".join(f"{len(side)} of {label}" for side, label in zip(sides, labels, strict=True))
         what = "no pair of them has a number" if found.pairs else "no two of them have equal settings"
         raise UsageError(f"nothing to compare: the records found are {counts}, and {what}; {hint}")
