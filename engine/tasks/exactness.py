@@ -35,7 +35,7 @@ _LARGEST_ERROR = 1e9  # what is recorded of a larger one
 _BLOCK_BYTES = 64 << 20  # of the scores that are held at once; about six tensors of that size are
 _ROWS_AT_ONCE = 128  # consecutive rows whose visible keys are asked for at once
 _FINITE = 1e100  # beyond it squares overflow; no value of a correct method comes near
-_LEAST_OF_SCALE = 0.5  # of the size of its terms that a tensor counts as at least, where they cancel
+_LEAST_OF_SCALE = 0.1  # of the size of its terms that a tensor counts as at least, where they cancel
 
 ForwardBackward = Callable[[Tensor], tuple[Tensor, ...]]
 Result = TypeVar("Result")
@@ -352,7 +352,7 @@ def seen_runs(mask: Mask, rows: Sequence[int], seq_len: int) -> tuple[Tensor, Te
                 stops[first + tile.q_start + row].append(stop)
         first += segment.count
     most = max(map(len, starts), default=0) or 1
-    return tuple(  # type: ignore[return-value]
+    return tuple(
         torch.tensor([sorted(ends) + [seq_len] * (most - len(ends)) for ends in sides]) for sides in (starts, stops)
     )
 
