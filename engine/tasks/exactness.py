@@ -25,6 +25,7 @@ from torch import Tensor
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import Segment
 from engine.attention.masks import Mask
+from engine.attention.masks.blocks import BlockMask
 from engine.distributed import World
 from engine.measurement import NOT_FINITE, TOKEN_FACTOR, UNCHECKED
 
@@ -339,22 +340,33 @@ def seen_runs(mask: Mask, rows: Sequence[int], seq_len: int) -> tuple[Tensor, Te
     `seq_len`. Raises ValueError for a mask that does not fit the length."""
     if unsupported_reason := mask.unsupported_reason(seq_len):
         raise ValueError(unsupported_reason)
-    starts: list[list[int]] = [[] for _ in rows]
-    stops: list[list[int]] = [[] for _ in rows]
-    whole, first = (Segment(0, seq_len),), 0
+    by_blocks = isinstance(mask, BlockMask)
+    found = list(_runs_of_blocks(mask, rows, seq_len) if by_blocks else _runs_of_tiles(mask, rows, seq_len))
+    most = max(map(len, found), default=0) or 1
+    padded = [sorted(runs) + [(seq_len, seq_len)] * (most - len(runs)) for runs in found]
+    starts_RI, stops_RI = torch.tensor(padded).unbind(dim=-1)
+    return starts_RI.contiguous(), stops_RI.contiguous()
+
+
+def _runs_of_blocks(mask: BlockMask, rows: Sequence[int], seq_len: int) -> Iterator[list[tuple[int, int]]]:
+    """The runs of each row of a mask by blocks, whose tiles take seconds where blocks are many."""
+    blocks = mask.block_at(seq_len - 1) + 1
+    for row in rows:
+        end = row + 1 if mask.causal else seq_len
+        seen = (map(mask.first_position, run) for run in mask.visible(mask.block_at(row), 0, blocks))
+        yield [(start, min(stop, end)) for start, stop in seen if start < end]
+
+
+def _runs_of_tiles(mask: Mask, rows: Sequence[int], seq_len: int) -> Iterator[list[tuple[int, int]]]:
     for segment in consecutive(rows):
-        for tile in mask.tiles((segment,), whole):
+        runs: list[list[tuple[int, int]]] = [[] for _ in range(segment.count)]
+        for tile in mask.tiles((segment,), (Segment(0, seq_len),)):
             lo, hi = tile.band.lo, tile.band.hi
             for row in range(tile.rows):
                 start = tile.k_start + (0 if lo is None else max(0, row + lo))
                 stop = tile.k_stop if hi is None else min(tile.k_stop, tile.k_start + row + hi + 1)
-                starts[first + tile.q_start + row].append(start)
-                stops[first + tile.q_start + row].append(stop)
-        first += segment.count
-    most = max(map(len, starts), default=0) or 1
-    return tuple(
-        torch.tensor([sorted(ends) + [seq_len] * (most - len(ends)) for ends in sides]) for sides in (starts, stops)
-    )
+                runs[tile.q_start + row].append((start, stop))
+        yield from runs
 
 
 def consecutive(rows: Sequence[int]) -> Iterator[Segment]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from engine import ContextParallel
-from engine.attention.geometry.layout import LAYOUTS, SplitZigzag
+from engine.attention.geometry.layout import LAYOUTS, Segment, SplitZigzag
 from engine.attention.masks import Mask, parse_mask
 from engine.attention.reference import dense_gradients
 from engine.distributed import World
@@ -161,3 +161,12 @@ def test_a_sample_has_rows_of_every_run_of_every_rank(layout, ranks: int) -> Non
     if 2 * len(runs) <= SAMPLED_ROWS:
         assert all({run[0], run[-1]} <= set(rows) for run in runs)
     assert checked_rows(cp, DENSE_TOKENS) == list(range(DENSE_TOKENS))
+
+
+def test_a_row_of_a_mask_with_many_blocks_is_read_off_its_pattern_not_off_tiles() -> None:
+    """A row against 8192 blocks takes seconds to form in tiles, and too many of them are refused."""
+    mask, rows = parse_mask("block_sparse:128:strided-2:causal"), [0, 127, 128, 500_000, (1 << 20) - 1]
+    starts_RI, stops_RI = exactness.seen_runs(mask, rows, 1 << 20)
+    pairs = [mask.row_area(Segment(row, 1), 1 << 20) for row in rows]
+    assert (stops_RI - starts_RI).sum(dim=1).tolist() == pairs
+    assert (starts_RI[1:, 0] % 128 == 0).all()
