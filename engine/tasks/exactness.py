@@ -340,8 +340,10 @@ def seen_runs(mask: Mask, rows: Sequence[int], seq_len: int) -> tuple[Tensor, Te
     `seq_len`. Raises ValueError for a mask that does not fit the length."""
     if unsupported_reason := mask.unsupported_reason(seq_len):
         raise ValueError(unsupported_reason)
-    by_blocks = isinstance(mask, BlockMask)
-    found = list(_runs_of_blocks(mask, rows, seq_len) if by_blocks else _runs_of_tiles(mask, rows, seq_len))
+    if isinstance(mask, BlockMask):
+        found = list(_runs_of_blocks(mask, rows, seq_len))
+    else:
+        found = list(_runs_of_tiles(mask, rows, seq_len))
     most = max(map(len, found), default=0) or 1
     padded = [sorted(runs) + [(seq_len, seq_len)] * (most - len(runs)) for runs in found]
     starts_RI, stops_RI = torch.tensor(padded).unbind(dim=-1)
