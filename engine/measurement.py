@@ -14,6 +14,10 @@ from engine.plain_json import from_json, read_json
 MEASUREMENT_FILE = "measurement.json"
 PROGRESS_FILE = "progress.jsonl"
 ALLOCATION_RETRIES = "allocation_retries"  # entry of `extra`: of each rank, where one had to repeat an allocation
+UNCHECKED = "unchecked"  # entry of `extra`: why nothing was compared with a float64 run that would have been
+NOT_FINITE = 1e30  # an error of `extra` where a tensor holds NaN or infinity, which JSON has no numbers for
+TOKEN_FACTOR = 4.0  # by which the error of a single token may exceed what that of a run of them may be
+CHECK_UNFINISHED = "the trial ended during its check"
 LINK = "link_gib_per_second"  # entry of `extra`: speed of the link between nodes, by moment of the trial
 
 

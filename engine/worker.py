@@ -18,6 +18,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -35,7 +36,7 @@ from engine.distributed import (
     show_world,
     wait_for_all,
 )
-from engine.measurement import write_json, write_measurement
+from engine.measurement import CHECK_UNFINISHED, UNCHECKED, write_json, write_measurement
 from engine.method import NativeMethod, in_worker
 from engine.profile.capture import StepProfiler, step_to_trace
 from engine.profile.unfinished import PROFILE, unfinished
@@ -126,7 +127,8 @@ def _run(trial_dir: Path, rank: int, phases: Phases, turn: int = 1) -> Task:
 def measure(task: Task, profiler: StepProfiler | None, trial_dir: Path, rank: int, phases: Phases) -> None:
     """Run the task and write the measurement, on rank 0. Collective.
 
-    With a `profiler` it is written before any work for the trace alone, and again when the trace is read.
+    It is written before the results are checked, and again with what the check found, so that a check that ends the
+    process costs no figures. With a `profiler` it is written once more when the trace is read.
     """
     around_step: AroundStep = contextlib.nullcontext
     if profiler is not None and profiler.of == "measured_step":
@@ -135,8 +137,12 @@ def measure(task: Task, profiler: StepProfiler | None, trial_dir: Path, rank: in
     if profiler is not None:
         measurement.extra[PROFILE] = unfinished(profiler.of)
     if rank == 0:
-        write_measurement(trial_dir, measurement)
+        write_measurement(trial_dir, replace(measurement, extra=measurement.extra | {UNCHECKED: CHECK_UNFINISHED}))
     phases.end("warm-up and measuring")
+    measurement.extra |= task.check()
+    if rank == 0:
+        write_measurement(trial_dir, measurement)
+    phases.end("the check against float64")
     if profiler is not None:
         if profiler.of == "extra_step":
             with profiler.trace():

@@ -37,3 +37,20 @@ def dense_attention(
     p_BNSS = scores_BNSS.softmax(dim=-1).masked_fill(blind_S[:, None], 0.0)
     lse_BNS = scores_BNSS.logsumexp(dim=-1).masked_fill(blind_S, -torch.inf)
     return torch.einsum("bnqk,bknd->bqnd", p_BNSS, v_BSND), lse_BNS
+
+
+def dense_gradients(
+    q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, dout_BSND: Tensor, mask: Mask
+) -> tuple[Tensor, ...]:
+    """(out, dq, dk, dv) of the whole problem in float64, one KV head at a time to bound the S x S scores."""
+    group = q_BSND.shape[2] // k_BSKD.shape[2]
+    parts = []
+    for head in range(k_BSKD.shape[2]):
+        queries, keys = slice(head * group, (head + 1) * group), slice(head, head + 1)
+        q, k, v = (
+            tensor.detach()[:, :, heads].double().requires_grad_()
+            for tensor, heads in ((q_BSND, queries), (k_BSKD, keys), (v_BSKD, keys))
+        )
+        out, _lse = dense_attention(q, k, v, mask)
+        parts.append((out.detach(), *torch.autograd.grad(out, (q, k, v), dout_BSND[:, :, queries].double())))
+    return tuple(torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True))

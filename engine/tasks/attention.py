@@ -1,20 +1,20 @@
 """Task attention: the method's attention alone, forward and backward, on random q, k and v.
 
 Each call is timed on its slowest rank, from a common start and with a cold L2 cache, as between the matmuls of a
-model. Short problems are also compared with a dense float64 run.
+model. Each trial is compared with dense float64 after its last measured step (`engine.tasks.exactness`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from engine.attention.masks import Mask, parse_mask
-from engine.attention.reference import dense_attention
+from engine.attention.masks import parse_mask
 from engine.distributed import World
 from engine.measurement import Measurement
 from engine.memory.resources import reset_peaks
@@ -22,12 +22,11 @@ from engine.method import NativeMethod
 from engine.ops.ranges import STEP
 from engine.settings import TrialSettings
 from engine.tasks.clock import StepClock
+from engine.tasks.exactness import DENSE_TOKENS, attention_errors
 from engine.tasks.link_probes import LinkProbes
 from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured, read_gpus
 
-CHECKED_TOKENS = 4096  # up to this length the dense float64 run fits anywhere
 _L2_FLUSH_BYTES = 1 << 28  # several times the L2 of any current GPU
-_NAMES = ("out", "dq", "dk", "dv")
 
 
 class AttentionTask:
@@ -37,12 +36,11 @@ class AttentionTask:
         self.settings, self.world = settings, world
         self.cp = context_parallel(settings, method, world)
         self.attend = RefusingAttention(method.attention(self.cp, settings))
-        # q, k, v and the gradient of out: whole tensors only where they are needed for the comparison.
-        self.checked = settings.seq_len <= CHECKED_TOKENS
-        self.whole = self._inputs(settings.seq_len, seed=settings.seed) if self.checked else None
-        if self.whole is not None:
+        # q, k, v and the gradient of out. Short problems have the same on every number of ranks.
+        if settings.seq_len <= DENSE_TOKENS:
             # Memory of their own, as at other lengths: TransformerEngine takes no tensor that begins inside another.
-            shards = [self.cp.shard(tensor, dim=1).clone() for tensor in self.whole]
+            whole = self._inputs(settings.seq_len, seed=settings.seed)
+            shards = [self.cp.shard(tensor, dim=1).clone() for tensor in whole]
         else:
             shards = self._inputs(settings.seq_len // self.cp.size, seed=settings.seed + 1 + world.rank)
         self.q_BLND, self.k_BLKD, self.v_BLKD = (shard.requires_grad_() for shard in shards[:3])
@@ -75,7 +73,7 @@ class AttentionTask:
             forward_seconds.append(self._timed(self._forward, flush))
             self.cp.traffic.reset()
             with around_step() if index >= plan.warmup else nullcontext():
-                step_seconds.append(self._timed(self._forward_backward, flush))
+                step_seconds.append(self._timed(self._step, flush))
             on_progress({"step": index + 1, "of": plan.warmup + plan.measured, "seconds": step_seconds[-1]})
         after = read_gpus(self.world)
         figures = measured(
@@ -93,15 +91,16 @@ class AttentionTask:
             figures.extra["computed_sent_bytes"], between = map(list, zip(*sent, strict=True))
             if any(between):
                 figures.extra["computed_sent_between_nodes_bytes"] = between
-        # Last, because each would raise every peak.
-        figures.extra |= link.figures()
-        if self.whole is not None:
-            figures.extra["error"] = self._errors(self.whole)
+        figures.extra |= link.figures()  # last, because it would raise every peak
         return figures
+
+    def check(self) -> dict[str, Any]:
+        shards = (self.q_BLND, self.k_BLKD, self.v_BLKD, self.dout_BLND)
+        return attention_errors(self.world, self.cp, shards, parse_mask(self.settings.mask), self._forward_backward)
 
     def again(self) -> None:
         """One more forward with backward, from the same start as the timed ones."""
-        self._timed(self._forward_backward, self._flush())
+        self._timed(self._step, self._flush())
 
     def _flush(self) -> Tensor:
         """Memory that, when it is written, replaces the content of a GPU's L2 cache; empty on a CPU."""
@@ -112,11 +111,14 @@ class AttentionTask:
         with torch.no_grad():
             self.attend(self.q_BLND, self.k_BLKD, self.v_BLKD)
 
-    def _forward_backward(self) -> tuple[Tensor, ...]:
+    def _step(self) -> None:
+        self._forward_backward(self.dout_BLND)
+
+    def _forward_backward(self, dout_BLND: Tensor) -> tuple[Tensor, ...]:
         """(out, dq, dk, dv) of this rank's tokens."""
         out_BLND, _lse = self.attend(self.q_BLND, self.k_BLKD, self.v_BLKD)
         inputs = (self.q_BLND, self.k_BLKD, self.v_BLKD)
-        return (out_BLND.detach(), *torch.autograd.grad(out_BLND, inputs, self.dout_BLND))
+        return (out_BLND.detach(), *torch.autograd.grad(out_BLND, inputs, dout_BLND))
 
     def _timed(self, work: Callable[[], object], flush: Tensor) -> float:
         """Seconds of one call on this rank, all ranks starting together."""
@@ -127,30 +129,3 @@ class AttentionTask:
         with record_function(STEP):
             work()
             return clock.stop()[1]
-
-    def _errors(self, whole: list[Tensor]) -> dict[str, float]:
-        """Relative error (Frobenius norms) of out, dq, dk and dv of the whole problem against dense float64."""
-        found = [self.cp.unshard(tensor, dim=1) for tensor in self._forward_backward()]
-        q_BSND, k_BSKD, v_BSKD, dout_BSND = whole
-        expected = dense_gradients(q_BSND, k_BSKD, v_BSKD, dout_BSND, parse_mask(self.settings.mask))
-        return {
-            name: ((value.double() - truth).norm() / truth.norm()).item()
-            for name, value, truth in zip(_NAMES, found, expected, strict=True)
-        }
-
-
-def dense_gradients(
-    q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, dout_BSND: Tensor, mask: Mask
-) -> tuple[Tensor, ...]:
-    """(out, dq, dk, dv) of the whole problem in float64, one KV head at a time to bound the S x S scores."""
-    group = q_BSND.shape[2] // k_BSKD.shape[2]
-    parts = []
-    for head in range(k_BSKD.shape[2]):
-        queries, keys = slice(head * group, (head + 1) * group), slice(head, head + 1)
-        q, k, v = (
-            tensor.detach()[:, :, heads].double().requires_grad_()
-            for tensor, heads in ((q_BSND, queries), (k_BSKD, keys), (v_BSKD, keys))
-        )
-        out, _lse = dense_attention(q, k, v, mask)
-        parts.append((out.detach(), *torch.autograd.grad(out, (q, k, v), dout_BSND[:, :, queries].double())))
-    return tuple(torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True))

@@ -6,7 +6,9 @@ weight is gathered; nothing is sent. Small problems are also compared with a pla
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from engine.lm_head.choose import loss_sum_of
 from engine.lm_head.loss_kernel import forms_tiles
 from engine.lm_head.plain import LossSum, plain_loss_sum
 from engine.lm_head.tiles import choose_tile
-from engine.measurement import Measurement
+from engine.measurement import NOT_FINITE, Measurement
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
 from engine.ops.autograd import accumulation_dtype
@@ -82,9 +84,12 @@ class HeadTask:
             chosen=self._chosen(),
             extra={"held_gib": self._held_bytes() / _GIB},
         )
-        if self.labels_T.numel() * self.settings.model.vocab <= CHECKED_LOGITS[self.world.device.type]:
-            figures.extra["error"] = self._errors()  # last, because it would raise every peak
         return figures
+
+    def check(self) -> dict[str, Any]:
+        """The errors of small problems; larger ones have no float64 run."""
+        small = self.labels_T.numel() * self.settings.model.vocab <= CHECKED_LOGITS[self.world.device.type]
+        return {"error": self._errors()} if small else {}
 
     def again(self) -> None:
         """One more forward and backward, from the same start as the timed ones."""
@@ -135,5 +140,5 @@ class HeadTask:
             ((found.double() - truth).norm() / truth.norm()).item()
             for found, truth in zip((loss, *gradients), truths, strict=True)
         ]
-        ranks = self.world.gather(mine)
+        ranks = self.world.gather([error if math.isfinite(error) else NOT_FINITE for error in mine])
         return {name: max(errors) for name, errors in zip(_NAMES, zip(*ranks, strict=True), strict=True)}

@@ -41,6 +41,12 @@ class Task(Protocol):
         """
         ...
 
+    def check(self) -> dict[str, Any]:
+        """After `run`, entries of the measurement's `extra`: how far the task's results are from a float64 run, as
+        `error`, or why that cannot be said, as `unchecked`; empty where the task forms no such run. Raises every peak.
+        Collective."""
+        ...
+
     def again(self) -> None:
         """After `run`, one step more that is not measured. Collective."""
         ...

@@ -13,7 +13,7 @@ import math
 from collections.abc import Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -136,6 +136,9 @@ class TrainTask:
         figures.extra |= link.figures()
         figures.extra |= gemm_figures(self.world, self.settings)
         return figures
+
+    def check(self) -> dict[str, Any]:
+        return {}
 
     def again(self) -> None:
         """The step after the last one measured."""

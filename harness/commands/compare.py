@@ -20,7 +20,9 @@ REGRESSED = 1
 
 
 class Compare:
-    help = "compare two runs, two methods of a run, or two commits, trial by trial; exit code 1 for a regression"
+    help = (
+        "compare two runs, two methods of a run, or two commits, trial by trial; exit code 1 for a worse or wrong one"
+    )
     forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
@@ -64,11 +66,11 @@ class Compare:
                 [*report.alone(comparison, names), *report.closing(comparison, names)],
             )
             print("\n\n".join("\n".join(shown(line.replace("\n", " ")) for line in part) for part in parts))
-        return REGRESSED if comparison.regressions else 0
+        return REGRESSED if comparison.regressions or comparison.wrong else 0
 
 
 def _compared(arguments: argparse.Namespace) -> Comparison:
-    """The comparison that was asked for. Raises UsageError where it has no pair with a number in A or in B."""
+    """The comparison that was asked for. Raises UsageError where no trial of a pair has a number or is wrong."""
     from harness.compare.pairs import compare
     from harness.compare.sources import ever_kept, of_commit
 
@@ -97,7 +99,7 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
         records = "1 record" if len(shared) == 1 else f"{len(shared)} records"
         raise UsageError(f"A and B share {records}, which would be compared with themselves; name two separate runs")
     found = compare((labels[0], labels[1]), *sides, tolerance=tolerance, one_run=bool(arguments.methods))
-    if all(pair.outcome == "neither" for pair in found.pairs):
+    if all(pair.outcome == "neither" for pair in found.pairs) and not (found.pairs and found.wrong):
         counts = " and ".join(f"{len(side)} of {label}" for side, label in zip(sides, labels, strict=True))
         what = "no pair of them has a number" if found.pairs else "no two of them have equal settings"
         raise UsageError(f"nothing to compare: the records found are {counts}, and {what}; {hint}")

@@ -172,7 +172,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="keep finished trials and rounds of the run in DIR")
     parser.add_argument(
         "--retry-failed", action="store_true",
-        help="resume, and run again trials and rounds that failed, timed out, hung or lost their node",
+        help="resume, and run again trials and rounds that failed, timed out, hung, lost their node or were wrong",
     )  # fmt: skip
     parser.add_argument(
         "--set-aside-bad", action="store_true",

@@ -76,7 +76,9 @@ class Pair:
         """
         if self.outcome == "lost":
             record = self.candidate.record
-            return f"no number in B ({record.status}{f': {record.reason}' if record.reason else ''})"
+            # Why a trial is wrong is told by itself, as it is of one without a partner.
+            reason = f": {record.reason}" if record.reason and record.status != "wrong" else ""
+            return f"no number in B ({record.status}{reason})"
         worse = []
         if self.times is not None and self.times.verdict(tolerance) == "slower":
             worse.append(f"slower ({self.times.value:.3f} × the time)")
@@ -99,6 +101,15 @@ class Comparison:
     @property
     def regressions(self) -> list[Pair]:
         return [pair for pair in self.pairs if pair.regression(self.tolerance)]
+
+    @property
+    def wrong(self) -> list[tuple[str, Member]]:
+        """The trials that compute something else, with or without a partner, each after its side."""
+        sides = (
+            ("A", [*(pair.reference for pair in self.pairs), *self.only_reference]),
+            ("B", [*(pair.candidate for pair in self.pairs), *self.only_candidate]),
+        )
+        return [(side, one) for side, members in sides for one in members if one.record.status == "wrong"]
 
     @property
     def verdicts(self) -> Counter[str]:

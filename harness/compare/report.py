@@ -89,13 +89,14 @@ def closing(comparison: Comparison, names: dict[int, str]) -> list[str]:
     if comparison.mean_ratio is not None:
         sentence += f"; geometric mean of the times B ÷ A {comparison.mean_ratio:.3f}"
     regressed = comparison.regressions
+    wrong = [f"Wrong in {side}: {names[id(one)]}: {one.record.reason}" for side, one in comparison.wrong]
     if not regressed:
-        return [f"{sentence}. No regression beyond {_percent(tolerance)}."]
+        return [*wrong, f"{sentence}. No regression beyond {_percent(tolerance)}."]
     many = "1 regression" if len(regressed) == 1 else f"{len(regressed)} regressions"
     listed = [
         f"Regression: {names[id(pair.reference)]}: {pair.regression(tolerance)}" for pair in regressed[:_MOST_LISTED]
     ]
-    return [*listed, f"{sentence}. {many} beyond {_percent(tolerance)}."]
+    return [*wrong, *listed, f"{sentence}. {many} beyond {_percent(tolerance)}."]
 
 
 def alone(comparison: Comparison, names: dict[int, str]) -> list[str]:
@@ -207,6 +208,7 @@ def to_plain(comparison: Comparison, names: dict[int, str]) -> dict[str, Any]:
         "verdicts": dict(comparison.verdicts),
         "mean_ratio": comparison.mean_ratio,
         "regressions": len(comparison.regressions),
+        "wrong": [{"side": side, **_member_to_plain(one)} for side, one in comparison.wrong],
     }
 
 

@@ -92,7 +92,7 @@ def links_across(run: Path) -> dict[str, Figure]:
     speeds: list[float] = []
     latencies: list[float] = []
     for record in read_records(run):
-        extra = record.measurement.extra if record.measurement else {}
+        extra = record.measurement.extra if record.status == "ok" and record.measurement else {}
         last = extra.get("across_gib_per_second")
         speeds += extra.get(LINK, {"after": last} if last else {}).values()
         latencies += [1e6 * extra["link_latency_seconds"]] if "link_latency_seconds" in extra else []

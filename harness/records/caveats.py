@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.measurement import ALLOCATION_RETRIES
+from engine.measurement import ALLOCATION_RETRIES, UNCHECKED
 from harness.records.provenance import DIRTY
 from harness.records.record import Record
 from harness.records.stated import Stated
@@ -27,6 +27,8 @@ def _shown_by(record: Record) -> list[str]:
     measured = record.measurement
     if record.status != "ok" or measured is None:
         return found
+    if why := measured.extra.get(UNCHECKED):
+        found.append(f"not compared with float64 ({why})")
     if len(record.step_seconds_by_round) == 1:
         found.append(ONE_ROUND)
     if record.lanes > 1:

@@ -99,7 +99,7 @@ def outcome_in_words(record: Record) -> str:
         return ""
     if record.status == "oom":
         return f"out of memory, with {plan.reserved_bytes / GIB:.3g} GiB predicted"
-    if measured is None or not measured.peak_allocated_bytes:
+    if record.status != "ok" or measured is None or not measured.peak_allocated_bytes:
         return ""
     peak = max(measured.peak_allocated_bytes)
     apart = peak / plan.allocated_bytes - 1

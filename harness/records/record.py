@@ -18,13 +18,15 @@ from engine.old_names import current_settings
 from engine.plain_json import from_json, read_json, to_json
 from engine.settings import TrialSettings
 from harness.base.errors import UsageError
+from harness.records.judging import judged
 
 SCHEMA = 1
 RECORD_FILE = "record.json"
 _RENAMED = {"settings": current_settings, "measurement": current_measurement}  # parts that may hold old names
 
-Status = Literal["ok", "oom", "host_oom", "timeout", "hang", "failed", "node_lost", "refused", "interrupted"]
-# Outcomes that say something about the method; the others say that something went wrong.
+Status = Literal["ok", "wrong", "oom", "host_oom", "timeout", "hang", "failed", "node_lost", "refused", "interrupted"]
+MEASURED: frozenset[str] = frozenset({"ok", "wrong"})  # of records that hold figures
+# Outcomes that a method can have; the others say that something went wrong.
 RESULTS: frozenset[str] = frozenset({"ok", "oom", "host_oom", "refused"})
 
 
@@ -55,7 +57,9 @@ class Record:
     """Everything known about one finished trial.
 
     With several rounds, `measurement` holds all of them: their steps one after another, the largest peaks, and of the
-    rest what the last round gave. `status` is ok where a round gave a figure; `reason` then names those that did not.
+    rest what the last round gave; errors against float64 are the largest of all rounds. `status` is ok where a round
+    gave a figure, and `wrong` where the errors are beyond what exact methods give (`harness.records.judging`), which
+    no round's own status says. `reason` names that, and the rounds that gave none.
     """
 
     trial_id: str
@@ -95,6 +99,16 @@ class Record:
             return [one.step_seconds for one in self.rounds if one.step_seconds]
         return [self.measurement.step_seconds] if self.measurement else []
 
+    def reason_of_rounds(self) -> str:
+        """One sentence on the rounds that gave no figure, or figures unlike those of the others; empty for none."""
+        if len(self.rounds) == 1:
+            return self.rounds[0].reason
+        return "; ".join(
+            f"round {one.number}{'' if one.status == 'ok' else f' {one.status}'}: {one.reason}"
+            for one in self.rounds
+            if one.reason or one.status != "ok"
+        )
+
 
 def write_record(trial_dir: Path, record: Record) -> None:
     """Leave `record.json` in `trial_dir`, atomically."""
@@ -113,18 +127,18 @@ def read_record(path: Path) -> Record:
 
 
 def _record_of(data: Any) -> Record:
-    """A record out of its JSON. Raises ValueError for what figures cannot be derived from."""
+    """A record out of its JSON, judged anew. Raises ValueError for what figures cannot be derived from."""
     if isinstance(data, dict) and data.get("schema") != SCHEMA:
         raise ValueError(f"its schema is {str(data.get('schema'))[:20]}")
     if isinstance(data, dict):
         data = data | {key: rename(data[key]) for key, rename in _RENAMED.items() if isinstance(data.get(key), dict)}
     record: Record = from_json(Record, data)
     measured = record.measurement
-    if record.status == "ok" and (measured is None or not measured.step_seconds):
-        raise ValueError("its status is ok, but it holds no step times")
+    if record.status in MEASURED and (measured is None or not measured.step_seconds):
+        raise ValueError(f"its status is {record.status}, but it holds no step times")
     if measured is not None and min(measured.step_seconds, default=1.0) <= 0:
         raise ValueError(f"measurement.step_seconds holds {min(measured.step_seconds):g}; expected seconds above 0")
-    return record
+    return judged(record)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from harness.report.tables.trials import CHECKED, CPU_TIMES
 from harness.report.variants import on_cpu
 from harness.report.weak_forms import weak_forms, weak_sentence
 
+MOST_WRONG = 8  # trials that a report names above its findings
+
 ALL_ONE_ROUND = (
     "Every trial ran in one round, so no figure has an interval and no difference can be told from noise; "
     "steps.rounds: 3 gives intervals."
@@ -36,9 +38,18 @@ def summary_sentences(rows: Sequence[Row]) -> list[str]:
         found.append(CPU_TIMES)
     compared = [pair for pair in agreements(rows) if pair.row is not pair.reference]
     agreement = _agreement_sentences(compared)
+    if agreement and any(row["status"] == "wrong" for row in rows):
+        agreement[0] = f"Without the wrong trials: {agreement[0]}"
     disagree = any(pair.agrees is False for pair in compared)
     agreement += _accuracy_sentence(rows)
     return [*(agreement + found if disagree else found + agreement), _how_they_ended(rows)]
+
+
+def wrong_sentences(rows: Sequence[Row]) -> list[str]:
+    """What trials compute wrongly, one sentence each, to be read before any figure; none where all are right."""
+    wrong = [row for row in rows if row["status"] == "wrong"]
+    told = [f"{row['trial_id']} is wrong and counts for nothing here: {row['reason']}." for row in wrong[:MOST_WRONG]]
+    return told + ([f"{len(wrong) - MOST_WRONG} more are wrong; the tables have them."] if wrong[MOST_WRONG:] else [])
 
 
 def _how_they_ended(rows: Sequence[Row]) -> str:
@@ -71,14 +82,18 @@ def _agreement_sentences(compared: Sequence[Agreement]) -> list[str]:
 def _accuracy_sentence(rows: Sequence[Row]) -> list[str]:
     """How far attention and its gradients are from a dense float64 run, where the workers measured it."""
     worst: dict[str, float] = {}
-    for row in rows:
+    measured = [row for row in rows if row["status"] == "ok" and row["task"] == "attention"]
+    checked = 0
+    for row in measured:
         errors = [row[f"extra_error.{tensor}"] for tensor in CHECKED if row.get(f"extra_error.{tensor}") is not None]
-        if row["status"] == "ok" and row["task"] == "attention" and errors:
+        if errors:
+            checked += 1
             worst[row["dtype"]] = max(worst.get(row["dtype"], 0.0), *errors)
     if not worst:
         return []
     listed = " and ".join(f"{error:.1e} in {dtype}" for dtype, error in sorted(worst.items()))
-    return [f"Attention and its gradients differ from a dense float64 run by at most {listed}, relative."]
+    some = f", in the {checked} of {len(measured)} trials that were compared" if checked < len(measured) else ""
+    return [f"Attention and its gradients differ from a dense float64 run by at most {listed}, relative{some}."]
 
 
 def _what_varies(pairs: Sequence[Agreement]) -> str:

@@ -18,7 +18,7 @@ from harness.records.record import Record, refuse_bad, set_aside
 from harness.report import figures
 from harness.report.drawing.points import about, groups_of
 from harness.report.figures import all_figures, render, save_figure
-from harness.report.headline import summary_sentences
+from harness.report.headline import summary_sentences, wrong_sentences
 from harness.report.html import Addresses, grid_of, render_page, with_provenance
 from harness.report.results import Row, write_results
 from harness.report.run_records import RunRecords
@@ -202,8 +202,9 @@ def report_tables(rows: Sequence[Row], baseline: str | None = None) -> list[Tabl
 
 
 def draw_plots(rows: Sequence[Row]) -> list[Plot]:
-    """Every figure that applies, once per set-up; file names say the set-up only where there are several."""
-    setups = groups_of(rows)
+    """Every figure that applies, once per set-up; file names say the set-up only where there are several. Wrong trials
+    have no place in any."""
+    setups = groups_of([row for row in rows if row["status"] != "wrong"])
     plots = []
     for key, drawing in all_figures().items():
         applicable = [group for group in setups if drawing.applies(group)]
@@ -244,6 +245,7 @@ def html_report(
     return render_page(
         "report.html.j2",
         title=" · ".join(dict.fromkeys(record.title or record.experiment for record in records)),
+        wrong=wrong_sentences(rows),
         sentences=summary_sentences(rows),
         about=[text for text in about if text],
         counts=sorted(counts.items(), key=lambda item: (item[0] != "ok", item[0])),

@@ -23,6 +23,7 @@ from engine.settings import Task, TrialSettings, to_json
 from harness.metrics.throughput import GIB, metrics_of
 from harness.records.caveats import caveats_of
 from harness.records.forecasts import outcome_in_words
+from harness.records.judging import ERROR, ERROR_AT
 from harness.records.record import Record
 from harness.records.stated import NOTHING_STATED, Stated
 from harness.spec.table import EQUAL, MAY_FILL
@@ -87,7 +88,11 @@ def row_of(record: Record, run: str = "", stated: Stated = NOTHING_STATED) -> Ro
     if measured is not None:
         row.update(driver=measured.software.get("driver"), gpus=" ".join(dict.fromkeys(measured.gpus)) or None)
         row.update((f"chosen_{name}", value) for name, value in measured.chosen.items())
-        row.update((f"extra_{name}", value) for name, value in flatten(measured.extra).items())
+        # Of a wrong trial its errors alone: no table and no figure may show the rest. Where an error is largest is said
+        # in the reason.
+        kept = {ERROR} if record.status == "wrong" else measured.extra.keys() - {ERROR_AT}
+        extra = {name: value for name, value in measured.extra.items() if name in kept}
+        row.update((f"extra_{name}", value) for name, value in flatten(extra).items())
     if settings.settings != EQUAL:
         row.update(
             settings_from_table=", ".join(record.settings_from_table) or None,
@@ -105,7 +110,7 @@ def row_of(record: Record, run: str = "", stated: Stated = NOTHING_STATED) -> Ro
         started_at=record.started_at or None,
         step_seconds_by_round=record.step_seconds_by_round if record.status == "ok" else [],
         round_numbers=_round_numbers(record) if record.status == "ok" else [],
-        link_by_round=[one.link_gib_per_second for one in record.rounds if one.step_seconds],
+        link_by_round=[one.link_gib_per_second for one in record.rounds if one.step_seconds and record.status == "ok"],
         loss_by_step=list(measured.loss) if measured and record.status == "ok" else [],
         grad_norm_by_step=list(measured.grad_norm) if measured and record.status == "ok" else [],
     )

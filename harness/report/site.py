@@ -13,7 +13,7 @@ from engine.atomic import write_atomic
 from harness.base.errors import UsageError
 from harness.base.writable import make_writable
 from harness.records.record import RECORD_FILE, Record
-from harness.report.headline import summary_sentences
+from harness.report.headline import summary_sentences, wrong_sentences
 from harness.report.html import render_page
 from harness.report.page import checked_formats, days_of, distinct, read_runs, write_report_of
 from harness.report.results import Row
@@ -107,7 +107,7 @@ def _entry(
         folder=folder.as_posix(),
         link=quote(page.relative_to(out).as_posix()),
         title=distinct(record.title or record.experiment for record in records),
-        finding=summary_sentences(rows)[0],
+        finding=[*wrong_sentences(rows), *summary_sentences(rows)][0],
         hardware=distinct(record.gpu for record in records),
         records=len(records),
         statuses=_statuses(records),

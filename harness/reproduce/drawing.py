@@ -48,7 +48,7 @@ class OriginLook(Look):
 
 def draw_reproduction(found: Beside, metric: str, predictor: str = "") -> Sheet | None:
     """The figure of one metric; None where no entry has it. `predictor` names what the predicted values are."""
-    entries = [entry for entry in found.entries if metric in entry.values or entry.status != "ok"]
+    entries = [entry for entry in found.entries if metric in entry.values or entry.status not in ("ok", "wrong")]
     if not any(metric in entry.values for entry in entries):
         return None
     return in_both_forms(lambda form: _draw(form, found, metric, entries, predictor))

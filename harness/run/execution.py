@@ -36,7 +36,7 @@ class Resume:
 
     Kept are those with a record, unless the trial was interrupted before it had its figures, or only the plan refused
     it (the machine may be another one now). `retry_failed` also executes again the trials, and the rounds of trials
-    with figures, whose end says nothing of the method: failed, timeout, hang, node_lost.
+    with figures, that did not end as a method can: wrong, failed, timeout, hang, node_lost.
     """
 
     retry_failed: bool = False

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from engine.measurement import ALLOCATION_RETRIES, LINK, Measurement
 from harness.metrics.flops import work_of
 from harness.metrics.intervals import median_interval
+from harness.records.judging import judged, worse_errors
 from harness.records.record import RESULTS, Record, Round, Status
 from harness.spec.repetition import MAX_ROUNDS, Repetition
 from harness.spec.trial import Trial
@@ -104,7 +105,9 @@ def alone(record: Record, number: int) -> Record:
     one = round_in(record, number)
     if one is None:
         return record
-    return replace(record, status=one.status, reason=one.reason, wall_seconds=one.wall_seconds, hosts=one.hosts)
+    latest = replace(record, wall_seconds=one.wall_seconds, hosts=one.hosts)
+    # A wrong trial runs no further rounds, so this is the one that showed it.
+    return latest if record.status == "wrong" else replace(latest, status=one.status, reason=one.reason)
 
 
 class Pending:
@@ -171,27 +174,16 @@ def with_round(before: Record, latest: Record) -> Record:
     rounds = sorted([*others, one], key=lambda each: each.number)
     measurement = before.measurement
     assert measurement is not None, before.trial_id
-    return replace(
+    whole = replace(
         latest if latest.measurement is not None else before,
         status="ok",
-        reason=reason_of(rounds),
         measurement=_together(measurement, latest.measurement or measurement, rounds),
         started_at=rounds[0].started_at,
         wall_seconds=round(sum(each.wall_seconds for each in rounds), 3),
         attempts=latest.attempts,
         rounds=rounds,
     )
-
-
-def reason_of(rounds: Sequence[Round]) -> str:
-    """One sentence on the rounds that gave no figure, or figures unlike those of the others; empty for none."""
-    if len(rounds) == 1:
-        return rounds[0].reason
-    return "; ".join(
-        f"round {one.number}{'' if one.status == 'ok' else f' {one.status}'}: {one.reason}"
-        for one in rounds
-        if one.reason or one.status != "ok"
-    )
+    return judged(replace(whole, reason=whole.reason_of_rounds()))
 
 
 def _together(before: Measurement, latest: Measurement, rounds: Sequence[Round]) -> Measurement:
@@ -203,7 +195,7 @@ def _together(before: Measurement, latest: Measurement, rounds: Sequence[Round])
         peak_allocated_bytes=_largest(before.peak_allocated_bytes, latest.peak_allocated_bytes),
         peak_reserved_bytes=_largest(before.peak_reserved_bytes, latest.peak_reserved_bytes),
         peak_rss_bytes=_largest(before.peak_rss_bytes, latest.peak_rss_bytes),
-        extra=latest.extra | _retries(before, latest),
+        extra=latest.extra | worse_errors(before.extra, latest.extra) | _retries(before, latest),
     )
 
 

@@ -44,7 +44,7 @@ def _row(record: Record, reference: Record, tolerance: float) -> Iterator[Compar
         )
         return
     ours, theirs = record.measurement, reference.measurement
-    if ours is None or theirs is None:  # the same reasoned end, such as out of memory
+    if record.status != "ok" or ours is None or theirs is None:  # the same reasoned end, such as out of memory
         yield line("status", record.status, reference.status, True)
         return
     ratio = median_ratio(record.step_seconds_by_round, reference.step_seconds_by_round, paired=False)

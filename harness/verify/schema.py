@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.measurement import Measurement
-from harness.records.record import Record, Round
+from harness.records.record import MEASURED, Record, Round
 from harness.spec.trial import Trial
 from harness.verify.finding import Failure
 
@@ -40,8 +40,10 @@ def schema_failures(path: Path, record: Record, raw: Any) -> Iterator[Failure]:
         yield wrong(f"world_size {settings.world_size}", f"a multiple of cp_size x tp_size, {parts}")
     if record.status != "ok" and not record.reason:
         yield wrong(f"status {record.status} without a reason", "a reason")
-    if record.status != "ok" and record.measurement is not None:
-        yield wrong(f"status {record.status} with a measurement", "none: only an ok record has figures")
+    if record.status not in MEASURED and record.measurement is not None:
+        yield wrong(f"status {record.status} with a measurement", "none: only an ok or wrong record has figures")
+    if record.status == "wrong":
+        yield Failure(place=record.trial_id, check="float64", found=record.reason, expected="no wrong trial")
     if len(set(record.hosts)) > settings.world_size:
         yield wrong(f"{len(set(record.hosts))} hosts", f"at most one for each of {settings.world_size} ranks")
     for name, value, least in (
@@ -156,8 +158,8 @@ def _rounds(record: Record) -> Iterator[tuple[str, str]]:
         whole: Sequence[float] = getattr(measured, part) if measured else []
         if list(whole) != joined:
             yield f"{len(whole)} {part} in the measurement", f"those of its rounds one after another, {len(joined)}"
-    if any(one.status == "ok" for one in rounds) != (record.status == "ok"):
-        yield f"status {record.status}", "ok exactly where a round gave a figure"
+    if any(one.status == "ok" for one in rounds) != (record.status in MEASURED):
+        yield f"status {record.status}", "ok or wrong exactly where a round gave a figure"
 
 
 def _order(rounds: Sequence[Round]) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from engine.burst import METHOD
-from engine.measurement import Measurement, write_measurement
+from engine.measurement import UNCHECKED, Measurement, write_measurement
 from engine.profile.unfinished import PROFILE, TRACE_FILE, unfinished
 from engine.settings import ModelShape, Steps, TrialSettings
 from harness.launch.launcher import Outcome
@@ -27,7 +28,14 @@ from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
 from harness.spec.trial import Trial
 from tests.harness import synthetic_records
-from tests.harness.unruly_method import HANGS_NOW, TRACED_HANGS, TRACED_RANK1_KILLED, TRACED_RANK1_RAISES, WELL
+from tests.harness.unruly_method import (
+    CHECK_RANK1_RAISES,
+    HANGS_NOW,
+    TRACED_HANGS,
+    TRACED_RANK1_KILLED,
+    TRACED_RANK1_RAISES,
+    WELL,
+)
 
 SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -192,6 +200,25 @@ def test_a_traced_step_that_ends_the_ranks_costs_no_figures_and_the_next_trial_h
         assert records[cut].reason.startswith(f"measured, and then {words}")
         assert profiles[cut]["reason"].startswith(f"the trial ended while one more step was traced: {words}")
     assert run(launcher, tmp_path / "run", trials, Resume(retry_failed=True)) == records
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_check_that_ends_the_ranks_costs_no_figures_and_is_said(launcher, tmp_path, monkeypatch, share):
+    monkeypatch.setattr("harness.run.attempt.method_module", lambda _name: "tests.harness.unruly_method")
+    trials = [
+        replace(one, settings=replace(one.settings, task="attention"), profile=share)
+        for one in (trial(CHECK_RANK1_RAISES, share), trial(WELL, share))
+    ]
+    [cut, good] = run(launcher, tmp_path / "run", trials)
+    assert (cut.status, good.status, good.reason) == ("ok", "ok", "")
+    assert cut.reason.startswith("measured, and then failed: rank 1: RuntimeError: planned")
+    assert cut.measurement is not None
+    assert len(cut.measurement.step_seconds) == 2
+    assert "error" not in cut.measurement.extra
+    assert cut.measurement.extra[UNCHECKED].startswith("failed: rank 1: RuntimeError: planned")
+    assert good.measurement is not None
+    assert UNCHECKED not in good.measurement.extra
+    assert max(good.measurement.extra["error"].values()) < 1e-5
 
 
 def test_a_trial_whose_only_step_is_the_traced_one_has_nothing_to_keep(launcher, tmp_path, monkeypatch):

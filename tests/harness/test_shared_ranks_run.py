@@ -125,6 +125,7 @@ def test_a_sweep_in_shared_ranks_measures_what_fresh_ranks_measure(launcher, tmp
             "joining the other ranks",
             "building the task",
             "warm-up and measuring",
+            "the check against float64",
             "giving back memory and process groups",
         ]
 

@@ -94,7 +94,7 @@ RECORDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a wall time": (lambda one: one.update(wall_seconds=0.1), "no less than its steps"),
     "a start": (lambda one: one.update(started_at="yesterday"), "a time in UTC"),
     "another zone": (lambda one: one.update(started_at="2026-01-02T03:04:05+02:00"), "a time in UTC"),
-    "a status": (lambda one: one.update(status="oom", reason="too large"), "only an ok record has figures"),
+    "a status": (lambda one: one.update(status="oom", reason="too large"), "only an ok or wrong record has figures"),
     "hosts": (lambda one: one.update(hosts=["a", "b"]), "at most one for each of 1 ranks"),
     "no hosts": (lambda one: one.update(hosts=[]), "expected the hosts it ran on"),
     "attempts": (lambda one: one.update(attempts=0), "attempts 0"),

@@ -11,6 +11,7 @@ from engine.burst import Burst
 
 WELL, RANK1_RAISES, RANK1_KILLED, HANGS, ALL_REFUSE, RANK1_REFUSES, RANK1_OUT_OF_MEMORY = range(7)
 TRACED_HANGS, TRACED_RANK1_RAISES, TRACED_RANK1_KILLED = range(7, 10)  # in the step that is traced, and in no other
+CHECK_RANK1_RAISES = 10  # in the call that is compared with float64
 HANGS_NOW = "hangs in the traced step"  # what it prints
 
 
@@ -29,6 +30,9 @@ class Unruly(Burst):
         if kind == HANGS:
             time.sleep(600)
         attend = super().attention(cp, settings)
+        if kind == CHECK_RANK1_RAISES and in_trouble:
+            # Forward alone, and forward with backward.
+            return RaisesAfter(attend, 2 * (settings.steps.warmup + settings.steps.measured))
         return UnrulyWhenTraced(attend, kind, in_trouble) if kind >= TRACED_HANGS else attend
 
 
@@ -48,6 +52,20 @@ class UnrulyWhenTraced:
                 raise RuntimeError("planned")
             if self.kind == TRACED_RANK1_KILLED and self.in_trouble:
                 os.kill(os.getpid(), signal.SIGKILL)
+        return self.attend(*tensors, **saved)
+
+
+class RaisesAfter:
+    """Attention that raises after so many calls."""
+
+    def __init__(self, attend, calls: int) -> None:
+        self.attend, self.calls = attend, calls
+        self.keep, self.resolved = attend.keep, attend.resolved
+
+    def __call__(self, *tensors, **saved):
+        self.calls -= 1
+        if self.calls < 0:
+            raise RuntimeError("planned")
         return self.attend(*tensors, **saved)
 
 

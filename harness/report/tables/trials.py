@@ -220,13 +220,14 @@ def problems_table(rows: Sequence[Row]) -> Table | None:
         )
         for row, name in lost
     )  # fmt: skip
+    wrong = " Trials that are wrong have figures, which count for nothing: they compute something else."
     return Table(
         name="problems",
         title="Trials without a number",
         columns=columns,
         rows=lines,
         note="Out of memory (oom, host_oom) and refused say something about the method; the other statuses say that "
-        "something went wrong.",
+        "something went wrong." + (wrong if any(row["status"] == "wrong" for row, _ in lost) else ""),
         marked=frozenset(index for index, (row, _) in enumerate(lost) if row["status"] != "refused"),
     )
 

@@ -11,7 +11,7 @@ import torch
 from engine import ContextParallel, prepare_attention
 from engine.attention.algorithms.saved import save_suffix
 from engine.attention.masks import parse_mask
-from engine.tasks.attention import dense_gradients
+from engine.attention.reference import dense_gradients
 from tests.engine.attention.calls_in_a_row import worst_relative_error
 from tests.ranks import run_on_ranks
 

@@ -13,7 +13,7 @@ import torch
 
 from engine import ContextParallel
 from engine.attention.masks import parse_mask
-from engine.tasks.attention import dense_gradients
+from engine.attention.reference import dense_gradients
 from tests.engine.attention.calls_in_a_row import worst_error_in_a_row
 from tests.ranks import run_on_ranks
 

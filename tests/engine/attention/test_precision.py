@@ -7,7 +7,7 @@ import torch
 
 from engine import ContextParallel, burst_attention
 from engine.attention.masks import Causal
-from engine.tasks.attention import dense_gradients
+from engine.attention.reference import dense_gradients
 from tests.ranks import run_on_ranks
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 256, 4, 2, 32

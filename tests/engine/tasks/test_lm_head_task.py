@@ -36,7 +36,9 @@ def measure() -> dict[str, dict[str, Any]]:
     found = {}
     for name, fused in (("own", True), ("plain", False)):
         trial = settings(cp_size=2, lm_head_fusion=fused, z_loss=1e-3)
-        found[name] = asdict(HeadTask(trial, METHOD, arrange(trial, torch.device("cpu"))).run(silent))
+        task = HeadTask(trial, METHOD, arrange(trial, torch.device("cpu")))
+        found[name] = asdict(task.run(silent))
+        found[name]["extra"] |= task.check()
     return found
 
 

@@ -10,7 +10,7 @@ from engine import burst_attention
 from engine.attention.geometry.tiles import Band, band_area
 from engine.attention.kernels import kernel_named
 from engine.attention.masks import BlockSparse, Causal, Documents, Full, LocalGlobal, SlidingWindow, Strided
-from engine.tasks.attention import dense_gradients
+from engine.attention.reference import dense_gradients
 from tests.engine.live_bytes import LiveBytes
 
 MASKS = [

@@ -18,8 +18,8 @@ from engine.attention.kernels import flex
 from engine.attention.kernels.around import AroundKernel
 from engine.attention.masks import parse_mask
 from engine.attention.op import run_attention
+from engine.attention.reference import dense_gradients
 from engine.attention.resolve import plan_attention
-from engine.tasks.attention import dense_gradients
 from tests.engine.attention.calls_in_a_row import worst_relative_error
 from tests.engine.attention.comm.symm_mem.node_on_host import Graph, become_a_gpu, by_copy_engine, calls
 from tests.ranks import run_on_ranks

@@ -1,0 +1,380 @@
+"""Is a trial's attention right? Its out, dq, dk and dv beside dense attention in float64, at any length.
+
+Up to DENSE_TOKENS tokens every query row is compared. Beyond that, rows of every run of positions on every rank are:
+where the gradient of the output is 0 in all other rows, `out` and `dq` of these rows, and `dk` and `dv` of *all*
+tokens, follow from these rows alone. So the truth costs rows x seq_len instead of seq_len squared, and still every run
+of queries meets every run of keys.
+
+Each rank forms the truth of its own keys: all ranks get the rows, and sums over keys are added up between ranks. Of
+what is being checked, only the positions of a rank's tokens and the mask take part.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.attention.context import ContextParallel
+from engine.attention.geometry.layout import Segment
+from engine.attention.masks import Mask
+from engine.attention.masks.blocks import BlockMask
+from engine.distributed import World
+from engine.measurement import NOT_FINITE, TOKEN_FACTOR, UNCHECKED
+
+DENSE_TOKENS = 4096  # up to this length all rows are compared
+SAMPLED_ROWS = 256  # of a longer sequence; one of each run of positions where there are more runs
+TENSORS = ("out", "dq", "dk", "dv")
+_LARGEST_ERROR = 1e9  # what is recorded of a larger one
+_BLOCK_BYTES = 64 << 20  # of the scores that are held at once; about six tensors of that size are
+_ROWS_AT_ONCE = 128  # consecutive rows whose visible keys are asked for at once
+_FINITE = 1e100  # beyond it squares overflow; no value of a correct method comes near
+_LEAST_OF_SCALE = 0.1  # of the size of its terms that a tensor counts as at least, where they cancel
+
+ForwardBackward = Callable[[Tensor], tuple[Tensor, ...]]
+Result = TypeVar("Result")
+
+
+class NotChecked(Exception):
+    """Some rank could not form the truth, or compare with it; the text says which and why."""
+
+
+def checked_rows(cp: ContextParallel, seq_len: int) -> list[int]:
+    """Global positions of the queries that are compared, ascending, the same on every rank: all of a short sequence; of
+    a longer one the first and last of each run of positions of each rank, and others at random."""
+    if seq_len <= DENSE_TOKENS:
+        return list(range(seq_len))
+    runs = [part.positions() for rank in range(cp.size) for part in cp.layout.segments(seq_len, cp.size, rank)]
+    chance = random.Random(seq_len)  # noqa: S311 - a sample, no secret
+    of_each = max(1, SAMPLED_ROWS // len(runs))
+    rows: set[int] = set()
+    for run in runs:
+        ends = [run[0], run[-1]] if of_each > 1 else []
+        rows.update(ends, chance.sample(run, min(len(run), of_each - len(ends))))
+    return sorted(rows)
+
+
+def attention_errors(
+    world: World, cp: ContextParallel, shards: Sequence[Tensor], mask: Mask, compute: ForwardBackward
+) -> dict[str, Any]:
+    """Entries of a measurement's `extra`: `error` and `error_at` by tensor, and `checked` where rows are a sample; or
+    `unchecked`, why a rank could not form the truth, as for want of memory. Collective over `world`.
+
+    `shards` are q, k, v and the gradient of out of this rank's tokens; `compute` gives (out, dq, dk, dv) for such a
+    gradient. The one given is used up: where rows are a sample it holds other numbers afterwards.
+
+    `error` is the Frobenius norm of the difference over that of the truth, of all that is compared. `error_at` names
+    the run of positions on which it is largest, or a single token whose error is more than TOKEN_FACTOR times that of
+    any run, as where a query sees one key too many. There each token's difference counts relative to the size that its
+    terms have before they are added up, so that late tokens of a causal sequence, whose outputs are small, count as
+    early ones do. Both are NOT_FINITE where NaN or infinity is found.
+    """
+    q_BLND, k_BLKD, v_BLKD, dout_BLND = (shard.detach() for shard in shards)
+    seq_len = q_BLND.shape[1] * cp.size
+    rows = checked_rows(cp, seq_len)
+    try:
+        truth = agree(world, lambda: _Truth(cp, mask, rows, (q_BLND, k_BLKD, v_BLKD, dout_BLND)))
+        if len(rows) < seq_len:
+            # In place: a second gradient may not fit beside a step's tensors.
+            dout_BLND.mul_(truth.checked_L[:, None, None])
+        found = compute(dout_BLND)
+        seen = _compared(world, cp, truth, found)
+    except NotChecked as error:
+        return {UNCHECKED: str(error)}
+    finally:
+        if len(rows) < seq_len:
+            dout_BLND.normal_()  # as it was: power, and so clocks, depend on the numbers
+    extra = combined(seen)
+    if len(rows) < seq_len:
+        extra["checked"] = {"tokens": seq_len, "rows": len(rows)}
+    return extra
+
+
+def _compared(world: World, cp: ContextParallel, truth: _Truth, found: Sequence[Tensor]) -> list[dict[str, Seen]]:
+    """What each rank found of each tensor, in rank order. Collective."""
+    out_BLND, dq_BLND, dk_BLKD, dv_BLKD = found
+    cp_sum(cp, truth.q, truth.dout)
+    agree(world, truth.attend)
+    truth.join()
+    of_keys = agree(world, lambda: truth.compare_keys(dk_BLKD, dv_BLKD))
+    cp_sum(cp, truth.dq, truth.out_scale, truth.dq_scale)
+    sums = agree(world, lambda: truth.compare_rows(out_BLND, dq_BLND)) | of_keys
+    scales = [sums[name].scale_sums() for name in TENSORS]
+    cp_sum(cp, *scales)
+    mine = {name: sums[name].seen(*scale.tolist()) for name, scale in zip(TENSORS, scales, strict=True)}
+    return cast(list[dict[str, Seen]], world.gather(mine))
+
+
+def agree(world: World, work: Callable[[], Result]) -> Result:
+    """What `work` returns; where it fails on some rank, NotChecked on all of them, before the next collective."""
+    result, failure = None, ""
+    try:
+        result = work()
+    except (
+        RuntimeError,
+        MemoryError,
+        ValueError,
+    ) as error:  # OutOfMemoryError is a RuntimeError, TooManyTiles a ValueError
+        failure = str(error).strip().partition("\n")[0] or type(error).__name__
+    failures = world.gather(failure)
+    for rank, text in enumerate(failures):
+        if text:
+            raise NotChecked(f"rank {rank}: {text}")
+    return cast(Result, result)
+
+
+def cp_sum(cp: ContextParallel, *tensors: Tensor) -> None:
+    """Add up each tensor over the ranks that share a sequence, in place. Collective."""
+    if cp.size > 1:
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=cp.group)
+
+
+class _Truth:
+    """Dense float64 attention of some query rows over all keys, of which this rank holds some.
+
+    R: rows that are compared. G: rows times the query heads of one KV head, which share its keys. M: keys of a block.
+    """
+
+    def __init__(self, cp: ContextParallel, mask: Mask, rows: Sequence[int], shards: Sequence[Tensor]) -> None:
+        """With `q` and `dout` of this rank's rows, 0 in the others: their sums over the ranks are whole."""
+        self._cp, self._rows = cp, rows
+        q_BLND, self._k_BLKD, self._v_BLKD, dout_BLND = shards
+        seq_len, device = q_BLND.shape[1] * cp.size, q_BLND.device
+        self._segments, self._scale = cp.segments(seq_len), q_BLND.shape[-1] ** -0.5
+        self._positions_L = cp.positions(seq_len, device)
+        rows_R = torch.tensor(rows, device=device)
+        self.checked_L = torch.isin(self._positions_L, rows_R)
+        self._local = self.checked_L.nonzero()[:, 0]
+        self._place = torch.searchsorted(rows_R, self._positions_L[self._local])
+        self._starts_RI, self._stops_RI = (ends.to(device) for ends in seen_runs(mask, rows, seq_len))
+        self.q, self.dout = (self._of_rows(tensor) for tensor in (q_BLND, dout_BLND))
+        self._largest = self.q.new_full(self.q.shape[:3], -torch.inf)
+        self._sum = torch.zeros_like(self._largest)
+        self._out = torch.zeros_like(self.q)
+
+    def _of_rows(self, tensor_BLND: Tensor) -> Tensor:
+        """[K, B, G, D] in float64 with this rank's rows of a tensor of queries."""
+        batch, _, heads, dim = tensor_BLND.shape
+        whole = tensor_BLND.new_zeros(batch, len(self._rows), heads, dim, dtype=torch.float64)
+        whole[:, self._place] = tensor_BLND[:, self._local].double()
+        by_head = whole.unflatten(2, (self._k_BLKD.shape[2], -1)).permute(2, 0, 1, 3, 4)
+        return by_head.flatten(2, 3).contiguous()
+
+    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Blocks of this rank's keys, and which of them each row sees: [R, 1, M]."""
+        batch, grouped = self.q.shape[1:3]
+        size = max(1, _BLOCK_BYTES // (8 * batch * grouped))
+        for start in range(0, len(self._positions_L), size):
+            keys = slice(start, start + size)
+            at_RM = self._positions_L[keys].expand(len(self._rows), -1).contiguous()
+            began, ended = (torch.searchsorted(ends, at_RM, right=True) for ends in (self._starts_RI, self._stops_RI))
+            yield keys, (began > ended)[:, None]
+
+    def _scores(self, head: int, k_BMD: Tensor, seen_R1M: Tensor) -> Tensor:
+        """Scaled scores [B, G, M], -inf where a row does not see a key."""
+        scores = self.q[head] @ k_BMD.transpose(1, 2) * self._scale
+        by_row = scores.unflatten(1, (len(self._rows), -1))
+        return by_row.masked_fill_(~seen_R1M, -torch.inf).view_as(scores)
+
+    def attend(self) -> None:
+        """Forward over this rank's keys: the largest score, the sum of exponentials and the sum of values."""
+        for keys, seen_R1M in self._blocks():
+            for head in range(len(self.q)):
+                k_BMD, v_BMD = self._k_BLKD[:, keys, head].double(), self._v_BLKD[:, keys, head].double()
+                scores = self._scores(head, k_BMD, seen_R1M)
+                largest = torch.maximum(self._largest[head], scores.amax(dim=-1))
+                p = (scores - finite(largest)[..., None]).exp()
+                before = (self._largest[head] - finite(largest)).exp()
+                self._sum[head] = self._sum[head] * before + p.sum(dim=-1)
+                self._out[head] = self._out[head] * before[..., None] + p @ v_BMD
+                self._largest[head] = largest
+
+    def join(self) -> None:
+        """Forward over all keys. Collective."""
+        mine = self._largest.clone()
+        if self._cp.size > 1:
+            dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=self._cp.group)
+        before = (mine - finite(self._largest)).exp()
+        self._sum *= before
+        self._out *= before[..., None]
+        cp_sum(self._cp, self._sum, self._out)
+        self._over_sum = torch.where(self._sum > 0, 1 / self._sum, 0.0)
+        self._out *= self._over_sum[..., None]
+        self._delta = (self.dout * self._out).sum(dim=-1, keepdim=True)
+
+    def compare_keys(self, dk_BLKD: Tensor, dv_BLKD: Tensor) -> dict[str, Sums]:
+        """Backward over this rank's keys: dk and dv beside those found, and what these keys add to dq."""
+        sums = {name: Sums(self._positions_L, self._segments) for name in ("dk", "dv")}
+        self.dq = torch.zeros_like(self.q)
+        self.out_scale, self.dq_scale = (torch.zeros_like(self._sum[..., None]) for _ in range(2))
+        for keys, seen_R1M in self._blocks():
+            for head in range(len(self.q)):
+                q, dout, delta = self.q[head], self.dout[head], self._delta[head]
+                k_BMD, v_BMD = self._k_BLKD[:, keys, head].double(), self._v_BLKD[:, keys, head].double()
+                p = (self._scores(head, k_BMD, seen_R1M) - finite(self._largest[head])[..., None]).exp_()
+                p *= self._over_sum[head][..., None]
+                dp = dout @ v_BMD.transpose(1, 2)
+                ds = p * (dp - delta) * self._scale
+                self.dq[head] += ds @ k_BMD
+                dk, dv = ds.transpose(1, 2) @ q, p.transpose(1, 2) @ dout
+                del ds
+                squared = p.square_()
+                terms = dp.square_().add_(delta.square()).mul_(squared).mul_(self._scale**2)
+                self.out_scale[head] += squared @ v_BMD.square().sum(dim=-1, keepdim=True)
+                self.dq_scale[head] += terms @ k_BMD.square().sum(dim=-1, keepdim=True)
+                of_dv = squared.transpose(1, 2) @ dout.square().sum(dim=-1, keepdim=True)
+                of_dk = terms.transpose(1, 2) @ q.square().sum(dim=-1, keepdim=True)
+                sums["dk"].add(keys, dk_BLKD[:, keys, head], dk, of_dk)
+                sums["dv"].add(keys, dv_BLKD[:, keys, head], dv, of_dv)
+        return sums
+
+    def compare_rows(self, out_BLND: Tensor, dq_BLND: Tensor) -> dict[str, Sums]:
+        """out and dq of this rank's rows beside those found."""
+        kv_heads, sums = len(self.q), {}
+        for name, found_BLND, truth, scale in (
+            ("out", out_BLND, self._out, self.out_scale),
+            ("dq", dq_BLND, self.dq, self.dq_scale),
+        ):
+            sums[name] = Sums(self._positions_L, self._segments)
+            mine = found_BLND.detach()[:, self._local].unflatten(2, (kv_heads, -1))
+            for head in range(kv_heads):
+                wanted, size = (
+                    one[head].unflatten(1, (len(self._rows), -1))[:, self._place] for one in (truth, scale)
+                )  # fmt: skip
+                sums[name].add(self._local, mine[:, :, head], wanted, size)
+        return sums
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one rank found of one tensor: sums of squares, and the run of its tokens with the largest error."""
+
+    difference: float
+    truth: float
+    # Relative error divided by TOKEN_FACTOR for a single token, first and last token, and the relative error.
+    worst: tuple[float, int, int, float]
+
+
+class Sums:
+    """Of one tensor, for each of this rank's tokens: squares of the difference from the truth, of the truth and of the
+    size of its terms, added up over sequences, heads and the head dim."""
+
+    def __init__(self, positions_L: Tensor, segments: Sequence[Segment]) -> None:
+        self._segments = segments
+        totals = torch.zeros(4, len(positions_L), dtype=torch.float64, device=positions_L.device)
+        self._difference, self._truth, self._scale, self._not_finite = totals  # the last: values that are not finite
+        self._compared = torch.zeros_like(positions_L, dtype=torch.bool)
+
+    def add(self, tokens: slice | Tensor, found: Tensor, truth: Tensor, scale: Tensor) -> None:
+        """[B, tokens, ..., D] of what was found and of the truth; `scale` [B, tokens, ...]: squares summed over D."""
+        found = found.detach().double()
+        finite = found.abs() <= _FINITE
+        found = torch.where(finite, found, 0.0)
+        for total, values in (
+            (self._difference, (found - truth).square()),
+            (self._truth, truth.square()),
+            (self._scale, scale),
+            (self._not_finite, ~finite),
+        ):
+            total[tokens] += values.transpose(0, 1).flatten(1).sum(dim=1)
+        self._compared[tokens] = True
+
+    def scale_sums(self) -> Tensor:
+        """Sum of the squared sizes, and the number of tokens that have one."""
+        return torch.stack([self._scale.sum(), (self._scale > 0).sum().double()])
+
+    def seen(self, scale: float, tokens: float) -> Seen:
+        """What this rank found. `scale` and `tokens` are `scale_sums` of all ranks: a token without terms, which has to
+        be 0, is measured by the mean size of the others."""
+        usual = scale / tokens if tokens else 1.0
+        relative = self._difference / torch.where(self._scale > 0, self._scale, usual)
+        places, offset = [(0.0, 0, 0, 0.0)], 0
+        for segment in self._segments:
+            run, positions = slice(offset, offset + segment.count), segment.positions()
+            offset += segment.count
+            # A token without terms, and rightly 0, says nothing of the others.
+            compared = self._compared[run] & ((self._scale[run] > 0) | (self._difference[run] > 0))
+            if self._not_finite[run].any():
+                places.append((NOT_FINITE, positions[0], positions[-1], NOT_FINITE))
+            elif compared.any():
+                of_tokens = torch.where(compared, relative[run], 0.0)
+                error = min(float(of_tokens.sum() / compared.sum()) ** 0.5, _LARGEST_ERROR)
+                places.append((error, positions[0], positions[-1], error))
+                token = positions[int(of_tokens.argmax())]
+                error = min(float(of_tokens.max()) ** 0.5, _LARGEST_ERROR)
+                places.append((error / TOKEN_FACTOR, token, token, error))
+        truth = max(self._truth.sum().item(), _LEAST_OF_SCALE**2 * self._scale.sum().item())
+        return Seen(self._difference.sum().item(), truth, max(places))
+
+
+def combined(ranks: Sequence[dict[str, Seen]]) -> dict[str, Any]:
+    """The entries `error` and `error_at` from what the ranks found, in rank order."""
+    errors: dict[str, float] = {}
+    worst: dict[str, dict[str, float]] = {}
+    for name in TENSORS:
+        seen = [found[name] for found in ranks]
+        difference, truth = math.fsum(one.difference for one in seen), math.fsum(one.truth for one in seen)
+        rank = max(range(len(seen)), key=lambda one: seen[one].worst[0])
+        _, first, last, error = seen[rank].worst
+        whole = (difference / truth) ** 0.5 if truth else _LARGEST_ERROR * (difference > 0)
+        errors[name] = NOT_FINITE if error == NOT_FINITE else min(whole, _LARGEST_ERROR)
+        worst[name] = {"error": error, "rank": rank, "first_token": first, "last_token": last}
+    return {"error": errors, "error_at": worst}
+
+
+def finite(largest: Tensor) -> Tensor:
+    """The largest scores, 0 for rows that see no key: all their exponentials are then 0."""
+    return torch.where(largest > -torch.inf, largest, 0.0)
+
+
+def seen_runs(mask: Mask, rows: Sequence[int], seq_len: int) -> tuple[Tensor, Tensor]:
+    """The keys that each row sees as disjoint runs: their starts and their stops, each ascending, [R, runs] padded with
+    `seq_len`. Raises ValueError for a mask that does not fit the length."""
+    if unsupported_reason := mask.unsupported_reason(seq_len):
+        raise ValueError(unsupported_reason)
+    if isinstance(mask, BlockMask):
+        found = list(_runs_of_blocks(mask, rows, seq_len))
+    else:
+        found = list(_runs_of_tiles(mask, rows, seq_len))
+    most = max(map(len, found), default=0) or 1
+    padded = [sorted(runs) + [(seq_len, seq_len)] * (most - len(runs)) for runs in found]
+    starts_RI, stops_RI = torch.tensor(padded).unbind(dim=-1)
+    return starts_RI.contiguous(), stops_RI.contiguous()
+
+
+def _runs_of_blocks(mask: BlockMask, rows: Sequence[int], seq_len: int) -> Iterator[list[tuple[int, int]]]:
+    """The runs of each row of a mask by blocks, whose tiles take seconds where blocks are many."""
+    blocks = mask.block_at(seq_len - 1) + 1
+    for row in rows:
+        end = row + 1 if mask.causal else seq_len
+        seen = (map(mask.first_position, run) for run in mask.visible(mask.block_at(row), 0, blocks))
+        yield [(start, min(stop, end)) for start, stop in seen if start < end]
+
+
+def _runs_of_tiles(mask: Mask, rows: Sequence[int], seq_len: int) -> Iterator[list[tuple[int, int]]]:
+    for segment in consecutive(rows):
+        runs: list[list[tuple[int, int]]] = [[] for _ in range(segment.count)]
+        for tile in mask.tiles((segment,), (Segment(0, seq_len),)):
+            lo, hi = tile.band.lo, tile.band.hi
+            for row in range(tile.rows):
+                start = tile.k_start + (0 if lo is None else max(0, row + lo))
+                stop = tile.k_stop if hi is None else min(tile.k_stop, tile.k_start + row + hi + 1)
+                runs[tile.q_start + row].append((start, stop))
+        yield from runs
+
+
+def consecutive(rows: Sequence[int]) -> Iterator[Segment]:
+    """Ascending positions as runs of at most _ROWS_AT_ONCE."""
+    for _, group in itertools.groupby(enumerate(rows), key=lambda one: one[1] - one[0]):
+        run = [position for _, position in group]
+        for start in range(0, len(run), _ROWS_AT_ONCE):
+            part = run[start : start + _ROWS_AT_ONCE]
+            yield Segment(part[0], len(part))

@@ -1,0 +1,133 @@
+"""A method that computes something else than attention has no result: end to end, with methods brought from outside."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from harness.cli import main
+from harness.records.record import Record, read_records
+from harness.report.headline import summary_sentences, wrong_sentences
+from harness.report.page import draw_plots, report_tables
+from harness.report.results import rows_of
+from harness.spec import methods
+from tests.harness.wrong_method import NO_TILE, RIGHT, SCALED, SHIFTED, OwnMethod
+
+SHORT, LONG = 1024, 6144  # the longer one is compared by a sample of rows
+EXPERIMENT = f"""
+title: Own methods
+task: attention
+model: {{name: own, layers: 1, hidden: 32, ffn: 32, heads: 2, kv_heads: 2, head_dim: 16, vocab: 32}}
+sweep:
+  method: [{RIGHT}, {NO_TILE}, {SCALED}, {SHIFTED}]
+  seq_len: [{SHORT}, {LONG}]
+  dtype: [fp32, bf16]
+fixed: {{cp_size: 2, mask: causal}}
+steps: {{warmup: 0, measured: 1}}
+"""
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of all methods, which ends with exit code 1."""
+    place = tmp_path_factory.mktemp("own")
+    (place / "own.yaml").write_text(EXPERIMENT, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        own = {name: ("tests.harness.wrong_method", OwnMethod(name)) for name in (RIGHT, NO_TILE, SCALED, SHIFTED)}
+        registry = methods._registry() | own
+        patch.setattr(methods, "_registry", lambda: registry)
+        assert main(["run", str(place / "own.yaml"), "--out", str(place / "run"), "--order", "file"]) == 1
+    return place / "run"
+
+
+@pytest.fixture(scope="module")
+def records(run_dir: Path) -> list[Record]:
+    return read_records(run_dir)
+
+
+def of(records: list[Record], method: str) -> list[Record]:
+    found = [record for record in records if record.settings.method == method]
+    assert len(found) == 4
+    return found
+
+
+def test_a_right_method_is_ok_in_every_dtype_and_at_every_length(records: list[Record]) -> None:
+    for record in of(records, RIGHT):
+        assert (record.status, record.reason) == ("ok", ""), record.trial_id
+        assert record.measurement is not None
+        rows = record.measurement.extra.get("checked", {}).get("rows")
+        assert (rows is None) == (record.settings.seq_len == SHORT)
+
+
+@pytest.mark.parametrize(
+    ("method", "tensors", "place"),
+    [
+        (NO_TILE, "out|dq|dk|dv", "rank 1, tokens (256|1536) to (767|4607)|rank 0, tokens 0 to (255|1535)"),
+        (SCALED, "dk", r"rank [01], tokens \d+ to \d+"),
+        (SHIFTED, "out|dq|dk|dv", r"rank [01], tokens? \d+( to \d+)?"),
+    ],
+)
+def test_a_wrong_method_is_wrong_with_tensor_bound_rank_and_tokens(
+    records: list[Record], method: str, tensors: str, place: str
+) -> None:
+    for record in of(records, method):
+        assert record.status == "wrong", (record.trial_id, record.measurement and record.measurement.extra)
+        bound = "1e-05|4e-05" if record.settings.dtype == "fp32" else r"0\.008|0\.032"
+        assert re.match(
+            rf"{method}: ({tensors}) differs from float64 by [\d.e+-]+(, expected at most ({bound}); most on ({place})"
+            rf"| on ({place}), expected at most ({bound}))",
+            record.reason,
+        ), record.reason
+        assert record.measurement is not None
+        assert record.measurement.step_seconds  # kept, and counted nowhere
+
+
+def test_a_wrong_trial_has_no_number_no_rank_and_no_place_in_a_figure(run_dir: Path, records: list[Record]) -> None:
+    rows = rows_of(records)
+    for row in rows:
+        if row["method"] == RIGHT:
+            continue
+        assert row["step_seconds_median"] is None
+        assert row["tflops_per_gpu"] is None
+        assert row["step_seconds_by_round"] == []
+        assert row["extra_error.out"] is not None
+    told = " ".join(summary_sentences(rows))
+    assert not any(method in told for method in (NO_TILE, SCALED, SHIFTED))
+    assert "12 wrong" in told
+    assert "Attention and its gradients differ from a dense float64 run by at most" in told
+    assert len(wrong_sentences(rows)) == 8 + 1
+    assert draw_plots(rows)
+    for plot in draw_plots(rows):
+        texts = " ".join(text.get_text() for text in plot.figure.findobj(lambda one: hasattr(one, "get_text")))
+        assert not any(method in texts for method in (NO_TILE, SCALED, SHIFTED, "wrong"))
+    tables = {table.name: table for table in report_tables(rows)}
+    assert len(tables["problems"].rows) == 12
+    assert all("differs from float64" in str(line) for line in tables["problems"].rows)
+    assert len(tables["accuracy"].rows) == 4
+    page = (run_dir / "report.html").read_text(encoding="utf-8")
+    assert 'class="wrong-trials"' in page
+    with open(run_dir / "results.csv", newline="", encoding="utf-8") as file:
+        lines = [line for line in csv.DictReader(file) if line["status"] == "wrong"]
+    assert len(lines) == 12
+    assert not any(line["step_seconds_median"] for line in lines)
+
+
+def test_every_command_that_reads_the_run_says_so(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(run_dir)]) == 1
+    said = capsys.readouterr().out
+    assert said.count("expected no wrong trial") == 12
+    assert main(["compare", str(run_dir), "--methods", RIGHT, SCALED]) == 1
+    said = capsys.readouterr().out
+    assert said.count("Wrong in B: ") == 4
+    assert f"{SCALED}: dk differs from float64" in said
+    assert main(["compare", str(run_dir), "--methods", SCALED, RIGHT]) == 1  # a wrong reference is no reference
+    assert "Wrong in A: " in capsys.readouterr().out
+    assert main(["compare", str(run_dir), "--methods", NO_TILE, SCALED, "--json"]) == 1
+    assert [one["side"] for one in json.loads(capsys.readouterr().out)["wrong"]] == ["A"] * 4 + ["B"] * 4
+    main(["status", str(run_dir)])
+    said = capsys.readouterr().out
+    assert "12 wrong" in said
+    assert f"{SCALED}: dk differs from float64" in said
+    assert "--retry-failed" in said
