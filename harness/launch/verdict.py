@@ -113,23 +113,26 @@ def _judge(job: Job, watched: Watched) -> tuple[Status, str]:
 
 def _late(job: Job, watched: Watched) -> tuple[Status, str]:
     """A job that was ended at one of its limits."""
-    passed = watched.passed or Passed(limit="trial", seconds=job.deadline_seconds)
+    passed = watched.passed or Passed(
+        limit="trial", seconds=job.deadline_seconds, origin=job.limits_from.get("trial", "")
+    )
     told = {*watched.places, *(end.rank for end in watched.exits)}
     where = places_sentence(watched.places, [rank for rank in range(job.ranks) if rank not in told])
     seen = f"{where}; stacks in {STACKS_DIRECTORY}/" if where else f"see {_log(0)} for where it stopped"
     if watched.no_stacks:
         seen += f" (stacks could not be written: {watched.no_stacks})"
+    seconds, after = quantity(passed.seconds), _after(watched.progress)
     if passed.limit == "start":
-        return "hang", f"start-up did not end within its {passed.seconds:g} s (limits.start_seconds); {seen}"
+        return "hang", f"start-up did not end within its {seconds} s ({_named(passed)}); {seen}"
     if passed.limit == "hang":
-        return (
-            "hang",
-            f"no progress for {quantity(passed.seconds)} s{_after(watched.progress)} (limits.hang_seconds); {seen}",
-        )
-    return "timeout", (
-        f"not finished within its {passed.seconds:g} s{_after(watched.progress)}; raise limits.trial_seconds, "
-        + (f"or see where it was: {seen}" if where else f"or {seen}")
-    )
+        return "hang", f"no progress for {seconds} s{after} ({_named(passed)}); {seen}"
+    return "timeout", f"not finished within its {seconds} s{after} ({_named(passed)}); {seen}"
+
+
+def _named(passed: Passed) -> str:
+    """A limit for a sentence: its setting, where its value is from, and how to change it."""
+    setting = f"limits.{passed.limit}_seconds"
+    return f"{setting}{passed.origin and f', {passed.origin}'}; --set {setting}=SECONDS changes it"
 
 
 def _killed(end: Exit) -> bool:

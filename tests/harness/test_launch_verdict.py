@@ -104,7 +104,9 @@ def test_an_unreadable_error_file_is_a_failure_that_says_so(job):
 
 def test_a_timeout_names_the_last_step(job):
     reason = judge(job, Watched(timed_out_at=50.0, progress={"step": 3, "of": 6}))[1]
-    assert reason.startswith("not finished within its 9 s after step 3 of 6; raise limits.trial_seconds")
+    assert reason.startswith(
+        "not finished within its 9 s after step 3 of 6 (limits.trial_seconds; --set limits.trial_se"
+    )
 
 
 def test_processes_that_would_not_die_are_reported(job):
