@@ -22,6 +22,7 @@ from engine.method import NativeMethod
 from engine.ops.ranges import STEP
 from engine.settings import TrialSettings
 from engine.tasks.clock import StepClock
+from engine.tasks.inside import InsideStep
 from engine.tasks.link_probes import LinkProbes
 from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured, read_gpus
 
@@ -36,6 +37,7 @@ class AttentionTask:
     def __init__(self, settings: TrialSettings, method: NativeMethod, world: World) -> None:
         self.settings, self.world = settings, world
         self.cp = context_parallel(settings, method, world)
+        self.inside = InsideStep(world.device, world.rank)
         self.attend = RefusingAttention(method.attention(self.cp, settings))
         # q, k, v and the gradient of out: whole tensors only where they are needed for the comparison.
         self.checked = settings.seq_len <= CHECKED_TOKENS
@@ -72,10 +74,11 @@ class AttentionTask:
             link.before_step(index)
             if index == plan.warmup:
                 reset_peaks(self.world.device)
-            forward_seconds.append(self._timed(self._forward, flush))
-            self.cp.traffic.reset()
-            with around_step() if index >= plan.warmup else nullcontext():
-                step_seconds.append(self._timed(self._forward_backward, flush))
+            with self.inside.step(on_progress, index + 1, plan.warmup + plan.measured, self.settings.seq_len):
+                forward_seconds.append(self._timed(self._forward, flush))
+                self.cp.traffic.reset()
+                with around_step() if index >= plan.warmup else nullcontext():
+                    step_seconds.append(self._timed(self._forward_backward, flush))
             on_progress({"step": index + 1, "of": plan.warmup + plan.measured, "seconds": step_seconds[-1]})
         after = read_gpus(self.world)
         figures = measured(
@@ -109,12 +112,15 @@ class AttentionTask:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.world.device)
 
     def _forward(self) -> None:
+        self.inside.mark("forward alone")
         with torch.no_grad():
             self.attend(self.q_BLND, self.k_BLKD, self.v_BLKD)
 
     def _forward_backward(self) -> tuple[Tensor, ...]:
         """(out, dq, dk, dv) of this rank's tokens."""
+        self.inside.mark("forward")
         out_BLND, _lse = self.attend(self.q_BLND, self.k_BLKD, self.v_BLKD)
+        self.inside.mark("backward")
         inputs = (self.q_BLND, self.k_BLKD, self.v_BLKD)
         return (out_BLND.detach(), *torch.autograd.grad(out_BLND, inputs, self.dout_BLND))
 

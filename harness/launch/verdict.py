@@ -201,10 +201,21 @@ def _log(rank: int) -> str:
 
 
 def after_step(progress: Mapping[str, object]) -> str:
-    """The last step of a job for a sentence, by its last line of progress; empty before the first step."""
+    """The last step of a job for a sentence, or the one it is in, by its last line of progress; empty before the first
+    step."""
     if not progress.get("step"):  # no line, or step 0: start-up has ended
         return ""
-    return f" after step {progress['step']} of {progress.get('of', '?')}"
+    return f" {'in' if 'phase' in progress else 'after'} {step_of(progress)}"
+
+
+def step_of(progress: Mapping[str, object]) -> str:
+    """The step of a line of progress, and the place inside it: `step 3 of 5, backward, layer 12 of 32`."""
+    parts = [f"step {progress.get('step', '?')} of {progress.get('of', '?')}"]
+    if "phase" in progress:
+        parts.append(str(progress["phase"]))
+    if "layer" in progress:
+        parts.append(f"layer {progress['layer']} of {progress.get('layers', '?')}")
+    return ", ".join(parts)
 
 
 def _after(progress: Mapping[str, object]) -> str:

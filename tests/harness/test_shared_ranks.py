@@ -91,7 +91,7 @@ def test_jobs_of_one_kind_are_run_by_the_same_processes_and_others_by_new_ones(s
     for job in jobs:
         lines: list[dict[str, object]] = []
         outcomes.append(supervisor.run(job, lines.append))
-        seen.append([(line["step"], line["of"]) for line in lines])
+        seen.append([(line["step"], line["of"]) for line in lines if "phase" not in line])  # one of a busy machine
     assert [(outcome.status, outcome.reason, outcome.turn) for outcome in outcomes] == [
         ("ok", "", 1),
         ("ok", "", 2),
