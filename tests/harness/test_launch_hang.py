@@ -91,11 +91,11 @@ def test_stacks_are_left_by_a_host_whose_part_is_cancelled_because_another_host_
     part = replace(
         job(tmp_path, "stops_after_two_steps"), part=Part(first_rank=1, ranks=1, address="127.0.0.1", port=1), ranks=2
     )
-    begun = threading.Thread(target=lambda: (_wait(tmp_path / "pid1"), supervisor.cancel(stacks=True)))
+    begun = threading.Thread(target=lambda: (_wait(tmp_path / "writes_stacks1"), supervisor.cancel(stacks=True)))
     begun.start()
     watched = supervisor.watch(part)
     begun.join()
-    assert (watched.cancelled, set(watched.places)) == (True, {1} if may_trace() else set())
+    assert (watched.cancelled, set(watched.places)) == (True, {1})  # by py-spy, else by the rank itself
 
 
 def _wait(path: Path) -> None:
