@@ -6,7 +6,9 @@ send the most, are on one node wherever they fit.
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import sys
 import threading
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine.attention.comm.topology import host_name, node_size_of, ranks_by_node
 from engine.settings import TrialSettings
+
+_WAITING_RANKS = 2048  # that may connect before rank 0 takes their connections; torch's own number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,8 +123,49 @@ def join(settings: TrialSettings, turn: int = 1) -> World:
 def _rendezvous() -> tuple[dist.Store, int]:
     """The store that all ranks share while their processes run, and this rank. Rank 0, which serves the store, waits
     for the ranks of its first trial; those of larger trials connect later."""
+    if os.environ["RANK"] == "0" and not store_is_of_agent():
+        serve_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     store, rank, _ = next(dist.rendezvous("env://"))
     return store, rank
+
+
+def store_is_of_agent() -> bool:
+    """Whether torchrun's agent serves the store at MASTER_PORT, and no rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+@cache
+def serve_store(address: str, port: int) -> dist.Store | None:
+    """Let the store that this process serves at `port` listen on `address` alone: torch's own listens on all
+    interfaces, and whoever reaches it reads and writes all keys. Later stores of this process with that port, and with
+    torch's `multi_tenant`, are this one. Raises OSError where the port is taken.
+
+    None, and nothing listens, for a name, which may mean another address elsewhere, and for an address that is none of
+    this host's, such as one that a router translates: torch's own store is then the one that others reach.
+    """
+    try:
+        [(family, kind, protocol, _, place), *_] = socket.getaddrinfo(
+            address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )
+    except socket.gaierror:
+        return None
+    with socket.socket(family, kind, protocol) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the launcher's reservation has the port
+        try:
+            listening.bind(place)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                return None
+            raise
+        listening.listen(_WAITING_RANKS)
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listening.detach(),
+        )
 
 
 def arrange(settings: TrialSettings, device: torch.device) -> World:

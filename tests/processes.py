@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import signal
+import struct
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -54,3 +56,20 @@ def kill(pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def listens_on(pid: int) -> set[str]:
+    """The addresses at which a process waits for connections of TCP."""
+    own = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(descriptor))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in content(pid, f"net/{table}").decode().splitlines()[1:]:
+            _, local, _, state, *others = line.split()
+            if state == "0A" and f"socket:[{others[5]}]" in own:  # TCP_LISTEN; the inode
+                words = bytes.fromhex(local.partition(":")[0])  # of 32 bits, in the byte order of this machine
+                address = b"".join(struct.pack(">I", word) for (word,) in struct.iter_unpack("=I", words))
+                found.add(str(ipaddress.ip_address(address)))
+    return found

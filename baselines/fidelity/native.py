@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from baselines.programs import attention_bytes
 from engine import ContextParallel
+from engine.distributed import serve_store
 from engine.plain_json import from_json, read_json
 from engine.settings import TrialSettings
 
@@ -46,6 +47,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     request = read_json(Path(sys.argv[1]))
+    if os.environ["RANK"] == "0":
+        serve_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     for case in request["cases"]:

@@ -1,7 +1,7 @@
 """The worker of active tests, as it runs on a node.
 
 `speeds` measures the node by itself. `pair` is one end of an exchange with another node: node 0 opens a store and
-prints its port, node 1 gets that port as an argument. Every answer is a marked line of JSON (`measurement`).
+prints where, node 1 gets that as an argument. Every answer is a marked line of JSON (`measurement`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,23 @@ _LISTEN_SECONDS = 2.0  # until the listeners have registered their memory; they 
 _ANY_PORT = 9  # nothing is sent: connecting a datagram socket only chooses a route
 
 
+def source_towards(address: str) -> str:
+    """This node's own IPv4 address on the route to `address`. Raises OSError where no route leads there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, _ANY_PORT))
+        return str(probe.getsockname()[0])
+
+
 def interface_towards(address: str) -> str | None:
     """Name of the interface towards `address`, such as eth0.
 
     None when no interface has the source address: IPv6, or several addresses on one interface.
     """
+    try:
+        source = source_towards(address)
+    except OSError:
+        return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, _ANY_PORT))
-        except OSError:
-            return None
-        source = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:
@@ -57,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="until a collective must have ended")
     parser.add_argument("--node", type=int, choices=[0, 1], help="which end of the pair this is")
     parser.add_argument("--peer", help="address of the other node")
-    parser.add_argument("--port", type=int, default=0, help="of node 0's store")
+    parser.add_argument("--store", default="", help="address:port of node 0's store")
     parser.add_argument("--rails", type=parse_rails, help="ports with their GPUs: mlx5_0:1=0,mlx5_1:1=1")
     parser.add_argument("--ports", help="of node 0's listeners, one for each rail")
     parser.add_argument("--attended", action="store_true", help="end when standard input ends")
@@ -74,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif arguments.test == "rails":
             _rails(arguments.node, arguments.rails, arguments.peer, arguments.ports)
         else:
-            speed = _exchange(arguments.device, arguments.node, arguments.peer, arguments.port, arguments.seconds)
+            speed = _exchange(arguments.device, arguments.node, arguments.peer, arguments.store, arguments.seconds)
             print(line("pair", {"gb_per_second": speed}), flush=True)
     except (RuntimeError, OSError, ValueError) as error:
         words = " ".join(str(error).split())[:300] or type(error).__name__
@@ -125,22 +131,30 @@ def _speeds(kind: Device, seconds: float) -> NodeSpeeds:
     )
 
 
-def _exchange(kind: Device, node: int, peer: str, port: int, seconds: float) -> float:
+def _exchange(kind: Device, node: int, peer: str, store: str, seconds: float) -> float:
     import torch.distributed as dist
 
     from cluster.active import collective
 
     # By default, both libraries may choose a bridge or loopback.
-    name = interface_towards(socket.gethostbyname(peer))
+    towards = socket.gethostbyname(peer)
+    name = interface_towards(towards)
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
     ranks = collective.ranks_per_node(kind)
     if node == 1:
-        return collective.exchange_gb_per_second(kind, peer, port, 1, ranks, seconds)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
-    print(line("port", {"port": store.port}), flush=True)
-    return collective.exchange_gb_per_second(kind, "127.0.0.1", store.port, 0, ranks, seconds)
+        place, _, port = store.rpartition(":")
+        return collective.exchange_gb_per_second(kind, place, int(port), 1, ranks, seconds)
+    # A socket of ours, because torch's own listens on all interfaces.
+    with socket.create_server((source_towards(towards), 0)) as listening:
+        own, number = listening.getsockname()
+        served = dist.TCPStore(
+            own, number, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds),
+            master_listen_fd=listening.detach(),
+        )  # fmt: skip
+    print(line("port", {"port": f"{own}:{served.port}"}), flush=True)
+    return collective.exchange_gb_per_second(kind, own, served.port, 0, ranks, seconds)
 
 
 def _rails(node: int, ours: Sequence[rails.Rail], peer: str, ports: str | None) -> None:

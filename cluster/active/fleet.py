@@ -114,7 +114,7 @@ def exchange(plan: Plan, by_name: Mapping[str, Node], pair: Pair) -> float | str
     """GB/s between two nodes, or the reason why there is none."""
     one, other = (by_name[name] for name in pair)
     conversation = Conversation(
-        opener=("pair",), caller=lambda port: ("pair", "--port", port), answer="pair", seconds=plan.pair_seconds
+        opener=("pair",), caller=lambda place: ("pair", "--store", place), answer="pair", seconds=plan.pair_seconds
     )
     answer = converse(plan, one, other, conversation)
     return answer if isinstance(answer, str) else float(answer["gb_per_second"])
@@ -122,7 +122,7 @@ def exchange(plan: Plan, by_name: Mapping[str, Node], pair: Pair) -> float | str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Commands of two workers. The opener prints the port or ports on which it listens; the caller connects to them."""
+    """Commands of two workers. The opener prints where it listens, ports or address and port; the caller connects."""
 
     opener: tuple[str, ...]
     caller: Callable[[str], tuple[str, ...]]
@@ -179,7 +179,7 @@ class _Opener:
             self._port_or_end.set()
 
     def wait_for_port(self, seconds: float) -> str | None:
-        """The port, or several with commas between them; None when none was printed."""
+        """The port, several with commas between them, or address:port; None when none was printed."""
         self._port_or_end.wait(seconds)
         answer = found(self.text, "port")
         return str(answer["port"]) if answer else None

@@ -23,6 +23,7 @@ from engine.ops.ranges import STEP
 from engine.settings import TrialSettings
 from engine.tasks.clock import StepClock
 from engine.tasks.exactness import DENSE_TOKENS, attention_errors
+from engine.tasks.inside import InsideStep
 from engine.tasks.link_probes import LinkProbes
 from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured, read_gpus
 
@@ -35,6 +36,7 @@ class AttentionTask:
     def __init__(self, settings: TrialSettings, method: NativeMethod, world: World) -> None:
         self.settings, self.world = settings, world
         self.cp = context_parallel(settings, method, world)
+        self.inside = InsideStep(world.device, world.rank)
         self.attend = RefusingAttention(method.attention(self.cp, settings))
         # q, k, v and the gradient of out. Short problems have the same on every number of ranks.
         if settings.seq_len <= DENSE_TOKENS:
@@ -70,10 +72,11 @@ class AttentionTask:
             link.before_step(index)
             if index == plan.warmup:
                 reset_peaks(self.world.device)
-            forward_seconds.append(self._timed(self._forward, flush))
-            self.cp.traffic.reset()
-            with around_step() if index >= plan.warmup else nullcontext():
-                step_seconds.append(self._timed(self._step, flush))
+            with self.inside.step(on_progress, index + 1, plan.warmup + plan.measured, self.settings.seq_len):
+                forward_seconds.append(self._timed(self._forward, flush))
+                self.cp.traffic.reset()
+                with around_step() if index >= plan.warmup else nullcontext():
+                    step_seconds.append(self._timed(self._step, flush))
             on_progress({"step": index + 1, "of": plan.warmup + plan.measured, "seconds": step_seconds[-1]})
         after = read_gpus(self.world)
         figures = measured(
@@ -108,6 +111,7 @@ class AttentionTask:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.world.device)
 
     def _forward(self) -> None:
+        self.inside.mark("forward alone")
         with torch.no_grad():
             self.attend(self.q_BLND, self.k_BLKD, self.v_BLKD)
 
@@ -116,7 +120,9 @@ class AttentionTask:
 
     def _forward_backward(self, dout_BLND: Tensor) -> tuple[Tensor, ...]:
         """(out, dq, dk, dv) of this rank's tokens."""
+        self.inside.mark("forward")
         out_BLND, _lse = self.attend(self.q_BLND, self.k_BLKD, self.v_BLKD)
+        self.inside.mark("backward")
         inputs = (self.q_BLND, self.k_BLKD, self.v_BLKD)
         return (out_BLND.detach(), *torch.autograd.grad(out_BLND, inputs, dout_BLND))
 

@@ -31,6 +31,7 @@ from engine.measurement import Measurement
 from engine.memory.limit import limit_memory
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
+from engine.model import Block
 from engine.ops.ranges import OPTIMIZER, STEP
 from engine.optimizer import OnePassAdamW, adamw, clip_and_step
 from engine.parallelize import build_model, sum_across_nodes
@@ -40,6 +41,7 @@ from engine.tasks.captured import choice
 from engine.tasks.captured.step import CapturedStep, Work
 from engine.tasks.clock import StepClock
 from engine.tasks.gemm_speeds import gemm_figures
+from engine.tasks.inside import InsideStep
 from engine.tasks.link_probes import LinkProbes
 from engine.tasks.task import DTYPES, AroundStep, OnProgress, RefusingAttention, context_parallel, measured, read_gpus
 
@@ -80,7 +82,9 @@ class TrainTask:
         self.cp: ContextParallel = context_parallel(settings, method, world)
         self.attend = RefusingAttention(method.attention(self.cp, settings))
         self._tensor_parallel = TensorParallel(self.cp, settings) if settings.tp_size > 1 else None
+        self.inside = InsideStep(world.device, world.rank)
         self.model, self._recompute = build_model(settings, self.attend, world.fsdp_mesh, self._tensor_parallel)
+        self.inside.watch([block for block in self.model.blocks if isinstance(block, Block)])
         self.optimizer = adamw(
             self.model,
             settings.learning_rate,
@@ -107,7 +111,10 @@ class TrainTask:
                 self._reserve()
                 reset_peaks(self.world.device)
             self.cp.traffic.reset()
-            with around_step() if index >= plan.warmup else nullcontext():
+            with (
+                around_step() if index >= plan.warmup else nullcontext(),
+                self.inside.step(on_progress, index + 1, plan.warmup + plan.measured, self.seq_len(index)),
+            ):
                 steps.append(self.step(index))
             on_progress(
                 {
@@ -216,6 +223,7 @@ class TrainTask:
                 f"below {self.settings.learning_rate}"
             )
         if self._captured is None and not self._not_captured:
+            self.inside.pause()
             self._capture(batches)
         return outcome
 
@@ -274,6 +282,7 @@ class TrainTask:
         """Gradients and update: this rank's share of the mean loss, and the global norm of the gradients before
         clipping, both 0-dim. Stops where `_gradients` does. Collective."""
         total = yield from self._gradients(batches)
+        self.inside.mark("update")
         with record_function(OPTIMIZER):
             if self._tensor_parallel is not None:
                 norm = self._tensor_parallel.clip(self.model, self.recipe.max_grad_norm)
@@ -301,6 +310,7 @@ class TrainTask:
 
     def forward(self, batch: Batch) -> Tensor:
         """This rank's share of the mean loss, 0 where no label counts: all ranks' and micro-batches' add up to it."""
+        self.inside.forward_begins()
         loss_sum = self.model(batch.tokens_BL, batch.positions_L, batch.labels_BL)
         return loss_sum / batch.targets.clamp(min=1)
 

@@ -114,7 +114,9 @@ class TrainingRun:
             group["lr"] = rate
         task.cp.traffic.reset()
         reset_peaks(self.world.device)
-        done = task.step(self.steps_done)
+        number, length = self.steps_done + 1, task.seq_len(self.steps_done)
+        with task.inside.step(on_progress, number, config.steps, length):
+            done = task.step(self.steps_done)
         self.steps_done += 1
 
         traffic = task.cp.traffic

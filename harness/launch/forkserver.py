@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,9 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.launch.zygote import PACKET_BYTES, SWEEP_SECONDS
+from cluster.files.filesystem import try_lock
+from harness.launch.zygote import PACKET_BYTES, SWEEP_SECONDS, of_all_processes
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
+_PREFIX = "burst-ranks-"  # of directories in the temporary folder, one per server
 
 
 class ServerLost(Exception):
@@ -38,14 +41,15 @@ class ForkServer:
         self._ready = False
         self._pids: dict[int, int] = {}  # ranks started and not swept
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
-        # Of what ranks share by name; the server removes it should this process be killed.
-        self._directory = tempfile.TemporaryDirectory(prefix="burst-ranks-", ignore_cleanup_errors=True)
+        # Of what ranks share by name; the server removes it should this process be killed, a later run should both be.
+        self._held = contextlib.ExitStack()
+        self._directory = _own_directory(self._held)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 [
                     sys.executable, "-m", "harness.launch.zygote",
-                    str(theirs.fileno()), json.dumps(list(preload)), self._directory.name,
+                    str(theirs.fileno()), json.dumps(list(preload)), self._directory,
                 ],
                 env={**self.environment, "PYTHONPATH": with_project(self.environment.get("PYTHONPATH", ""))},
                 stdin=subprocess.DEVNULL,
@@ -60,7 +64,7 @@ class ForkServer:
 
     def new_directory(self, prefix: str) -> tempfile.TemporaryDirectory[str]:
         """One for ranks of this server: `close` removes it, or the server when this process was killed."""
-        return tempfile.TemporaryDirectory(prefix=prefix, dir=self._directory.name, ignore_cleanup_errors=True)
+        return tempfile.TemporaryDirectory(prefix=prefix, dir=self._directory, ignore_cleanup_errors=True)
 
     def start(self, rank: int, command: list[str], environment: Mapping[str, str], log: Path) -> None:
         """Order one rank; `environment` is added to the server's, `log` receives stdout and stderr."""
@@ -131,7 +135,7 @@ class ForkServer:
                 os.killpg(pid, signal.SIGKILL)
         self._pids.clear()
         self._output.close()
-        self._directory.cleanup()
+        self._held.close()
 
     def _send(self, **order: Any) -> None:
         try:
@@ -145,6 +149,37 @@ class ForkServer:
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").strip().splitlines()
         return f"the fork server {how}" + (f": {lines[-1]}" if lines else "")
+
+
+def _own_directory(held: contextlib.ExitStack) -> str:
+    """Make a directory in the temporary folder, which is removed and free again when `held` closes."""
+    _remove_left()
+    while True:
+        with contextlib.ExitStack() as own:
+            path = own.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True))
+            with contextlib.suppress(FileNotFoundError):  # another run took it for one that was left
+                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+                own.callback(os.close, descriptor)
+                # False: that run has it now, and removes it. None: a file system without locks, where none is removed.
+                if try_lock(descriptor) is not False and os.path.exists(path):
+                    held.push(own.pop_all())
+                    return path
+
+
+def _remove_left() -> None:
+    """Remove directories of servers that were killed together with their supervisor, so that neither could.
+
+    One that a supervisor uses is locked; a server that outlives its supervisor for a moment names it in its command
+    line. Those of other users stay.
+    """
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            held.callback(os.close, descriptor)
+            if os.fstat(descriptor).st_uid != os.geteuid() or not try_lock(descriptor):
+                continue
+            if not any(os.fsencode(path) in words for _, words in of_all_processes("cmdline")):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def with_project(python_path: str) -> str:

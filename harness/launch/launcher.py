@@ -6,12 +6,15 @@ One interface serves one machine without Ray (`local`), embedded Ray, and a Ray 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from harness.records.record import Status
+
+Limit = Literal["start", "hang", "trial"]
+SET = "as set"  # a limit's origin where the user gave it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +82,7 @@ class Job:
     deadline_seconds: float = 1200.0  # from the end of start-up; without `start_seconds` start-up counts
     start_seconds: float | None = None  # until the first line of progress.jsonl; None: the program writes none then
     hang_seconds: float | None = None  # between two lines of progress.jsonl; None: no such limit
+    limits_from: Mapping[Limit, str] = field(default_factory=dict)  # where each limit is from, in words
     avoid: tuple[str, ...] = ()  # hosts to be taken only where there are too few others
     grace_seconds: float | None = None  # from SIGTERM to SIGKILL; None: the launcher's default
     emulate_nodes: int = 1  # logical nodes the ranks are split into

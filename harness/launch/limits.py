@@ -1,4 +1,4 @@
-"""The limits of one job on this host: start-up, the time between two steps, and the whole job.
+"""The limits of one job on this host: start-up, the time between two signs of progress, and the whole job.
 
 Start-up ends with the first line of progress.jsonl, which the engine's worker writes when its task is built. Only the
 host of rank 0 sees that file, so the hosts of other ranks have one limit: start-up and job together.
@@ -7,21 +7,21 @@ host of rank 0 sees that file, so the hosts of other ranks have one limit: start
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from harness.launch.launcher import Job
+from harness.launch.launcher import SET, Job, Limit
 
-Limit = Literal["start", "hang", "trial"]
-# A step may take so many times the longest one before it, whatever the limit: steps of some tasks differ in length.
+# What comes next may take so many times the longest time between two lines of progress so far, unless the user has set
+# the limit: steps of some tasks differ in length.
 LONGEST_STEPS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passed:
-    """A limit that a job has passed, and its length in seconds."""
+    """A limit that a job has passed, its length in seconds, and where that is from, in words."""
 
     limit: Limit
     seconds: float
+    origin: str = ""
 
 
 class JobLimits:
@@ -48,15 +48,23 @@ class JobLimits:
         if 0 not in job.own_ranks or start is None:
             whole = longest_seconds(job)
             if now >= self._started + whole:
-                return Passed(limit="trial", seconds=whole)
+                return self._of("trial", whole)
         elif self._begun is None:
-            return Passed(limit="start", seconds=start) if now >= self._started + start else None
+            return self._of("start", start) if now >= self._started + start else None
         elif now >= self._begun + job.deadline_seconds:
-            return Passed(limit="trial", seconds=job.deadline_seconds)
-        if self._begun is None or job.hang_seconds is None:
+            return self._of("trial", job.deadline_seconds)
+        if self._begun is None or job.hang_seconds is None or now < self._last + job.hang_seconds:
             return None
-        silence = max(job.hang_seconds, LONGEST_STEPS * self._longest)
-        return Passed(limit="hang", seconds=silence) if now >= self._last + silence else None
+        stretched = LONGEST_STEPS * self._longest
+        if stretched <= job.hang_seconds or job.limits_from.get("hang") == SET:
+            return self._of("hang", job.hang_seconds)
+        if now < self._last + stretched:
+            return None
+        origin = f"{LONGEST_STEPS:g} times the longest time between two signs of progress before"
+        return Passed(limit="hang", seconds=stretched, origin=origin)
+
+    def _of(self, limit: Limit, seconds: float) -> Passed:
+        return Passed(limit=limit, seconds=seconds, origin=self._job.limits_from.get(limit, ""))
 
 
 def longest_seconds(job: Job) -> float:

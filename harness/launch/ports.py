@@ -1,8 +1,7 @@
 """A TCP port for one trial's rendezvous, reserved against all other processes of this machine.
 
 Ports come from outside the range that the kernel assigns by itself. Inside it, any outgoing connection or listener
-without a fixed port, such as those of NCCL and Gloo, can get the same number on another address; rank 0 listens on all
-addresses, and then fails with EADDRINUSE.
+without a fixed port, such as those of NCCL and Gloo, can get the same number; rank 0 then fails with EADDRINUSE.
 """
 
 from __future__ import annotations

@@ -113,23 +113,26 @@ def _judge(job: Job, watched: Watched) -> tuple[Status, str]:
 
 def _late(job: Job, watched: Watched) -> tuple[Status, str]:
     """A job that was ended at one of its limits."""
-    passed = watched.passed or Passed(limit="trial", seconds=job.deadline_seconds)
+    passed = watched.passed or Passed(
+        limit="trial", seconds=job.deadline_seconds, origin=job.limits_from.get("trial", "")
+    )
     told = {*watched.places, *(end.rank for end in watched.exits)}
     where = places_sentence(watched.places, [rank for rank in range(job.ranks) if rank not in told])
     seen = f"{where}; stacks in {STACKS_DIRECTORY}/" if where else f"see {_log(0)} for where it stopped"
     if watched.no_stacks:
         seen += f" (stacks could not be written: {watched.no_stacks})"
+    seconds, after = quantity(passed.seconds), _after(watched.progress)
     if passed.limit == "start":
-        return "hang", f"start-up did not end within its {passed.seconds:g} s (limits.start_seconds); {seen}"
+        return "hang", f"start-up did not end within its {seconds} s ({_named(passed)}); {seen}"
     if passed.limit == "hang":
-        return (
-            "hang",
-            f"no progress for {quantity(passed.seconds)} s{_after(watched.progress)} (limits.hang_seconds); {seen}",
-        )
-    return "timeout", (
-        f"not finished within its {passed.seconds:g} s{_after(watched.progress)}; raise limits.trial_seconds, "
-        + (f"or see where it was: {seen}" if where else f"or {seen}")
-    )
+        return "hang", f"no progress for {seconds} s{after} ({_named(passed)}); {seen}"
+    return "timeout", f"not finished within its {seconds} s{after} ({_named(passed)}); {seen}"
+
+
+def _named(passed: Passed) -> str:
+    """A limit for a sentence: its setting, where its value is from, and how to change it."""
+    setting = f"limits.{passed.limit}_seconds"
+    return f"{setting}{passed.origin and f', {passed.origin}'}; --set {setting}=SECONDS changes it"
 
 
 def _killed(end: Exit) -> bool:
@@ -198,10 +201,21 @@ def _log(rank: int) -> str:
 
 
 def after_step(progress: Mapping[str, object]) -> str:
-    """The last step of a job for a sentence, by its last line of progress; empty before the first step."""
+    """The last step of a job for a sentence, or the one it is in, by its last line of progress; empty before the first
+    step."""
     if not progress.get("step"):  # no line, or step 0: start-up has ended
         return ""
-    return f" after step {progress['step']} of {progress.get('of', '?')}"
+    return f" {'in' if 'phase' in progress else 'after'} {step_of(progress)}"
+
+
+def step_of(progress: Mapping[str, object]) -> str:
+    """The step of a line of progress, and the place inside it: `step 3 of 5, backward, layer 12 of 32`."""
+    parts = [f"step {progress.get('step', '?')} of {progress.get('of', '?')}"]
+    if "phase" in progress:
+        parts.append(str(progress["phase"]))
+    if "layer" in progress:
+        parts.append(f"layer {progress['layer']} of {progress.get('layers', '?')}")
+    return ", ".join(parts)
 
 
 def _after(progress: Mapping[str, object]) -> str:

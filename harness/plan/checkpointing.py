@@ -13,7 +13,7 @@ from engine.forecast import Forecast
 from engine.settings import Kernel, TrialSettings, size_in_bytes
 from harness.machine.this_machine import Machine
 from harness.metrics.hardware import Hardware, hardware_for
-from harness.plan.times import ranks_of_node, time_or_reason
+from harness.plan.times import step_seconds
 from harness.predict.speeds import TERA, speeds_of
 from harness.records.forecasts import NO_CORRECTION, Correction
 
@@ -43,7 +43,7 @@ def with_plan(
         correction=correction.factor,
         correction_source=correction.source,
     )
-    return chosen, replace(forecast, step_seconds=_step_seconds(chosen, machine, hardware))
+    return chosen, replace(forecast, step_seconds=step_seconds(chosen, machine, hardware))
 
 
 def budget_of(settings: TrialSettings, machine: Machine, hardware: Hardware | None) -> Budget:
@@ -83,12 +83,3 @@ def _gather_speed(settings: TrialSettings, machine: Machine, hardware: Hardware 
     spans = (machine.nodes_for(settings.world_size) or 1) > 1 and settings.sharding == "full"
     links = HardwareModel() if hardware is None else speeds_of(hardware)
     return (links.across_gib if spans else links.inside_gib) * GIB
-
-
-def _step_seconds(settings: TrialSettings, machine: Machine, hardware: Hardware | None) -> float | None:
-    """Seconds of a step as `burst predict` says; None where it says nothing."""
-    if hardware is None:
-        return None
-    ranks = min(ranks_of_node(settings, machine) or settings.world_size, hardware.gpus_per_node)
-    time, _ = time_or_reason(settings, hardware, node_ranks=ranks)
-    return time.seconds if time else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.settings import TrialSettings
 from harness.machine.this_machine import Machine
-from harness.metrics.hardware import Hardware
+from harness.metrics.hardware import Hardware, hardware_for
 from harness.predict.speeds import speeds_of
 from harness.predict.step import StepTime, step_time
 from harness.spec.methods import method_named
@@ -24,6 +24,17 @@ def time_or_reason(
         return step_time(settings, speeds_of(hardware, kernel), node_ranks=ranks), ""
     except ValueError as error:
         return None, str(error)
+
+
+def step_seconds(settings: TrialSettings, machine: Machine, hardware: Hardware | None = None) -> float | None:
+    """Seconds of a step on this machine as `burst predict` says; None where it says nothing. `hardware`: by default
+    that of the machine's GPU's name."""
+    hardware = hardware or hardware_for(machine.gpu_name)
+    if hardware is None:
+        return None
+    ranks = min(ranks_of_node(settings, machine) or settings.world_size, hardware.gpus_per_node)
+    time, _ = time_or_reason(settings, hardware, node_ranks=ranks)
+    return time.seconds if time else None
 
 
 def ranks_per_node(settings: TrialSettings, hardware: Hardware, most: int | None = None) -> int:

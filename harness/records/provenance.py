@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.machinery
 import os
 import subprocess
 import sys
@@ -16,10 +17,16 @@ from cluster.environment.value import shown
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 DIRTY = "-dirty"  # ends the commit of a tree with changes
 COMMIT_VARIABLE = "BURST_COMMIT"  # names the commit of code that is a copy, such as an image
+PACKAGES = ("engine", "harness", "baselines", "cluster")
+# Of files that git does not track, those that Python imports, and pins and settings: files of methods among them.
+_READ = (*importlib.machinery.all_suffixes(), ".yaml")
+# Bytecode whose source counts, and what `burst baselines install` makes from pins, which a record names.
+_MADE = ("__pycache__/", "/baselines/*/upstream/")
 
 
 def commit(root: Path = PROJECT_ROOT, environment: Mapping[str, str] = os.environ) -> str:
-    """Commit of the running code, with `-dirty` when tracked files differ from it; empty when nothing says.
+    """Commit of the running code, with `-dirty` when tracked files differ from it, or the packages hold files that it
+    lacks; empty when nothing says.
 
     The environment's variable counts where git does not know the code: no repository, or files that differ from its
     commit, such as a copy of files laid over another checkout.
@@ -29,7 +36,7 @@ def commit(root: Path = PROJECT_ROOT, environment: Mapping[str, str] = os.enviro
         # An installed copy may lie inside some other repository, whose commit would say nothing about it.
         if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() == root.resolve():
             found = _git(root, "rev-parse", "HEAD")
-            if not _git(root, "status", "--porcelain", "--untracked-files=no"):
+            if not _git(root, "status", "--porcelain", "--untracked-files=no") and not _untracked(root):
                 return found
     except (OSError, subprocess.SubprocessError):  # no git, no repository, or one that belongs to someone else
         pass
@@ -37,14 +44,30 @@ def commit(root: Path = PROJECT_ROOT, environment: Mapping[str, str] = os.enviro
 
 
 def changes(of: str, root: Path = PROJECT_ROOT) -> str:
-    """A digest of how tracked files differ from the commit `of`, which tells two changed trees of one commit apart;
-    empty for a commit without changes, and where git does not say."""
+    """A digest of how tracked files differ from the commit `of`, and of the packages' files that it lacks, which tells
+    two changed trees of one commit apart; empty for a commit without changes, and where git does not say."""
     if not of.endswith(DIRTY):
         return ""
     try:
-        return hashlib.sha256(_git(root, "diff", "--no-ext-diff", "--binary", "HEAD").encode()).hexdigest()[:12]
+        digest = hashlib.sha256(_git(root, "diff", "--no-ext-diff", "--binary", "HEAD").encode())
+        for path in _untracked(root):
+            content = path.read_bytes() if path.is_file() else b""
+            digest.update(f"{path.relative_to(root)} {len(content)}\n".encode(errors="replace") + content)
+        return digest.hexdigest()[:12]
     except (OSError, subprocess.SubprocessError):  # BURST_COMMIT named a changed tree elsewhere
         return ""
+
+
+def _untracked(root: Path) -> list[Path]:
+    """Files of the packages that the running code may read and git does not track, whether it ignores them or not."""
+    excluded = [f"--exclude={pattern}" for pattern in _MADE]
+    found = []
+    for name in filter(None, _git(root, "ls-files", "--others", "-z", *excluded, "--", *PACKAGES).split("\0")):
+        path = root / name
+        # Git looks neither into a repository inside this one nor behind a link; Python does.
+        inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+        found += [each for each in inside if each.name.endswith(_READ) and "__pycache__" not in each.parts]
+    return found
 
 
 def version() -> str:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cluster.files.errors import shown
+from cluster.files.errors import quantity, shown
 from engine.measurement import CHECK_UNFINISHED, UNCHECKED, Measurement, read_measurement, write_json
 from engine.method import Method
 from engine.profile.timeline import breakdown_of
@@ -21,11 +21,13 @@ from engine.profile.unfinished import PROFILE, TRACE_FILE, cut_off
 from engine.settings import TrialSettings, to_json
 from harness.base.interrupts import released
 from harness.launch.environment import render
-from harness.launch.launcher import Job, Launcher, Outcome
+from harness.launch.launcher import SET, Job, Launcher, Limit, Outcome
+from harness.launch.limits import Passed
 from harness.launch.ports import port_was_taken
 from harness.launch.ranks import tells_start
 from harness.machine.this_machine import Machine
 from harness.records.judging import judged
+from harness.plan.times import step_seconds
 from harness.records.provenance import commit, portable_command, redact
 from harness.records.record import Record, write_record
 from harness.run.bounds import INFRASTRUCTURE, Bounds
@@ -33,9 +35,18 @@ from harness.run.directory import TRIAL_FILE, RunDirectory, round_of_files
 from harness.run.progress import ProgressView
 from harness.run.rounds import alone, finished_rounds, round_of, with_round
 from harness.spec.methods import method_module, method_named
-from harness.spec.trial import SHORTEST_HANG, Trial
+from harness.spec.trial import Trial
 
 UNBOUNDED = Bounds()
+# Limits in seconds, where the user sets none.
+TRIAL_SECONDS = 1200.0
+START_SECONDS = 600.0
+SHORTEST_HANG = 300.0  # compilation takes minutes
+# Where a step's time is predicted, so many times it and a margin, if that is more: predictions err, other programs use
+# the machine, and the first step compiles.
+PREDICTED_TIMES = 4.0
+PREDICTED_MARGIN = 60.0
+STEPS_BEYOND = 2  # after the measured ones: for the trace, and to compare with an exact computation
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
 
@@ -199,22 +210,45 @@ def job_of(trial: Trial, trial_dir: Path, host: Host) -> Job:
     )
     command = method.command(trial_dir)
     own = tells_start(command)  # a foreign program tells nothing before its first step
+    limits = limits_of(trial, host.machine)
+    trial_seconds, start_seconds, hang_seconds = (limits[name].seconds for name in ("trial", "start", "hang"))
     return Job(
         trial_id=trial.id,
         trial_dir=trial_dir,
         command=command,
         ranks=settings.world_size,
         environment=environment,
-        deadline_seconds=trial.deadline_seconds + (0.0 if own else trial.start_seconds),
-        start_seconds=trial.start_seconds if own else None,
+        deadline_seconds=trial_seconds + (0.0 if own else start_seconds),
+        start_seconds=start_seconds if own else None,
         # Traces are written and read after the last step, and that may take long.
-        hang_seconds=None if trial.profile else trial.hang_seconds or max(SHORTEST_HANG, trial.deadline_seconds / 2),
+        hang_seconds=None if trial.profile else hang_seconds,
+        limits_from={name: limit.origin for name, limit in limits.items()},
         emulate_nodes=settings.emulate_nodes,
         share=_for_good(settings) if trial.share_ranks else None,
         # torch's symmetric memory numbers its rendezvous from the start of a process, and all ranks of one must have
         # the same number: ranks that waited while others had one could not take part in the next.
         same_size=host.machine.device == "cuda" and settings.world_size > 1,
     )
+
+
+def limits_of(trial: Trial, machine: Machine) -> dict[Limit, Passed]:
+    """The limits of a trial on this machine: as the user set them, else several times what its steps are predicted to
+    take, and no less than the defaults."""
+    found: dict[Limit, Passed] = {}
+
+    def add(limit: Limit, given: float, default: float, steps: int = 0, words: str = "") -> None:
+        predicted = 0.0 if step is None else PREDICTED_TIMES * steps * step + PREDICTED_MARGIN
+        origin = f"{PREDICTED_TIMES:g} times the {quantity(step or 0.0)} s predicted for {words}"
+        if given or predicted <= default:
+            origin = SET if given else "the default"
+        found[limit] = Passed(limit=limit, seconds=given or max(default, predicted), origin=origin)
+
+    step = step_seconds(trial.settings, machine)
+    steps = trial.settings.steps.warmup + trial.settings.steps.measured + STEPS_BEYOND
+    add("start", trial.start_seconds, START_SECONDS)
+    add("trial", trial.deadline_seconds, TRIAL_SECONDS, steps, f"each of {steps} steps")
+    add("hang", trial.hang_seconds, max(SHORTEST_HANG, (trial.deadline_seconds or TRIAL_SECONDS) / 2), 1, "a step")
+    return found
 
 
 def _for_good(settings: TrialSettings) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.files.errors import shown_value
+from harness.launch.verdict import step_of
 from harness.records.record import Record
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def describe(record: Record, kept: bool = False) -> str:
 
 def describe_step(line: dict[str, object]) -> str:
     """One line of progress.jsonl for a reader; keys that are missing are left out."""
-    parts = [f"step {line.get('step', '?')}/{line.get('of', '?')}"]
+    parts = [step_of(line)]
     loss, seconds = line.get("loss"), line.get("seconds")
     if isinstance(loss, int | float):
         parts.append(f"loss {loss:.4f}")

@@ -34,20 +34,17 @@ AUTO_KEY = "checkpoint.plan"  # what `checkpoint: auto` is short for
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a trial may take."""
+    """What a trial may take, in wall time; 0: the default, which `harness.run.attempt` says."""
 
-    trial_seconds: float = 1200.0  # wall time, from the end of start-up
-    start_seconds: float = 600.0  # wall time of start-up: imports, joining the other ranks, building the task
-    hang_seconds: float = 0.0  # without a further step; 0: half of trial_seconds, at least 300
+    trial_seconds: float = 0.0  # from the end of start-up
+    start_seconds: float = 0.0  # of start-up: imports, joining the other ranks, building the task
+    hang_seconds: float = 0.0  # without progress
     share_ranks: bool = False  # may be given to the ranks of the trial before it, where it needs the same ones
 
     def __post_init__(self) -> None:
-        if self.trial_seconds <= 0:
-            raise ValueError(f"limits.trial_seconds is {self.trial_seconds:g}; expected a number above 0")
-        if self.start_seconds <= 0:
-            raise ValueError(f"limits.start_seconds is {self.start_seconds:g}; expected a number above 0")
-        if self.hang_seconds < 0:
-            raise ValueError(f"limits.hang_seconds is {self.hang_seconds:g}; expected seconds, or 0 for its default")
+        for name in ("trial_seconds", "start_seconds", "hang_seconds"):
+            if (seconds := getattr(self, name)) < 0:
+                raise ValueError(f"limits.{name} is {seconds:g}; expected seconds, or 0 for its default")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

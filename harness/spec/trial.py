@@ -24,8 +24,6 @@ _LATER = {
 
 _LATER_PLANNED = frozenset({"head_tiles", "gather_ahead"})  # that the planner chose nothing of in earlier runs
 
-SHORTEST_HANG = 300.0  # seconds without a step that count as a hang where no limit is given: compilation takes minutes
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
@@ -34,11 +32,11 @@ class Trial:
     experiment: str
     title: str
     settings: TrialSettings  # with the values that the planner chose, where it chose some
-    deadline_seconds: float  # from the end of start-up
+    deadline_seconds: float  # from the end of start-up; 0, for each limit: not set
     unsupported_reason: str | None = None
     # No part of the id:
-    start_seconds: float = 600.0
-    hang_seconds: float = 0.0  # without a further step; 0: half of deadline_seconds, at least SHORTEST_HANG
+    start_seconds: float = 0.0
+    hang_seconds: float = 0.0  # without progress
     share_ranks: bool = False  # whether the ranks of the trial before it may run it
     profile: bool = False  # whether one of its steps is traced
     table: FromTable = NOTHING_FILLED  # which of its settings came from baselines/settings.yaml

@@ -53,13 +53,14 @@ class TrainingView:
 
     def __call__(self, line: dict[str, object]) -> None:
         sentence = describe_line(line)
-        if "loss" not in line:  # an evaluation, a checkpoint, a note: these stay
+        inside = "phase" in line  # of a step that is not done
+        if "loss" not in line and not inside:  # an evaluation, a checkpoint, a note: these stay
             self.say(sentence)
         elif self._live is not None:
             step = line.get("step")
-            done = step if isinstance(step, int) else None
+            done = step - inside if isinstance(step, int) else None
             self._live.update(self._task, completed=done, description=shown_value(sentence))
-        elif line.get("step") == self._steps or time.monotonic() - self._said_at >= QUIET_SECONDS:
+        elif (line.get("step") == self._steps and not inside) or time.monotonic() - self._said_at >= QUIET_SECONDS:
             self._said_at = time.monotonic()
             self.say(sentence)
 

@@ -363,7 +363,7 @@ def joined(place: Place, seconds: float) -> Store:
     """The main thread's connection to the store. Raises UsageError when there is none within `seconds`."""
     try:
         store = connection(place, seconds)
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         why = str(error).partition("\n")[0].rstrip(".")
         if place.rank == 0:
             raise UsageError(
@@ -382,11 +382,15 @@ def connection(place: Place, seconds: float) -> Store:
     """Of one thread, to the store that torchrun, else rank 0, keeps on the first host. It gives up after `seconds`."""
     from torch.distributed import PrefixStore, TCPStore
 
-    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    from engine.distributed import serve_store, store_is_of_agent
+
+    serves = place.rank == 0 and not store_is_of_agent()
+    if serves:
+        serve_store(place.master, place.port)
     store = TCPStore(
         place.master,
         place.port,
-        is_master=place.rank == 0 and not of_agent,
+        is_master=serves,
         wait_for_workers=False,
         multi_tenant=True,
         timeout=timedelta(seconds=seconds),

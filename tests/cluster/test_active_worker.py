@@ -16,7 +16,7 @@ import pytest
 
 from cluster.active.__main__ import interface_towards
 from cluster.active.fleet import Plan, run_active, worker_command
-from cluster.active.measurement import line
+from cluster.active.measurement import found, line
 from cluster.cli import main
 from cluster.inventory.hosts import Host
 from cluster.inventory.nodes import Node
@@ -24,6 +24,7 @@ from cluster.inventory.site import Container, NetworkExpectation, Site, Software
 from cluster.profiles import load_profiles
 from cluster.transport.reach import connect_local
 from cluster.transport.runner import Runner
+from tests.processes import listens_on
 from tests.programs import shell_program
 
 ROOT = Path(__file__).parents[2]
@@ -131,6 +132,17 @@ def test_the_workers_command_is_whole_and_carries_no_secret() -> None:
         "NCCL_DEBUG=WARN", "PYTHONPATH=/opt/burst", "/opt/env/bin/python", "-m", "cluster.active", "speeds",
         "--attended",
     ]  # fmt: skip
+
+
+def test_the_store_of_an_exchange_listens_on_the_address_towards_the_other_node_alone() -> None:
+    command = [sys.executable, "-m", "cluster.active", "pair", "--device", "cpu", "--node", "0", "--peer", "127.0.0.1"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as opener:
+        assert opener.stdout is not None
+        place = found(opener.stdout.readline(), "port")
+        heard = listens_on(opener.pid)
+        os.killpg(opener.pid, signal.SIGKILL)
+    assert place is not None
+    assert heard == {str(place["port"]).rpartition(":")[0]} == {"127.0.0.1"}
 
 
 def test_the_interface_towards_this_machine_is_loopback() -> None:

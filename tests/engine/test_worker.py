@@ -147,6 +147,7 @@ def test_bytes_sent_are_those_of_one_step(trained: tuple[Path, Measurement], tim
 def test_every_step_is_one_progress_line(trained: tuple[Path, Measurement]) -> None:
     trial_dir, measurement = trained
     lines = [json.loads(line) for line in (trial_dir / "progress.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "phase" not in line]  # of steps that take long on a busy machine
     assert [(line["step"], line["of"]) for line in lines] == [(step, 4) for step in range(5)]  # 0: it has started
     assert [line["loss"] for line in lines[1:]] == measurement.loss
 

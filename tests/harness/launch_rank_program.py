@@ -65,6 +65,7 @@ def main() -> None:
         time.sleep(600)
     elif behaviour == "stops_after_two_steps":  # rank 1 stops, and the others wait for it
         faulthandler.register(signal.SIGTERM, chain=True)
+        note(f"writes_stacks{rank}", "")
         if rank == 0:
             with open(trial_dir / "progress.jsonl", "a") as file:
                 for step in (0, 1, 2):

@@ -5,15 +5,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from harness.launch.forkserver import ForkServer
 from harness.launch.launcher import Job, Outcome
 from harness.launch.supervisor import Patience, Supervisor
 from tests.patience import AMPLE, scaled, wait_for_end, wait_until
+from tests.processes import parent_of
 
 HERE = Path(__file__).parent
 
@@ -240,6 +243,44 @@ def test_neither_ranks_nor_their_directories_outlive_a_launcher_that_is_killed_o
     assert launcher.wait(AMPLE) == code
     wait_for_end(pids(tmp_path) + pids(tmp_path, "grandchildren*"))
     wait_until(lambda: not any(directories.iterdir()), "a directory is left")
+
+
+def test_the_next_run_removes_what_killed_ones_left_and_nothing_of_those_that_live(tmp_path, monkeypatch):
+    directories = tmp_path / "directories"
+    directories.mkdir()
+    launchers, servers, own = {}, {}, {}
+    for name in ("killed", "serves", "lives"):
+        trial = tmp_path / name
+        script = LAUNCH.format(here=str(HERE), trial=str(trial), what="hangs_deaf")
+        before = set(directories.iterdir())
+        launchers[name] = subprocess.Popen(
+            [sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(directories)}
+        )
+        wait_for(trial / "deaf0")
+        wait_for(trial / "deaf1")
+        servers[name] = parent_of(pids(trial)[0])
+        [own[name]] = set(directories.iterdir()) - before
+    theirs = directories / "burst-ranks-theirs"
+    theirs.mkdir()
+    if os.geteuid() == 0:
+        os.chown(theirs, 12345, 12345)
+    try:
+        for name in ("killed", "serves"):
+            launchers[name].send_signal(signal.SIGSTOP)  # it must not see its server end, nor the server that it ends
+            os.kill(servers[name], signal.SIGSTOP if name == "serves" else signal.SIGKILL)
+            launchers[name].kill()
+            launchers[name].wait()
+        wait_for_end(pids(tmp_path / "killed"))
+        assert own["killed"].exists()
+        monkeypatch.setattr(tempfile, "tempdir", str(directories))
+        ForkServer(os.environ, ()).close()
+        kept = {own["serves"], own["lives"], *([theirs] if os.geteuid() == 0 else [])}
+        assert set(directories.iterdir()) == kept
+    finally:
+        launchers["lives"].kill()
+        launchers["lives"].wait()
+        os.kill(servers["serves"], signal.SIGCONT)
+    wait_for_end([*pids(tmp_path / "serves"), *pids(tmp_path / "lives")])
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

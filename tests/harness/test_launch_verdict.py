@@ -102,9 +102,20 @@ def test_an_unreadable_error_file_is_a_failure_that_says_so(job):
     assert (status, "left an unreadable error file" in reason) == ("failed", True)
 
 
-def test_a_timeout_names_the_last_step(job):
-    reason = judge(job, Watched(timed_out_at=50.0, progress={"step": 3, "of": 6}))[1]
-    assert reason.startswith("not finished within its 9 s after step 3 of 6; raise limits.trial_seconds")
+@pytest.mark.parametrize(
+    ("progress", "place"),
+    [
+        ({"step": 3, "of": 6}, "after step 3 of 6"),
+        ({"step": 4, "of": 6, "phase": "update"}, "in step 4 of 6, update"),
+        (
+            {"step": 1, "of": 6, "phase": "backward", "layer": 12, "layers": 32},
+            "in step 1 of 6, backward, layer 12 of 32",
+        ),
+    ],
+)
+def test_a_timeout_names_the_last_step_or_the_place_inside_one(job, progress, place):
+    reason = judge(job, Watched(timed_out_at=50.0, progress=progress))[1]
+    assert reason.startswith(f"not finished within its 9 s {place} (limits.trial_seconds; --set limits.trial_seconds=")
 
 
 def test_processes_that_would_not_die_are_reported(job):

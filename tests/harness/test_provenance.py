@@ -47,6 +47,61 @@ def test_two_changed_trees_of_one_commit_are_told_apart(checkout: Path) -> None:
     assert changes(commit(checkout, {}), checkout) == first
 
 
+OWN_METHOD = "METHOD = None\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "ignored"),
+    [
+        ("baselines/own/__init__.py", ""),
+        ("baselines/own/pin.yaml", ""),
+        ("engine/fast.py", "fast.py\n"),
+        ("cluster/fast.so", "*.so\n"),
+        ("harness/deep/down/fast.py", "deep/\n"),
+    ],
+)
+def test_a_file_of_the_packages_that_git_does_not_track_changes_the_tree(
+    checkout: Path, path: str, ignored: str
+) -> None:
+    (checkout / ".git" / "info" / "exclude").write_text(ignored)
+    assert commit(checkout, {}) == (head := git(checkout, "rev-parse", "HEAD"))
+    (checkout / path).parent.mkdir(parents=True)
+    (checkout / path).write_text(OWN_METHOD)
+    assert commit(checkout, {}) == f"{head}-dirty"
+    first = changes(commit(checkout, {}), checkout)
+    (checkout / path).write_text(OWN_METHOD + "dropped = 1\n")
+    assert len({"", first, changes(commit(checkout, {}), checkout)}) == 3
+
+
+@pytest.mark.parametrize("how", ["repository", "link"])
+def test_a_method_in_a_repository_of_its_own_or_behind_a_link_changes_the_tree(
+    checkout: Path, tmp_path_factory: pytest.TempPathFactory, how: str
+) -> None:
+    (checkout / "baselines").mkdir()
+    folder = checkout / "baselines" / "own"
+    if how == "link":
+        folder.symlink_to(tmp_path_factory.mktemp("elsewhere"))
+    else:
+        folder.mkdir()
+    assert not commit(checkout, {}).endswith("-dirty")
+    (folder / "__init__.py").write_text(OWN_METHOD)
+    if how == "repository":
+        git(folder, "init", "-q")
+    assert commit(checkout, {}).endswith("-dirty")
+    first = changes(commit(checkout, {}), checkout)
+    (folder / "__init__.py").write_text(OWN_METHOD * 2)
+    assert changes(commit(checkout, {}), checkout) != first
+
+
+@pytest.mark.parametrize(
+    "path", ["notes.py", "engine/__pycache__/fast.pyc", "baselines/own/upstream/theirs.py", "engine/notes.txt"]
+)
+def test_what_the_code_does_not_read_or_makes_itself_changes_nothing(checkout: Path, path: str) -> None:
+    (checkout / path).parent.mkdir(parents=True, exist_ok=True)
+    (checkout / path).write_text("one = 1\n")
+    assert commit(checkout, {}) == git(checkout, "rev-parse", "HEAD")
+
+
 def test_a_copy_without_history_has_the_environments_commit_or_none(tmp_path: Path) -> None:
     assert commit(tmp_path, {"BURST_COMMIT": "named"}) == "named"
     assert commit(tmp_path, {}) == ""

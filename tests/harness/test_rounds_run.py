@@ -34,6 +34,7 @@ from tests.patience import AMPLE
 
 SHAPE = ModelShape(name="small", layers=1, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=256)
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+INSIDE = {"step": 2, "of": 2, "phase": "backward", "layer": 12, "layers": 32}  # what rank 0 writes within a step
 TWICE, THRICE = Repetition(rounds=2), Repetition(rounds=3)
 CPU = Machine(hostname="here", device="cpu", cores=2, memory_gib=8.0)
 Ends = Callable[[int, int], str]  # a trial's seed and round: how it ends
@@ -437,14 +438,16 @@ def test_status_shows_the_round_of_the_trial_that_runs_now(run, capfd):
     def ends(seed: int, number: int) -> str:
         if (seed, number) == (0, 2):
             folder = run.run_dir / "trials" / trial(0).id
-            (folder / "progress.jsonl").write_text('{"step": 1, "of": 2}\n')
-            assert main(["status", str(run.run_dir)]) == 0
-            seen.append(capfd.readouterr().out.splitlines())
+            for line in ({"step": 1, "of": 2}, INSIDE):
+                (folder / "progress.jsonl").write_text(json.dumps(line) + "\n")
+                assert main(["status", str(run.run_dir)]) == 0
+                seen.append(capfd.readouterr().out.splitlines())
         return "ok"
 
     run([trial(0), trial(1)], TWICE, ends)
-    [lines] = seen
-    assert lines[0].startswith(f"{trial(0).id}  running  round 2 of 2  step 1/2  ")
+    lines, within = seen
+    assert lines[0].startswith(f"{trial(0).id}  running  round 2 of 2  step 1 of 2  ")
+    assert within[0].startswith(f"{trial(0).id}  running  round 2 of 2  step 2 of 2, backward, layer 12 of 32  ")
     assert lines[1] == f"{trial(1).id}  ok  2.0 s  1 of 2 rounds"
     assert lines[2].startswith("exp runs: 1 running, 1 ok of 2 trials")
 

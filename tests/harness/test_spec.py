@@ -113,7 +113,7 @@ def test_what_is_left_out_takes_the_defaults_of_the_settings(tmp_path: Path) -> 
     assert experiment.title == "question"
     assert experiment.tasks == ("train", "attention")
     assert (experiment.steps, experiment.seeds, experiment.sweep) == (Steps(), (0,), {})
-    assert (experiment.limits.trial_seconds, experiment.limits.share_ranks) == (1200, False)
+    assert (experiment.limits.trial_seconds, experiment.limits.share_ranks) == (0, False)
 
 
 def test_rounds_are_read_from_steps_at_every_scale_and_are_no_part_of_what_a_trial_runs(tmp_path: Path) -> None:
@@ -214,7 +214,8 @@ WRONG = [
     ("seeds: [0]", "seeds: [-1]", r":9: seeds has -1; give numbers of at least 0"),
     ("seeds: [0]", "fixed.x: 1", r":9: unknown key fixed.x in the experiment; did you mean fixed"),
     ("batch_size: 1", "steps: {warmup: 1}", r":7: steps does not belong in fixed; write it as steps"),
-    ("seeds: [0]", "limits: {trial_seconds: 0}", r":9: limits.trial_seconds is 0; expected a number above 0"),
+    ("seeds: [0]", "limits: {trial_seconds: -1}", r":9: limits.trial_seconds is -1; expected seconds, or 0 for its d"),
+    ("seeds: [0]", "limits: {start_seconds: -1}", r":9: limits.start_seconds is -1; expected seconds, or 0 for its d"),
     ("seeds: [0]", "limits: {share_ranks: 2}", r":9: share_ranks is 2; expected true or false"),
     ("seeds: [0]", "exclude: {method: burst}", r":9: exclude is a mapping; expected a list of mappings"),
     ("seeds: [0]", "exclude: [{}]", r":9: an empty entry of exclude matches every trial"),

@@ -11,6 +11,8 @@ from rich.table import Table
 from harness.base.terminal import print_table
 from harness.report.page import terminal_table
 from harness.report.results import rows_of
+from harness.run.progress import LiveView
+from harness.training.progress import TrainingView
 from tests.harness.synthetic_records import cpu_sweep
 
 
@@ -57,6 +59,33 @@ def test_names_and_reasons_wrap_before_the_table_grows_beyond_the_terminal():
     lines = printed(table, 48)
     assert max(map(len, lines)) <= 48
     assert "".join(line[15:].strip("│┃ ") for line in lines[3:-1]) == "commit" + "0123456789abcdef" * 4
+
+
+INSIDE = {"step": 2, "of": 3, "phase": "backward", "layer": 12, "layers": 32}
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["burst train", "burst run"])
+def test_the_live_line_shows_the_place_inside_a_step_that_takes_long(trains):
+    console = Console(file=io.StringIO(), force_terminal=True, width=150)
+    if trains:
+        with TrainingView(console, 3) as view:
+            view(INSIDE)
+            assert view._live is not None
+            assert view._live.tasks[0].completed == 1  # this step is not done
+    else:
+        live = LiveView(console)
+        live.begin(1)
+        live.step(INSIDE)
+        live.end()
+    assert "step 2 of 3, backward, layer 12 of 32" in console.file.getvalue()
+
+
+def test_places_inside_a_step_are_seldom_said_where_lines_stay():
+    console = Console(file=io.StringIO(), width=150)
+    with TrainingView(console, 3) as view:
+        for layer in range(1, 33):
+            view(INSIDE | {"layer": layer})
+    assert console.file.getvalue() == "step 2 of 3, backward, layer 1 of 32\n"
 
 
 def test_a_sentence_is_printed_as_it_stands_and_imports_nothing_more():

@@ -19,6 +19,7 @@ from harness.training.places import place_of
 from harness.training.torchrun import check_hosts, joined
 from tests.harness.test_train_command import CONFIG, PROJECT, burst, job_that_ends_soon
 from tests.patience import AMPLE, wait_until
+from tests.processes import listens_on
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +133,11 @@ def test_a_rank_that_another_launcher_started_saves_and_ends_at_its_signal_and_a
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         wait_until(lambda: begun(run) or program.poll() is not None, "no step")
+        heard = listens_on(program.pid)
         if number is not None:
             program.send_signal(number)
         said, _ = program.communicate(timeout=AMPLE)
-    assert program.returncode == 1, said
+    assert (program.returncode, heard) == (1, {"127.0.0.1"}), said
     assert ("stopping ahead of the end of Slurm's job at " in said) == (number is None), said
     [newest] = checkpoints(run / "checkpoints")
     assert f"stopped; the state after step {step_of(newest)} is saved, go on with: " in said
