@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cluster.files.document import Node, parse_yaml
+from cluster.files.document import MAX_LEVELS, Node, parse_yaml
 from cluster.files.errors import shown
 from engine.attention.comm.between_nodes import parse_between_nodes
 from engine.old_names import SETTINGS as OLD_SETTINGS
@@ -46,6 +46,8 @@ def overriding(text: str, example: str) -> tuple[str, Node]:
     keys = key_path.strip().split(".")
     if not equals or not all(keys):
         raise UsageError(f"{place}: this is not path=value; write for example --set {example}")
+    if len(keys) > MAX_LEVELS:
+        raise UsageError(f"--set {keys[0]}...: its path has {len(keys)} levels; expected at most {MAX_LEVELS}")
     node = parse_yaml(value, place, lambda _line: place)
     for key in reversed(keys):
         node = Node({key: node}, place)
