@@ -61,15 +61,15 @@ def read_json(path: Path) -> Any:
     return parse_json(read_regular(path))
 
 
-def read_regular(path: Path) -> bytes:
+def read_regular(path: Path, most_bytes: int = MAX_BYTES) -> bytes:
     """A regular file whole. Raises OSError, and ValueError for a pipe or a device, which may never end, or a huge
     file."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is no regular file")
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"it is larger than {most_bytes >> 20} MiB")
     return content
 
 
