@@ -14,10 +14,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from baselines.tokens import TokenFormat
 from engine.measurement import Measurement
+from engine.measurement import Upstream as UpstreamEntry
 from engine.plain_json import from_json, read_json
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from engine.settings import Task, TrialSettings
 
 RAN_FILE = "upstream.json"
-UPSTREAM = "upstream"  # the entry of `measurement.extra` that says which system ran
+UPSTREAM: Final = "upstream"  # the entry of `measurement.extra` that says which system ran
 LOGS = "logs"
 # Settings of the engine that no foreign program has: each keeps its default.
 _ENGINE_ONLY: Mapping[str, Any] = {
@@ -231,24 +232,29 @@ class Upstream:
             software=dict(ran.packages),
             data=ran.data
             or ({"origin": f"tokens that {self.system} makes or reads by itself"} if settings.task == "train" else {}),
-            extra={UPSTREAM: described(ran, printed=dict(best.own))},
+            extra={UPSTREAM: described(ran, printed=best.own)},
         )
 
 
-def described(ran: Ran, **more: Any) -> dict[str, Any]:
-    """What a record says of the system that ran, in `measurement.extra`."""
-    return {
+def described(ran: Ran, printed: Mapping[str, float] | None = None) -> UpstreamEntry:
+    """What a record says of the system that ran, in `measurement.extra`; `printed`: what it says of its own speed."""
+    found: UpstreamEntry = {
         "flavour": ran.flavour,
         "pin": ran.pin,
         "commit": ran.commit,
         "release": ran.release,
         "command": ran.command,
         "environment": ran.environment,
-        **more,
-        **({"borrowed": ran.borrowed} if ran.borrowed else {}),
-        **({"builds": ran.builds} if ran.builds else {}),
-        **({"ended": ran.ended} if ran.ended else {}),
     }
+    if printed is not None:
+        found["printed"] = dict(printed)
+    if ran.borrowed:
+        found["borrowed"] = ran.borrowed
+    if ran.builds:
+        found["builds"] = ran.builds
+    if ran.ended:
+        found["ended"] = ran.ended
+    return found
 
 
 def seconds_of(printed: Printed, settings: TrialSettings) -> list[float]:

@@ -5,20 +5,27 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final, Literal, Required, TypedDict
 
 from engine.atomic import write_atomic
 from engine.old_names import current_resolved
-from engine.plain_json import from_json, read_json
+from engine.plain_json import Within, from_json, read_json
 
 MEASUREMENT_FILE = "measurement.json"
 PROGRESS_FILE = "progress.jsonl"
-ALLOCATION_RETRIES = "allocation_retries"  # entry of `extra`: of each rank, where one had to repeat an allocation
-UNCHECKED = "unchecked"  # entry of `extra`: why nothing was compared with a float64 run that would have been
+ALLOCATION_RETRIES: Final = "allocation_retries"  # entry of `extra`
+LINK: Final = "link_gib_per_second"  # entry of `extra`
+UNCHECKED: Final = "unchecked"  # entry of `extra`
+CHECK_UNFINISHED = "the trial ended during its check"
 NOT_FINITE = 1e30  # an error of `extra` where a tensor holds NaN or infinity, which JSON has no numbers for
 TOKEN_FACTOR = 4.0  # by which the error of a single token may exceed what that of a run of them may be
-CHECK_UNFINISHED = "the trial ended during its check"
-LINK = "link_gib_per_second"  # entry of `extra`: speed of the link between nodes, by moment of the trial
+
+# No step takes thirty years, no link or GPU is a million times as fast as those of today.
+Seconds = Annotated[float, Within(0, 1e9)]
+Speed = Annotated[float, Within(0, 1e9)]
+Bytes = Annotated[int, Within(0, 1 << 62)]
+RelativeError = Annotated[float, Within(0, NOT_FINITE)]
+Of = Literal["extra_step", "measured_step"]  # the traced step: one more, or the only one that was measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +42,74 @@ class GpuState:
     throttle: list[str] | None = None
 
 
+class ErrorPlace(TypedDict, total=False):
+    """Where an error is largest: the rank and the first and last token, where the tensor has tokens."""
+
+    rank: int | None
+    first_token: int | None
+    last_token: int | None
+    error: Required[RelativeError]  # of those tokens
+
+
+class Profile(TypedDict, total=False):
+    """Where the time of the traced step went, or the reason for which that is not known."""
+
+    of: Required[Of]
+    reason: str
+    on: str  # gpu or cpu
+    rank: int  # whose events span the longest time
+    span_seconds: Seconds
+    seconds: dict[str, Seconds]  # by category; they add up to `span_seconds`
+
+
+class Gemm(TypedDict, total=False):
+    """How the speeds of a trial's own matrix products were measured, or the reason for which they were not."""
+
+    shapes: dict[str, list[int]]  # rows, inputs and outputs by product
+    where: str
+    started_at: str  # ISO 8601, UTC
+    reason: str
+
+
+class Upstream(TypedDict, total=False):
+    """The compared system that ran; see `baselines.upstream.Ran`."""
+
+    flavour: str
+    pin: str
+    commit: str
+    release: str
+    command: list[str]
+    environment: dict[str, str]
+    printed: dict[str, Annotated[float, Within(-1e18, 1e18)]]  # what it says of itself, under its own names
+    borrowed: dict[str, str]
+    builds: dict[str, str]
+    ended: str
+
+
+class Extra(TypedDict, total=False):
+    """Raw values that only some trials have. A method may add others of its own, of plain JSON values.
+
+    results.csv has a column `extra_<dotted name>` for each.
+    """
+
+    error: dict[str, RelativeError]  # by tensor, against float64: Frobenius norm of the difference over that of truth
+    error_at: dict[str, ErrorPlace]  # by tensor
+    checked: dict[str, int]  # the problem that the errors belong to, where it is not the trial's own: tokens, rows
+    unchecked: str  # why no errors were measured, where they should have been
+    profile: Profile
+    upstream: Upstream
+    allocation_retries: list[Annotated[int, Within(0, 1 << 40)]]  # by rank, where one had to repeat an allocation
+    computed_sent_bytes: list[Bytes]  # by rank, as the plan computes them
+    computed_sent_between_nodes_bytes: list[Bytes]
+    held_gib: Annotated[float, Within(0, 1e9)]  # what every form of the LM head holds
+    link_gib_per_second: dict[str, Speed]  # between nodes, by moment of the trial
+    across_gib_per_second: Speed  # the last of them
+    link_by_pattern: dict[str, Speed]
+    link_latency_seconds: Seconds
+    gemm: Gemm
+    gemm_tflops: dict[str, dict[str, Speed]]  # by product and direction
+
+
 @dataclass(kw_only=True, slots=True)
 class Measurement:
     """Raw figures of one trial, gathered on rank 0.
@@ -43,8 +118,8 @@ class Measurement:
     hold every step in order, warm-up included: means over all target tokens of the whole sequence (task train).
     """
 
-    step_seconds: list[float]
-    forward_seconds: list[float] = field(default_factory=list)
+    step_seconds: list[Seconds]
+    forward_seconds: list[Seconds] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float] = field(default_factory=list)
     peak_allocated_bytes: list[int] = field(default_factory=list)  # one per rank; empty without a GPU
@@ -58,7 +133,7 @@ class Measurement:
     gpus_before: list[GpuState] = field(default_factory=list)  # one per rank, before the warm-up
     gpus_after: list[GpuState] = field(default_factory=list)  # and after the last measured step
     data: dict[str, Any] = field(default_factory=dict)  # source of the tokens: origin, sha256, tokenizer
-    extra: dict[str, Any] = field(default_factory=dict)  # task-specific raw values, such as errors against float64
+    extra: Extra = field(default_factory=Extra)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -12,13 +12,21 @@ import typing
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Required
 
 MAX_BYTES = 64 << 20  # of a file: more than the record of a run on every GPU there is
 MAX_CHARACTERS = 100_000  # of a text in it
 MAX_LEVELS = 20  # of lists and mappings in each other
 _LARGEST_INTEGER = 1 << 63
 _SHOWN_CHARACTERS = 60
+
+
+class Within(NamedTuple):
+    """Annotation of a number: the least and the most that it may be."""
+
+    least: float
+    most: float
+
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
@@ -41,6 +49,7 @@ def to_json(value: Any) -> Any:
 def from_json(cls: type[Any], data: Any, where: str = "") -> Any:
     """Rebuild a dataclass from `to_json` output; `where` is its dotted key.
 
+    A field that is a TypedDict is a mapping whose known keys hold what it declares; others hold any plain value.
     Raises ValueError naming the key for an unknown key, a missing key and a value of another type, and with the class's
     own errors.
     """
@@ -52,15 +61,15 @@ def read_json(path: Path) -> Any:
     return parse_json(read_regular(path))
 
 
-def read_regular(path: Path) -> bytes:
+def read_regular(path: Path, most_bytes: int = MAX_BYTES) -> bytes:
     """A regular file whole. Raises OSError, and ValueError for a pipe or a device, which may never end, or a huge
     file."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is no regular file")
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"it is larger than {most_bytes >> 20} MiB")
     return content
 
 
@@ -89,6 +98,8 @@ def _reader(hint: Any) -> _Reader:
     """A function of a JSON value and its dotted key that returns a value of the annotated type."""
     if dataclasses.is_dataclass(hint):
         return _dataclass_reader(typing.cast(type[Any], hint))
+    if typing.is_typeddict(hint):
+        return _typed_mapping_reader(hint)
     if hint is Any:
         return _anything
     if hint is str:
@@ -100,6 +111,10 @@ def _reader(hint: Any) -> _Reader:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return _choice_reader(arguments)
+    if origin is Annotated:
+        return _within_reader(*arguments)
+    if origin in (Required, NotRequired):
+        return _reader(arguments[0])
     if origin is list:
         return _list_reader(_reader(arguments[0]))
     if origin is dict:
@@ -112,7 +127,7 @@ def _reader(hint: Any) -> _Reader:
 
 
 def _dataclass_reader(cls: type[Any]) -> _Reader:
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     readers = {name: _reader(hints[name]) for name in _field_names(cls)}  # type: ignore[arg-type]
     required = {
         field.name
@@ -129,6 +144,39 @@ def _dataclass_reader(cls: type[Any]) -> _Reader:
         if missing := sorted(required - value.keys()):
             raise ValueError(f"{prefix}{missing[0]} is missing")
         return cls(**{name: readers[name](item, prefix + name) for name, item in value.items()})
+
+    return read
+
+
+def _typed_mapping_reader(cls: Any) -> _Reader:
+    """Of a TypedDict. An unknown name holds no dot, so that dotted keys name one value each."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    readers = {name: _reader(hint) for name, hint in hints.items()}
+    required = sorted(name for name, hint in hints.items() if typing.get_origin(hint) is Required)
+
+    def read(value: Any, where: str) -> Any:
+        if not isinstance(value, dict):
+            raise _wrong(value, where, "a mapping of names to values")
+        if missing := [name for name in required if name not in value]:
+            raise ValueError(f"{where}.{missing[0]} is missing")
+        if dotted := [name for name in value.keys() - readers.keys() if "." in name]:
+            raise ValueError(f"{where} holds {_shown(min(dotted))}; expected names without a dot")
+        return {
+            _text(name, where): readers.get(name, _anything)(item, f"{where}.{name[:_SHOWN_CHARACTERS]}")
+            for name, item in value.items()
+        }
+
+    return read
+
+
+def _within_reader(kind: Any, bounds: Within) -> _Reader:
+    read_number = _reader(kind)
+
+    def read(value: Any, where: str) -> Any:
+        number = read_number(value, where)
+        if not bounds.least <= number <= bounds.most:
+            raise ValueError(f"{where} is {number:g}; expected {bounds.least:g} to {bounds.most:g}")
+        return number
 
     return read
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from cluster.files.errors import shown_error
+from cluster.files.errors import shown_error, shown_value
 from harness.base.errors import StartError, UsageError
 from harness.base.interrupts import interruptible
 from harness.commands import Command, all_commands
@@ -53,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return READER_LEFT
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            name = shown_value(str(error.filename))
+            return _say(f"{name}: no file can have so long a name; give another", USAGE)
         if error.errno not in _NO_ROOM | _NO_ACCESS:
             raise
         _discard_output()

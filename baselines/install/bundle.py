@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baselines.checkout import LISTINGS, SOURCE, write_source
-from baselines.install.archive import unpack_tar
 from baselines.install.interpreter import look_at, this_interpreter
 from baselines.install.packages import fetch
 from baselines.install.places import Place
 from baselines.pin import Checkout, allows, canonical, name_of, without
+from cluster.files.archive import unpack_tar
 from cluster.files.errors import UsageError
 
 WHEELS, SOURCES = "wheels", "sources"

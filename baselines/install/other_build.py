@@ -12,9 +12,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from baselines.install.archive import unpack_tar
 from baselines.install.places import Place
 from baselines.pin import Flavour, canonical
+from cluster.files.archive import unpack_tar
 from cluster.files.errors import UsageError, shown_value
 from engine.measurement import write_json
 from engine.plain_json import read_json

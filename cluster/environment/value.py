@@ -1,6 +1,6 @@
 """One environment variable with the reason for its value; layers of variables; secrets kept out of output and records.
 
-A secret is a variable whose name says so, or a password inside an address.
+A secret is a variable whose name says so, a password or a token inside an address, or the credentials of a header.
 """
 
 from __future__ import annotations
@@ -52,18 +52,49 @@ def variables(values: Iterable[Value]) -> dict[str, str]:
 
 REDACTED = "<redacted>"
 
-_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|KEY", re.IGNORECASE)
-_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # the user and password of http://user:password@proxy:8080
+_SECRET_NAME = re.compile(
+    r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|KEY|WEBHOOK|COOKIE"
+    r"|(^|_)(PWD|PASS|PW|PAT|DSN|SAS)$|_AUTH$|PGPASS$|(^|_)AUTHORIZATION$|CONNECTION_?STRING",
+    re.IGNORECASE,
+)
+_NO_SECRET = frozenset({"PWD", "OLDPWD"})  # the shell's folders
+# What stands before the @ of http://user:password@proxy:8080. A password may hold @ and /, whatever the standard says;
+# without a colon, a / ends the host, and the @ is one of a path.
+_IN_ADDRESS = re.compile(r"(?<=://)(?:[^/@\s]+:[^\s,;]*|[^/@\s]+)(?=@)")
+# Parameters of a query, or of a connection string, whose value lets its reader in.
+_IN_QUERY = re.compile(
+    r"(?i)((?:^|[?&;\s#])(?:[\w.-]*(?:token|secret|password|passwd|credential|signature|api[-_]?key|accountkey"
+    r"|accesskey|accesskeyid)|sig|key|auth|code|pwd|pass)=)[^&#;\s]+"
+)
+_IN_HEADER = re.compile(r"(?i)\b((?:bearer|basic|authorization:\s*\w+)\s+)(?=\S*[\d+/=_-])[\w+/=.~-]{8,}")
+# Addresses that take messages from whoever knows them; all behind the host's folder is the key.
+_WEBHOOK = re.compile(
+    r"(?i)(https?://[^/\s]*(?:"
+    r"hooks\.slack\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/(?:v\d+/)?webhooks"
+    r"|webhook\.office(?:365)?\.com/webhookb2|outlook\.office(?:365)?\.com/webhook|chat\.googleapis\.com/v1/spaces"
+    r"|api\.telegram\.org/bot|maker\.ifttt\.com/trigger|hooks\.zapier\.com/hooks|logic\.azure\.com(?::\d+)?"
+    r"|open\.(?:feishu\.cn|larksuite\.com)/open-apis/bot"
+    r"|[^/\s]*/(?:[^\s?#]*/)?(?:web)?hooks?(?=/)))[^\s]+"
+)
+_AS_VALUE = re.compile(  # tokens by the beginning that their issuers give them
+    r"\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abeoprs]-[\w-]{8,}"
+    r"|sk-[\w-]{20,}|AKIA[A-Z0-9]{12,}|ASIA[A-Z0-9]{12,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+)
 
 
 def is_secret(name: str, value: str) -> bool:
     """True when a part of this variable must not be shown."""
-    return bool(_SECRET_NAME.search(name) or _IN_ADDRESS.search(value))
+    return shown(name, value) != value
 
 
 def shown(name: str, value: str) -> str:
     """The value as a table, a log or a record may hold it."""
-    return REDACTED if _SECRET_NAME.search(name) else _IN_ADDRESS.sub(REDACTED, value)
+    if name.upper() not in _NO_SECRET and _SECRET_NAME.search(name):
+        return REDACTED
+    value = _IN_ADDRESS.sub(REDACTED, value)
+    for pattern in (_WEBHOOK, _IN_QUERY, _IN_HEADER):
+        value = pattern.sub(rf"\g<1>{REDACTED}", value)
+    return _AS_VALUE.sub(REDACTED, value)
 
 
 def redact(environment: Mapping[str, str]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from cluster.files.filesystem import read_text
 Scalar: TypeAlias = "bool | int | float | str | None"
 Content: TypeAlias = "Scalar | list[Node] | dict[str, Node]"
 
+MAX_LEVELS = 20  # of lists and mappings in each other; a few are of use
 _TAG = "tag:yaml.org,2002:"
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 
@@ -83,7 +84,11 @@ def parse_yaml(text: str, origin: str, place_of_line: Callable[[int], str]) -> N
         problem = " ".join(str(error).split())
         raise UsageError(f"{origin}: not readable as YAML ({problem}); remove everything that is not text") from error
     except RecursionError:
-        raise UsageError(f"{origin}: nested too deeply to be read; expected a few levels of keys") from None
+        raise _too_deep(origin) from None
+
+
+def _too_deep(place: str) -> UsageError:
+    return UsageError(f"{place}: nested too deeply; expected at most {MAX_LEVELS} levels of lists and mappings")
 
 
 def merge(base: Node, over: Node) -> Node:
@@ -104,22 +109,24 @@ class _Converter:
         self._seen: set[int] = set()
         self._scalars = SafeConstructor()
 
-    def convert(self, node: yaml.Node, place: str | None = None) -> Node:
-        """`place` is the place of the value's key, which errors name."""
+    def convert(self, node: yaml.Node, place: str = "", level: int = 0) -> Node:
+        """`place` is the place of the value's key, which errors name; `level`: how many lists and mappings it is in."""
         place = place or self._place_of_line(node.start_mark.line + 1)
+        if level > MAX_LEVELS:
+            raise _too_deep(place)
         # Only an alias leads to the same node twice; refusing it also bounds what a small file can expand to.
         if id(node) in self._seen:
             raise UsageError(f"{place}: one value is shared by an anchor and an alias; write it out in both places")
         self._seen.add(id(node))
         if isinstance(node, yaml.MappingNode) and node.tag == f"{_TAG}map":
-            return Node(self._mapping(node), place)
+            return Node(self._mapping(node, level + 1), place)
         if isinstance(node, yaml.SequenceNode) and node.tag == f"{_TAG}seq":
-            return Node([self.convert(item) for item in node.value], place)
+            return Node([self.convert(item, level=level + 1) for item in node.value], place)
         if isinstance(node, yaml.ScalarNode):
             return Node(self._scalar(node, place), place)
         raise UsageError(f"{place}: found the YAML tag {node.tag}; write plain values without tags")
 
-    def _mapping(self, node: yaml.MappingNode) -> dict[str, Node]:
+    def _mapping(self, node: yaml.MappingNode, level: int) -> dict[str, Node]:
         entries: dict[str, Node] = {}
         for key_node, value_node in node.value:
             key = self.convert(key_node)
@@ -128,7 +135,7 @@ class _Converter:
             if key.value in entries:
                 first = entries[key.value].place
                 raise UsageError(f"{key.place}: the key {key.value} was already given at {first}; keep one of the two")
-            entries[key.value] = self.convert(value_node, key.place)
+            entries[key.value] = self.convert(value_node, key.place, level)
         return entries
 
     def _scalar(self, node: yaml.ScalarNode, place: str) -> Scalar:

@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import IO, Any
 
-from cluster.files.errors import UsageError
+from cluster.files.errors import UsageError, shown_value
 
 MAX_BYTES = 4 << 20  # of an inventory with a section of its own for each of ten thousand nodes
 
@@ -31,30 +31,42 @@ def read_text(path: Path, what: str, most_bytes: int = MAX_BYTES) -> str:
 
     Raises UsageError for anything else: reading an empty pipe or an endless device would never end.
     """
-    try:
-        # O_NONBLOCK does not wait for a pipe's writer. The kind of a file is certain only once it is open.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-        with open(descriptor, "rb") as file:
-            mode = os.fstat(descriptor).st_mode
-            if not stat.S_ISREG(mode):
-                kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "no file")
-                raise UsageError(f"{path}: the {what} is {kind}; give a regular file")
+    with open_regular(path, what) as file:
+        try:
             content = file.read(most_bytes + 1)  # files of /proc have size 0 until they are read
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such {what}; check the path") from None
-    except IsADirectoryError:
-        raise UsageError(f"{path}: the {what} is a directory; give a regular file") from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
-        problem = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"{path}: cannot read the {what} ({problem}); give a readable file") from error
+        except OSError as error:
+            raise _unreadable(path, what, error.strerror) from error
     if len(content) > most_bytes:
         raise UsageError(f"{path}: the {what} is larger than {most_bytes >> 20} MiB; give a smaller one")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: byte {error.start} is not UTF-8; save the {what} as UTF-8 text") from error
+
+
+def open_regular(path: Path, what: str) -> IO[bytes]:
+    """A regular file, opened. `what` names the file's role in errors. Raises UsageError for anything else."""
+    try:
+        # O_NONBLOCK does not wait for a pipe's writer. The kind of a file is certain only once it is open.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            os.close(descriptor)
+            kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "no file")
+            raise UsageError(f"{path}: the {what} is {kind}; give a regular file")
+        return open(descriptor, "rb")
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such {what}; check the path") from None
+    except OSError as error:
+        raise _unreadable(path, what, error.strerror) from error
+    except ValueError as error:
+        if isinstance(error, UsageError):
+            raise
+        raise _unreadable(path, what, str(error)) from error
+
+
+def _unreadable(path: Path, what: str, problem: str | None) -> UsageError:
+    return UsageError(f"{shown_value(str(path))}: cannot read the {what} ({problem}); give a readable file")
 
 
 # Lustre mounted without flock, NFS without its lock service, and FUSE file systems that do not implement it.

@@ -24,13 +24,14 @@ def matmul_parameters(model: ModelShape) -> int:
 def repeated_products(
     model: ModelShape, checkpoint: Checkpoint, projection_tiles: int, tokens: float, rank_tokens: int
 ) -> float:
-    """FLOPs of repeated matrix multiplications for `tokens` tokens, of which a rank computes `rank_tokens` at once.
+    """FLOPs of repeated matrix multiplications for `tokens` tokens, of which a rank computes `rank_tokens` at once
+    (none where there are more ranks than tokens; such a trial is refused).
 
     Tiled projections repeat queries and keys where these are normed, since their norm's gradient needs its input.
     """
     again, runs = checkpoint.layers_again(model.layers), layers_run_again(model, checkpoint)
     weights = float(runs * matmul_parameters(model) - again * model.ffn * model.hidden)
-    kept = round(checkpoint.mlp * rank_tokens) / rank_tokens
+    kept = round(checkpoint.mlp * rank_tokens) / max(1, rank_tokens)
     weights += (model.layers - again) * (1 - kept) * (2 if model.gated else 1) * model.hidden * model.ffn
     if model.qk_norm and projection_tiles > 1:
         weights += model.layers * model.hidden * (model.heads + model.kv_heads) * model.head_dim

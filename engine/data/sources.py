@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def text_unsupported_reason(source: str) -> str | None:
     """One sentence why a source cannot be read as text, as far as its first bytes tell, or None."""
     if source == PYTHON_DOCS:
         return None
-    if not Path(source).is_file():
+    if not os.path.isfile(source):  # which no name is too long for
         return f"data {source!r} is no file; give {PYTHON_DOCS} or the path of a UTF-8 text file"
     return format_unsupported_reason(Path(source))
 

@@ -6,7 +6,7 @@ DIR/header.json   `Header`
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from engine.data.sequences import Sequences
+from engine.plain_json import read_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -86,13 +87,13 @@ class TokenStore(Sequences):
 
 def is_store(path: Path) -> bool:
     """Whether `path` is a token store; it may still be unreadable."""
-    return (path / HEADER_FILE).is_file()
+    return os.path.isfile(path / HEADER_FILE)  # which no name is too long for
 
 
 def read_header(directory: Path) -> Header:
     """The header of a store. Raises ValueError."""
     try:
-        header = Header(**json.loads((directory / HEADER_FILE).read_text(encoding="utf-8")))
+        header = Header(**read_json(directory / HEADER_FILE))
         np.dtype(header.dtype)
     except (OSError, ValueError, TypeError) as error:
         raise _unreadable(directory, error) from error

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from engine.plain_json import read_json, read_regular
 from engine.settings import BYTE_VOCABULARY
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 BYTES = "bytes"
+MAX_FILE_BYTES = 256 << 20  # of a tokenizer.json: published ones have up to 40 MB
 PIECE_BYTES = 1 << 16  # of text in one call of a Hugging Face tokenizer
 _BATCH_PIECES = 64  # pieces it may tokenize at once, on all cores
 _LONGEST_LINE = 1 << 24  # text without a place to cut is cut here
@@ -71,10 +73,11 @@ class FileTokenizer:
                 "install it with: pip install 'burst-harness[train]'"
             ) from error
         try:
-            content = path.read_bytes()
-        except OSError as error:
+            content = read_regular(path, MAX_FILE_BYTES)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
             raise ValueError(
-                f"tokenizer {str(path)!r} cannot be read ({error.strerror}); give bytes or the path of a tokenizer.json"
+                f"tokenizer {str(path)!r} cannot be read ({reason}); give bytes or the path of a tokenizer.json"
             ) from error
         try:
             self._backend: Backend = Backend.from_str(content.decode())
@@ -107,7 +110,7 @@ def tokenizer_named(name: str) -> Tokenizer:
 def vocabulary_of_file(path: Path) -> int | None:
     """Number of ids of a `tokenizer.json`, read without the library; None where there is no such file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path, MAX_FILE_BYTES))
         words = content["model"]["vocab"]
         ids = words.values() if isinstance(words, dict) else range(len(words))
         return 1 + max((*ids, *(token["id"] for token in content.get("added_tokens") or ())), default=-1)
@@ -143,7 +146,7 @@ def _named_ends(path: Path) -> Iterator[str]:
     beside = path.with_name("tokenizer_config.json")
     if beside.is_file():
         try:
-            token = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
+            token = read_json(beside).get("eos_token")
         except (OSError, ValueError, AttributeError) as error:
             raise ValueError(f"{beside} cannot be read ({error}); repair it, or move it away") from error
         if isinstance(token, dict):  # written with the token's properties

@@ -14,14 +14,15 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from torch.profiler import ProfilerActivity, profile
 
 from engine.atomic import write_atomic
 from engine.distributed import World
+from engine.measurement import Of, Profile
 from engine.profile.timeline import Breakdown, breakdown_of
-from engine.profile.unfinished import TRACE_FILE, Of
+from engine.profile.unfinished import TRACE_FILE
 from engine.settings import TrialSettings
 
 _GZIP_LEVEL = 6
@@ -63,7 +64,7 @@ class StepProfiler:
             with self._noting_errors():
                 running.close()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Profile:
         """The breakdown of the traced step, as recorded; rank 0 writes the trace.
 
         `of` names the step, `rank` the rank whose events span the longest time, `span_seconds`; `seconds` by category
@@ -85,7 +86,7 @@ class StepProfiler:
             "on": slowest.on,
             "rank": rank,
             "span_seconds": slowest.span_seconds,
-            "seconds": dict(slowest.seconds),
+            "seconds": {str(name): seconds for name, seconds in slowest.seconds.items()},
         }
 
     def _breakdown(self) -> Breakdown | str:

@@ -5,12 +5,12 @@ No torch, because programs that only read measurements use it.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Final
 
-Of = Literal["extra_step", "measured_step"]  # which step: one more, or the only one that was measured
+from engine.measurement import Of, Profile
 
 TRACE_FILE = "trace.json.gz"  # of a trial, in the Chrome trace format: rank 0's
-PROFILE = "profile"  # of `Measurement.extra`: where the time of the traced step went
+PROFILE: Final = "profile"  # of `Measurement.extra`: where the time of the traced step went
 _REASON = "the trial ended before the trace was read"
 _UNDER_WAY: dict[Of, str] = {
     "extra_step": "while one more step was traced",
@@ -18,12 +18,12 @@ _UNDER_WAY: dict[Of, str] = {
 }
 
 
-def unfinished(of: Of) -> dict[str, Any]:
+def unfinished(of: Of) -> Profile:
     """In place of the numbers, until they are there."""
     return {"of": of, "reason": _REASON}
 
 
-def cut_off(profile: dict[str, Any], how: str) -> dict[str, Any]:
+def cut_off(profile: Profile, how: str) -> Profile:
     """`profile` of a trial that then ended as `how` says, where it was still unfinished; any other as it is."""
     if profile.get("reason") != _REASON:
         return profile

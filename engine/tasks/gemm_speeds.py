@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.distributed import World
+from engine.measurement import Extra
 from engine.settings import TrialSettings
 from engine.tasks.products import DIRECTIONS, MatrixProduct, matrix_products
 from engine.tasks.task import DTYPES
@@ -36,7 +37,7 @@ Speeds = dict[str, dict[str, float]]  # TFLOP/s by product and direction
 _measured: dict[tuple[object, ...], tuple[Speeds, str]] = {}
 
 
-def gemm_figures(world: World, settings: TrialSettings) -> dict[str, Any]:
+def gemm_figures(world: World, settings: TrialSettings) -> Extra:
     """Extras of a training record: `gemm_tflops`, and in `gemm` the shapes, when and where; or the reason for none.
 
     Empty where there is no ceiling to form: on CPUs, and in other dtypes than bf16. Every rank measures at the same
@@ -125,7 +126,7 @@ def _measure_once(
     return *_measured[key], IN_THIS_TRIAL
 
 
-def _combined(found: list[Any], products: tuple[MatrixProduct, ...], rows: dict[str, int]) -> dict[str, Any]:
+def _combined(found: list[Any], products: tuple[MatrixProduct, ...], rows: dict[str, int]) -> Extra:
     """The record's extras from what the ranks found, in rank order."""
     reasons = [each for each in found if isinstance(each, str)]
     if reasons:

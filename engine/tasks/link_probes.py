@@ -6,8 +6,6 @@ show by how much it drifted.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from engine.attention.comm.link_speed import LATENCY_BYTES, MESSAGE_BYTES
 from engine.attention.context import ContextParallel
 from engine.attention.planning.cost_model import GIB
 from engine.distributed import World
-from engine.measurement import LINK
+from engine.measurement import LINK, Extra
 from engine.settings import Steps
 
 MOMENTS = ("before", "between", "after")
@@ -54,7 +52,7 @@ class LinkProbes:
         if index == self._steps.warmup + self._steps.measured // 2:
             self._measure("between")
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> Extra:
         """Extras of the record, after one last measurement: GiB/s of the slowest replica, and seconds of a small
         message. Collective."""
         self._measure("after")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +47,9 @@ class Data:
                 header = build_store(arguments.texts, arguments.out, tokenizer, arguments.validation)
         except ValueError as error:
             raise UsageError(str(error)) from error
-        except PermissionError as error:
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENAMETOOLONG):  # said by main
+                raise
             raise UsageError(f"{error.filename} cannot be accessed ({error.strerror}); choose another path") from error
         if moved:
             print(f"the earlier store is now {moved}")
@@ -73,7 +77,7 @@ def _check_place(directory: Path, *, replace: bool) -> None:
     from harness.base.writable import make_writable
 
     make_writable(directory.parent)
-    if not directory.exists():
+    if not os.path.lexists(directory):
         return
     if not is_store(directory):
         raise UsageError(f"{directory} exists and is no token store; give --out a path that does not exist yet")

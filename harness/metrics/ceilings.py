@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from engine.measurement import Extra
 from engine.settings import ModelShape
 from engine.tasks.products import DIRECTIONS, matrix_products
 from harness.metrics.flops import Work, seconds_at_kernel_speed
@@ -65,27 +65,25 @@ def kernel_bound_seconds(work: Work, hardware: Hardware, kernel: str, *, gemm: f
     )
 
 
-def own_gemm_tflops(model: ModelShape, measured: Any) -> float | None:
+def own_gemm_tflops(model: ModelShape, measured: Mapping[str, Mapping[str, float]] | None) -> float | None:
     """TFLOP/s of all of a model's products together, from those of each in each direction (`extra.gemm_tflops`).
 
     The harmonic mean weighted by FLOPs: their total over the seconds that they take one after another. None where a
     product was not measured.
     """
-    if not isinstance(measured, Mapping):
-        return None
     flops = seconds = 0.0
     for product in matrix_products(model):
-        speeds = measured.get(product.name)
+        speeds = (measured or {}).get(product.name, {})
         for direction in DIRECTIONS:
-            speed = speeds.get(direction) if isinstance(speeds, Mapping) else None
-            if not isinstance(speed, int | float) or speed <= 0:
+            speed = speeds.get(direction)
+            if not speed:
                 return None
             flops += product.weights
             seconds += product.weights / speed
     return flops / seconds
 
 
-def _own_source(extra: Mapping[str, Any]) -> str:
+def _own_source(extra: Extra) -> str:
     """When and where a trial's own GEMMs were measured."""
     how = extra.get("gemm", {})
     when = ", ".join(filter(None, (how.get("where", "in this trial"), how.get("started_at"))))

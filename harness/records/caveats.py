@@ -36,7 +36,7 @@ def _shown_by(record: Record) -> list[str]:
     if len(measured.step_seconds) == 1:
         found.append(ONE_STEP)
     profile = measured.extra.get("profile")
-    if isinstance(profile, dict) and profile.get("of") == "measured_step":
+    if profile is not None and profile["of"] == "measured_step":
         found.append("a measured step is the traced one")
     if retries := measured.extra.get(ALLOCATION_RETRIES):
         found.append(

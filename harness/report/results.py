@@ -19,6 +19,7 @@ from typing import Any, get_args
 
 from engine.atomic import write_atomic
 from engine.attention.planning.cost_model import ULYSSES_SCHEDULES
+from engine.measurement import Upstream
 from engine.settings import Task, TrialSettings, to_json
 from harness.metrics.throughput import GIB, metrics_of
 from harness.records.caveats import caveats_of
@@ -144,14 +145,15 @@ def ran_of(record: Record) -> str | None:
     None without a measurement, and for a task that runs no attention.
     """
     chosen = record.measurement.chosen if record.measurement else {}
-    if record.measurement and (upstream := record.measurement.extra.get("upstream", {}).get("release")):
-        builds = record.measurement.extra["upstream"].get("builds", {})
+    upstream: Upstream = record.measurement.extra.get("upstream", {}) if record.measurement else {}
+    if release := upstream.get("release"):
+        builds = upstream.get("builds", {})
         named: dict[str, str] = {}  # what a build is -> the shortest name of a package that has it
         for name, words in sorted(builds.items(), key=lambda item: len(item[0])):
             named.setdefault(words, name)
         called = [f"{chosen['arrangement']} over {chosen.get('kernel')}"] if "arrangement" in chosen else []
         other = [f"{name} {words.partition(' (archive')[0]}" for words, name in named.items()]
-        return ", ".join([upstream, *called, *other])
+        return ", ".join([release, *called, *other])
     if "schedule" not in chosen:
         return None
     if record.settings.cp_size == 1:

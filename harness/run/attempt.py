@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from cluster.files.errors import quantity, shown
 from engine.measurement import CHECK_UNFINISHED, UNCHECKED, Measurement, read_measurement, write_json
 from engine.method import Method
-from engine.profile.timeline import breakdown_of
+from engine.profile.timeline import Breakdown, breakdown_of
 from engine.profile.unfinished import PROFILE, TRACE_FILE, cut_off
 from engine.settings import TrialSettings, to_json
 from harness.base.interrupts import released
@@ -318,18 +317,24 @@ def _left_measured(trial_dir: Path, how: str) -> Measurement | None:
     if PROFILE not in found.extra:
         return found
     profile = cut_off(found.extra[PROFILE], how)
-    found.extra[PROFILE] = profile | (_of_rank_0(trial_dir) if "span_seconds" not in profile else {})
+    if "span_seconds" not in profile and (breakdown := _of_rank_0(trial_dir)):
+        profile |= {
+            "on": breakdown.on,
+            "rank": 0,
+            "span_seconds": breakdown.span_seconds,
+            "seconds": {str(name): seconds for name, seconds in breakdown.seconds.items()},
+        }
+    found.extra[PROFILE] = profile
     return found
 
 
-def _of_rank_0(trial_dir: Path) -> dict[str, Any]:
-    """The breakdown of rank 0's trace, written before the ranks compared theirs; empty where there is none."""
+def _of_rank_0(trial_dir: Path) -> Breakdown | None:
+    """The breakdown of rank 0's trace, written before the ranks compared theirs; None where there is none."""
     try:
         events = json.loads(gzip.decompress((trial_dir / TRACE_FILE).read_bytes()))["traceEvents"]
-        breakdown = breakdown_of(events)
+        return breakdown_of(events)
     except (*_UNREADABLE, EOFError, zlib.error):
-        return {}
-    return {"on": breakdown.on, "rank": 0, "span_seconds": breakdown.span_seconds, "seconds": dict(breakdown.seconds)}
+        return None
 
 
 def now() -> str:

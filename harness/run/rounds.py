@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, MutableSequence, Sequen
 from dataclasses import replace
 from typing import Any, Literal
 
-from engine.measurement import ALLOCATION_RETRIES, LINK, Measurement
+from engine.measurement import ALLOCATION_RETRIES, LINK, Extra, Measurement
 from harness.metrics.flops import work_of
 from harness.metrics.intervals import median_interval
 from harness.records.judging import judged, worse_errors
@@ -199,7 +199,7 @@ def _together(before: Measurement, latest: Measurement, rounds: Sequence[Round])
     )
 
 
-def _retries(before: Measurement, latest: Measurement) -> dict[str, list[int]]:
+def _retries(before: Measurement, latest: Measurement) -> Extra:
     """The entry of `extra` with each rank's repeated allocations in all rounds; no entry where no round has one."""
     counts = [one.extra.get(ALLOCATION_RETRIES, []) for one in (before, latest)]
     added = [sum(pair) for pair in itertools.zip_longest(*counts, fillvalue=0)]
@@ -242,7 +242,7 @@ def _differences(before: Record, latest: Record) -> list[str]:
                      f"not {max(theirs.sent_bytes, default=0)}")  # fmt: skip
     found += _other_steps("loss", theirs.loss, ours.loss, 0.0 if exact else LOSS_APART)
     found += _other_steps("gradient norm", theirs.grad_norm, ours.grad_norm, 0.0 if exact else GRAD_NORM_APART)
-    return found + _other_errors(theirs.extra.get("error"), ours.extra.get("error"))
+    return found + _other_errors(theirs.extra.get("error", {}), ours.extra.get("error", {}))
 
 
 def _changed(before: Mapping[str, str], latest: Mapping[str, str]) -> list[str]:
@@ -259,10 +259,8 @@ def _other_steps(what: str, before: Sequence[float], latest: Sequence[float], ap
     return []
 
 
-def _other_errors(before: Any, latest: Any) -> list[str]:
+def _other_errors(before: Mapping[str, float], latest: Mapping[str, float]) -> list[str]:
     """Errors against float64, by tensor, that are far from those of the rounds before."""
-    if not (isinstance(before, dict) and isinstance(latest, dict)):
-        return []
     return [
         f"error of {name} {latest[name]:.2g}, not {before[name]:.2g}"
         for name in sorted(before.keys() & latest.keys())

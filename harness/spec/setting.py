@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from cluster.files.document import Node, parse_yaml
-from cluster.files.errors import shown
+from cluster.files.document import MAX_LEVELS, Node, parse_yaml
+from cluster.files.errors import shown, shown_value
 from engine.attention.comm.between_nodes import parse_between_nodes
 from engine.old_names import SETTINGS as OLD_SETTINGS
 from engine.old_names import VALUES
@@ -46,6 +47,8 @@ def overriding(text: str, example: str) -> tuple[str, Node]:
     keys = key_path.strip().split(".")
     if not equals or not all(keys):
         raise UsageError(f"{place}: this is not path=value; write for example --set {example}")
+    if len(keys) > MAX_LEVELS:
+        raise UsageError(f"--set {keys[0]}...: its path has {len(keys)} levels; expected at most {MAX_LEVELS}")
     node = parse_yaml(value, place, lambda _line: place)
     for key in reversed(keys):
         node = Node({key: node}, place)
@@ -122,10 +125,10 @@ def _check_data(value: str) -> None:
 
     if is_store(Path(value)):
         return
-    if not Path(value).is_file():
+    if not os.path.isfile(value):
         raise ValueError(
-            f"data is {value!r}, which is no file here; give {_BUILT_IN}, the path of a text file, or the "
-            "directory of a token store"
+            f"data is {shown_value(repr(value))}, which is no file here; give {_BUILT_IN}, the path of a text file, "
+            "or the directory of a token store"
         )
     if unsupported_reason := text_unsupported_reason(value):
         raise ValueError(unsupported_reason)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -171,11 +170,9 @@ def _kept_rows(settings: TrialSettings) -> int:
     return round(settings.checkpoint.tail * settings.seq_len / unit) * unit
 
 
-def _own_gemm_speed(model: ModelShape, measured: Any) -> float | None:
+def _own_gemm_speed(model: ModelShape, measured: Mapping[str, Mapping[str, float]] | None) -> float | None:
     """TFLOP/s of the model's products one after another, where the trial measured each of them in each direction
     (`extra.gemm_tflops`); all directions of a product take equally many FLOPs."""
-    if not isinstance(measured, dict):
-        return None
     width, matrix = model.hidden * model.head_dim, model.hidden * model.ffn
     weights = {
         "query": model.layers * width * model.heads,
@@ -188,9 +185,8 @@ def _own_gemm_speed(model: ModelShape, measured: Any) -> float | None:
     seconds = 0.0
     for product, count in weights.items():
         for direction in ("forward", "dgrad", "wgrad"):
-            speeds = measured.get(product)
-            speed = speeds.get(direction) if isinstance(speeds, dict) else None
-            if not isinstance(speed, int | float) or speed <= 0:
+            speed = (measured or {}).get(product, {}).get(direction)
+            if not speed:
                 return None
             seconds += count / speed
     return 3 * sum(weights.values()) / seconds
@@ -241,8 +237,7 @@ def _counts_bytes(record: Record) -> bool:
         return False
     if record.settings.cp_size == 1 or any(measured.sent_bytes):
         return True
-    computed = measured.extra.get("computed_sent_bytes")
-    return isinstance(computed, list) and computed == [0] * len(measured.sent_bytes)
+    return measured.extra.get("computed_sent_bytes") == [0] * len(measured.sent_bytes)
 
 
 def _gib(ranks: Sequence[int]) -> float | None:

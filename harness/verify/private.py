@@ -14,7 +14,7 @@ _SECRETS: dict[str, re.Pattern[str]] = {
         r"\b(?:gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|hf_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}"
         r"|sk-[A-Za-z0-9_-]{20,}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{15,}\.eyJ[\w-]{15,}\.[\w-]+)"
     ),
-    "a password in an address": re.compile(r"://[^/@\s:<]+:[^/@\s<]+@"),
+    "a password in an address": re.compile(r"://[^/@\s:<]+:(?!\d+/)[^@\s<\"']+@"),
 }
 _HOME = re.compile(r"(?<![\w.~-])(?:/(?:home|Users)/[^/\s\"':;,]+|/root(?=[/\s\"':;,]|$)|[A-Z]:\\+Users\\+\w+)")
 

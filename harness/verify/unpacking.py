@@ -7,12 +7,13 @@ import gzip
 import io
 import tarfile
 import tempfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from cluster.files.archive import DAMAGED, members_of
 from cluster.files.errors import shown_value
+from cluster.files.filesystem import open_regular
 from harness.base.errors import UsageError
 
 MAX_BYTES = 1 << 30  # of all files unpacked: ten thousand records are 100 MB
@@ -29,14 +30,16 @@ def unpacked(archive: Path) -> Iterator[Path]:
     """
     with tempfile.TemporaryDirectory(prefix="burst-verify-") as folder:
         try:
-            with open(archive, "rb") as file:
+            with open_regular(archive, "archive") as file:
                 _unpack(file, archive, Path(folder))
-        except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        except UsageError as error:
+            if str(archive) in str(error):
+                raise
+            raise UsageError(f"{archive}: {error}; nothing of it is used") from error
+        except DAMAGED as error:
             raise UsageError(
-                f"{archive} is no whole .tar.gz file ({error}); give one that `burst archive` made"
+                f"{archive} is no whole .tar.gz file ({shown_value(str(error))}); give one that `burst archive` made"
             ) from error
-        except (IsADirectoryError, FileNotFoundError) as error:
-            raise UsageError(f"{archive} cannot be read ({error.strerror}); name a directory or an archive") from error
         tops = list(Path(folder).iterdir())
         if len(tops) != 1 or not tops[0].is_dir():
             raise UsageError(
@@ -49,21 +52,20 @@ def _unpack(file: IO[bytes], archive: Path, folder: Path) -> None:
     seen: set[PurePosixPath] = set()
     with gzip.GzipFile(fileobj=file) as plain:
         content = _Limited(plain, archive)
-        with tarfile.open(fileobj=content, mode="r|") as tar:
-            # From Python 3.11.4 on the standard filter looks at names and modes as well.
-            tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
-            for member in tar:
-                path = PurePosixPath(member.name)
-                if problem := _problem(member, path) or ("is there twice" if path in seen else ""):
-                    raise UsageError(f"{archive}: {shown_value(member.name)} {problem}; nothing of it is used")
-                seen.add(path)
-                if len(seen) > MAX_FILES:
-                    raise UsageError(f"{archive} holds more than {MAX_FILES:,} files; nothing of it is used")
-                try:
-                    tar.extract(member, folder, set_attrs=False)
-                except OSError as error:  # such as a file where another name needs a folder
-                    name = shown_value(member.name)
-                    raise UsageError(f"{archive}: {name} cannot be unpacked ({error.strerror})") from error
+        for tar, member in members_of(content):
+            path = PurePosixPath(member.name)
+            if problem := _problem(member, path) or ("is there twice" if path in seen else ""):
+                raise UsageError(f"{archive}: {shown_value(member.name)} {problem}; nothing of it is used")
+            seen.add(path)
+            if len(seen) > MAX_FILES:
+                raise UsageError(f"{archive} holds more than {MAX_FILES:,} files; nothing of it is used")
+            try:
+                # From Python 3.11.4 on the standard filter looks at names and modes as well.
+                tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+                tar.extract(member, folder, set_attrs=False)
+            except OSError as error:  # such as a file where another name needs a folder
+                name = shown_value(member.name)
+                raise UsageError(f"{archive}: {name} cannot be unpacked ({error.strerror})") from error
         while content.read(1 << 16):  # to the end, where the sum of all bytes stands
             pass
 
@@ -80,15 +82,22 @@ def _problem(member: tarfile.TarInfo, path: PurePosixPath) -> str:
 
 
 class _Limited(io.RawIOBase):
-    """What an archive unpacks to, up to MAX_BYTES: compressed zeros grow a thousandfold."""
+    """What an archive unpacks to, read once from its beginning, up to MAX_BYTES: compressed zeros grow a
+    thousandfold."""
 
     def __init__(self, source: gzip.GzipFile, archive: Path) -> None:
         self._source = source
         self._archive = archive
         self._left = MAX_BYTES
 
-    def readable(self) -> bool:
-        return True
+    def tell(self) -> int:
+        return self._source.tell()
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        assert (whence, offset) >= (0, self.tell()), "an archive is read once"
+        while (ahead := offset - self.tell()) and self.read(min(ahead, 1 << 16)):
+            pass
+        return self.tell()
 
     def read(self, size: int = -1) -> bytes:
         data = self._source.read(self._left + 1 if size < 0 else min(size, self._left + 1))

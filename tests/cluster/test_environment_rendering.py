@@ -10,7 +10,7 @@ from cluster.discovery.hcas import HcaChoice
 from cluster.discovery.interface import InterfaceChoice
 from cluster.environment.ranks import adapter_values, connections, socket_values
 from cluster.environment.rendering import env_sh, render_node, template
-from cluster.environment.value import Value, overlaid, redact, shown
+from cluster.environment.value import Value, is_secret, overlaid, redact, shown
 from cluster.inventory.site import NetworkExpectation, Site, Storage
 from tests.cluster.fake_node import FakeNode, a800, h100, roce
 
@@ -238,6 +238,55 @@ def test_secrets_are_hidden_by_name_and_inside_addresses():
     assert shown("HF_TOKEN", "abc") == "<redacted>"
     assert shown("http_proxy", "http://me:pass@proxy:8080/x") == "http://<redacted>@proxy:8080/x"
     assert redact({"NCCL_DEBUG": "INFO", "API_KEY": "k"}) == {"API_KEY": "<redacted>", "NCCL_DEBUG": "INFO"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "MYSQL_PWD", "PGPASS", "DB_PASS", "NPM_AUTH", "_AUTH", "GITHUB_PAT", "SENTRY_DSN", "CI_WEBHOOK_URL", "SAS",
+        "GOOGLE_CREDENTIALS", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "KUBE_TOKEN", "AZURE_CONNECTION_STRING",
+        "HTTP_AUTHORIZATION", "SESSION_COOKIE",
+    ],
+)  # fmt: skip
+def test_a_secret_is_known_by_the_name_of_its_variable(name):
+    assert (shown(name, "abc"), is_secret(name, "abc")) == ("<redacted>", True)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("http://user:p@ss@host:80", "http://<redacted>@host:80"),
+        ("http://user:p/ss@host/x", "http://<redacted>@host/x"),
+        ("https://token@host/x.git", "https://<redacted>@host/x.git"),
+        ("postgres://u:p@h/db", "postgres://<redacted>@h/db"),
+        ("https://hooks.slack.com/services/T0/B0/abc", "https://hooks.slack.com/services<redacted>"),
+        ("https://discord.com/api/webhooks/1/abc", "https://discord.com/api/webhooks<redacted>"),
+        ("https://x.webhook.office.com/webhookb2/a/b", "https://x.webhook.office.com/webhookb2<redacted>"),
+        ("https://ci.example.org/hooks/abc", "https://ci.example.org/hooks<redacted>"),
+        ("https://example.org/in?a=1&token=abc&b=2", "https://example.org/in?a=1&token=<redacted>&b=2"),
+        ("https://a.blob.example/c?sv=1&sig=abc%3D&se=2", "https://a.blob.example/c?sv=1&sig=<redacted>&se=2"),
+        ("AccountName=n;AccountKey=abc==;E=f", "AccountName=n;AccountKey=<redacted>;E=f"),
+        ("Authorization: Bearer abcdef0123456", "Authorization: Bearer <redacted>"),
+        ("--with hf_" + "a1" * 12, "--with <redacted>"),
+    ],
+)
+def test_a_secret_inside_a_value_is_hidden_and_the_rest_is_not(value, expected):
+    assert (shown("NOTE", value), is_secret("NOTE", value)) == (expected, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PWD", "/work"), ("OLDPWD", "/"), ("PGPASSFILE", "/etc/pgpass"), ("SSH_AUTH_SOCK", "/tmp/agent"),
+        ("XAUTHORITY", "/tmp/x"), ("GIT_AUTHOR_NAME", "Ada"), ("NCCL_IB_HCA", "=mlx5_0:1,mlx5_1:1"),
+        ("NCCL_SOCKET_IFNAME", "eth0"), ("TOKENIZERS_PARALLELISM", "false"), ("http_proxy", "http://proxy:8080/x"),
+        ("INDEX", "https://pypi.example/simple?format=x"), ("PYTHONPATH", "/a/webhooks/b:/c@d"),
+        ("STORE", "tcp://[fe80::1]:29500"), ("NOTE", "sweep.backward=key_value"), ("DATA", "file:///a@b/c"),
+        ("REPOSITORY", "git@example.org:a/b.git"),
+    ],
+)  # fmt: skip
+def test_what_operators_need_is_not_hidden(name, value):
+    assert (shown(name, value), is_secret(name, value)) == (value, False)
 
 
 def test_what_replaces_a_secret_does_not_tell_it():

@@ -300,6 +300,19 @@ def test_an_archive_of_too_many_files_is_refused(
     assert (code, "holds more than 3 files" in text) == (2, True), text
 
 
+@pytest.mark.parametrize("option", [[], ["--reference"]])
+@pytest.mark.parametrize("name", ["pipe", "/dev/zero", "gone", "x" * 5000])
+def test_what_is_no_file_is_no_archive(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, option: list[str]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    arguments = [str(run), *option] if option else []
+    assert main(["verify", *arguments, str(tmp_path / name)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert len(said) < 1000
+
+
 @pytest.mark.parametrize("cut", [0, 10, 1000, -1])
 def test_half_an_archive_is_not_readable(
     packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], cut: int

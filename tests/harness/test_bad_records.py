@@ -3,15 +3,19 @@
 import copy
 import json
 import os
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.plain_json import to_json
 from harness.cli import main
 from harness.machine.this_machine import Machine
 from harness.plan.matrix import plan
-from harness.records.record import write_record
+from harness.records.record import read_record, write_record
+from harness.report.results import row_of
 from harness.run.directory import RunDirectory
 from harness.spec.experiment import load_experiment
 from tests.harness import synthetic_records
@@ -32,6 +36,12 @@ def deep(levels: int) -> Any:
     for _ in range(levels):
         value = [value]
     return value
+
+
+def traced(**wrong: Any) -> tuple[str, Any]:
+    """The extras of a profiled trial with a value that no trace has."""
+    profile = {"of": "measured_step", "on": "gpu", "rank": 0, "span_seconds": 0.1, "seconds": {"lm_head": 0.1}}
+    return "measurement.extra", {"profile": profile | wrong}
 
 
 # Dotted key of a record, and a value that no trial leaves there.
@@ -68,6 +78,28 @@ DAMAGE: dict[str, tuple[str, Any]] = {
     "no settings": ("settings", MISSING),
     "no measurement of an ok trial": ("measurement", None),
     "no steps": ("measurement.step_seconds", MISSING),
+    "seconds beyond all years": ("measurement.step_seconds", [1e308]),
+    "an extra number for a system": ("measurement.extra", {"upstream": 3}),
+    "a system's builds as a list": ("measurement.extra", {"upstream": {"release": "x 1", "builds": ["x"]}}),
+    "a system's number in words": ("measurement.extra", {"upstream": {"printed": {"tflops": "x"}}}),
+    "a trace as text": ("measurement.extra", {"profile": "x"}),
+    "a trace in words": traced(seconds={"lm_head": "x"}),
+    "a trace of a list": traced(of=["x"]),
+    "a trace of nothing": traced(of=None),
+    "a trace beyond all years": traced(span_seconds=1e308),
+    "a trace below zero": traced(seconds={"lm_head": -0.1}),
+    "an error of a list": ("measurement.extra", {"error": {"dq": [None]}}),
+    "an error as a number": ("measurement.extra", {"error": 0.1}),
+    "an error in words under its column's name": ("measurement.extra", {"error.dq": "x"}),
+    "a place without its error": ("measurement.extra", {"error_at": {"dq": {"rank": 0}}}),
+    "a place in words": ("measurement.extra", {"error_at": {"dq": {"rank": "0", "error": 0.1}}}),
+    "a check of no number": ("measurement.extra", {"checked": {"tokens": "all"}}),
+    "bytes of fractions": ("measurement.extra", {"computed_sent_bytes": [0.5]}),
+    "a speed of a link in words": ("measurement.extra", {"link_gib_per_second": {"before": "fast"}}),
+    "GEMMs of a list": ("measurement.extra", {"gemm_tflops": {"query": [700.0]}}),
+    "a time of GEMMs as a number": ("measurement.extra", {"gemm": {"started_at": 7}}),
+    "repeated allocations as a number": ("measurement.extra", {"allocation_retries": 3}),
+    "memory in words": ("measurement.extra", {"held_gib": "little"}),
 }
 WHOLE = {
     "a list": "[]",
@@ -123,6 +155,74 @@ def test_no_reader_meets_a_traceback(kind, finished, capsys):
     assert (str(path) in capsys.readouterr().err) == ("mask" not in kind)
     assert main(["logs", str(path.parent)]) == 2  # there are none, and it says so
     assert path.exists()
+
+
+PUBLISHED = Path(__file__).parents[2] / "results" / "published"
+WRONG: tuple[Any, ...] = (None, True, -1, 0, 3, 1e308, "", "x", [], ["x"], [None], {}, {"a": 1}, 10**30)
+
+
+def entries(value: Any, owners: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path to every value inside this one."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*owners, key)
+        yield from entries(item, (*owners, key))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        "h200x4/lm_head",
+        "h200x4/million_tokens",
+        "h200x1/one_gpu_systems",
+        "h200x2/two_nodes_systems",
+        "cpu/attention_masks",
+    ],
+)
+def test_no_damage_to_the_extras_of_a_published_record_ends_in_a_traceback(run, tmp_path, capsys):
+    draw = random.Random(run)
+    paths = sorted((PUBLISHED / run).glob("trials/*/record.json"))
+    told = 0
+    for number in range(6):
+        copy_ = tmp_path / str(number)
+        for path in draw.sample(paths, min(3, len(paths))):
+            content = json.loads(path.read_text())
+            victim = copy_ / "trials" / path.parent.name / path.name
+            victim.parent.mkdir(parents=True)
+            victim.write_text(json.dumps(content))
+        extra = (content.get("measurement") or {}).get("extra") or {"error": {"dq": 0.1}}
+        *owners, key = draw.choice(sorted(entries(extra), key=str))
+        place = extra
+        for owner in owners:
+            place = place[owner]
+        place[key] = draw.choice(WRONG)
+        if content["measurement"]:
+            content["measurement"]["extra"] = extra
+        victim.write_text(json.dumps(content))
+        for command in ("report", "verify", "compare", "status"):
+            arguments = [command, str(copy_), *(["--format", "csv,md"] if command == "report" else [])]
+            assert main(arguments) in (0, 1, 2), (owners, key, place[key])
+        told += str(victim) in capsys.readouterr().err
+    assert told >= 2  # the others are a value that a trial may leave, or one of a system's own
+
+
+def test_every_published_record_is_read_and_written_without_a_loss():
+    paths = sorted(PUBLISHED.glob("**/record.json"))
+    assert len(paths) > 500
+    for path in paths:
+        written = json.loads(path.read_text()).get("measurement")
+        if written is not None:
+            read = read_record(path).measurement
+            assert json.dumps(to_json(read)["extra"]) == json.dumps(written["extra"]), path
+
+
+def test_extras_of_a_method_of_ones_own_are_kept_as_they_are(tmp_path):
+    own = {"my_ring": {"rounds": [1, 2], "note": "x"}, "my_share": 0.5}
+    trial = synthetic_records.record()
+    trial.measurement.extra.update(own)
+    write_record(tmp_path, trial)
+    found = read_record(tmp_path / "record.json")
+    assert found.measurement.extra == trial.measurement.extra
+    assert {"extra_my_ring.rounds": "[1, 2]", "extra_my_share": 0.5}.items() <= row_of(found).items()
 
 
 @pytest.mark.parametrize("command", [["report", "run"], ["status", "run"]])

@@ -58,8 +58,8 @@ def test_products_count_by_the_time_they_take() -> None:
     "broken",
     [
         None,
-        [],
-        {"query": 3},
+        {},
+        {"query": {}},
         all_at(600.0) | {"down": {"forward": 600.0}},
         all_at(600.0) | {"out": dict.fromkeys(DIRECTIONS, 0)},
     ],

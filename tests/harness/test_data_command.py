@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,14 @@ def test_texts_become_one_store_in_their_order(here: Path, capsys: pytest.Captur
         ),
         (["a.txt", "--out", "folder"], "folder exists and is no token store; give --out a path that does not exist"),
         (["a.txt", "--out", "a.txt/store"], "a.txt is a file; give --out a directory"),
+        (["x" * 5000], "data 'xxx"),
+        (["a.txt", "--out", "x" * 5000], "no file can have so long a name"),
+        (["a.txt", "--out", "/proc/x"], "/proc"),
+        (["a.txt", "--tokenizer", "x" * 5000], "tokenizer 'xxx"),
+        (["a.txt", "--tokenizer", "/dev/zero"], "tokenizer '/dev/zero' cannot be read (it is no regular file)"),
+        (["a.txt", "--tokenizer", "pipe"], "tokenizer 'pipe' cannot be read (it is no regular file)"),
+        (["a.txt", "--tokenizer", "large.json"], "tokenizer 'large.json' cannot be read (it is larger than 256 MiB)"),
+        (["pipe"], "data 'pipe' is no file; give python_docs or the path of a UTF-8 text file"),
     ],
 )
 def test_what_cannot_be_built_is_one_sentence_and_leaves_nothing(here, capsys, arguments, words) -> None:
@@ -60,6 +69,9 @@ def test_what_cannot_be_built_is_one_sentence_and_leaves_nothing(here, capsys, a
     Path("my.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     Path("my.txt.gz").write_bytes(gzip.compress(b"a text"))
     Path("folder").mkdir()
+    os.mkfifo("pipe")
+    with open("large.json", "wb") as file:
+        file.truncate((256 << 20) + 1)
     before = sorted(here.rglob("*"))
     assert main(["data", "--out", "store", "--validation", "0.2", *arguments]) == 2
     said = capsys.readouterr()

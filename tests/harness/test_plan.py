@@ -98,6 +98,14 @@ def test_a_trial_keeps_the_id_it_had_before_settings_were_added() -> None:
     assert (ids[0], len(set(ids))) == ("train-burst-s64-cp1-56cca729", 2)
 
 
+def test_more_ranks_than_tokens_are_refused_with_checkpointed_products(tmp_path: Path) -> None:
+    machine = replace(NODE, gpu_count=8192)
+    settings = ("fixed.checkpoint.mlp=0.5", "fixed.method=burst", "fixed.cp_size=4096")
+    trials = _plan(tmp_path, *settings, machine=machine)
+    assert all("4096" in str(trial.unsupported_reason) for trial in trials)
+    assert [row["cp_size"] for row in plan_table(trials)] == [4096]
+
+
 def test_equal_settings_are_one_trial(tmp_path: Path) -> None:
     assert len(_plan(tmp_path, "sweep.cp_size=[1, 2, 1]")) == 4
     assert len(_plan(tmp_path, "sweep.world_size=[0, 2]", "fixed.cp_size=2")) == 2  # 0 stands for cp_size x tp_size

@@ -251,6 +251,7 @@ def test_an_alias_is_refused_before_it_can_grow(tmp_path: Path) -> None:
         (b"title: \x00\n", "not readable as YAML"),
         (b"title: a\n---\ntitle: b\n", "not readable as YAML"),
         (b"title: " + b"[" * 5000, "nested too deeply"),
+        *((b"fixed: {mask: " + b"{a: " * n + b"x" + b"}" * n + b"}", ":1: nested too deeply") for n in (30, 400)),
         (b"seeds: " + b"9" * 5000, "'99999999999999999999' is not a usable number"),
     ],
 )
@@ -302,6 +303,11 @@ def test_a_bad_override_is_quoted_in_its_error(tmp_path: Path, override: str, me
         _load(tmp_path, BASE, None, override)
     assert f"--set {override}" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_path_of_thousands_of_levels_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^--set fixed\.\.\.: its path has 3001 levels; expected at most 20$"):
+        _load(tmp_path, BASE, None, "fixed" + ".a" * 3000 + "=1")
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -104,7 +104,7 @@ RECORDS: dict[str, tuple[Callable[[Any], Any], str]] = {
         "the sum of its categories",
     ),
     "half a trace": (
-        lambda one: one["measurement"]["extra"].update(profile={"span_seconds": 2.0}), "no report can be made"),
+        lambda one: one["measurement"]["extra"].update(profile={"span_seconds": 2.0}), "extra.profile.of is missing"),
     "a key": (lambda one: one.update(colour="red"), "'colour' is unknown"),
     "a type": (lambda one: one.update(wall_seconds="long"), "wall_seconds"),
     "a world": (lambda one: one["settings"].update(cp_size=2), "a multiple of cp_size x tp_size"),

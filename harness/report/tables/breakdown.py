@@ -31,12 +31,12 @@ _STEPS = {"extra_step": "one more", "measured_step": "the measured one"}
 
 def breakdown_table(rows: Sequence[Row]) -> Table | None:
     """A line per profiled trial; categories in which no trial spent any time have no column. None without a profile."""
-    if not any(row.get(f"{_PROFILE}span_seconds") is not None for row in rows):
+    if not any(row.get(f"{_PROFILE}span_seconds") for row in rows):
         return None
     lines = [
         (row, placed)
         for row, *placed in zip(rows, models_of(rows), masks_of(rows), series_names(rows), strict=True)
-        if row.get(f"{_PROFILE}span_seconds") is not None
+        if row.get(f"{_PROFILE}span_seconds")
     ]
     met = [name for name in HEADERS if any(row.get(f"{_PROFILE}seconds.{name}") for row, _ in lines)]
     columns = (
@@ -77,10 +77,10 @@ def _line(row: Row, placed: Sequence[str | None], met: Sequence[str]) -> tuple[o
         panel_name(panel_of(row)),
         row["step_seconds_median"],
         _STEPS[row[f"{_PROFILE}of"]],
-        row[f"{_PROFILE}rank"],
-        row[f"{_PROFILE}on"],
+        row.get(f"{_PROFILE}rank"),
+        row.get(f"{_PROFILE}on"),
         span,
-        *(row[f"{_PROFILE}seconds.{category}"] / span for category in met),
+        *(row.get(f"{_PROFILE}seconds.{category}", 0.0) / span for category in met),
     )
 
 

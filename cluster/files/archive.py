@@ -1,0 +1,130 @@
+"""Tar archives of unknown origin, unpacked member by member: nothing outside, bounded memory, bounded size.
+
+The standard library's `data` filter keeps files inside. It does not bound what the headers of a small compressed file
+grow to, how many of them follow each other, nor the maps of sparse files, which no archive of ours holds.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import shutil
+import tarfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Protocol
+
+from cluster.files.errors import UsageError, shown_value
+from cluster.files.filesystem import open_regular
+
+MAX_MEMBERS = 1_000_000
+MAX_LEVELS = 100  # of folders in each other
+_MAX_READ = 1 << 20  # bytes of one header with long names; data is read in smaller pieces
+_MAX_HEADERS = 8  # that describe one member: long names, extended attributes
+_COMPRESSED = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\x00", lzma.open))
+DAMAGED = (  # what the library raises for an archive that is not what its headers say
+    tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, ValueError, ArithmeticError, LookupError,
+    RecursionError,
+)  # fmt: skip
+
+
+class Source(Protocol):
+    """Bytes that are read forwards."""
+
+    def read(self, size: int, /) -> bytes: ...
+    def seek(self, offset: int, whence: int, /) -> int: ...
+    def tell(self) -> int: ...
+
+
+def unpack_tar(archive: Path, folder: Path, expected: str) -> None:
+    """Unpack a tar archive, compressed or not, into `folder`; no file of it comes to lie outside.
+
+    Raises UsageError, which says what to give (`expected`), for one that cannot be read, is damaged, cut off, or larger
+    than the room there is.
+    """
+    room = shutil.disk_usage(folder).free
+    try:
+        with open_regular(archive, "archive") as file:
+            for tar, member in members_of(_plain(file)):
+                room -= member.size
+                if room < 0:
+                    raise UsageError("it unpacks to more than the file system has room for")
+                tar.extract(member, folder, filter="data")
+    except tarfile.ReadError:  # whose text has a line for each way of packing that was tried
+        raise UsageError(f"{archive} cannot be unpacked: it is no whole tar archive; {expected}") from None
+    except DAMAGED as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        reason = "its links or headers lead to each other" if isinstance(error, RecursionError) else reason
+        raise UsageError(f"{archive} cannot be unpacked: {shown_value(reason)}; {expected}") from None
+
+
+def members_of(plain: Source) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+    """The members of a tar archive in their order, each with the archive, of which it is to be extracted at once.
+
+    Raises UsageError for a sparse file, headers or nesting without end and too many members; those of DAMAGED.
+    """
+
+    class Header(tarfile.TarInfo):
+        """Refuses what cannot be bounded before the library has read it whole."""
+
+        following = 0  # headers since the last member
+
+        @classmethod
+        def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Header:
+            Header.following += 1
+            if Header.following > _MAX_HEADERS:
+                raise UsageError(f"more than {_MAX_HEADERS} headers describe one file")
+            return super().frombuf(buf, encoding, errors)
+
+        def _refuse_sparse(self, *_: object) -> tarfile.TarInfo:
+            raise UsageError("it holds a sparse file")
+
+        # By the library's names: the old GNU format, and three forms inside extended headers.
+        _proc_sparse = _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_sparse
+
+    with tarfile.open(fileobj=_Bounded(plain), mode="r:", tarinfo=Header) as tar:
+        count = 0
+        while (member := tar.next()) is not None:
+            Header.following, count = 0, count + 1
+            if count > MAX_MEMBERS:
+                raise UsageError(f"it holds more than {MAX_MEMBERS:,} files")
+            if member.name.count("/") > MAX_LEVELS or member.linkname.count("/") > MAX_LEVELS:
+                raise UsageError(f"it holds folders in more than {MAX_LEVELS} levels")
+            tar.members.clear()  # type: ignore[attr-defined]  # the library would keep every header
+            yield tar, member
+
+
+def _plain(file: IO[bytes]) -> Source:
+    """What a compressed file holds, or the file itself."""
+    head = file.read(6)
+    file.seek(0)
+    for magic, opened in _COMPRESSED:
+        if head.startswith(magic):
+            return opened(file)
+    return file
+
+
+class _Bounded(io.RawIOBase):
+    """Refuses to read much at once, and to read on at the end: the library may try for ever."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._at_end = 0
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= _MAX_READ:
+            raise UsageError(f"one of its headers is larger than {_MAX_READ >> 20} MiB")
+        content = self._source.read(size)
+        self._at_end = 0 if content or not size else self._at_end + 1
+        if self._at_end > 2:
+            raise EOFError("it is cut off")
+        return content
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._source.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._source.tell()
