@@ -7,14 +7,14 @@ Another predictor takes its place by setting PREDICTOR: a name and one function 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from baselines.paper_cluster import GPUS_PER_NODE
 from engine.settings import TrialSettings
-from harness.machine.this_machine import Machine, imagined_nodes
 from harness.metrics.flops import counted_flops, tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
-from harness.plan.forecast import forecast
+from harness.plan.forecast import forecast, machine_of
 from harness.plan.matrix import plan
 from harness.plan.predict import Prediction
 from harness.predict.speeds import assumed
@@ -45,7 +45,7 @@ class Simulated:
     name = "the schedule simulated; memory as published systems hold it, where their software was fitted, or the engine"
 
     def predict(self, settings: TrialSettings, hardware: Hardware) -> Prediction:
-        found = forecast(settings, hardware, gpus_per_node=GPUS_PER_NODE)
+        found = forecast(settings, hardware)
         gib = found.gpu_gib
         if settings.settings == "as_published" and found.system_gib is not None:
             gib = found.system_gib
@@ -56,24 +56,17 @@ class Simulated:
 PREDICTOR: Predictor = Simulated()
 
 
-def cluster_of(hardware: Hardware, ranks: int) -> Machine:
-    """Nodes of eight such GPUs, as many as the ranks need; one node for up to eight."""
-    return imagined_nodes(hardware.gpu_names[0], hardware.memory_gib, ranks=ranks, ranks_per_node=GPUS_PER_NODE)
-
-
 def trials_of(figure: PaperFigure, scale: str, hardware: Hardware) -> list[Trial]:
     """The trials of a scale on nodes of eight such GPUs. Raises UsageError for a scale that the file has not."""
-    experiment = load_experiment(figure.experiment, scale)
-    sizes = [experiment.fixed.get("world_size", 0), *experiment.sweep.get("world_size", ()),
-             experiment.fixed.get("cp_size", 1), *experiment.sweep.get("cp_size", ())]  # fmt: skip
-    return list(plan(experiment, cluster_of(hardware, max(sizes)), hardware=hardware))
+    hardware = replace(hardware, gpus_per_node=GPUS_PER_NODE)
+    return list(plan(load_experiment(figure.experiment, scale), machine_of(hardware), hardware=hardware))
 
 
 def predicted_entries(
     figure: PaperFigure, scale: str, hardware: Hardware, predictor: Predictor | None = None
 ) -> list[Entry]:
     """A point for each trial of the scale that can run and of which something is predicted that the figure shows."""
-    predictor = predictor or PREDICTOR
+    predictor, hardware = predictor or PREDICTOR, replace(hardware, gpus_per_node=GPUS_PER_NODE)
     entries = []
     for trial in trials_of(figure, scale, hardware):
         if trial.unsupported_reason is None and (

@@ -28,7 +28,7 @@ from harness.predict.attention import within_a_node
 from harness.predict.exchanges import exchange_of
 from harness.predict.schedules.choice import choices
 from harness.predict.schedules.fit import GUESSES, estimated, fitted_model
-from harness.predict.schedules.measured import PUBLISHED, MeasuredCall, measured_calls
+from harness.predict.schedules.measured import MeasuredCall, measured_calls
 from harness.predict.schedules.table import (
     CHOICES,
     CONSTANTS,
@@ -165,7 +165,7 @@ def test_a_choice_is_judged_by_the_calls_of_one_run(calls: list[MeasuredCall]) -
 
 def drawn_trials(count: int) -> Iterator[tuple[TrialSettings, int]]:
     """Trials of burst, and their ranks of a node, as a user may ask for them."""
-    draw = random.Random(29)  # noqa: S311 - no secret
+    draw = random.Random(29)
     while count:
         nodes, kv_heads = draw.choice((1, 1, 2, 4)), draw.choice((1, 2, 4, 8, 16, 32, 40))
         heads = kv_heads * draw.choice((1, 1, 2, 4, 8))
