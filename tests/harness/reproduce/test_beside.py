@@ -63,7 +63,7 @@ def test_the_verdict_follows_the_distance_on_the_same_set_up_and_gpu() -> None:
     assert "1 of 2 measured within 10%" in why, "the speed is close, the synthetic memory is not"
     assert verdict(beside(E2E, [run_of(far)]))[0] == "not"
     assert verdict(beside(E2E, [run_of(trial(H200, seconds_for(118.0)))]))[0] == "not comparable"
-    assert verdict(beside(E2E, []))[0] == "not"
+    assert verdict(beside(E2E, [])) == ("not run", "no record of ours yet")
 
 
 def test_a_ratio_stands_only_where_the_gpu_is_the_same() -> None:
@@ -86,6 +86,28 @@ def test_a_trial_that_auto_solved_by_exchanging_heads_is_no_point_of_the_ring() 
     assert entry.series == "burst (auto: ulysses, copy engine)"
     ring = replace(one, measurement=replace(one.measurement, chosen={"schedule": "ring", "exchange": "relay"}))
     assert [entry.series for entry in beside(E2E, [run_of(ring)]).measured] == ["Burst-Ring"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"gpu": "cpu"}, {"gpu": None}, {"model": read_model(Node("tiny", "here"), Path())}]
+)
+def test_a_smoke_run_is_no_point_of_a_figure(changes: dict) -> None:
+    """On a CPU, or with the small model on a GPU: beside a trial that is one."""
+    smoke, whole = trial(**{"gpu": A800, "seconds": 1.0} | changes), trial(H200, seconds_for(500.0))
+    found = beside(E2E, [run_of(smoke, whole)])
+    assert [entry.hardware for entry in found.measured] == [H200]
+    assert (found.smoke, verdict(found)[0]) == (1, "not comparable")
+    alone = beside(E2E, [run_of(smoke)])
+    assert not alone.measured
+    assert verdict(alone)[0] == "not run"
+
+
+def test_the_labels_that_the_sheet_of_sparse_attention_swaps_are_swapped_back_with_a_note() -> None:
+    """393.44 is the causal row of the scaling table, so it is the balanced one."""
+    found = {entry.series: entry for entry in published_entries(paper_figures()["sparse"])}
+    assert found["Causal w. workload balance"].values == {SPEED: 393.44}
+    assert found["Mask impl"].values == {SPEED: 227.58}
+    assert all("swapped back" in found[name].note for name in ("Causal w. workload balance", "Mask impl"))
 
 
 def test_trials_of_another_experiment_are_no_part_of_a_figure() -> None:
@@ -228,4 +250,4 @@ def test_the_list_has_a_line_for_every_figure() -> None:
     assert [row[0] for row in table.rows] == list(paper_figures())
     verdicts = {row[0]: row[-2] for row in table.rows}
     assert verdicts["attention_share_analytic"] == "reproduced"
-    assert verdicts["e2e_main"] == "not"
+    assert verdicts["e2e_main"] == "not run"
