@@ -215,7 +215,7 @@ def _row(trial: Trial, found: Forecast) -> dict[str, Any]:
     from harness.plan.predict import memory_by_moment
 
     settings, time = found.settings, found.time
-    row = {
+    row: dict[str, Any] = {
         "trial_id": trial.id, "method": settings.method, "model": settings.model.name,
         "seq_len": None if _no_length(found) else settings.seq_len,
         "cp_size": settings.cp_size, "world_size": settings.world_size, "nodes": found.nodes,

@@ -40,6 +40,7 @@ class Evidence:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     records: Sequence[Path] = ()
     row: Row | None = None  # the trial that a verdict from records rests on
+    tokens: int | None = None  # claimed, where the claim's number is a length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +149,8 @@ def longest(claimed: Claimed, rows: Rows) -> Evidence:
     numbers = {**about(row), "tokens": row["seq_len"], "mask": row["mask"]}
     whole = row["seq_len"] >= wanted and row["mask"] == "causal"
     verdict: Verdict = "reproduced" if whole else "partly"
-    return Evidence(verdict=verdict, numbers=numbers, records=records_of(rows, [row]), row=row)
+    records = records_of(rows, [row])
+    return Evidence(verdict=verdict, numbers=numbers, records=records, row=row, tokens=int(wanted))
 
 
 def scaling(claimed: Claimed, rows: Rows) -> Evidence:
@@ -259,8 +261,7 @@ def too_far(evidence: Evidence, claimed: Claimed, factors: Mapping[str, float]) 
     row = evidence.row
     if row is None:
         return ""
-    length = claimed.seq_len or (int(claimed.value) if (claimed.value or 0) > 1 << 17 else 1 << 20)
-    gpus = claimed.gpus or 32
+    length, gpus = evidence.tokens or claimed.seq_len or 1 << 20, claimed.gpus or 32
     short = []
     if row["seq_len"] * factors["seq_len"] < length:
         short.append(f"{format_length(row['seq_len'])} tokens for {format_length(length)}")

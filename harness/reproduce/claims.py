@@ -31,9 +31,11 @@ from harness.reproduce.checks import (
 from harness.reproduce.figures import described, plain
 from harness.reproduce.published import ARTIFACT, MEMORY, SPEED, only, published_rows
 from harness.spec.references import PAPER_DIR
+from harness.spec.schema import check_keys, convert
 
 CLAIMS_FILE = "claims.yaml"
 ALL_CHECKS = {**CHECKS, **PARTS}
+FACTORS = ("seq_len", "model", "gpus")  # of `partly_within`
 CUMULATIVE = "Burst-Baseline w. bwd_opt & double & sl_loss"  # row of the ablation before its last step
 
 
@@ -104,8 +106,17 @@ def read_claims(path: Path) -> Claims:
         claims=found,
         words={check: plain(node) for check, node in words.items()},
         statements={name: plain(node) for name, node in statements.items()},
-        partly_within={key: float(node.value) for key, node in root["partly_within"].mapping("partly_within").items()},
+        partly_within=_factors(root["partly_within"]),
     )
+
+
+def _factors(node: Node) -> dict[str, float]:
+    entries = node.mapping("partly_within")
+    check_keys(entries, FACTORS, "partly_within")
+    found = {name: convert(each, float, name) for name, each in entries.items()}
+    if len(found) < len(FACTORS) or min(found.values()) < 1:
+        raise UsageError(f"{node.place}: partly_within needs a factor of at least 1 for each of {', '.join(FACTORS)}")
+    return found
 
 
 def _known(name: str, known: Sequence[str] | Mapping[str, Any], node: Node, what: str) -> None:

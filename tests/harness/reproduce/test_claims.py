@@ -162,6 +162,8 @@ def test_the_statements_are_computed_from_the_published_numbers() -> None:
         ("check: longest", "check: longets", r"unknown check longets; did you mean longest\?"),
         ('    partly: "burst is', '    partyl: "burst is', r"unknown verdict partyl; did you mean partly\?"),
         ("    said_in: abstract", "    said: abstract", r"claim speedup: .*said"),
+        ("seq_len: 8, model: 4", "seq_len: 8, modle: 4", r"unknown key modle in partly_within"),
+        ("seq_len: 8, model: 4", "seq_len: 8", r"partly_within needs a factor of at least 1 for each of seq_len"),
     ],
 )
 def test_a_wrong_file_of_claims_gives_one_sentence_with_its_line(tmp_path, old, new, message) -> None:
