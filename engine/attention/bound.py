@@ -9,6 +9,7 @@ from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import tail_cut
 from engine.attention.masks import kept_share, parse_mask
 from engine.attention.planning.comm_volume import Sent
+from engine.attention.planning.workload import recomputes_attention
 from engine.attention.prepared import PreparedAttention, prepare_attention
 from engine.settings import TrialSettings
 
@@ -35,12 +36,17 @@ class BoundAttention:
         by_hand = settings.grad_comm_dtype
         self._grad_comm_dtype = grad_comm_dtype if by_hand == "auto" else by_hand
         self._mask = parse_mask(settings.mask)
-        self._recompute = settings.task == "train" and settings.checkpoint.reuses_attention(settings.model.layers)
+        self._recompute = recomputes_attention(settings)
         self._prepared: dict[object, PreparedAttention] = {}
 
     def __call__(
         self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None
     ) -> tuple[Tensor, Tensor]:
+        out_BLND, lse_BNL = self.prepared(q_BLND, k_BLKD)(q_BLND, k_BLKD, v_BLKD, saved=saved)
+        return out_BLND, lse_BNL
+
+    def prepared(self, q_BLND: Tensor, k_BLKD: Tensor) -> PreparedAttention:
+        """Attention for tensors like these, with every choice made; their values are not read."""
         key = (q_BLND.shape, k_BLKD.shape, q_BLND.dtype, q_BLND.device)
         if key not in self._prepared:
             self._prepared[key] = prepare_attention(
@@ -61,8 +67,7 @@ class BoundAttention:
                 forward_streams=self._forward_streams,
                 captured=self._settings.cuda_graph == "pass",
             )
-        out_BLND, lse_BNL = self._prepared[key](q_BLND, k_BLKD, v_BLKD, saved=saved)
-        return out_BLND, lse_BNL
+        return self._prepared[key]
 
     def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> SavedOutput | None:
         return save_suffix(out_BLND, lse_BNL, self._cp, tail)

@@ -29,11 +29,9 @@ from engine.attention.planning.cost_model import (
     BACKWARD_SIDES,
     ULYSSES_SCHEDULES,
     HardwareModel,
-    choose_num_head_chunks,
-    choose_schedule,
+    asks_for_link,
+    chosen_schedule,
     model_chooses,
-    ring_by_name,
-    schedule_unsupported_reason,
 )
 from engine.attention.planning.pair_table import pair_table
 from engine.attention.planning.workload import workload_of
@@ -128,36 +126,33 @@ def plan_attention(
         kv_heads=kv_heads,
         head_dim=head_dim,
         input_bytes=q_BLND.itemsize,
-        gradient_bytes=q_BLND.itemsize if narrow else max(4, q_BLND.itemsize),
+        grad_comm_dtype=grad_comm_dtype,
         recompute=recompute,
         counts_traffic=estimated,
     )
     # Asking for the link may mean measuring it: only where the model has something to decide, and never where a run
     # must repeat bit for bit: another measurement could lead to another schedule, which sums in another order.
-    open_chunks = q_BLND.is_cuda and schedule in ULYSSES_SCHEDULES and num_head_chunks is None
-    link = cp.link(q_BLND.device, fixed=deterministic) if estimated or open_chunks else None
+    asks = q_BLND.is_cuda and asks_for_link(schedule, backward, exchange, num_head_chunks)
+    link = cp.link(q_BLND.device, fixed=deterministic) if asks else None
     hardware = HardwareModel() if link is None else HardwareModel(across_gib=link.gib)
-    estimate = None
-    if schedule == "auto":
-        # The estimate's speeds are a GPU's; elsewhere, and where a ring's own switches are set, the schedule is a ring.
-        if estimated:
-            estimate = choose_schedule(workload, cp.layout.name, hardware, num_head_chunks)
-        schedule = estimate.best if estimate else ring_by_name(workload.nodes)
-    unsupported_reason = schedule_unsupported_reason(schedule, workload, cp.layout.name)
-    if unsupported_reason:
-        raise ValueError(unsupported_reason)
-
+    schedule, chunks, estimate = chosen_schedule(
+        workload,
+        cp.layout.name,
+        hardware,
+        schedule=schedule,
+        backward=backward,
+        exchange=exchange,
+        num_head_chunks=num_head_chunks,
+        on_gpu=q_BLND.is_cuda,
+    )
     _check_between_nodes(cp, schedule)
     gathers = schedule == ALL_GATHER and cp.size > 1
     if schedule == ALL_GATHER and not gathers:
         schedule = "ring"  # of one rank
-    inner, shared_by, chunks = cp, 1, 1
+    inner, shared_by = cp, 1
     if schedule in ULYSSES_SCHEDULES:
         all_to_all, members, inner = cp.all_to_all(schedule, exchange, q_BLND.device)
         shared_by = len(members)
-        # The speeds that make chunks worth their launches are a GPU's too.
-        resolved_chunks = choose_num_head_chunks(schedule, workload, hardware) if q_BLND.is_cuda else 1
-        chunks = resolved_chunks if num_head_chunks is None else num_head_chunks
         if chunks < 1 or kv_heads // shared_by % chunks:
             raise ValueError(
                 f"num_head_chunks {chunks} does not divide the {kv_heads // shared_by} KV heads of a rank under "

@@ -10,10 +10,11 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from cluster.files.errors import counted, shown
+from cluster.files.errors import counted, shown, shown_value
 from harness.base.errors import UsageError
 from harness.commands import add_cluster_arguments
-from harness.spec.experiment import add_experiment_arguments, chosen_experiment
+from harness.commands.predict import add_question_arguments, asks_question, hardware_asked, question
+from harness.spec.experiment import Experiment, add_experiment_arguments, chosen_experiment
 from harness.spec.repetition import Repetition
 from harness.spec.search import Search
 
@@ -26,7 +27,8 @@ class Plan:
     forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        add_experiment_arguments(parser)
+        add_experiment_arguments(parser, may_lack=True)
+        add_question_arguments(parser)
         add_cluster_arguments(
             parser,
             nodes_help="inventory or list of hosts, or slurm for the Slurm job around: plan for those of them that "
@@ -34,19 +36,20 @@ class Plan:
         )
         parser.add_argument(
             "--hardware", metavar="NAME",
-            help="plan for one host with as many of these GPUs as a trial needs (a file of experiments/hardware/, such "
-            "as h200, or a path of one that `burst calibrate` wrote) and predict step time and memory",
+            help="plan for nodes of these GPUs, as many as a trial needs (a file of experiments/hardware/, such as "
+            "h200, or a path of one that `burst calibrate` wrote) and predict step time and memory",
         )  # fmt: skip
         parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from harness.machine.this_machine import discover, imagined
-        from harness.metrics.hardware import hardware_for, hardware_named
+        from harness.machine.this_machine import discover
+        from harness.metrics.hardware import hardware_for
+        from harness.plan.forecast import machine_of
         from harness.plan.matrix import nothing_can_run, plan, plan_table
         from harness.records.forecasts import records_with_plan
 
-        experiment = chosen_experiment(arguments)
-        named = None if arguments.hardware is None else hardware_named(arguments.hardware)
+        experiment = _asked(arguments)
+        named = None if arguments.hardware is None else hardware_asked(arguments)
         if arguments.nodes and arguments.hardware is not None:
             raise UsageError("--nodes and --hardware both name the machine to plan for; give one of them")
         if arguments.nodes:
@@ -55,7 +58,7 @@ class Plan:
             machine = planned_machine(arguments, _say)
             where = f"the nodes ({machine.nodes} x {machine.node_ranks} ranks)"
         elif named is not None:
-            machine, where = imagined(named.gpu_names[0], named.memory_gib), f"GPUs of kind {named.title}"
+            machine, where = machine_of(named), f"GPUs of kind {named.title}"
         else:
             machine, where = discover(), "this machine"
         hardware = named or hardware_for(machine.gpu_name)
@@ -83,6 +86,24 @@ class Plan:
         if problem := nothing_can_run(trials):
             raise UsageError(problem)
         return 0
+
+
+def _asked(arguments: argparse.Namespace) -> Experiment:
+    """The experiment of the file, or of the options that stand for one. Raises UsageError."""
+    if arguments.gpus_per_node is not None and arguments.hardware is None:
+        raise UsageError("--gpus-per-node belongs to --hardware; name the GPUs to plan for")
+    if arguments.experiment is None:
+        if not asks_question(arguments):
+            raise UsageError("give an experiment file, or --model, --seq-len and --gpus")
+        if arguments.scale is not None:
+            raise UsageError("--scale belongs to an experiment file; name one")
+        return question(arguments)
+    if asks_question(arguments):
+        raise UsageError(
+            f"{shown_value(str(arguments.experiment))} says what to plan, so --model, --method, --seq-len, --gpus and "
+            "--task have no meaning beside it; use --set, such as --set model=7b"
+        )
+    return chosen_experiment(arguments)
 
 
 def _runs(row: dict[str, Any]) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from engine.settings import TrialSettings
     from harness.metrics.hardware import Hardware
     from harness.plan.forecast import Forecast
+    from harness.spec.experiment import Experiment
+    from harness.spec.trial import Trial
 
 _MOST = 1000  # combinations that are printed
 
@@ -29,17 +33,10 @@ class Predict:
             "--hardware", required=True, metavar="NAME",
             help="a file of experiments/hardware/, such as a800, or a path of one that `burst calibrate` wrote",
         )  # fmt: skip
-        parser.add_argument("--model", default="7b", metavar="LIST", help="models (default: 7b)")
-        parser.add_argument("--method", default="burst", metavar="LIST", help="methods (default: burst)")
-        parser.add_argument("--seq-len", default="1M", metavar="LIST", help="tokens of a sequence (default: 1M)")
-        parser.add_argument("--cp-size", default="8", metavar="LIST", help="context-parallel sizes (default: 8)")
+        add_question_arguments(parser)
         parser.add_argument(
-            "--gpus-per-node", type=int, metavar="N", help="ranks of a node (default: the hardware file's)"
-        )
-        parser.add_argument("--task", choices=("train", "attention"), default="train", help="(default: train)")
-        parser.add_argument(
-            "--set", action="append", default=[], metavar="NAME=VALUE",
-            help="another setting of all trials, such as checkpoint.tail=0.5 or checkpoint=auto; may be repeated",
+            "--set", action="append", default=[], metavar="NAME=VALUE", dest="overrides",
+            help="another setting of all trials, such as checkpoint.tail=0.5 or settings=as_published; may be repeated",
         )  # fmt: skip
         parser.add_argument(
             "--longest", action="store_true",
@@ -52,28 +49,28 @@ class Predict:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from harness.base.lengths import format_length
-        from harness.metrics.hardware import hardware_named
-        from harness.plan.forecast import forecast, longest, planned_on
+        from harness.commands.plan import origin_lines
+        from harness.plan.forecast import forecast, longest, machine_of
+        from harness.plan.matrix import at_length, plan, plan_table
         from harness.predict.speeds import assumed
 
-        hardware = hardware_named(arguments.hardware)
         if arguments.experiment is not None:
             raise UsageError(
                 f"burst predict takes settings and no file, and {shown_value(arguments.experiment)} was given; "
                 "for the trials of an experiment use burst plan FILE --hardware NAME"
             )
-        if arguments.gpus_per_node is not None and arguments.gpus_per_node < 1:
-            raise UsageError(f"--gpus-per-node is {arguments.gpus_per_node}; give a number of at least 1")
-        found: list[Forecast] = []
-        for settings in _combinations(arguments):
+        hardware = hardware_asked(arguments)
+        trials, found = [], []
+        for trial in plan(question(arguments), machine_of(hardware), hardware=hardware):
             if arguments.longest:
-                held = longest(settings, hardware, gpus_per_node=arguments.gpus_per_node)
+                held = longest(trial.settings, hardware)
                 if held is None:
-                    found.append(_without_length(settings, hardware))
+                    trials.append(trial)
+                    found.append(_without_length(trial.settings, hardware))
                     continue
-                settings = held
-            settings, plan = planned_on(settings, hardware, gpus_per_node=arguments.gpus_per_node)
-            found.append(forecast(settings, hardware, gpus_per_node=arguments.gpus_per_node, plan=plan))
+                trial = at_length(trial, held.seq_len, machine_of(hardware), [], hardware)
+            trials.append(trial)
+            found.append(forecast(trial.settings, hardware, plan=trial.plan))
         if all(_no_length(each) for each in found):
             first = found[0]
             raise UsageError(
@@ -81,18 +78,95 @@ class Predict:
                 f"{hardware.title}: {first.reason}"
             )
         if arguments.json:
-            print(json.dumps([_row(each) for each in found], indent=1))
+            print(json.dumps([_row(*each) for each in zip(trials, found, strict=True)], indent=1))
             return 0
         _print(found, phases=arguments.phases or len(found) == 1)
-        for each in found:
+        for trial, each in zip(trials, found, strict=True):
+            name = f"{each.settings.method}, {format_length(each.settings.seq_len)}"
             if words := each.plan_words:
-                print(f"{each.settings.method}, {format_length(each.settings.seq_len)}: checkpoint auto: {words}")
+                print(f"{name}: checkpoint auto: {words}")
+            if trial.unsupported_reason and each.time is not None:
+                print(f"{name} cannot run: {trial.unsupported_reason}")
+        for line in origin_lines(plan_table(trials)):
+            print(line)
         if missing := assumed(hardware):
             print(
                 f"{hardware.title} has no measured {', '.join(missing)}: common values stand for them; "
                 "`burst calibrate` measures them"
             )
         return 0
+
+
+# Options that describe trials without a file, and their defaults.
+_DEFAULTS = {"model": "7b", "method": "burst", "seq_len": "1M", "cp_size": "8"}
+_OPTION = {"model": "--model", "method": "--method", "seq_len": "--seq-len", "cp_size": "--cp-size"}
+
+
+def add_question_arguments(parser: argparse.ArgumentParser) -> None:
+    """How `burst predict`, and `burst plan` without a file, take models, methods, lengths and numbers of GPUs."""
+    parser.add_argument("--model", metavar="LIST", help="models (default: 7b)")
+    parser.add_argument("--method", metavar="LIST", help="methods (default: burst)")
+    parser.add_argument("--seq-len", metavar="LIST", help="tokens of a sequence (default: 1M)")
+    parser.add_argument(
+        "--gpus", "--cp-size", dest="cp_size", metavar="LIST", help="context-parallel sizes, one GPU each (default: 8)"
+    )
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="ranks of a node (default: the hardware file's)")
+    parser.add_argument("--task", choices=("train", "attention"), help="(default: train)")
+
+
+def asks_question(arguments: argparse.Namespace) -> bool:
+    """Whether one of these options is given."""
+    return any(getattr(arguments, name) is not None for name in (*_DEFAULTS, "task"))
+
+
+def hardware_asked(arguments: argparse.Namespace) -> Hardware:
+    """The hardware file, with nodes as the command line says."""
+    from harness.metrics.hardware import hardware_named
+
+    hardware, asked = hardware_named(arguments.hardware), arguments.gpus_per_node
+    if asked is not None and asked < 1:
+        raise UsageError(f"--gpus-per-node is {asked}; give a number of at least 1")
+    return hardware if asked is None else replace(hardware, gpus_per_node=asked)
+
+
+def question(arguments: argparse.Namespace) -> Experiment:
+    """The experiment that the options describe: the product of the lists. Raises UsageError for what no trial may
+    have."""
+    from engine.settings import Steps
+    from harness.base.lengths import parse_length
+    from harness.spec.experiment import Experiment, Limits
+    from harness.spec.methods import method_named
+    from harness.spec.models import named_model
+    from harness.spec.repetition import Repetition
+    from harness.spec.search import Search
+
+    reads: dict[str, Callable[[str], Any]] = {
+        "model": named_model, "method": lambda text: method_named(text).name, "seq_len": parse_length,
+        "cp_size": lambda text: _count("--cp-size", text),
+    }  # fmt: skip
+    sweep: dict[str, tuple[Any, ...]] = {}
+    for name, default in _DEFAULTS.items():
+        parts = [part.strip() for part in (getattr(arguments, name) or default).split(",") if part.strip()]
+        if not parts:
+            raise UsageError(f"{_OPTION[name]} names nothing; give at least one")
+        try:
+            sweep[name] = tuple(map(reads[name], parts))
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+    if math.prod(map(len, sweep.values())) > _MOST:
+        raise UsageError(f"these lists have more than {_MOST} combinations; name fewer")
+    fixed = dict(_change(text) for text in arguments.overrides)
+    steps = {key.partition(".")[2]: fixed.pop(key) for key in tuple(fixed) if key.startswith("steps.")}
+    try:
+        return Experiment(
+            name="question", title="", path=Path("--set"), scale=None,
+            tasks=(fixed.pop("task", arguments.task or "train"),),
+            sweep={key: values for key, values in sweep.items() if key not in fixed}, exclude=(),
+            seeds=(fixed.pop("seed", 0),), fixed=fixed, steps=Steps(**steps), repetition=Repetition(), limits=Limits(),
+            search=Search(), reference={},
+        )  # fmt: skip
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _without_length(settings: TrialSettings, hardware: Hardware) -> Forecast:
@@ -109,42 +183,6 @@ def _without_length(settings: TrialSettings, hardware: Hardware) -> Forecast:
 
 def _no_length(found: Forecast) -> bool:
     return not found.nodes
-
-
-def _combinations(arguments: argparse.Namespace) -> list[TrialSettings]:
-    """The product of the lists. Raises UsageError for what no trial may have."""
-    from engine.checkpoint.planning.choice import left_open
-    from engine.settings import TrialSettings, from_json, to_json
-    from harness.base.lengths import parse_length
-    from harness.spec.methods import method_named
-    from harness.spec.models import named_model
-
-    lists = [
-        [part.strip() for part in text.split(",") if part.strip()]
-        for text in (arguments.model, arguments.method, arguments.seq_len, arguments.cp_size)
-    ]
-    for option, values in zip(("--model", "--method", "--seq-len", "--cp-size"), lists, strict=True):
-        if not values:
-            raise UsageError(f"{option} names nothing; give at least one")
-    changes = dict(_change(text) for text in arguments.set)
-    made: list[TrialSettings] = []
-    for model, method, length, cp_size in itertools.islice(itertools.product(*lists), _MOST + 1):
-        if len(made) == _MOST:
-            raise UsageError(f"these lists have more than {_MOST} combinations; name fewer")
-        method_named(method)
-        try:
-            base = TrialSettings(
-                task=arguments.task, method=method, model=named_model(model), seq_len=parse_length(length),
-                cp_size=_count("--cp-size", cp_size),
-            )  # fmt: skip
-            data = to_json(base) | {"world_size": 0}
-            for name, value in changes.items():
-                *owner, field = name.split(".")
-                (data[owner[0]] if owner else data)[field] = value
-            made.append(left_open(from_json(TrialSettings, data), changes))
-        except (ValueError, TypeError) as error:
-            raise UsageError(str(error)) from error
-    return made
 
 
 def _count(option: str, text: str) -> int:
@@ -173,12 +211,12 @@ def _change(text: str) -> tuple[str, Any]:
     return name, read_setting(parse_yaml(value, place, lambda _line: place), name, Path())
 
 
-def _row(found: Forecast) -> dict[str, Any]:
+def _row(trial: Trial, found: Forecast) -> dict[str, Any]:
     from harness.plan.predict import memory_by_moment
 
     settings, time = found.settings, found.time
-    row = {
-        "method": settings.method, "model": settings.model.name,
+    row: dict[str, Any] = {
+        "trial_id": trial.id, "method": settings.method, "model": settings.model.name,
         "seq_len": None if _no_length(found) else settings.seq_len,
         "cp_size": settings.cp_size, "world_size": settings.world_size, "nodes": found.nodes,
         "hardware": found.hardware.name, "seconds": time.seconds if time else None,
@@ -187,8 +225,11 @@ def _row(found: Forecast) -> dict[str, Any]:
         "system_gib": found.system_gib, "fits": found.fits, "schedule": time.exchange.schedule if time else None,
         "backward": time.exchange.backward if time else None, "bottleneck": time.bottleneck if time else None,
         "phases": dict(time.phases) if time else None,
-        "gib_by_moment": memory_by_moment(settings) if found.nodes else None, "reason": found.reason,
+        "gib_by_moment": memory_by_moment(settings) if found.nodes else None,
+        "reason": found.reason or trial.unsupported_reason or "",
     }  # fmt: skip
+    if trial.settings.settings != "equal":
+        row["from_table"] = list(trial.table.filled)
     return row | ({"plan": found.plan_words} if found.plan else {})
 
 

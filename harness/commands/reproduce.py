@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from harness.reproduce.measured import Run
 
 CLAIMS, AUDIT = "claims", "audit"
-PAPER_HARDWARE, PAPER_SCALE = "a800", "paper"
 
 
 class Reproduce:
@@ -98,9 +97,9 @@ def _draw(arguments: argparse.Namespace, figure: PaperFigure, scale: str, out: P
     from harness.reproduce.beside import beside, points_table, verdict
     from harness.reproduce.measured import PLACES, runs_in
     from harness.reproduce.page import FOLDER, write_figure
-    from harness.reproduce.predicted import predicted_entries
+    from harness.reproduce.predicted import predicted_entries, predicted_for_paper
 
-    predicted = predicted_entries(figure, PAPER_SCALE, hardware_named(PAPER_HARDWARE))
+    predicted = predicted_for_paper(figure)
     if arguments.hardware is not None:
         predicted += predicted_entries(figure, scale, hardware_named(arguments.hardware))
     runs = runs_in((*PLACES, *([] if _below_places(out, PLACES) else [out])))
@@ -126,7 +125,7 @@ def _tables(arguments: argparse.Namespace) -> int:
     from harness.reproduce.beside import list_table
     from harness.reproduce.claims import claims_table, judged, statements
     from harness.reproduce.measured import all_rows, runs_in
-    from harness.reproduce.predicted import predictor_words
+    from harness.reproduce.predicted import PAPER_HARDWARE, predictor_words
     from harness.reproduce.printed import printed_by_systems, printed_table
 
     page = arguments.out is not None
@@ -162,15 +161,13 @@ def _tables(arguments: argparse.Namespace) -> int:
 
 def _all_figures(runs: Sequence[Run]) -> list[tuple[Beside, str]]:
     """Every figure with its numbers, and the words on what is predicted."""
-    from harness.metrics.hardware import hardware_named
     from harness.reproduce.beside import beside
     from harness.reproduce.figures import paper_figures
-    from harness.reproduce.predicted import predicted_entries, predicted_words
+    from harness.reproduce.predicted import predicted_for_paper, predicted_words
 
-    hardware = hardware_named(PAPER_HARDWARE)
     found = []
     for figure in paper_figures().values():
-        predicted = predicted_entries(figure, PAPER_SCALE, hardware)
+        predicted = predicted_for_paper(figure)
         found.append((beside(figure, runs, predicted), predicted_words(figure, predicted)))
     return found
 

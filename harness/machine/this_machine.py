@@ -26,7 +26,7 @@ from harness.records.provenance import PROJECT_ROOT, commit
 CPU_RANKS = 8
 
 _CGROUP = Path("/sys/fs/cgroup")
-ANY_NUMBER = 1 << 16  # GPUs of an imagined host
+ANY_NUMBER = 1 << 16  # GPUs of imagined hosts
 _NVIDIA_SMI = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
 _NVIDIA_SMI_SECONDS = 30
 
@@ -100,19 +100,13 @@ def together(machines: Sequence[Machine], ranks_per_node: int) -> Machine:
     )
 
 
-def imagined(gpu_name: str, gpu_memory_gib: float) -> Machine:
-    """One host with any number of GPUs of a kind, to plan for hardware that is not here."""
+def imagined(gpu_name: str, gpu_memory_gib: float, gpus_per_node: int | None = None) -> Machine:
+    """Any number of GPUs of a kind, to plan for hardware that is not here: on one host, or on hosts of so many each."""
     return Machine(
         hostname="", device="cuda", cores=1, memory_gib=0.0,
-        gpu_name=gpu_name, gpu_count=ANY_NUMBER, gpu_memory_gib=gpu_memory_gib,
+        gpu_name=gpu_name, gpu_count=gpus_per_node or ANY_NUMBER, gpu_memory_gib=gpu_memory_gib,
+        nodes=ANY_NUMBER // gpus_per_node if gpus_per_node else 1,
     )  # fmt: skip
-
-
-def imagined_nodes(gpu_name: str, gpu_memory_gib: float, *, ranks: int, ranks_per_node: int) -> Machine:
-    """As many such hosts as `ranks` need, of which each takes `ranks_per_node`."""
-    return dataclasses.replace(
-        imagined(gpu_name, gpu_memory_gib), nodes=-(-ranks // ranks_per_node), ranks_per_node=ranks_per_node
-    )
 
 
 def discover() -> Machine:

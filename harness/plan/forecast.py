@@ -10,7 +10,7 @@ from functools import cache
 
 from engine.forecast import Forecast as PlanForecast
 from engine.settings import TrialSettings
-from harness.machine.this_machine import Machine, imagined_nodes
+from harness.machine.this_machine import Machine, imagined
 from harness.metrics.flops import tokens_per_step, work_of
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB
@@ -42,6 +42,7 @@ class Forecast:
     time: StepTime | None  # None where the trial is refused or not modelled
     reason: str  # why, else empty
     gpu_gib: float | None  # of the fullest rank; None for other tasks than train, and for other systems
+    host_gib: float | None = None  # of one rank's process, approximately
     system_gib: float | None = None  # with the same settings in the system that the method stands for, where known
     plan: PlanForecast | None = None  # what the planner expects, where it chose
 
@@ -54,12 +55,8 @@ class Forecast:
 
     @property
     def plan_words(self) -> str:
-        """What the planner chose and why; empty where nothing was left open. No hardware file states the memory of a
-        host, so the sentence says how much of it the choice takes."""
-        if self.plan is None:
-            return ""
-        moved = f"; a rank holds {self.plan.host_bytes / GIB:.0f} GiB of host memory"
-        return self.plan.words + (moved if moves_to_host(self.settings) else "")
+        """What the planner chose and why; empty where nothing was left open."""
+        return plan_words(self.settings, self.plan) or ""
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -87,17 +84,18 @@ def forecast(
     settings: TrialSettings,
     hardware: Hardware,
     *,
-    gpus_per_node: int | None = None,
+    node_ranks: int | None = None,
     plan: PlanForecast | None = None,
 ) -> Forecast:
-    """Time and memory of a trial, or one sentence why there is none; `plan` is the planner's, where it chose."""
-    node_ranks = ranks_per_node(settings, hardware, gpus_per_node)
+    """Time and memory of a trial, or one sentence why there is none; `plan` is the planner's, where it chose. A node
+    gives the trial `node_ranks` GPUs, by default as many as the hardware file says."""
+    node_ranks = ranks_per_node(settings, hardware, node_ranks)
     memory = engine_memory(settings)
     time, reason = time_or_reason(settings, hardware, node_ranks=node_ranks)
     return Forecast(
         settings=settings, hardware=hardware, nodes=-(-settings.world_size // node_ranks), time=time, reason=reason,
-        gpu_gib=memory.allocated / GIB if memory else None, system_gib=_system_gib(settings, hardware, time),
-        plan=plan,
+        gpu_gib=memory.allocated / GIB if memory else None, host_gib=memory.host / GIB if memory else None,
+        system_gib=_system_gib(settings, hardware, time), plan=plan,
     )  # fmt: skip
 
 
@@ -119,36 +117,32 @@ def held_out_width(training: bool) -> float:
     return math.exp(statistics.quantiles(errors, n=100, method="inclusive")[round(100 * _INTERVAL) - 1])
 
 
-def planned_on(
-    settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int | None = None
-) -> tuple[TrialSettings, PlanForecast | None]:
-    """The settings with what the planner chooses for such GPUs, and what it expects; None where nothing is left open.
-
-    The planner gets no limit for the memory of the hosts, because no hardware file states how much they have.
-    """
-    machine = imagined_nodes(
-        hardware.gpu_names[0], hardware.memory_gib,
-        ranks=settings.world_size, ranks_per_node=ranks_per_node(settings, hardware, gpus_per_node),
-    )  # fmt: skip
-    return with_plan(settings, machine, hardware=hardware)
+def machine_of(hardware: Hardware) -> Machine:
+    """Any number of nodes of such GPUs. The planner gets no limit for the memory of the hosts, because no hardware file
+    states how much they have."""
+    return imagined(hardware.gpu_names[0], hardware.memory_gib, hardware.gpus_per_node)
 
 
-def moves_to_host(settings: TrialSettings) -> bool:
-    """Whether a trial keeps activations or moments in host memory."""
-    return settings.optimizer_offload or settings.checkpoint.offload != "none"
+def plan_words(settings: TrialSettings, plan: PlanForecast | None) -> str | None:
+    """What the planner chose and why, and how much of a host's memory it takes, which no hardware file states; None
+    where nothing was left open."""
+    if plan is None:
+        return None
+    moved = f"; a rank holds {plan.host_bytes / GIB:.0f} GiB of host memory"
+    return plan.words + (moved if settings.optimizer_offload or settings.checkpoint.offload != "none" else "")
 
 
-def longest(settings: TrialSettings, hardware: Hardware, *, gpus_per_node: int | None = None) -> TrialSettings | None:
+def longest(settings: TrialSettings, hardware: Hardware) -> TrialSettings | None:
     """The trial with the longest sequence that a GPU of this kind holds, by this prediction; None where none is. Each
     length has its own plan where the planner may choose."""
-    unit = _STEP_TOKENS * settings.cp_size
+    unit, machine = _STEP_TOKENS * settings.cp_size, machine_of(hardware)
 
     def fits(units: int) -> bool:
         try:
             tried = replace(settings, seq_len=units * unit)
         except ValueError:  # more tokens than a trial may have
             return False
-        chosen, plan = planned_on(tried, hardware, gpus_per_node=gpus_per_node)
+        chosen, plan = with_plan(tried, machine, hardware=hardware)
         memory = engine_memory(chosen)
         return memory is not None and fits_gpu(memory.allocated / GIB, tried, hardware, plan)
 

@@ -39,7 +39,8 @@ from harness.metrics.flops import work_of
 from harness.metrics.hardware import Hardware
 from harness.metrics.throughput import GIB
 from harness.plan.checkpointing import with_plan
-from harness.plan.predict import fits_gpu, gpu_room, predict
+from harness.plan.forecast import forecast, plan_words
+from harness.plan.predict import gpu_room
 from harness.plan.times import ranks_of_node
 from harness.records.forecasts import correction_of
 from harness.records.record import Record
@@ -73,7 +74,7 @@ def plan(
     )
     one_of_each: dict[str, Trial] = {}  # a value and the `auto` that stands for it are one trial
     for asked in settings:
-        each, forecast = _with_plan(asked, machine, earlier, hardware)
+        each, planned = _with_plan(asked, machine, earlier, hardware)
         trial = Trial(
             experiment=experiment.name,
             title=experiment.title,
@@ -84,7 +85,7 @@ def plan(
             share_ranks=experiment.limits.share_ranks,
             unsupported_reason=unsupported_reason(each, machine),
             table=origin_of(each.method, each.settings, given),
-            plan=forecast,
+            plan=planned,
         )
         one_of_each.setdefault(trial.id, trial)
     return tuple(one_of_each.values())
@@ -92,16 +93,18 @@ def plan(
 
 def planned_again(trial: Trial, machine: Machine, earlier: Sequence[Record]) -> Trial:
     """A trial whose plan knows what `earlier` trials of its run took; the trial itself where that changes nothing."""
-    settings, forecast = _with_plan(trial.settings, machine, earlier)
-    if forecast == trial.plan:
+    settings, plan = _with_plan(trial.settings, machine, earlier)
+    if plan == trial.plan:
         return trial
-    return replace(trial, settings=settings, plan=forecast, unsupported_reason=unsupported_reason(settings, machine))
+    return replace(trial, settings=settings, plan=plan, unsupported_reason=unsupported_reason(settings, machine))
 
 
-def at_length(trial: Trial, seq_len: int, machine: Machine, earlier: Sequence[Record]) -> Trial:
+def at_length(
+    trial: Trial, seq_len: int, machine: Machine, earlier: Sequence[Record], hardware: Hardware | None = None
+) -> Trial:
     """The same trial with sequences of another length, planned and judged for that length."""
-    settings, forecast = _with_plan(replace(trial.settings, seq_len=seq_len), machine, earlier)
-    return replace(trial, settings=settings, plan=forecast, unsupported_reason=unsupported_reason(settings, machine))
+    settings, plan = _with_plan(replace(trial.settings, seq_len=seq_len), machine, earlier, hardware)
+    return replace(trial, settings=settings, plan=plan, unsupported_reason=unsupported_reason(settings, machine))
 
 
 def _with_plan(
@@ -203,7 +206,7 @@ def plan_table(
 
     `model_tflop` is what one step or call computes over all ranks, in 1e12 model FLOPs. With `hosts`, several as one
     machine, also how many of them a trial takes and its ranks on each, empty where it does not spread. With `hardware`,
-    the prediction of `harness.plan.predict`: seconds of a step or call, GiB of a rank on its GPU and on the host, and
+    the prediction of `harness.plan.forecast`: seconds of a step or call, GiB of a rank on its GPU and on the host, and
     whether the former fits the GiB that the trial may take of the GPU (`gpu_room_gib`); None where there is no
     prediction. Where the planner chose for some of the trials, what it chose and why, in words.
 
@@ -224,7 +227,7 @@ def plan_table(
             | (_origin(trial, flat) if trial.settings.settings != EQUAL else {})
             | (_spread(trial.settings.world_size, hosts) if hosts else {})
             | (_predicted(trial, hardware, hosts) if hardware else {})
-            | ({"checkpoint_plan": trial.plan.words if trial.plan else None} if planning else {})
+            | ({"checkpoint_plan": plan_words(trial.settings, trial.plan)} if planning else {})
             | {"can_run": trial.unsupported_reason is None, "reason": trial.unsupported_reason or ""}
         )
     return rows
@@ -246,14 +249,13 @@ def _spread(ranks: int, hosts: Machine) -> dict[str, Any]:
 
 def _predicted(trial: Trial, hardware: Hardware, hosts: Machine | None) -> dict[str, Any]:
     settings = trial.settings
-    found = predict(settings, hardware, node_ranks=ranks_of_node(settings, hosts))
-    fits = None if found.gpu_gib is None else fits_gpu(found.gpu_gib, settings, hardware, trial.plan)
+    found = forecast(settings, hardware, node_ranks=ranks_of_node(settings, hosts), plan=trial.plan)
     return {
-        "predicted_seconds": found.seconds,
+        "predicted_seconds": found.time.seconds if found.time else None,
         "predicted_gpu_gib": found.gpu_gib,
         "predicted_host_gib": found.host_gib,
         "gpu_room_gib": gpu_room(settings, hardware),
-        "predicted_to_fit": fits,
+        "predicted_to_fit": found.fits,
     }
 
 

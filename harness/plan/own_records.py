@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import cast
 
 from engine.plain_json import read_json
-from engine.settings import Kernel
-from harness.metrics.hardware import hardware_for
+from engine.settings import Kernel, TrialSettings
+from harness.metrics.hardware import Hardware, hardware_for
 from harness.metrics.throughput import GIB
 from harness.plan.predict import predict
 from harness.predict.validation_table import write_block, write_table
@@ -73,15 +73,7 @@ def compared_records() -> list[Compared]:
         hardware = hardware_for(record.gpu)
         if measured is None or hardware is None or not measured.peak_reserved_bytes:
             continue
-        # A record from before a setting existed lacks it; the value is what the engine did then.
-        written = read_json(path)["settings"]
-        if "parameters" not in written:
-            settings = replace(settings, parameters="gathered")
-        if "cuda_graph" not in written:
-            settings = replace(settings, cuda_graph="none")
-        chosen = measured.chosen.get("kernel", "")
-        if settings.kernel == "auto" and chosen in hardware.kernel_ceilings:
-            settings = replace(settings, kernel=cast(Kernel, chosen))
+        settings = settings_that_ran(path, hardware)
         expected = predict(settings, hardware)
         if expected.seconds is None or expected.gpu_gib is None or expected.reserved_gib is None:
             continue
@@ -101,6 +93,21 @@ def compared_records() -> list[Compared]:
             )
         )
     return found
+
+
+def settings_that_ran(path: Path, hardware: Hardware) -> TrialSettings:
+    """The settings of a record as its trial ran: with the kernel that `auto` became. A record from before a setting
+    existed lacks it; the value is what the engine did then."""
+    record, written = read_record(path), read_json(path)["settings"]
+    settings = record.settings
+    if "parameters" not in written:
+        settings = replace(settings, parameters="gathered")
+    if "cuda_graph" not in written:
+        settings = replace(settings, cuda_graph="none")
+    chosen = record.measurement.chosen.get("kernel", "") if record.measurement else ""
+    if settings.kernel == "auto" and chosen in hardware.kernel_ceilings:
+        settings = replace(settings, kernel=cast(Kernel, chosen))
+    return settings
 
 
 def table_rows() -> list[list[str]]:

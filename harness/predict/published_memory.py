@@ -74,13 +74,13 @@ def published_memory() -> tuple[PublishedMemory, ...]:
                     method=row["method"],
                     gib=float(row["value"]) if row["value"] else None,
                     configuration=configuration_of_row(row),
-                    system=_system(row["method"], row["experiment"] in END_TO_END),
+                    system=system_of_row(row["method"], row["experiment"] in END_TO_END),
                 )
             )
     return tuple(found)
 
 
-def _system(words: str, training: bool) -> System:
+def system_of_row(words: str, training: bool) -> System:
     """The program behind the source's name of a method."""
     name = words.casefold()
     if name.startswith("megatron"):

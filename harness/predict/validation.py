@@ -24,7 +24,7 @@ from harness.predict.published_rows import (
     configurations,
 )
 from harness.predict.speeds import BACKWARD_OF_FORWARD, FITTED, speeds_of
-from harness.predict.step import step_time
+from harness.predict.step import StepTime, step_time
 
 SPLIT_FILE = REFERENCE.with_name("prediction_split.csv")
 FIT, HELD_OUT = "fit", "held_out"
@@ -88,9 +88,13 @@ def _committed(gpu: str) -> Speeds:
     return speeds_of(hardware_named(HARDWARE[gpu]))
 
 
+def predicted_time(configuration: Configuration, speeds: Speeds) -> StepTime:
+    """The time of a published set-up, on nodes of eight GPUs."""
+    return step_time(configuration.settings, speeds, node_ranks=GPUS_PER_NODE, exchange=configuration.exchange)
+
+
 def _compared(configuration: Configuration, rows: Sequence[PublishedTime], speeds: Speeds) -> Iterable[Compared]:
-    settings = configuration.settings
-    time = step_time(settings, speeds, node_ranks=GPUS_PER_NODE, exchange=configuration.exchange)
+    settings, time = configuration.settings, predicted_time(configuration, speeds)
     for metric in sorted({row.metric for row in rows}):
         of_metric = [row for row in rows if row.metric == metric]
         yield Compared(

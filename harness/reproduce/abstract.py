@@ -61,8 +61,9 @@ def topology(claimed: Claimed, rows: Rows) -> Evidence:
             verdict: Verdict = "not"
             if numbers["faster"] > 1:
                 verdict = "reproduced" if real_nodes(double) > 1 else "partly"
-            return Evidence(verdict=verdict, numbers=numbers, records=records_of(rows, [double, flat]))
-    return Evidence(verdict="not comparable", numbers=numbers)
+            records = records_of(rows, [double, flat])
+            return Evidence(verdict=verdict, numbers=numbers, records=records, row=double)
+    return Evidence(verdict="not run", numbers=numbers)
 
 
 def kept_outputs(claimed: Claimed, rows: Rows) -> Evidence:
@@ -85,7 +86,7 @@ def kept_outputs(claimed: Claimed, rows: Rows) -> Evidence:
             shown = half[MEMORY] < whole[MEMORY] and half[_STEP] < none[_STEP]
             verdict: Verdict = "reproduced" if shown else "not"
             return Evidence(verdict=verdict, numbers=numbers, records=records_of(rows, [half, whole, none]))
-    return Evidence(verdict="not comparable", numbers=numbers)
+    return Evidence(verdict="not run", numbers=numbers)
 
 
 def fused_head(claimed: Claimed, rows: Rows) -> Evidence:
@@ -104,7 +105,7 @@ def fused_head(claimed: Claimed, rows: Rows) -> Evidence:
             }  # fmt: skip
             verdict: Verdict = "reproduced" if fused[0][MEMORY] < plain[0][MEMORY] else "not"
             return Evidence(verdict=verdict, numbers=numbers, records=records_of(rows, [fused[0], plain[0]]))
-    return Evidence(verdict="not comparable", numbers=numbers)
+    return Evidence(verdict="not run", numbers=numbers)
 
 
 def balance(claimed: Claimed, rows: Rows) -> Evidence:
@@ -131,7 +132,7 @@ def falling_utilisation(claimed: Claimed, rows: Rows) -> Evidence:
     lines = [group for group in _grouped(trained, keys) if len({row["seq_len"] for row in group}) > 1]
     lines = [group for group in lines if group[0]["world_size"] > 1]
     if not lines:
-        return Evidence(verdict="not comparable", numbers={"said": "No record of ours follows a baseline by length"})
+        return Evidence(verdict="not run", numbers={"said": "No record of ours follows a baseline by length"})
     line = max(lines, key=lambda group: (max(row["seq_len"] for row in group), str(group[0]["method"])))
     short, long = (chosen(line, key=lambda row: row["seq_len"]) for chosen in (min, max))
     rises = "rises" if long["mfu"] > short["mfu"] else "falls"

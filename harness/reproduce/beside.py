@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from cluster.files.errors import counted
 from harness.base.lengths import format_length
 from harness.report.tables.table import Column, Table, significant, without_empty_columns
 from harness.reproduce.computed import computed_entries, digits_of
@@ -19,11 +20,11 @@ from harness.reproduce.entries import (
     same_hardware,
 )
 from harness.reproduce.figures import PaperFigure
-from harness.reproduce.measured import Run, rows_for
+from harness.reproduce.measured import Run, is_smoke, rows_for
 from harness.reproduce.published import ARTIFACT
 
-Verdict = Literal["reproduced", "partly", "not", "not comparable"]
-VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not", "not comparable")
+Verdict = Literal["reproduced", "partly", "not", "not comparable", "not run"]
+VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not", "not comparable", "not run")
 
 WITHIN = 0.10  # of the published value: what counts as reproduced, as a single sample is published without a spread
 
@@ -37,6 +38,7 @@ class Beside:
     computed: Sequence[Entry]
     measured: Sequence[Entry]
     predicted: Sequence[Entry]
+    smoke: int = 0  # trials that only show that everything runs: no points
 
     @property
     def entries(self) -> list[Entry]:
@@ -56,12 +58,15 @@ class Beside:
 
 def beside(figure: PaperFigure, runs: Sequence[Run], predicted: Sequence[Entry] = ()) -> Beside:
     """The numbers of a figure that there are; `predicted` comes from a predictor."""
+    rows = list(rows_for(figure, runs))
+    points = [one for one in rows if not is_smoke(one[0])]
     return Beside(
         figure=figure,
         published=published_entries(figure),
         computed=computed_entries(figure),
-        measured=measured_entries(figure, rows_for(figure, runs)),
+        measured=measured_entries(figure, points),
         predicted=predicted,
+        smoke=len(rows) - len(points),
     )
 
 
@@ -89,7 +94,9 @@ def verdict(found: Beside) -> tuple[Verdict, str]:
     if ours := [entry for entry in found.measured if entry.values]:
         places = "; ".join(sorted({_place(entry) for entry in ours})[:2])
         return "not comparable", f"measured on another set-up: {places}"
-    return "not", "no record of ours yet"
+    if found.smoke:
+        return "not run", f"{counted(found.smoke, 'trial')} at scale smoke, which stand beside no published number"
+    return "not run", "no record of ours yet"
 
 
 def _place(entry: Entry) -> str:
@@ -128,7 +135,7 @@ def list_table(found: Sequence[tuple[Beside, str]], predictor: str) -> Table:
             f"published: numbers, and points out of memory, of the artifact's sheets ({ARTIFACT}); the "
             "figures of the paper itself were not read. measured: trials of ours that answer the question. "
             f"reproduced: the same set-up and GPU, every number within {WITHIN:.0%}; not comparable: measured on "
-            f"another set-up; not: outside, or no record yet. {predictor}"
+            f"another set-up; not: outside; not run: no record yet. {predictor}"
         ),
     )  # fmt: skip
 

@@ -39,6 +39,8 @@ class Evidence:
     verdict: Verdict
     numbers: Mapping[str, Any] = field(default_factory=dict)
     records: Sequence[Path] = ()
+    row: Row | None = None  # the trial that a verdict from records rests on
+    tokens: int | None = None  # claimed, where the claim's number is a length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +82,7 @@ def speedup(claimed: Claimed, rows: Rows) -> Evidence:
     numbers: dict[str, Any] = {"sheet_7b": sheet_speedup("7b"), "sheet_14b": sheet_speedup("14b")}
     points = _side_by_side(rows, SPEED)
     if not points:
-        numbers["said"] = "No record of ours trains burst beside a baseline"
-        return Evidence(verdict="not", numbers=numbers)
+        return Evidence(verdict="not run", numbers=numbers)
     mine, other = _telling(points, claimed, lambda row: row[SPEED], max)
     ours = mine[SPEED] / other[SPEED]
     numbers |= {"ours": ours, "other": other["method"], **about(mine)}
@@ -91,7 +92,7 @@ def speedup(claimed: Claimed, rows: Rows) -> Evidence:
     verdict: Verdict = "reproduced" if ours >= ENOUGH * (claimed.value or 1.0) else "partly"
     if verdict == "partly" and ours <= 1:
         verdict, numbers["said"] = "not", "burst is at {ours:.2f}x the speed of {other}".format(**numbers)
-    return Evidence(verdict=verdict, numbers=numbers, records=records)
+    return Evidence(verdict=verdict, numbers=numbers, records=records, row=mine)
 
 
 def memory(claimed: Claimed, rows: Rows) -> Evidence:
@@ -102,15 +103,15 @@ def memory(claimed: Claimed, rows: Rows) -> Evidence:
         if point[OWN_METHOD][0].get("settings") == "as_published"
     ]  # fmt: skip
     if not points:
-        return Evidence(verdict="not comparable", numbers=numbers)
+        return Evidence(verdict="not run", numbers=numbers)
     mine, other = _telling(points, claimed, lambda row: row[MEMORY], min)
     ours = 1 - mine[MEMORY] / other[MEMORY]
     numbers |= {"ours": ours, "other": other["method"], **about(mine)}
     records = records_of(rows, [mine, other])
     if ours <= 0:
-        return Evidence(verdict="not", numbers=numbers, records=records)
+        return Evidence(verdict="not", numbers=numbers, records=records, row=mine)
     enough = ours >= ENOUGH * (claimed.value or 0.0) and _is_setup(mine, claimed)
-    return Evidence(verdict="reproduced" if enough else "partly", numbers=numbers, records=records)
+    return Evidence(verdict="reproduced" if enough else "partly", numbers=numbers, records=records, row=mine)
 
 
 def backward_bytes_of(claimed: Claimed, rows: Rows) -> Evidence:
@@ -143,13 +144,13 @@ def longest(claimed: Claimed, rows: Rows) -> Evidence:
         if row["task"] == "train" and row["status"] == "ok" and not on_cpu(row) and _shape(row).parameters >= least
     ]  # fmt: skip
     if not trained:
-        return Evidence(verdict="not comparable")
+        return Evidence(verdict="not run")
     row = max(trained, key=lambda one: (one["mask"] == "causal" and one["seq_len"] >= wanted, one["seq_len"]))
     numbers = {**about(row), "tokens": row["seq_len"], "mask": row["mask"]}
-    verdict: Verdict = "not"
-    if row["seq_len"] >= wanted:
-        verdict = "reproduced" if row["mask"] == "causal" else "partly"
-    return Evidence(verdict=verdict, numbers=numbers, records=records_of(rows, [row]))
+    whole = row["seq_len"] >= wanted and row["mask"] == "causal"
+    verdict: Verdict = "reproduced" if whole else "partly"
+    records = records_of(rows, [row])
+    return Evidence(verdict=verdict, numbers=numbers, records=records, row=row, tokens=int(wanted))
 
 
 def scaling(claimed: Claimed, rows: Rows) -> Evidence:
@@ -169,7 +170,7 @@ def scaling(claimed: Claimed, rows: Rows) -> Evidence:
             lines.setdefault(key, {}).setdefault(row["world_size"], row)
     lines = {key: line for key, line in lines.items() if len(line) > 1}
     if not lines:
-        return Evidence(verdict="not comparable", numbers=numbers)
+        return Evidence(verdict="not run", numbers=numbers)
     key = max(lines, key=lambda one: (max(lines[one]), len(lines[one]), one[-1]))
     few, many = lines[key][min(lines[key])], lines[key][max(lines[key])]
     numbers |= {
@@ -179,7 +180,7 @@ def scaling(claimed: Claimed, rows: Rows) -> Evidence:
     verdict: Verdict = "not"
     if many["mfu"] >= ENOUGH * few["mfu"]:
         verdict = "reproduced" if many["world_size"] >= (claimed.value or 0) else "partly"
-    return Evidence(verdict=verdict, numbers=numbers, records=records_of(rows, [few, many]))
+    return Evidence(verdict=verdict, numbers=numbers, records=records_of(rows, [few, many]), row=many)
 
 
 def overlap(claimed: Claimed, rows: Rows) -> Evidence:
@@ -195,18 +196,18 @@ def overlap(claimed: Claimed, rows: Rows) -> Evidence:
             if share is not None:
                 found.append((share, row))
     if not found:
-        return Evidence(verdict="not comparable")
+        return Evidence(verdict="not run")
     share, row = max(found, key=lambda one: (real_nodes(one[1]), one[1]["seq_len"], one[0]))
     numbers = {"share": share, "lost": 1 / share - 1, "nodes": real_nodes(row), **about(row)}
     verdict: Verdict = "not"
     if share >= HIDDEN:
         verdict = "reproduced" if real_nodes(row) > 1 else "partly"
-    return Evidence(verdict=verdict, numbers=numbers, records=records_of(rows, [row]))
+    return Evidence(verdict=verdict, numbers=numbers, records=records_of(rows, [row]), row=row)
 
 
 def unmeasured(claimed: Claimed, rows: Rows) -> Evidence:
     """A claim about a baseline of which no record is ours: tensor parallelism with FlashAttention."""
-    return Evidence(verdict="not comparable")
+    return Evidence(verdict="not run")
 
 
 CHECKS: Mapping[str, Callable[[Claimed, Rows], Evidence]] = {
@@ -251,6 +252,33 @@ def _is_setup(row: Row, claimed: Claimed) -> bool:
         row["seq_len"] >= (claimed.seq_len or 1 << 20)
         and row["world_size"] >= (claimed.gpus or 32)
         and (not claimed.model or row["model"] == claimed.model)
+    )
+
+
+def too_far(evidence: Evidence, claimed: Claimed, factors: Mapping[str, float]) -> str:
+    """One sentence why a trial's set-up is too small for a verdict on the claim; empty where it is not, or where the
+    verdict rests on no trial."""
+    row = evidence.row
+    if row is None:
+        return ""
+    length, gpus = evidence.tokens or claimed.seq_len or 1 << 20, claimed.gpus or 32
+    short = []
+    if row["seq_len"] * factors["seq_len"] < length:
+        short.append(f"{format_length(row['seq_len'])} tokens for {format_length(length)}")
+    if claimed.model and _shape(row).parameters * factors["model"] < shape(claimed.model).parameters:
+        short.append(f"{row['model']} for {claimed.model}")
+    if row["world_size"] * factors["gpus"] < gpus:
+        short.append(f"{row['world_size']} GPUs for {gpus}")
+    if not short:
+        return ""
+    return f"That is too far from the claimed set-up for a verdict: {', '.join(short)} ({factors_in_words(factors)})."
+
+
+def factors_in_words(factors: Mapping[str, float]) -> str:
+    """How small a set-up may be beside the claimed one."""
+    return (
+        f"at most {factors['seq_len']:g} times shorter, {factors['model']:g} times smaller and on "
+        f"{factors['gpus']:g} times fewer GPUs"
     )
 
 

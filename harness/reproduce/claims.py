@@ -23,17 +23,19 @@ from harness.reproduce.checks import (
     CHECKS,
     Claimed,
     Rows,
+    factors_in_words,
     sheet_best,
     sheet_row,
-    sheet_saving,
-    sheet_speedup,
+    too_far,
 )
 from harness.reproduce.figures import described, plain
 from harness.reproduce.published import ARTIFACT, MEMORY, SPEED, only, published_rows
 from harness.spec.references import PAPER_DIR
+from harness.spec.schema import check_keys, convert
 
 CLAIMS_FILE = "claims.yaml"
 ALL_CHECKS = {**CHECKS, **PARTS}
+FACTORS = ("seq_len", "model", "gpus")  # of `partly_within`
 CUMULATIVE = "Burst-Baseline w. bwd_opt & double & sl_loss"  # row of the ablation before its last step
 
 
@@ -46,11 +48,12 @@ class Claim:
     check: str
     row: dict[str, Any] = field(default_factory=dict)  # columns of the published number; empty text: an empty cell
     value: float | None = None  # where no row holds it
+    setup: dict[str, Any] = field(default_factory=dict)  # the claimed one where no row holds it: model, gpus, seq_len
 
     def claimed(self) -> Claimed:
         """The published number with its set-up. Raises LookupError where no row, or several numbers, match."""
         if not self.row:
-            return Claimed(value=self.value)
+            return Claimed(value=self.value, **self.setup)
         rows = [row for row in published_rows() if row.experiment == "headline_claims"]
         row = only(rows, **self.row)
         return Claimed(value=row.value, model=row.model, gpus=row.gpus, seq_len=row.seq_len)
@@ -75,6 +78,7 @@ class Claims:
     claims: Mapping[str, Claim]
     words: Mapping[str, Mapping[str, str]]  # by check, then by verdict
     statements: Mapping[str, Mapping[str, str]]  # check and says
+    partly_within: Mapping[str, float]  # factors of length, model size and GPUs
 
 
 @cache
@@ -102,7 +106,17 @@ def read_claims(path: Path) -> Claims:
         claims=found,
         words={check: plain(node) for check, node in words.items()},
         statements={name: plain(node) for name, node in statements.items()},
+        partly_within=_factors(root["partly_within"]),
     )
+
+
+def _factors(node: Node) -> dict[str, float]:
+    entries = node.mapping("partly_within")
+    check_keys(entries, FACTORS, "partly_within")
+    found = {name: convert(each, float, name) for name, each in entries.items()}
+    if len(found) < len(FACTORS) or min(found.values()) < 1:
+        raise UsageError(f"{node.place}: partly_within needs a factor of at least 1 for each of {', '.join(FACTORS)}")
+    return found
 
 
 def _known(name: str, known: Sequence[str] | Mapping[str, Any], node: Node, what: str) -> None:
@@ -118,13 +132,16 @@ def judged(rows: Rows) -> list[Judged]:
         claimed = claim.claimed()
         evidence = ALL_CHECKS[claim.check](claimed, rows)
         numbers = {"value": claimed.value} | dict(evidence.numbers)
+        verdict, why = evidence.verdict, held.words[claim.check][evidence.verdict].format(**numbers)
+        if verdict in ("partly", "not") and (far := too_far(evidence, claimed, held.partly_within)):
+            verdict, why = "not comparable", f"{why} {far}"
         found.append(
             Judged(
                 name=name,
                 claim=claim.claim.format(**numbers),
                 said_in=claim.said_in,
-                verdict=evidence.verdict,
-                why=held.words[claim.check][evidence.verdict].format(**numbers),
+                verdict=verdict,
+                why=why,
                 records=tuple(evidence.records),
             )
         )
@@ -145,9 +162,9 @@ def claims_table(found: Sequence[Judged]) -> Table:
             for one in found
         ),
         note="Verdicts follow from records, formulas and the published sheets. reproduced: on the claimed set-up, or "
-        "by a formula that needs none; partly: on a smaller set-up, or less of it; not: contradicted, or not yet "
-        "measured; "
-        "not comparable: no record of ours has such a set-up or baseline.",
+        f"by a formula that needs none; partly: less of it, on a set-up {factors_in_words(claims().partly_within)}; "
+        "not: contradicted there; not comparable: measured on a smaller set-up than that; not run: no record of ours "
+        "bears on it.",
     )  # fmt: skip
 
 
@@ -205,21 +222,8 @@ def samples() -> dict[str, Any]:
     return {"single": len(speeds) - spread, "total": len(speeds), "spread": spread}
 
 
-def swapped() -> dict[str, Any]:
-    said = [row for row in published_rows() if row.experiment == "headline_claims"]
-    found: dict[str, Any] = {}
-    for model in ("7b", "14b"):
-        found[f"said_{model}"] = only(said, metric="speedup_over_best_baseline", model=model).number
-        found[f"memory_said_{model}"] = only(
-            said, metric="memory_reduction_vs_most_frugal_baseline", model=model
-        ).number
-        found[f"sheet_{model}"] = sheet_speedup(model)
-        found[f"memory_sheet_{model}"] = sheet_saving(model)
-    return found
-
-
 STATEMENTS: Mapping[str, Callable[[], dict[str, Any]]] = {
-    "sources": sources, "headline": headline, "slip": slip, "samples": samples, "swapped": swapped,
+    "sources": sources, "headline": headline, "slip": slip, "samples": samples,
 }  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def draw_reproduction(found: Beside, metric: str, predictor: str = "") -> Sheet 
 def name_of(entry: Entry) -> str:
     """The series as the legend has it: `Burst-Ring · A800-80GB, published`."""
     who: str = entry.origin
-    if entry.origin in ("measured", "predicted"):
+    if entry.origin in ("measured", "predicted") and entry.settings:
         who = f"{entry.origin}, {entry.settings.replace('_', ' ')} settings"
     place = "" if entry.hardware == PUBLISHED_ROWS else f" · {gpu_text(entry.hardware)}"
     return f"{entry.series}{place}, {who}"

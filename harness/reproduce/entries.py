@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -51,7 +51,7 @@ class Entry:
     origin: Origin
     series: str  # the published method's name, or ours where it stands for none
     method: str  # ours
-    settings: str  # equal, as_published or tuned; empty where a number is not of ours
+    settings: str  # equal, as_published or tuned; empty where they are those of a published row
     hardware: str
     model: str
     gpus: int | None
@@ -71,10 +71,14 @@ class Entry:
 
 def published_entries(figure: PaperFigure) -> list[Entry]:
     """The figure's published points; several numbers of one point (repeats in other files) give their median."""
+    return [entry for entry, _ in published_points(figure)]
+
+
+def published_points(figure: PaperFigure) -> Iterator[tuple[Entry, Published]]:
+    """Each published point with the first of its rows."""
     points: dict[tuple[Any, ...], list[Published]] = {}
     for row in figure.rows():
         points.setdefault((row.method, row.model, row.gpus, row.seq_len), []).append(row)
-    entries = []
     for rows in points.values():
         first = rows[0]
         series = figure.series_of(first.method)
@@ -85,23 +89,21 @@ def published_entries(figure: PaperFigure) -> list[Entry]:
             numbers = [row.value for row in rows if row.metric == metric and row.value is not None]
             if numbers:
                 values[metric] = float(statistics.median(numbers))
-        entries.append(
-            Entry(
-                origin="published",
-                series=series.name,
-                method=series.settings.get("method", ""),
-                settings="",
-                hardware=PUBLISHED_ROWS if first.gpu_model == ANALYTIC else first.gpu_model,
-                model=model_text(first.model),
-                gpus=first.gpus,
-                cp_size=series.cp_size if series.cp_size != first.gpus else None,
-                at=_batch_of(first.model) if figure.along == "batch_size" else first.seq_len or 0,
-                values=values,
-                status="ok" if values else "oom",
-                note="; ".join(dict.fromkeys(row.note for row in rows if row.note and row.metric in figure.shows)),
-            )
+        entry = Entry(
+            origin="published",
+            series=series.name,
+            method=series.settings.get("method", ""),
+            settings="",
+            hardware=PUBLISHED_ROWS if first.gpu_model == ANALYTIC else first.gpu_model,
+            model=model_text(first.model),
+            gpus=first.gpus,
+            cp_size=series.cp_size if series.cp_size != first.gpus else None,
+            at=_batch_of(first.model) if figure.along == "batch_size" else first.seq_len or 0,
+            values=values,
+            status="ok" if values else "oom",
+            note="; ".join(dict.fromkeys(row.note for row in rows if row.note and row.metric in figure.shows)),
         )
-    return entries
+        yield entry, first
 
 
 def measured_entries(figure: PaperFigure, rows: Iterable[tuple[Row, Path]]) -> list[Entry]:

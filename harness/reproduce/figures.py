@@ -45,6 +45,7 @@ class PaperFigure:
     drawn_from: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     also: list[str] = field(default_factory=list)
+    with_rows: dict[str, list[str]] = field(default_factory=dict)
     computed: str = ""
     along: Literal["seq_len", "batch_size"] = "seq_len"
     note: str = ""
@@ -54,11 +55,19 @@ class PaperFigure:
         return EXPERIMENTS_DIR / f"{self.name}.yaml"
 
     def rows(self) -> list[Published]:
-        """Its published numbers, those that were derived when the file was made left out."""
-        return [
-            row for row in published_rows()
-            if row.experiment == self.reference and not row.derived
+        """Its published numbers, those that were derived when the file was made left out; then those of other
+        experiments' methods in `with_rows` at its own models, GPUs and lengths."""
+        read = [row for row in published_rows() if not row.derived]
+        own = [
+            row for row in read
+            if row.experiment == self.reference
             and (not self.drawn_from or row.figure.startswith(tuple(self.drawn_from)))
+        ]  # fmt: skip
+        places = {(row.model, row.gpus, row.seq_len) for row in own}
+        return own + [
+            row for row in read
+            if row.method in self.with_rows.get(row.experiment, ())
+            and (row.model, row.gpus, row.seq_len) in places
         ]  # fmt: skip
 
     def series_of(self, method: str) -> Series | None:

@@ -10,8 +10,10 @@ from harness.records.record import RECORD_FILE, BadRecord
 from harness.report.results import Row
 from harness.report.run_records import RunRecords
 from harness.report.site import runs_below
+from harness.report.variants import on_cpu
 from harness.reproduce.figures import PaperFigure
 
+SMOKE_WIDTH = 1024  # query heads x head dim: every published model is wider, every one of a scale smoke narrower
 PLACES = (Path("results") / "published", Path("results") / "runs")  # below the working directory
 
 
@@ -36,6 +38,11 @@ def rows_for(figure: PaperFigure, runs: Sequence[Run]) -> Iterator[tuple[Row, Pa
         for row, record in run.rows:
             if row["experiment"] in names:
                 yield row, record
+
+
+def is_smoke(row: Row) -> bool:
+    """Whether a trial only shows that everything runs: on a CPU, or with heads as few and narrow as at scale smoke."""
+    return on_cpu(row) or row["model.heads"] * row["model.head_dim"] < SMOKE_WIDTH
 
 
 def all_rows(runs: Sequence[Run]) -> list[tuple[Row, Path]]:

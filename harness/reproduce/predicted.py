@@ -6,23 +6,29 @@ Another predictor takes its place by setting PREDICTOR: a name and one function 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from baselines.paper_cluster import GPUS_PER_NODE
 from engine.settings import TrialSettings
-from harness.machine.this_machine import Machine, imagined_nodes
 from harness.metrics.flops import counted_flops, tokens_per_step, work_of
-from harness.metrics.hardware import Hardware
-from harness.plan.forecast import forecast
+from harness.metrics.hardware import Hardware, hardware_named
+from harness.metrics.throughput import GIB
+from harness.plan.forecast import forecast, machine_of
 from harness.plan.matrix import plan
 from harness.plan.predict import Prediction
-from harness.predict.speeds import assumed
-from harness.reproduce.entries import Entry, gpu_text, predicted_entry
+from harness.predict.published_memory import system_of_row
+from harness.predict.published_rows import RowSaysTooLittle, configuration_of_row
+from harness.predict.speeds import assumed, speeds_of
+from harness.predict.systems import system_memory
+from harness.predict.validation import HARDWARE, predicted_time
+from harness.reproduce.entries import Entry, gpu_text, predicted_entry, published_points
 from harness.reproduce.figures import PaperFigure
 from harness.spec.experiment import load_experiment
 from harness.spec.trial import Trial
 
+PAPER_HARDWARE, PAPER_SCALE = "a800", "paper"
 SHORT = {
     "tokens_per_gpu_per_second": "speeds",
     "peak_memory_gib": "memory",
@@ -45,7 +51,7 @@ class Simulated:
     name = "the schedule simulated; memory as published systems hold it, where their software was fitted, or the engine"
 
     def predict(self, settings: TrialSettings, hardware: Hardware) -> Prediction:
-        found = forecast(settings, hardware, gpus_per_node=GPUS_PER_NODE)
+        found = forecast(settings, hardware)
         gib = found.gpu_gib
         if settings.settings == "as_published" and found.system_gib is not None:
             gib = found.system_gib
@@ -56,24 +62,17 @@ class Simulated:
 PREDICTOR: Predictor = Simulated()
 
 
-def cluster_of(hardware: Hardware, ranks: int) -> Machine:
-    """Nodes of eight such GPUs, as many as the ranks need; one node for up to eight."""
-    return imagined_nodes(hardware.gpu_names[0], hardware.memory_gib, ranks=ranks, ranks_per_node=GPUS_PER_NODE)
-
-
 def trials_of(figure: PaperFigure, scale: str, hardware: Hardware) -> list[Trial]:
     """The trials of a scale on nodes of eight such GPUs. Raises UsageError for a scale that the file has not."""
-    experiment = load_experiment(figure.experiment, scale)
-    sizes = [experiment.fixed.get("world_size", 0), *experiment.sweep.get("world_size", ()),
-             experiment.fixed.get("cp_size", 1), *experiment.sweep.get("cp_size", ())]  # fmt: skip
-    return list(plan(experiment, cluster_of(hardware, max(sizes)), hardware=hardware))
+    hardware = replace(hardware, gpus_per_node=GPUS_PER_NODE)
+    return list(plan(load_experiment(figure.experiment, scale), machine_of(hardware), hardware=hardware))
 
 
 def predicted_entries(
     figure: PaperFigure, scale: str, hardware: Hardware, predictor: Predictor | None = None
 ) -> list[Entry]:
     """A point for each trial of the scale that can run and of which something is predicted that the figure shows."""
-    predictor = predictor or PREDICTOR
+    predictor, hardware = predictor or PREDICTOR, replace(hardware, gpus_per_node=GPUS_PER_NODE)
     entries = []
     for trial in trials_of(figure, scale, hardware):
         if trial.unsupported_reason is None and (
@@ -81,6 +80,38 @@ def predicted_entries(
         ):
             entries.append(predicted_entry(figure, trial.settings, hardware.title, values))
     return entries
+
+
+def predicted_for_paper(figure: PaperFigure) -> list[Entry]:
+    """What is drawn beside the published points: of each with a number its own set-up, as results/paper/predicted.csv
+    has it, and trials of the figure's scale `paper`. Of trials with settings as published those are left out that a
+    published set-up stands for already."""
+    rows = list(_of_published_points(figure))
+    known = {(entry.series, entry.setup) for entry in rows}
+    trials = predicted_entries(figure, PAPER_SCALE, hardware_named(PAPER_HARDWARE))
+    return rows + [one for one in trials if one.settings == "equal" or (one.series, one.setup) not in known]
+
+
+def _of_published_points(figure: PaperFigure) -> Iterator[Entry]:
+    """The simulated time of each published point whose source says enough, and the memory of its system."""
+    for point, row in published_points(figure):
+        if not point.values or row.gpu_model not in HARDWARE:
+            continue
+        try:
+            configuration = configuration_of_row(row.cells)
+        except RowSaysTooLittle:
+            continue
+        settings, hardware = configuration.settings, hardware_named(HARDWARE[row.gpu_model])
+        gib = None
+        if hardware.waiting_layers is not None and settings.task == "train":
+            system = system_of_row(row.method, True)
+            gib = system_memory(settings, system, configuration.exchange, hardware.waiting_layers) / GIB
+        seconds = predicted_time(configuration, speeds_of(hardware)).seconds
+        found = Prediction(seconds=seconds, gpu_gib=gib, reserved_gib=None, host_gib=None)
+        if values := _values(figure, settings, found):
+            yield replace(
+                point, origin="predicted", hardware=hardware.title, values=values, status="ok", note=""
+            )  # fmt: skip
 
 
 def _values(figure: PaperFigure, settings: TrialSettings, found: Prediction) -> dict[str, float]:

@@ -55,6 +55,12 @@ class Published:
         return self.value
 
     @property
+    def cells(self) -> dict[str, str]:
+        """What a configuration is read from, as the file has it."""
+        names = ("experiment", "figure", "gpus", "model", "seq_len", "method", "source")
+        return {name: "" if getattr(self, name) is None else str(getattr(self, name)) for name in names}
+
+    @property
     def trial(self) -> tuple[Any, ...]:
         """What rows of one published trial have in common: they differ in their metric."""
         return (self.experiment, self.figure, self.gpus, self.model, self.seq_len, self.method)

@@ -97,9 +97,10 @@ def load_experiment(path: str | Path, scale: str | None = None, overrides: Seque
     return dataclasses.replace(_read(chosen, path, scale), scales=tuple(layers))
 
 
-def add_experiment_arguments(parser: argparse.ArgumentParser) -> None:
-    """EXP.yaml, --scale and --set: how every command takes an experiment."""
-    parser.add_argument("experiment", type=Path, metavar="EXP.yaml", help="experiment file")
+def add_experiment_arguments(parser: argparse.ArgumentParser, *, may_lack: bool = False) -> None:
+    """EXP.yaml, --scale and --set: how every command takes an experiment. `may_lack`: the file may be left out."""
+    few = "?" if may_lack else None
+    parser.add_argument("experiment", type=Path, metavar="EXP.yaml", nargs=few, help="experiment file")
     parser.add_argument("--scale", metavar="NAME", help="the same question at another size, as the file's scales say")
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="PATH=VALUE",

@@ -135,6 +135,21 @@ def test_plan_gives_every_trial_and_the_reason_of_those_that_cannot_run(experime
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "give an experiment file, or --model, --seq-len and --gpus"),
+        (["FILE", "--model", "7b"], "have no meaning beside it; use --set, such as --set model=7b"),
+        (["--model", "7b", "--scale", "smoke"], "--scale belongs to an experiment file; name one"),
+        (["--model", "7b", "--gpus-per-node", "4"], "--gpus-per-node belongs to --hardware"),
+        (["--model", "7b", "--hardware", "h200", "--gpus-per-node", "0"], "--gpus-per-node is 0"),
+    ],
+)
+def test_a_plan_is_of_a_file_or_of_options_that_stand_for_one(experiment, capsys, words, sentence):
+    assert main(["plan", *(experiment if word == "FILE" else word for word in words)]) == 2
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
 def test_plan_predicts_time_and_memory_on_hardware_that_is_not_there(experiment, capsys):
     longer = ["--set", "sweep.cp_size=[8]", "--set", "fixed.dtype=bf16", "--set", "fixed.method=burst"]
     longer += ["--set", "fixed.checkpoint.every=1"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.settings import Checkpoint, TrialSettings
-from harness.metrics.hardware import hardware_named
+from harness.metrics.hardware import hardware_for, hardware_named
 from harness.plan import own_records
 from harness.plan.forecast import forecast
 from harness.plan.own_records import (
@@ -21,11 +21,13 @@ from harness.plan.own_records import (
     WITHIN,
     compared_records,
     median_error,
+    settings_that_ran,
     summary,
     table_rows,
 )
 from harness.predict.validation_table import PAGE, marks
 from harness.records.record import read_record
+from harness.reproduce.predicted import PREDICTOR
 from harness.spec.models import named_model
 
 
@@ -108,3 +110,20 @@ def test_a_short_step_takes_its_launches_unless_it_is_replayed() -> None:
     long = forecast(replace(launched, seq_len=1 << 16), hardware_named("h200")).time
     assert long is not None
     assert "waiting for launches" not in long.phases
+
+
+def test_what_reproduce_draws_for_a_trial_is_what_the_committed_table_predicts_of_it() -> None:
+    """Of every record: by the predictor of the figures, and by the forecast of `burst plan` and `burst predict`."""
+    with TABLE_FILE.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) > 150
+    for row in rows:
+        path = PUBLISHED / row["record"] / "record.json"
+        hardware = hardware_for(read_record(path).gpu)
+        assert hardware is not None
+        settings = settings_that_ran(path, hardware)
+        drawn, planned = PREDICTOR.predict(settings, hardware), forecast(settings, hardware)
+        assert planned.time is not None
+        assert drawn.seconds == planned.time.seconds
+        assert f"{drawn.seconds:.4g}" == row["predicted_seconds"], row["record"]
+        assert f"{drawn.gpu_gib:.4g}" == f"{planned.gpu_gib:.4g}" == row["predicted_allocated_gib"], row["record"]

@@ -236,6 +236,12 @@ def model_chooses(schedule: str, backward: str, exchange: str) -> bool:
     return schedule == backward == exchange == "auto"
 
 
+def asks_for_link(schedule: str, backward: str, exchange: str, num_head_chunks: int | None = None) -> bool:
+    """Whether a choice on GPUs depends on the speed of the link between nodes; elsewhere the model's own stands for
+    it."""
+    return model_chooses(schedule, backward, exchange) or (schedule in ULYSSES_SCHEDULES and num_head_chunks is None)
+
+
 def ring_by_name(nodes: int) -> str:
     """The ring of ranks on so many nodes."""
     return "ring" if nodes == 1 else "double_ring"
@@ -259,3 +265,39 @@ def choose_schedule(
         chunks = chunks or choose_num_head_chunks(name, workload, hardware)
         costs.append((name, estimate(name, workload, hardware, chunks)))
     return Estimate(tuple(sorted(costs, key=lambda pair: pair[1])))
+
+
+class Chosen(NamedTuple):
+    """A schedule and its head chunks; the estimate where the model chose."""
+
+    schedule: str
+    num_head_chunks: int
+    estimate: Estimate | None
+
+
+def chosen_schedule(
+    workload: Workload,
+    layout: str,
+    hardware: HardwareModel,
+    *,
+    schedule: str = "auto",
+    backward: str = "auto",
+    exchange: str = "auto",
+    num_head_chunks: int | None = None,
+    on_gpu: bool = True,
+) -> Chosen:
+    """What a call's choices of these names become; ranks, their memory's plan and the prediction all ask here.
+
+    The estimate's speeds are a GPU's: elsewhere, and where a ring's own switches are set, `auto` is a ring, and without
+    a GPU heads are not cut into chunks. Raises ValueError for a schedule that cannot run the problem.
+    """
+    estimated = None
+    if schedule == "auto":
+        if on_gpu and model_chooses(schedule, backward, exchange):
+            estimated = choose_schedule(workload, layout, hardware, num_head_chunks)
+        schedule = estimated.best if estimated else ring_by_name(workload.nodes)
+    if reason := schedule_unsupported_reason(schedule, workload, layout):
+        raise ValueError(reason)
+    if num_head_chunks is None or schedule not in ULYSSES_SCHEDULES:
+        num_head_chunks = choose_num_head_chunks(schedule, workload, hardware) if on_gpu else 1
+    return Chosen(schedule, num_head_chunks, estimated)

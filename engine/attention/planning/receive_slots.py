@@ -10,22 +10,14 @@ from __future__ import annotations
 
 import itertools
 
-from engine.attention.geometry.layout import Gathered, Layout, as_layout
-from engine.attention.geometry.ring import Ring
-from engine.attention.masks import Mask, parse_mask
+from engine.attention.geometry.layout import as_layout
+from engine.attention.masks import parse_mask
 from engine.attention.planning.comm_plan import ring_tables
-from engine.attention.planning.comm_volume import RingVolume, Shards, cheaper_backward, gradient_widths
-from engine.attention.planning.cost_model import (
-    HardwareModel,
-    choose_num_head_chunks,
-    choose_schedule,
-    model_chooses,
-    ring_by_name,
-    schedule_unsupported_reason,
-)
+from engine.attention.planning.comm_volume import Shards
+from engine.attention.planning.cost_model import HardwareModel, chosen_schedule
 from engine.attention.planning.layout_choice import trial_layout
-from engine.attention.planning.workload import workload_of
-from engine.settings import BYTES_OF, TrialSettings
+from engine.attention.planning.workload import TrialRing, recomputes_attention, trial_ring, trial_workload
+from engine.settings import TrialSettings
 
 CHUNK_SLOTS = 2  # one chunk is used while the next arrives
 HELD_GRADIENTS = 2  # received gradients that may wait in their slots, to be summed together, while the next is awaited
@@ -44,38 +36,19 @@ def receive_slot_bytes(settings: TrialSettings) -> int:
     node_size = cp_size // nodes
     if cp_size % nodes or node_size == 1 or settings.exchange not in ("auto", "copy_engine"):
         return 0
-    layout, schedule = as_layout(trial_layout(settings)), str(settings.schedule)
-    recompute = settings.task == "train" and settings.checkpoint.reuses_attention(settings.model.layers)
-    asks = model_chooses(schedule, settings.backward, settings.exchange)
-    shape, mask, item = settings.model, parse_mask(settings.mask), BYTES_OF[settings.dtype]
-    wire = "fp32" if settings.grad_comm_dtype == "auto" else settings.grad_comm_dtype
-    first, later, across = gradient_widths(wire, item, written=item)  # as kernels of GPUs write them
-    workload = workload_of(
-        mask, layout, cp_size=cp_size, node_size=node_size, seq_len=settings.seq_len, batch=settings.batch_size,
-        heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, input_bytes=item,
-        gradient_bytes=(across if nodes > 1 else first).summed,
-        recompute=recompute, counts_traffic=asks,
-    )  # fmt: skip
-    hardware = HardwareModel()
-    if schedule == "auto":
-        schedule = choose_schedule(workload, layout.name, hardware).best if asks else ring_by_name(nodes)
-    if schedule_unsupported_reason(schedule, workload, layout.name):
+    layout, hardware = as_layout(trial_layout(settings)), HardwareModel()
+    try:
+        schedule, chunks, _ = chosen_schedule(
+            trial_workload(settings, layout, node_size), layout.name, hardware,
+            schedule=settings.schedule, backward=settings.backward, exchange=settings.exchange,
+        )  # fmt: skip
+    except ValueError:
         return 0
-    chunks = choose_num_head_chunks(schedule, workload, hardware)
-    shared_by = nodes if schedule == "usp_transposed" else 1  # whose heads are divided among nodes, before a ring
-    ring = Ring(cp_size=node_size if shared_by > 1 else cp_size, node_size=node_size)
-    shards = Shards(
-        batch=settings.batch_size, tokens=settings.seq_len // ring.cp_size, heads=shape.heads // shared_by,
-        kv_heads=shape.kv_heads // shared_by, head_dim=shape.head_dim, input_bytes=item,
-        intra_node=first, inter_node=across, later_rings=later,
-    )  # fmt: skip
     if schedule == "usp" or (schedule == "ulysses" and nodes == 1):
-        return _of_heads(shards, recompute) // chunks
-    if schedule == "usp_transposed":
-        columns = tuple(tuple(range(first, cp_size, node_size)) for first in range(node_size))
-        return _of_ring(settings, mask, Gathered(layout, columns), ring, shards, hardware) // chunks
-    if schedule == "double_ring" or (schedule == "ring" and nodes == 1):
-        return _of_ring(settings, mask, layout, ring, shards, hardware)
+        shards = trial_ring(settings, "ring", layout, node_size).shards  # of a rank before the all-to-all
+        return _of_heads(shards, recomputes_attention(settings)) // chunks
+    if schedule in ("usp_transposed", "double_ring") or (schedule == "ring" and nodes == 1):
+        return _of_ring(settings, trial_ring(settings, schedule, layout, node_size), hardware) // chunks
     return 0  # between nodes and in collectives nothing is copied
 
 
@@ -87,14 +60,12 @@ def _of_heads(shards: Shards, recompute: bool) -> int:
     return HEAD_SLOTS * (outbound + query + max(key_value, row))
 
 
-def _of_ring(
-    settings: TrialSettings, mask: Mask, layout: Layout, ring: Ring, shards: Shards, hardware: HardwareModel
-) -> int:
+def _of_ring(settings: TrialSettings, one: TrialRing, hardware: HardwareModel) -> int:
     """Of the inner rings: forward receives keys and values, backward the side that is sent, and its gradients."""
+    mask, layout, ring, shards = parse_mask(settings.mask), one.layout, one.ring, one.shards
     seq_len, side = settings.seq_len, str(settings.backward)
     if side == "auto":
-        volume = RingVolume(ring=ring, node_size=ring.node_size, exchange="copy_engine")
-        side = cheaper_backward(mask, layout, volume, seq_len, shards, hardware)
+        side = one.cheaper_backward(settings, hardware)
     sends_queries = side == "query"
     keys, _ = ring_tables(mask, layout, ring, seq_len, False).in_nodes
     sent, unreduced = ring_tables(mask, layout, ring, seq_len, sends_queries).in_nodes

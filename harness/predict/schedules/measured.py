@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Literal
 
 from cluster.files.errors import shown
-from engine.attention.planning.comm_volume import narrowed
 from engine.attention.planning.cost_model import Workload
+from engine.attention.planning.workload import trial_workload
 from harness.base.errors import UsageError
 from harness.metrics.throughput import interquartile_range
-from harness.predict.exchanges import workload_of_problem
 from harness.predict.step import attention_problem, context_ranks_of_node
 from harness.records.record import Record, read_records
 
@@ -125,7 +124,6 @@ def _call_of(record: Record, folder: str) -> Iterator[MeasuredCall]:
     if chosen["exchange"] not in ("copy_engine", "none"):
         return
     problem = attention_problem(settings, context_ranks_of_node(settings, settings.world_size))
-    gradient_bytes = problem.input_bytes if narrowed(settings.grad_comm_dtype).first_ring else 4
     yield MeasuredCall(
         folder=folder,
         trial=record.trial_id,
@@ -139,6 +137,6 @@ def _call_of(record: Record, folder: str) -> Iterator[MeasuredCall]:
         schedule=chosen["schedule"],
         num_head_chunks=int(chosen.get("num_head_chunks", 1)),
         layout=chosen["layout"],
-        workload=workload_of_problem(problem, gradient_bytes),
+        workload=trial_workload(settings, problem.layout, problem.node_size, counts_traffic=True),
         rounds=record.step_seconds_by_round,
     )

@@ -91,7 +91,7 @@ def test_tensor_parallel_steps_are_predicted_with_memory_left_out() -> None:
     assert found.time.exchange.schedule == "tensor_parallel"
     assert found.time.phases["waiting inside nodes"] > 0
     assert found.gpu_gib is None
-    over = forecast(divided, hardware_named("a800"), gpus_per_node=4)
+    over = forecast(divided, hardware_named("a800"), node_ranks=4)
     assert over.time is not None
     assert over.time.phases["waiting between nodes"] > 0
     assert over.time.seconds > found.time.seconds

@@ -60,7 +60,7 @@ def test_memory_is_predicted_of_the_engines_own_methods_alone(capsys: pytest.Cap
 def test_memory_of_the_published_systems_stands_beside_the_engines_where_it_was_fitted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ("--model", "14b", "--seq-len", "1M", "--cp-size", "32", "--set", "lm_head_fusion=true")
+    words = ("--model", "14b", "--seq-len", "1M", "--cp-size", "32", "--set", "checkpoint.every=1")
     rows = predicted(capsys, *words, "--method", "burst,megatron_cp,loongtrain_usp")
     burst, megatron, loongtrain = (float(str(row["system_gib"])) for row in rows)
     assert burst == pytest.approx(loongtrain, rel=0.2)
@@ -115,19 +115,81 @@ def test_what_cannot_be_meant_is_one_sentence(
 
 def test_what_is_computed_again_is_planned_for_the_gpus_memory(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "1b", "--seq-len", "32k", "--cp-size", "1"]
-    [unplanned] = predicted(capsys, *words)
-    [whole] = predicted(capsys, *words, "--set", "checkpoint=auto")
-    [tight] = predicted(capsys, *words, "--set", "checkpoint=auto", "--set", "memory=24GiB")
+    [unplanned] = predicted(capsys, *words, "--set", "checkpoint.every=1")
+    [whole] = predicted(capsys, *words)
+    assert whole == predicted(capsys, *words, "--set", "checkpoint=auto")[0]  # the default
+    [tight] = predicted(capsys, *words, "--set", "memory=24GiB")
     assert whole["seconds"] < tight["seconds"]
     assert whole["seconds"] < unplanned["seconds"]
     assert tight["gpu_gib"] < 24 < whole["gpu_gib"]
     assert "GiB of host memory" in str(tight["plan"])
     assert "plan" not in unplanned
-    [long] = predicted(
-        capsys, "--model", "1b", "--longest", "--set", "checkpoint=auto", "--set", "optimizer_offload=false"
-    )
-    [plain] = predicted(capsys, "--model", "1b", "--longest")
+    [long] = predicted(capsys, "--model", "1b", "--longest", "--set", "optimizer_offload=false")
+    [plain] = predicted(capsys, "--model", "1b", "--longest", "--set", "checkpoint.every=1")
     assert long["seq_len"] > plain["seq_len"]
+
+
+# (hardware, model, settings as `--set` gives them), each asked at all lengths, numbers of GPUs and methods below.
+QUESTIONS: list[tuple[str, str, list[str]]] = [
+    ("h200", "llama3_8b", []),
+    ("h100", "14b", []),
+    ("a800", "7b", ["settings=as_published"]),
+    ("h200", "1b", ["memory=40GiB", "optimizer_offload=true"]),
+    ("h100", "llama3_8b", ["checkpoint.tail=0.5", "schedule=double_ring", "deterministic=true"]),
+    ("a100", "13b", ["settings=tuned", "kernel=fa2"]),
+]
+
+
+@pytest.mark.parametrize(("hardware", "model", "changes"), QUESTIONS)
+def test_plan_and_predict_give_one_answer(
+    hardware: str, model: str, changes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Settings, seconds, GiB and whether it fits, of 18 trials each: on one GPU, on a node and on several."""
+    lengths, gpus, methods = "32k,1M", "1,8,16", "burst,megatron_cp,loongtrain_usp"
+    path = tmp_path / "question.yaml"
+    fixed = {name: yaml.safe_load(text) for name, text in (change.split("=") for change in changes)}
+    sweep = {"method": methods.split(","), "seq_len": lengths.split(","), "cp_size": [*map(int, gpus.split(","))]}
+    asked = {"task": "train", "model": model, "sweep": sweep, "fixed": fixed | {"dtype": "bf16"}}
+    path.write_text(yaml.safe_dump(asked), encoding="utf-8")
+    sets = [word for change in changes for word in ("--set", change)]
+    words = ["--model", model, "--seq-len", lengths, "--gpus", gpus, "--method", methods, *sets]
+    answers = []
+    for command in (["plan", str(path)], ["plan", *words], ["predict", *words]):
+        assert main([*command, "--hardware", hardware, "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)
+        names = ("predicted_seconds", "predicted_gpu_gib", "predicted_to_fit", "checkpoint_plan")
+        if command[0] == "predict":
+            names = ("seconds", "gpu_gib", "fits", "plan")
+        answers.append({row["trial_id"]: [row.get(name) for name in names] for row in rows})
+    by_file, by_options, predicted_rows = answers
+    assert len(by_file) == 18
+    assert by_file == by_options == predicted_rows
+    assert {fits for _, _, fits, _ in by_file.values()} >= {True}
+
+
+def test_a_first_run_is_answered_by_what_the_planner_would_choose_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for gpu, model, length, gpus, gib in (("h200", "llama3_8b", "128k", "1", 107), ("h100", "14b", "1M", "8", 72.4)):
+        assert (
+            main(["predict", "--hardware", gpu, "--model", model, "--seq-len", length, "--gpus", gpus, "--json"]) == 0
+        )
+        [row] = json.loads(capsys.readouterr().out)
+        assert (row["fits"], row["gpu_gib"]) == (True, pytest.approx(gib, rel=0.01))
+
+
+def test_settings_as_published_are_filled_from_the_table_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "7b", "--seq-len", "1M", "--gpus", "32", "--method", "loongtrain_usp"]
+    [equal] = predicted(capsys, *words)
+    [published] = predicted(capsys, *words, "--set", "settings=as_published")
+    [by_hand] = predicted(capsys, *words, "--set", "settings=as_published", "--set", "checkpoint.tail=1")
+    assert published["seconds"] > by_hand["seconds"] > equal["seconds"]
+    assert {"checkpoint.tail", "lm_head_fusion", "optimizer_offload"} <= set(published["from_table"])
+    assert "checkpoint.tail" not in by_hand["from_table"]
+    assert "plan" not in published  # its checkpointing is the table's
+    for command in ("plan", "predict"):
+        assert main([command, "--hardware", "a800", *words, "--set", "settings=as_published"]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "as_published of loongtrain_usp, from baselines/settings.yaml:" in printed
+        assert "checkpoint.tail 0" in printed
 
 
 def test_the_table_prints_phases_and_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +211,7 @@ def test_the_longest_sequence_fits_and_the_next_longer_one_does_not(capsys: pyte
         task="train", method="burst", model=settings.model, seq_len=found.seq_len + 1024 * 8, cp_size=8
     )
     assert forecast(longer, hardware).fits is False
-    [row] = predicted(capsys, "--model", "7b", "--cp-size", "8", "--longest")
+    [row] = predicted(capsys, "--model", "7b", "--cp-size", "8", "--longest", "--set", "checkpoint.every=1")
     assert row["seq_len"] == found.seq_len
     assert row["fits"] is True
     assert main(["predict", "--hardware", "a800", "--model", "70b", "--cp-size", "1", "--longest"]) == 2
@@ -158,14 +220,14 @@ def test_the_longest_sequence_fits_and_the_next_longer_one_does_not(capsys: pyte
 
 def test_the_longest_sequence_keeps_to_a_budget_and_to_the_planners_word(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--model", "1b", "--cp-size", "1", "--longest", "--set", "memory=24GiB")
-    [by_hand] = predicted(capsys, *words)
-    [planned] = predicted(capsys, *words, "--set", "checkpoint=auto")
+    [by_hand] = predicted(capsys, *words, "--set", "checkpoint.every=1")
+    [planned] = predicted(capsys, *words)
     for row in (by_hand, planned):
         assert row["fits"] is True
         assert 0.9 * 24 < 1.04 * float(str(row["gpu_gib"])) <= 24
     assert int(str(planned["seq_len"])) > int(str(by_hand["seq_len"]))
     assert "nothing fits" not in str(planned["plan"])
-    [wide] = predicted(capsys, *words[:-1], "memory=1TiB")
+    [wide] = predicted(capsys, *words[:-1], "memory=1TiB", "--set", "checkpoint.every=1")
     assert int(str(wide["seq_len"])) > int(str(by_hand["seq_len"]))
 
 
@@ -231,7 +293,8 @@ def test_trials_that_share_ranks_start_once_where_no_others_come_between() -> No
     assert start_seconds(settings, one) == pytest.approx(START_SECONDS + 5 * NEXT_SECONDS)  # on the first of the four
     assert start_seconds(settings, two, one) == pytest.approx(6 * START_SECONDS + 3 * NEXT_SECONDS)
     nodes, alone = replace(settings, emulate_nodes=2), replace(one, deterministic=True)
-    assert start_seconds(nodes, one) == start_seconds(settings, alone) == pytest.approx(6 * START_SECONDS)
+    for pair in ((nodes, one), (settings, alone)):
+        assert start_seconds(*pair) == pytest.approx(6 * START_SECONDS)
     assert start_seconds(settings, baseline, foreign) == pytest.approx(3 * (START_SECONDS + NEXT_SECONDS))
     cost = cost_of([settings, baseline], hardware, share_ranks=True)
     assert cost.gpu_hours == pytest.approx(4 * cost.seconds / 3600)

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import collections
 import csv
+import random
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from engine.attention.planning.cost_model import HardwareModel, choose_num_head_chunks, choose_schedule
-from engine.settings import ModelShape, TrialSettings
+from engine import ContextParallel
+from engine.attention.kernels import flex
+from engine.attention.masks import parse_mask
+from engine.attention.planning.cost_model import HardwareModel
+from engine.burst import METHOD
+from engine.settings import Checkpoint, ModelShape, TrialSettings
 from harness.base.errors import UsageError
 from harness.metrics.hardware import hardware_named
-from harness.predict.exchanges import exchange_of, workload_of_problem
+from harness.predict.attention import within_a_node
+from harness.predict.exchanges import exchange_of
 from harness.predict.schedules.choice import choices
 from harness.predict.schedules.fit import GUESSES, estimated, fitted_model
-from harness.predict.schedules.measured import PUBLISHED, MeasuredCall, measured_calls
+from harness.predict.schedules.measured import MeasuredCall, measured_calls
 from harness.predict.schedules.table import (
     CHOICES,
     CONSTANTS,
@@ -31,7 +44,6 @@ from harness.predict.schedules.table import (
 from harness.predict.speeds import speeds_of
 from harness.predict.step import attention_problem
 from harness.predict.validation_table import marks
-from harness.records.record import read_records
 
 
 @pytest.fixture(scope="module")
@@ -151,19 +163,92 @@ def test_a_choice_is_judged_by_the_calls_of_one_run(calls: list[MeasuredCall]) -
     assert choices(elsewhere, model) == []
 
 
-def test_a_prediction_takes_the_schedule_that_the_engine_would_take_whatever_the_gpu() -> None:
-    taken = set()
-    for record in read_records(PUBLISHED / "h200x4" / "attention_node"):
-        settings = record.settings
-        if settings.method == "burst" and settings.cp_size > 1:
-            problem = attention_problem(settings, settings.cp_size)
-            workload = workload_of_problem(problem, gradient_bytes=4)
-            for gpu in ("h200", "a800"):
-                found = exchange_of(settings, problem, speeds_of(hardware_named(gpu)))
-                assert found.schedule == choose_schedule(workload, "zigzag").best
-                assert found.head_chunks == choose_num_head_chunks(found.schedule, workload)
-                taken.add(gpu)
-    assert taken == {"h200", "a800"}
+def drawn_trials(count: int) -> Iterator[tuple[TrialSettings, int]]:
+    """Trials of burst, and their ranks of a node, as a user may ask for them."""
+    draw = random.Random(29)
+    while count:
+        nodes, kv_heads = draw.choice((1, 1, 2, 4)), draw.choice((1, 2, 4, 8, 16, 32, 40))
+        heads = kv_heads * draw.choice((1, 1, 2, 4, 8))
+        model = ModelShape(
+            name="s", layers=4, hidden=4096, ffn=64, heads=heads, kv_heads=kv_heads, head_dim=draw.choice((64, 128)),
+            vocab=64,
+        )  # fmt: skip
+        node_size = draw.choice((1, 2, 4, 8))
+        cp_size, mask = nodes * node_size, draw.choice(("causal", "causal", "full", "sliding_window:4095"))
+        switches: dict[str, str] = {}
+        if draw.random() < 0.4:
+            switches["schedule"] = draw.choice(("ring", "double_ring", "ulysses", "usp", "usp_transposed"))
+        if draw.random() < 0.2:
+            switches["backward"] = draw.choice(("query", "key_value"))
+        checkpoint = Checkpoint(
+            every=draw.choice((0, 1, 1, 2)), tail=draw.choice((0.0, 0.5, 1.0)), whole_layers=draw.choice((0, 0, 2, 4)),
+            replay=draw.choice(("hold", "bisect")),
+        )  # fmt: skip
+        settings = TrialSettings(
+            task=draw.choice(("train", "train", "train", "attention")), method="burst", model=model, cp_size=cp_size,
+            seq_len=cp_size << draw.randrange(10, 17), dtype=draw.choice(("bf16", "bf16", "fp32")), mask=mask,
+            layout=draw.choice(("auto", "zigzag", "contiguous", "striped")), checkpoint=checkpoint,
+            grad_comm_dtype=draw.choice(("auto", "auto", "input_across", "input_after_first", "input")),
+            deterministic=draw.random() < 0.2, batch_size=draw.choice((1, 1, 2)), **switches,
+        )  # fmt: skip
+        if parse_mask(mask).unsupported_reason(settings.seq_len) is None:
+            count -= 1
+            yield settings, node_size
+
+
+ACROSS = 5.0  # GiB/s of the link between nodes, as the ranks measure it and as the hardware file has it
+
+
+def chosen_by_ranks(settings: TrialSettings, node_size: int) -> dict[str, str]:
+    """What the trainer's own attention resolves on rank 0 of as many GPUs as the trial has. Tensors have shapes and no
+    memory, and no group is made: choices are made before anything is sent."""
+    dist.init_process_group("fake", rank=0, world_size=settings.cp_size, store=FakeStore())
+    try:
+        cp = ContextParallel(layout=METHOD.layout(settings), node_size=node_size)
+        cp._link_gib.append(ACROSS)
+        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[settings.dtype]
+        tokens, shape = settings.seq_len // settings.cp_size, settings.model
+        with FakeTensorMode():
+            q, k = (
+                torch.empty(settings.batch_size, tokens, heads, shape.head_dim, dtype=dtype, device="cuda")
+                for heads in (shape.heads, shape.kv_heads)
+            )
+            return METHOD.attention(cp, settings).prepared(q, k).plan.resolved()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_prediction_takes_what_the_ranks_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ranks' attention chooses for a few hundred trials on GPUs, and what the prediction has for them."""
+    monkeypatch.setattr(ContextParallel, "_copies_unsupported_reason", lambda *_: "no GPU copies here")
+    monkeypatch.setattr(
+        ContextParallel, "_subgroup", lambda _, ranks, __: dist.new_group(list(ranks)) if len(ranks) > 1 else None
+    )
+    monkeypatch.setattr(type(flex.KERNEL), "unsupported_reason", lambda _: None)
+    monkeypatch.setattr(type(flex.KERNEL), "refuse", lambda *_: None)
+    speeds = replace(speeds_of(hardware_named("h200")), across_gib=ACROSS)
+    taken: collections.Counter[tuple[str, bool]] = collections.Counter()
+    differ, refused = [], 0
+    for settings, node_size in drawn_trials(300):
+        settings = replace(settings, kernel="flex")
+        try:
+            found = exchange_of(settings, attention_problem(settings, node_size), speeds)
+        except ValueError as error:
+            with pytest.raises(ValueError, match=re.escape(str(error))):
+                chosen_by_ranks(settings, node_size)
+            refused += 1
+            continue
+        ranks = chosen_by_ranks(settings, node_size)
+        nodes = settings.cp_size // node_size
+        schedule = ranks["schedule"] if nodes > 1 else within_a_node(ranks["schedule"])
+        taken[schedule, settings.task == "train" and settings.checkpoint.reuses_attention(4)] += 1
+        side = found.backward if ranks["backward"] in ("query", "key_value") else ranks["backward"]
+        predicted = (found.schedule, side, str(found.head_chunks))
+        if predicted != (schedule, ranks["backward"], ranks.get("num_head_chunks", "1")):
+            differ.append((predicted, ranks, settings))
+    assert not differ, f"{len(differ)} differ, the first: {differ[0]}"
+    assert {("ring", True), ("ring", False), ("ulysses", True), ("ulysses", False), ("usp", True)} <= taken.keys()
+    assert refused > 10
 
 
 def test_a_prediction_of_auto_is_a_ring_where_the_rings_own_switches_are_set() -> None:

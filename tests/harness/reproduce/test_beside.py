@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import csv
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,17 +11,21 @@ import pytest
 from matplotlib.text import Text
 
 from cluster.files.document import Node
+from harness.metrics.flops import counted_flops, tokens_per_step, work_of
 from harness.metrics.hardware import hardware_named
 from harness.plan.predict import Prediction
+from harness.predict.published_rows import configuration_of_row
 from harness.report.figures import render
 from harness.report.results import row_of
 from harness.reproduce.beside import beside, list_table, points_table, verdict
 from harness.reproduce.drawing import OriginLook, draw_reproduction, name_of
-from harness.reproduce.entries import published_entries
+from harness.reproduce.entries import published_entries, published_points
 from harness.reproduce.figures import paper_figures
 from harness.reproduce.measured import Run
-from harness.reproduce.predicted import PREDICTOR, predicted_entries, predicted_words
+from harness.reproduce.predicted import PREDICTOR, predicted_entries, predicted_for_paper, predicted_words
 from harness.spec.models import read_model
+from harness.spec.references import PAPER_DIR
+from harness.spec.table import values_for
 from tests.harness.synthetic_records import H200, record
 
 A800 = "NVIDIA A800-SXM4-80GB"
@@ -57,7 +63,7 @@ def test_the_verdict_follows_the_distance_on_the_same_set_up_and_gpu() -> None:
     assert "1 of 2 measured within 10%" in why, "the speed is close, the synthetic memory is not"
     assert verdict(beside(E2E, [run_of(far)]))[0] == "not"
     assert verdict(beside(E2E, [run_of(trial(H200, seconds_for(118.0)))]))[0] == "not comparable"
-    assert verdict(beside(E2E, []))[0] == "not"
+    assert verdict(beside(E2E, [])) == ("not run", "no record of ours yet")
 
 
 def test_a_ratio_stands_only_where_the_gpu_is_the_same() -> None:
@@ -80,6 +86,28 @@ def test_a_trial_that_auto_solved_by_exchanging_heads_is_no_point_of_the_ring() 
     assert entry.series == "burst (auto: ulysses, copy engine)"
     ring = replace(one, measurement=replace(one.measurement, chosen={"schedule": "ring", "exchange": "relay"}))
     assert [entry.series for entry in beside(E2E, [run_of(ring)]).measured] == ["Burst-Ring"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"gpu": "cpu"}, {"gpu": None}, {"model": read_model(Node("tiny", "here"), Path())}]
+)
+def test_a_smoke_run_is_no_point_of_a_figure(changes: dict) -> None:
+    """On a CPU, or with the small model on a GPU: beside a trial that is one."""
+    smoke, whole = trial(**{"gpu": A800, "seconds": 1.0} | changes), trial(H200, seconds_for(500.0))
+    found = beside(E2E, [run_of(smoke, whole)])
+    assert [entry.hardware for entry in found.measured] == [H200]
+    assert (found.smoke, verdict(found)[0]) == (1, "not comparable")
+    alone = beside(E2E, [run_of(smoke)])
+    assert not alone.measured
+    assert verdict(alone)[0] == "not run"
+
+
+def test_the_labels_that_the_sheet_of_sparse_attention_swaps_are_swapped_back_with_a_note() -> None:
+    """393.44 is the causal row of the scaling table, so it is the balanced one."""
+    found = {entry.series: entry for entry in published_entries(paper_figures()["sparse"])}
+    assert found["Causal w. workload balance"].values == {SPEED: 393.44}
+    assert found["Mask impl"].values == {SPEED: 227.58}
+    assert all("swapped back" in found[name].note for name in ("Causal w. workload balance", "Mask impl"))
 
 
 def test_trials_of_another_experiment_are_no_part_of_a_figure() -> None:
@@ -105,8 +133,7 @@ def test_every_series_of_a_figure_carries_its_hardware_and_a_shared_panel_is_not
 
 
 def test_published_bars_are_hatched_measured_solid_and_predicted_outlined() -> None:
-    predicted = predicted_entries(E2E, "paper", hardware_named("a800"))
-    found = beside(E2E, [run_of(trial(A800, seconds_for(118.0)))], predicted)
+    found = beside(E2E, [run_of(trial(A800, seconds_for(118.0)))], predicted_for_paper(E2E))
     figure = draw_reproduction(found, "peak_memory_gib", PREDICTOR.name)
     assert figure is not None
     legend = figure.legends[0]
@@ -114,7 +141,7 @@ def test_published_bars_are_hatched_measured_solid_and_predicted_outlined() -> N
     looks = dict(zip(names, legend.get_patches(), strict=True))
     published = looks["Burst-Ring · A800-80GB, published"]
     measured = looks["Burst-Ring · A800-80GB, measured, as published settings"]
-    outlined = looks["Burst-Ring · A800-80GB, predicted, as published settings"]
+    outlined = looks["Burst-Ring · A800-80GB, predicted"]
     assert published.get_hatch()
     assert not measured.get_hatch()
     assert not outlined.get_hatch()
@@ -124,6 +151,63 @@ def test_published_bars_are_hatched_measured_solid_and_predicted_outlined() -> N
     assert "linestyle" in OriginLook(colour="#000000", origin="predicted").bar, "dashes"
     assert "linestyle" not in OriginLook(colour="#000000", origin="published").bar
     assert PREDICTOR.name in texts(figure)
+
+
+def committed(name: str, value: str) -> dict[tuple[str, str], float]:
+    """A column of a table of results/paper by configuration and metric."""
+    with (PAPER_DIR / name).open(encoding="utf-8", newline="") as file:
+        return {(row["configuration"], row.get("metric", "memory")): float(row[value]) for row in csv.DictReader(file)}
+
+
+def test_what_is_drawn_beside_a_published_bar_is_what_the_committed_tables_predict_of_its_row() -> None:
+    times, memory = committed("predicted.csv", "predicted_seconds"), committed("predicted_memory.csv", "predicted_gib")
+    compared = collections.Counter()
+    for figure in paper_figures().values():
+        drawn = [entry for entry in predicted_for_paper(figure) if not entry.settings]
+        assert len({(entry.series, entry.setup) for entry in drawn}) == len(drawn), figure.name
+        rows = {(point.series, point.setup): row for point, row in published_points(figure)}
+        for entry in drawn:
+            configuration = configuration_of_row(rows[entry.series, entry.setup].cells)
+            settings = configuration.settings
+            attention = settings.task == "attention"
+            key = (configuration.name, "forward_backward_ms" if attention else SPEED)
+            if key not in times:  # the sheet has a rate of this point, and no time
+                compared["rate alone"] += 1
+                continue
+            seconds = times[key]
+            work = counted_flops(settings, work_of(settings)) / settings.world_size
+            expected = {
+                SPEED: tokens_per_step(settings) / settings.world_size / seconds,
+                "forward_backward_ms": 1e3 * seconds,
+                "tflops_per_gpu": work / seconds / 1e12,
+            }
+            if (configuration.name, "memory") in memory:
+                expected["peak_memory_gib"] = memory[configuration.name, "memory"]
+            for metric in entry.values.keys() & expected.keys():
+                assert entry.values[metric] == pytest.approx(expected[metric], rel=6e-4), (figure.name, entry)
+                compared[metric] += 1
+    assert compared["rate alone"] <= 6
+    assert compared[SPEED] > 100
+    assert compared["peak_memory_gib"] > 15
+    assert compared["tflops_per_gpu"] > 15
+
+
+def test_a_prediction_stands_beside_the_bar_of_its_own_checkpointing() -> None:
+    """LoongTrain's bars keep attention's outputs; what exp.sh sets (sele_ckpt=0) is a row of its own."""
+    points = {
+        (entry.origin, entry.series, entry.model): entry.values[SPEED]
+        for entry in beside(E2E, [], predicted_for_paper(E2E)).entries
+        if entry.gpus == 32 and entry.settings == "" and SPEED in entry.values
+    }
+    for model, kept, without in (("7b", 87.98, 73.43), ("14b", 99.73, 79.15)):
+        assert points["published", "LoongTrain-USP", model] == kept
+        assert points["published", "LoongTrain-USP w/o sele-ckpt", model] == without
+    assert points["predicted", "LoongTrain-USP", "7b"] == pytest.approx(96.8, abs=0.1)
+    assert points["predicted", "LoongTrain-USP w/o sele-ckpt", "7b"] == pytest.approx(76.8, abs=0.1)
+    published = values_for("loongtrain_usp", "as_published", frozenset())
+    assert published["checkpoint.tail"] == 0.0
+    series = {entry.series for entry in predicted_for_paper(E2E) if entry.settings == "as_published"}
+    assert "Burst-Ring" not in series, "the row stands for it already"
 
 
 def test_a_predictor_needs_a_name_and_one_function() -> None:
@@ -166,4 +250,4 @@ def test_the_list_has_a_line_for_every_figure() -> None:
     assert [row[0] for row in table.rows] == list(paper_figures())
     verdicts = {row[0]: row[-2] for row in table.rows}
     assert verdicts["attention_share_analytic"] == "reproduced"
-    assert verdicts["e2e_main"] == "not"
+    assert verdicts["e2e_main"] == "not run"

@@ -219,9 +219,7 @@ def test_the_backward_side_of_the_estimate_is_the_one_that_the_plan_takes_by_its
         (2, 4, 8), (1, 4, 8, 16, 24, 32), ("zigzag", "contiguous", "striped"), (Causal(), Full(), SlidingWindow(255))
     ):
         layout, sizes = layout_named(name), {"batch": 1, "heads": 32, "kv_heads": kv_heads, "head_dim": 128}
-        workload = workload_of(
-            mask, layout, cp_size=cp_size, node_size=cp_size, seq_len=4096, input_bytes=2, gradient_bytes=4, **sizes
-        )
+        workload = workload_of(mask, layout, cp_size=cp_size, node_size=cp_size, seq_len=4096, input_bytes=2, **sizes)
         as_written = Widths(unreduced=2, summed=4)  # as kernels for GPUs write bf16
         shards = Shards(tokens=4096 // cp_size, input_bytes=2, intra_node=as_written, inter_node=as_written, **sizes)
         volume = RingVolume(ring=Ring(cp_size=cp_size, node_size=cp_size), node_size=cp_size, exchange="copy_engine")
@@ -236,7 +234,7 @@ def choice_on_a_rank(mask_first: int, layout: str) -> str:
     cp = ContextParallel(layout=layout, node_size=2)
     workload = workload_of(
         SlidingWindow(mask_first), cp.layout, cp_size=cp.size, node_size=cp.node_size, seq_len=64 << 10, batch=1,
-        heads=32, kv_heads=8, head_dim=128, input_bytes=2, gradient_bytes=4,
+        heads=32, kv_heads=8, head_dim=128, input_bytes=2,
     )  # fmt: skip
     found = choose_schedule(workload, cp.layout.name)
     return f"{cp.rank != 0} {found.seconds} {[choose_num_head_chunks(name, workload) for name, _ in found.seconds]}"
