@@ -15,7 +15,7 @@ from harness.compare.sources import Member, latest
 from harness.metrics.intervals import Ratio, median_ratio
 from harness.report.results import Row, given_names, in_order, setting_names
 from harness.report.speedup import rounds_of
-from harness.report.tables.agreement import relative_differences
+from harness.report.tables.agreement import has_own_weights, relative_differences
 
 Outcome = Literal["compared", "lost", "gained", "neither"]
 MemoryWord = Literal["less", "equal", "more"]
@@ -65,7 +65,11 @@ class Pair:
 
     @property
     def loss(self) -> float | None:
-        """Largest relative difference of the losses over the steps both took; None unless both trained."""
+        """Largest relative difference of the losses over the steps both took; None unless both trained from the same
+        initial weights."""
+        ours, theirs = self.reference.row, self.candidate.row
+        if ours["method"] != theirs["method"] and (has_own_weights(ours) or has_own_weights(theirs)):
+            return None
         losses = [member.row["loss_by_step"] for member in (self.reference, self.candidate)]
         return max(relative_differences(*losses)) if all(losses) else None
 

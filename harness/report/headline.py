@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from harness.report.findings import findings
 from harness.report.results import Row
 from harness.report.speedup import contested_points
-from harness.report.tables.agreement import LIMIT, Agreement, agreements
+from harness.report.tables.agreement import LIMIT, Agreement, agreements, own_weights_sentence
 from harness.report.tables.trials import CHECKED, CPU_TIMES
 from harness.report.variants import on_cpu
 from harness.report.weak_forms import weak_forms, weak_sentence
@@ -35,7 +35,8 @@ def summary_sentences(rows: Sequence[Row]) -> list[str]:
     if contested_points([row for row in rows if on_cpu(row)]):
         found.append(CPU_TIMES)
     compared = [pair for pair in agreements(rows) if pair.row is not pair.reference]
-    agreement = _agreement_sentences(compared)
+    foreign = own_weights_sentence(rows)
+    agreement = _agreement_sentences(compared, same_weights=bool(foreign)) + ([foreign] if foreign else [])
     disagree = any(pair.agrees is False for pair in compared)
     agreement += _accuracy_sentence(rows)
     return [*(agreement + found if disagree else found + agreement), _how_they_ended(rows)]
@@ -48,7 +49,9 @@ def _how_they_ended(rows: Sequence[Row]) -> str:
     return f"{counts['ok']} of {len(rows)} {trials} gave a measurement" + (f"; {others}." if others else ".")
 
 
-def _agreement_sentences(compared: Sequence[Agreement]) -> list[str]:
+def _agreement_sentences(compared: Sequence[Agreement], *, same_weights: bool) -> list[str]:
+    """`same_weights`: the run also holds trials that start from other weights, so it is said which are meant."""
+    trials = " of trials with the same initial weights, data and seed" if same_weights else ""
     bound = [pair for pair in compared if pair.agrees is not None]
     loose = [pair for pair in compared if pair.agrees is None]
     sentences = []
@@ -58,13 +61,13 @@ def _agreement_sentences(compared: Sequence[Agreement]) -> list[str]:
         verdict = (
             f"{len(apart)} of {len(bound)} trials differ from their reference by more than {LIMIT:.0e}"
             if apart
-            else f"Losses and gradient norms agree within {LIMIT:.0e} between {_what_varies(bound)}"
+            else f"Losses and gradient norms{trials} agree within {LIMIT:.0e} between {_what_varies(bound)}"
         )
         sentences.append(f"{verdict} (largest relative difference {f'{worst:.1e}' if worst else '0'}).")
     if loose:
         worst = max(pair.loss for pair in loose)
         types = " and ".join(sorted({pair.row["dtype"] for pair in loose}))
-        sentences.append(f"In {types} the losses differ by at most {worst:.1e} relative.")
+        sentences.append(f"In {types} the losses{trials} differ by at most {worst:.1e} relative.")
     return sentences
 
 

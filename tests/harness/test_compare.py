@@ -117,6 +117,15 @@ def test_losses_are_compared_where_both_trained(tmp_path: Path) -> None:
     assert [pair.loss for pair in found.pairs] == [pytest.approx(1e-3, rel=0.01), None]
 
 
+def test_a_loss_from_other_initial_weights_is_not_compared(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", [record(), record(method="torchtitan_upstream", drift=0.3)])
+    sides = [[one for one in of_directory(run) if one.row["method"] == name] for name in ("torchtitan_upstream", "burst")]
+    [pair] = compare(("a", "b"), *sides, tolerance=0.02, one_run=True).pairs
+    assert pair.loss is None
+    [same] = compare(("a", "b"), sides[0], sides[0], tolerance=0.02).pairs
+    assert same.loss == 0.0
+
+
 def test_different_hardware_software_and_hosts_are_named(tmp_path: Path) -> None:
     before, now = record(gpu=H200), record(gpu=H100)
     assert before.measurement is not None
