@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from harness.compare.sources import Member, latest
-from harness.metrics.intervals import Ratio, median_ratio
+from harness.metrics.intervals import Ratio
 from harness.report.results import Row, given_names, in_order, setting_names
-from harness.report.speedup import rounds_of
+from harness.report.speedup import compared
 from harness.report.tables.agreement import has_own_weights, relative_differences
 
 Outcome = Literal["compared", "lost", "gained", "neither"]
@@ -29,6 +29,7 @@ class Pair:
     candidate: Member
     times: Ratio | None  # of the median step; None unless both trials were measured
     paired: bool  # whether rounds were drawn in pairs
+    apart: tuple[int, ...] = ()  # rounds of one run that the two ran on two machines: left out, or no pairs
 
     @property
     def outcome(self) -> Outcome:
@@ -76,7 +77,7 @@ class Pair:
     def regression(self, tolerance: float) -> str:
         """What got worse by more than the tolerance, in words; empty where nothing did.
 
-        Time counts with its whole interval, so never with a single round.
+        Time counts with its whole interval, so never with fewer than three rounds.
         """
         if self.outcome == "lost":
             record = self.candidate.record
@@ -106,7 +107,7 @@ class Comparison:
 
     @property
     def verdicts(self) -> Counter[str]:
-        """How many pairs are faster, slower, not distinguishable."""
+        """How many pairs have each verdict."""
         return Counter(pair.times.verdict() for pair in self.pairs if pair.times is not None)
 
     @property
@@ -189,10 +190,10 @@ def _ordered(members: Sequence[Member]) -> list[Member]:
 
 
 def _pair(reference: Member, candidate: Member, one_run: bool) -> Pair:
-    before, now = rounds_of([reference.row]), rounds_of([candidate.row])
-    paired = one_run and len(before) > 1 and list(before) == list(now)
-    times = median_ratio(list(now.values()), list(before.values()), paired=paired) if before and now else None
-    return Pair(reference=reference, candidate=candidate, times=times, paired=paired)
+    found = compared([candidate.row], [reference.row], one_run=one_run)
+    if found is None:
+        return Pair(reference=reference, candidate=candidate, times=None, paired=False)
+    return Pair(reference=reference, candidate=candidate, times=found.times, paired=found.paired, apart=found.apart)
 
 
 _FACTS = ("GPU", "devices", "driver", "software", "hosts", "launcher", "environment", "commit", "ran")

@@ -8,6 +8,7 @@ from harness.records.record import Record
 from harness.records.stated import Stated
 
 ONE_ROUND = "one round"
+TWO_ROUNDS = "two rounds"
 ONE_STEP = "one step"
 
 # By NVML's names: reasons that say a GPU was too hot or its supply too weak, unlike the power cap of normal work.
@@ -29,6 +30,8 @@ def _shown_by(record: Record) -> list[str]:
         return found
     if len(record.step_seconds_by_round) == 1:
         found.append(ONE_ROUND)
+    if len(record.step_seconds_by_round) == 2:
+        found.append(TWO_ROUNDS)
     if record.lanes > 1:
         found.append(f"up to {record.lanes} trials ran on parts of the machine at the same time")
     if len(measured.step_seconds) == 1:

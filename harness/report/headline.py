@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from harness.metrics.intervals import ROUNDS_FOR_INTERVAL
 from harness.report.findings import findings
 from harness.report.results import Row
 from harness.report.speedup import contested_points
@@ -13,8 +14,8 @@ from harness.report.tables.trials import CHECKED, CPU_TIMES
 from harness.report.variants import on_cpu
 from harness.report.weak_forms import weak_forms, weak_sentence
 
-ALL_ONE_ROUND = (
-    "Every trial ran in one round, so no figure has an interval and no difference can be told from noise; "
+TOO_FEW_ROUNDS = (
+    "No trial ran in three rounds, so no figure has an interval and no difference can be told from noise; "
     "steps.rounds: 3 gives intervals."
 )
 
@@ -30,8 +31,8 @@ def summary_sentences(rows: Sequence[Row]) -> list[str]:
     measured = [row for row in rows if row["status"] == "ok" and not on_cpu(row)]
     if sentence := weak_sentence(weak_forms(rows).values()):
         found.append(sentence)
-    if found and len(measured) > 1 and all(row["rounds"] == 1 for row in measured):
-        found.append(ALL_ONE_ROUND)
+    if found and len(measured) > 1 and all(row["rounds"] < ROUNDS_FOR_INTERVAL for row in measured):
+        found.append(TOO_FEW_ROUNDS)
     if contested_points([row for row in rows if on_cpu(row)]):
         found.append(CPU_TIMES)
     compared = [pair for pair in agreements(rows) if pair.row is not pair.reference]

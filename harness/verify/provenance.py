@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from harness.records.caveats import ONE_ROUND, ONE_STEP
 from harness.records.provenance import DIRTY
 from harness.records.record import Record
-from harness.records.stated import About, Reason, Stated, TypedCommand
+from harness.records.stated import About, OnMachine, Reason, Stated, TypedCommand
 from harness.verify.finding import Failure, Gap
 from harness.verify.history import History
 from harness.verify.private import HOME, private_in, secret_variables
@@ -41,7 +41,7 @@ def provenance_findings(record: Record, text: str, stated: Stated, history: Hist
 
 def unused_statements(stated: Stated, trials: list[str]) -> Iterator[Failure]:
     """Entries of provenance.yaml that name no record that is there."""
-    entries: list[TypedCommand | Reason] = [*stated.commands, *stated.reasons]
+    entries: list[TypedCommand | Reason | OnMachine] = [*stated.commands, *stated.reasons, *stated.machines]
     for one in entries:
         if not any(map(one.names, trials)):
             yield Failure(

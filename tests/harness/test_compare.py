@@ -14,7 +14,7 @@ from engine.settings import Steps
 from harness.cli import main
 from harness.commands import parse_tolerance
 from harness.compare.pairs import Comparison, compare
-from harness.compare.report import closing, heading, pair_lines, trial_names
+from harness.compare.report import closing, comparison_of, heading, pair_lines, to_plain, trial_names
 from harness.compare.sources import of_directory
 from harness.records.record import Record, write_record
 from tests.harness.synthetic_records import H200, around, record
@@ -88,7 +88,43 @@ def test_one_round_has_no_interval_and_is_no_regression_of_time(tmp_path: Path) 
     assert (pair.times.interval, pair.regression(0.02)) == (None, "")
     names = trial_names(found)
     assert "9.000 one round not distinguishable" in " ".join(pair_lines(found, names)[2].split())
-    assert "1 not distinguishable (1 with one round, which has no interval" in closing(found, names)[-1]
+    assert (
+        "1 not distinguishable; 1 with one round, without an interval; steps.rounds: 3 gives one"
+        in closing(found, names)[-1]
+    )
+
+
+def test_two_rounds_are_shown_as_two_values_and_are_no_regression_of_time(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", [record(rounds=[[0.1], [0.2]]), record(method="ring", rounds=[[0.2], [0.5]])])
+    sides = [[one for one in of_directory(run) if one.row["method"] == name] for name in ("burst", "ring")]
+    found = compare(("a", "b"), *sides, tolerance=0.02, one_run=True)
+    [pair] = found.pairs
+    assert pair.times is not None
+    assert (pair.times.interval, pair.times.by_round, pair.regression(0.02)) == (None, (2.0, 2.5), "")
+    names = trial_names(found)
+    assert "2.333 2.000 and 2.500 slower in both rounds" in " ".join(pair_lines(found, names)[2].split())
+    assert "1 slower in both rounds; 1 with two rounds, without an interval" in closing(found, names)[-1]
+    [line] = comparison_of(found, names).texts()
+    assert {"2.000 and 2.500", "slower in both rounds"} <= set(line)
+    plain = to_plain(found, names)["pairs"][0]["time"]
+    assert (plain["interval"], plain["by_round"]) == (None, [2.0, 2.5])
+
+
+def test_rounds_that_ran_on_two_machines_are_no_pairs(tmp_path: Path) -> None:
+    ours, theirs = record(rounds=[[0.1], [0.1], [0.1]]), record(method="ring", rounds=[[0.2], [0.2], [0.2]])
+    places = {"burst": ["a", "b", "b"], "ring": ["a", "a", "b"]}
+    for one in (ours, theirs):
+        one.rounds = [
+            replace(part, hosts=["vm"], gpus=[gpu])
+            for part, gpu in zip(one.rounds, places[one.settings.method], strict=True)
+        ]
+    run = run_of(tmp_path / "run", [ours, theirs])
+    sides = [[one for one in of_directory(run) if one.row["method"] == name] for name in ("burst", "ring")]
+    found = compare(("a", "b"), *sides, tolerance=0.02, one_run=True)
+    [pair] = found.pairs
+    assert pair.times is not None
+    assert (pair.paired, pair.apart, pair.times.by_round) == (True, (2,), (2.0, 2.0))
+    assert "Left out: round 2 of 1 pair, which ran on two machines." in heading(found)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +155,9 @@ def test_losses_are_compared_where_both_trained(tmp_path: Path) -> None:
 
 def test_a_loss_from_other_initial_weights_is_not_compared(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", [record(), record(method="torchtitan_upstream", drift=0.3)])
-    sides = [[one for one in of_directory(run) if one.row["method"] == name] for name in ("torchtitan_upstream", "burst")]
+    sides = [
+        [one for one in of_directory(run) if one.row["method"] == name] for name in ("torchtitan_upstream", "burst")
+    ]
     [pair] = compare(("a", "b"), *sides, tolerance=0.02, one_run=True).pairs
     assert pair.loss is None
     [same] = compare(("a", "b"), sides[0], sides[0], tolerance=0.02).pairs

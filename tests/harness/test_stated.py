@@ -26,6 +26,9 @@ reasons:
       kept the driver
   - about: commit
     says: its commit is gone
+machines:
+  - {trials: train-ring-*, rounds: [2], machine: second}
+  - {rounds: [1, 2], machine: first}
 """
 
 
@@ -50,12 +53,21 @@ def test_commands_and_reasons_belong_to_the_trials_they_name(tmp_path: Path) -> 
     assert stated.reason("train-ring-s1", "commit") == "its commit is gone"
 
 
+def test_a_round_has_the_machine_of_the_first_entry_that_names_it(tmp_path: Path) -> None:
+    stated = stated_in(states(tmp_path, WHOLE))
+    assert [stated.machine("train-ring-s1", number) for number in (1, 2, 3)] == ["first", "second", ""]
+    assert [stated.machine("train-burst-s1", number) for number in (1, 2)] == ["first", "first"]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("commands: burst run a.yaml", "unknown key commands in provenance.yaml; did you mean command?"),
         ("reasons: [{abuot: gpu, says: x}]", "unknown key abuot in a reason; did you mean about?"),
         ("reasons: [{about: divers, says: x}]", "about is 'divers', which no check is about; did you mean driver?"),
+        ("machines: [{rounds: [0], machine: x}]", "rounds is 0; expected numbers of rounds from 1"),
+        ("machines: [{rounds: [], machine: x}]", "rounds is an empty list; name the rounds that ran there"),
+        ("machines: [{rounds: [1]}]", "an entry of machines lacks machine; add what is missing"),
         ("reasons: [{about: gpu}]", "a reason lacks says; add what is missing"),
         ("reasons: [{about: [], says: x}]", "about is an empty list"),
         ("reasons: [{about: gpu, says: x, trials: []}]", "trials is an empty list"),
@@ -105,7 +117,7 @@ def test_several_rounds_need_no_caveat_and_clocks_lowered_by_a_fault_do() -> Non
     hot = GpuState(throttle=["sw_power_cap", "hw_thermal_slowdown"])
     one.rounds = [
         Round(number=number, place=1, started_at="2026-01-02T03:04:05Z", wall_seconds=1.0, step_seconds=[0.2])
-        for number in (1, 2)
+        for number in (1, 2, 4)
     ]
     assert caveats_of(one, NOTHING_STATED) == []
     one.rounds.append(
