@@ -46,8 +46,12 @@ class Pair:
 
     @property
     def memory_column(self) -> str | None:
-        """The peak that both trials have: the GPU's, else the process's; None where they have none in common."""
-        for column in ("peak_memory_gib", "peak_rss_gib"):
+        """The peak that both trials have: the GPU's, else the process's; None where they have none in common.
+
+        Ranks that ran several trials hold memory of the ones before, so the peak of such a process says nothing.
+        """
+        shared = any(member.record.ranks_turn for member in (self.reference, self.candidate))
+        for column in ("peak_memory_gib", *(() if shared else ("peak_rss_gib",))):
             if self.reference.row[column] and self.candidate.row[column]:
                 return column
         return None

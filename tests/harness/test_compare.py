@@ -137,6 +137,17 @@ def test_memory_is_compared_by_its_peaks(tmp_path, gib, word, regression) -> Non
     assert (pair.memory_word(0.02), pair.regression(0.02)) == (word, regression)
 
 
+def test_memory_of_processes_that_ran_several_trials_gets_no_verdict(tmp_path: Path) -> None:
+    alone, shared = record(), replace(record(), ranks_turn=2)
+    [pair] = compared(tmp_path / "cpu", [alone], [shared]).pairs
+    assert (pair.memory_column, pair.memory_word(0.02)) == (None, None)
+    [pair] = compared(tmp_path / "alone", [alone], [alone]).pairs
+    assert (pair.memory_column, pair.memory_word(0.02)) == ("peak_rss_gib", "equal")
+    on_gpus = [with_memory(replace(record(gpu=H200), ranks_turn=turn), 20.0) for turn in (1, 2)]
+    [pair] = compared(tmp_path / "gpu", on_gpus[:1], on_gpus[1:]).pairs
+    assert pair.memory_column == "peak_memory_gib"
+
+
 def test_what_was_measured_and_is_no_more_is_a_regression_and_the_reverse_is_none(tmp_path: Path) -> None:
     lost = [record(seq_len=1024), record(seq_len=2048, status="oom"), record(seq_len=4096, status="oom")]
     now = [record(seq_len=1024, status="oom", reason="rank 0 ran out"), record(seq_len=2048), lost[2]]

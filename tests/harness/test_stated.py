@@ -127,6 +127,18 @@ def test_several_rounds_need_no_caveat_and_clocks_lowered_by_a_fault_do() -> Non
     assert caveats_of(one, NOTHING_STATED) == ["GPU clocks were lowered (hw_thermal_slowdown)"]
 
 
+@pytest.mark.parametrize(
+    ("rounds", "said"),
+    [([[1.0, 1.008], [1.0, 1.010], [1.01, 1.02]], "in every round the last took 0.8% longer than the first or more"),
+     ([[1.02, 1.0], [1.04, 1.0]], "in every round the last took 2.0% shorter than the first or more"),
+     ([[1.0, 1.008], [1.01, 1.0], [1.0, 1.01]], ""), ([[1.0, 1.001], [1.0, 1.002]], ""), ([[1.0, 1.02]], ""),
+     ([[1.0], [1.0]], "")],
+)  # fmt: skip
+def test_steps_that_change_alike_in_every_round_are_not_steady_and_that_is_said(rounds, said) -> None:
+    told = [one for one in caveats_of(record(rounds=rounds), NOTHING_STATED) if one.startswith("steps still")]
+    assert told == ([f"steps still changed: {said}"] if said else [])
+
+
 def test_a_trial_without_figures_has_only_what_is_stated(tmp_path: Path) -> None:
     stated = stated_in(states(tmp_path, WHOLE))
     assert caveats_of(record(status="oom", method="ring"), stated) == ["its commit is gone"]
