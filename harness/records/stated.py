@@ -25,7 +25,8 @@ from harness.base.errors import UsageError
 
 PROVENANCE_FILE = "provenance.yaml"
 
-# What a reason excuses. `lost_commit`: no history holds the commit, so that no claim may rest on the record. `conditions` excuses nothing and is what a reader has to know, as of a host that was shared.
+# What a reason excuses. `lost_commit`: no history holds the commit, so that no claim may rest on the record.
+# `conditions` excuses nothing and is what a reader has to know, as of a host that was shared.
 About = Literal[
     "commit", "lost_commit", "command", "rounds", "samples", "gpu", "driver", "hosts", "software", "paths", "conditions"
 ]  # fmt: skip
