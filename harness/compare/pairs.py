@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from harness.compare.sources import Member, latest
-from harness.metrics.intervals import Ratio, median_ratio
+from harness.metrics.intervals import Ratio
 from harness.report.results import Row, given_names, in_order, setting_names
-from harness.report.speedup import rounds_of
-from harness.report.tables.agreement import relative_differences
+from harness.report.speedup import compared
+from harness.report.tables.agreement import has_own_weights, relative_differences
 
 Outcome = Literal["compared", "lost", "gained", "neither"]
 MemoryWord = Literal["less", "equal", "more"]
@@ -29,6 +29,7 @@ class Pair:
     candidate: Member
     times: Ratio | None  # of the median step; None unless both trials were measured
     paired: bool  # whether rounds were drawn in pairs
+    apart: tuple[int, ...] = ()  # rounds of one run that the two ran on two machines: left out, or no pairs
 
     @property
     def outcome(self) -> Outcome:
@@ -45,8 +46,12 @@ class Pair:
 
     @property
     def memory_column(self) -> str | None:
-        """The peak that both trials have: the GPU's, else the process's; None where they have none in common."""
-        for column in ("peak_memory_gib", "peak_rss_gib"):
+        """The peak that both trials have: the GPU's, else the process's; None where they have none in common.
+
+        Ranks that ran several trials hold memory of the ones before, so the peak of such a process says nothing.
+        """
+        shared = any(member.record.ranks_turn for member in (self.reference, self.candidate))
+        for column in ("peak_memory_gib", *(() if shared else ("peak_rss_gib",))):
             if self.reference.row[column] and self.candidate.row[column]:
                 return column
         return None
@@ -65,14 +70,18 @@ class Pair:
 
     @property
     def loss(self) -> float | None:
-        """Largest relative difference of the losses over the steps both took; None unless both trained."""
+        """Largest relative difference of the losses over the steps both took; None unless both trained from the same
+        initial weights."""
+        ours, theirs = self.reference.row, self.candidate.row
+        if ours["method"] != theirs["method"] and (has_own_weights(ours) or has_own_weights(theirs)):
+            return None
         losses = [member.row["loss_by_step"] for member in (self.reference, self.candidate)]
         return max(relative_differences(*losses)) if all(losses) else None
 
     def regression(self, tolerance: float) -> str:
         """What got worse by more than the tolerance, in words; empty where nothing did.
 
-        Time counts with its whole interval, so never with a single round.
+        Time counts with its whole interval, so never with fewer than three rounds.
         """
         if self.outcome == "lost":
             record = self.candidate.record
@@ -113,7 +122,7 @@ class Comparison:
 
     @property
     def verdicts(self) -> Counter[str]:
-        """How many pairs are faster, slower, not distinguishable."""
+        """How many pairs have each verdict."""
         return Counter(pair.times.verdict() for pair in self.pairs if pair.times is not None)
 
     @property
@@ -196,10 +205,10 @@ def _ordered(members: Sequence[Member]) -> list[Member]:
 
 
 def _pair(reference: Member, candidate: Member, one_run: bool) -> Pair:
-    before, now = rounds_of([reference.row]), rounds_of([candidate.row])
-    paired = one_run and len(before) > 1 and list(before) == list(now)
-    times = median_ratio(list(now.values()), list(before.values()), paired=paired) if before and now else None
-    return Pair(reference=reference, candidate=candidate, times=times, paired=paired)
+    found = compared([candidate.row], [reference.row], one_run=one_run)
+    if found is None:
+        return Pair(reference=reference, candidate=candidate, times=None, paired=False)
+    return Pair(reference=reference, candidate=candidate, times=found.times, paired=found.paired, apart=found.apart)
 
 
 _FACTS = ("GPU", "devices", "driver", "software", "hosts", "launcher", "environment", "commit", "ran")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from typing import Any, get_args
 
 from harness.base.lengths import format_length
 from harness.compare.pairs import Comparison, Pair, settings_of
 from harness.compare.sources import Member
-from harness.report.speedup import ONE_ROUND, verdict_text
-from harness.report.tables.comparison import ends, interval_text
+from harness.metrics.intervals import Verdict
+from harness.report.speedup import TWO_VALUES, rounds_text, spread_text, verdict_text
 from harness.report.tables.table import Column, Table, significant, without_empty_columns
 from harness.report.variants import panel_name, panel_of, setting_text
 
@@ -66,6 +67,9 @@ def heading(comparison: Comparison) -> list[str]:
         lines.append(f"Differs: {len(variables) - _MOST_VARIABLES} more environment variables (--json lists all)")
     if any(pair.paired for pair in measured):
         lines.append("Both sides of a pair ran in the same rounds, which are drawn together.")
+    for rounds, count in Counter(pair.apart for pair in measured if pair.apart).items():
+        number = f"round{'s' if len(rounds) > 1 else ''} {', '.join(map(str, rounds))}"
+        lines.append(f"Left out: {number} of {_pairs(count)}, which ran on two machines.")
     return lines
 
 
@@ -73,15 +77,18 @@ def closing(comparison: Comparison, names: dict[int, str]) -> list[str]:
     """Counts of verdicts, geometric mean, and every regression."""
     tolerance = comparison.tolerance
     verdicts = comparison.verdicts
-    counted = [f"{verdicts[word]} {word}" for word in ("faster", "slower", "not distinguishable") if verdicts[word]]
-    single = sum(min(pair.rounds) < 2 for pair in comparison.pairs if pair.times is not None)
-    if single:
-        counted[-1] += f" ({single} with one round, which has no interval; steps.rounds: 3 gives one)"
+    counted = [f"{verdicts[word]} {word}" for word in get_args(Verdict) if verdicts[word]]
     others = [pair.outcome for pair in comparison.pairs if pair.outcome != "compared"]
     words = {"lost": "measured in A alone", "gained": "measured in B alone", "neither": "without a number in both"}
     counted += [f"{others.count(outcome)} {text}" for outcome, text in words.items() if outcome in others]
     total = len(comparison.pairs)
-    sentence = f"B against A in {total} {'pair' if total == 1 else 'pairs'}: {', '.join(counted)}"
+    sentence = f"B against A in {_pairs(total)}: {', '.join(counted)}"
+    without = [pair for pair in comparison.pairs if pair.times is not None and pair.times.interval is None]
+    for two in (False, True):
+        if few := sum((pair.times is not None and pair.times.by_round is not None) == two for pair in without):
+            sentence += f"; {few} with {rounds_text(2 if two else 1)}, without an interval"
+    if without:
+        sentence += "; steps.rounds: 3 gives one"
     memory = [word for pair in comparison.pairs if (word := pair.memory_word(tolerance))]
     held = [f"{word} in {memory.count(word)}" for word in ("less", "equal", "more") if word in memory]
     if held:
@@ -123,8 +130,8 @@ def comparison_of(comparison: Comparison, names: dict[int, str]) -> Table:
             pair.candidate.row["samples"],
             pair.candidate.row["rounds"],
             pair.times.value if pair.times else None,
-            ends(pair.times.interval) if pair.times else None,
-            verdict_text(pair.times.verdict(), min(pair.rounds)) if pair.times else None,
+            pair.times.interval or pair.times.by_round if pair.times else None,
+            _verdict(pair),
             *_peaks(pair),
             pair.memory,
             pair.memory_word(comparison.tolerance),
@@ -143,7 +150,7 @@ def comparison_of(comparison: Comparison, names: dict[int, str]) -> Table:
         Column(header="B n", numeric=True),
         Column(header="B rounds", numeric=True),
         Column(header="B ÷ A", form="{:.3f}".format, numeric=True),
-        Column(header="interval", form=interval_text, numeric=True),
+        Column(header="interval", form=spread_text, numeric=True),
         Column(header="verdict"),
         Column(header="A GiB", form=significant(3), numeric=True),
         Column(header="B GiB", form=significant(3), numeric=True),
@@ -159,7 +166,8 @@ def comparison_of(comparison: Comparison, names: dict[int, str]) -> Table:
             columns=columns,
             rows=lines,
             note="ms = median over n measured steps; B ÷ A = ratio of these medians; interval = its 95% interval, "
-            "whole rounds resampled, absent where a side has one round; faster and slower mean that it excludes 1. "
+            "whole rounds resampled, absent where a side has fewer than three rounds; faster and slower mean that it "
+            f"excludes 1; {TWO_VALUES}. "
             "GiB = peak per GPU (on a CPU of the process), maximum over ranks; equal within "
             f"{_percent(comparison.tolerance)}. Loss difference = |a − b| ÷ max(|a|, |b|), the largest over all steps. "
             f"A regression is beyond {_percent(comparison.tolerance)}: slower with the whole interval, more memory, or "
@@ -222,9 +230,11 @@ def _pair_to_plain(pair: Pair, tolerance: float, names: dict[int, str]) -> dict[
         "time": times
         and {
             "ratio": times.value,
-            "interval": list(ends(times.interval) or ()) or None,
+            "interval": [times.interval.low, times.interval.high] if times.interval else None,
+            "by_round": list(times.by_round) if times.by_round else None,
             "verdict": times.verdict(),
             "paired": pair.paired,
+            "rounds_on_two_machines": list(pair.apart),
         },
         "memory": {
             "of": pair.memory_column,
@@ -248,16 +258,23 @@ def _member_to_plain(member: Member) -> dict[str, Any]:
 def _cells(pair: Pair, tolerance: float) -> tuple[str, ...]:
     """What a terminal shows of a pair; an empty text where there is nothing."""
     times, memory = pair.times, pair.memory
-    interval = ends(times.interval) if times else None
+    spread = (times.interval or times.by_round) if times else None
     return (
         _time_cell(pair.reference),
         _time_cell(pair.candidate),
         f"{times.value:.3f}" if times else "",
-        "–".join(f"{end:.3f}" for end in interval) if interval else ONE_ROUND if times else "",
+        spread_text(spread).replace(" to ", "–") if spread else rounds_text(1) if times else "",
         times.verdict() if times else "" if pair.outcome == "neither" else pair.outcome,
         "" if memory is None else "equal" if pair.memory_word(tolerance) == "equal" else f"{100 * (memory - 1):+.1f}%",
         "" if pair.loss is None else f"{pair.loss:.0e}" if pair.loss else "0",
     )
+
+
+def _verdict(pair: Pair) -> str | None:
+    if pair.times is None:
+        return None
+    rounds = 2 if pair.times.by_round else 3 if pair.times.interval else 1
+    return verdict_text(pair.times.verdict(), rounds, pair.apart)
 
 
 def _time_cell(member: Member) -> str:
@@ -274,6 +291,10 @@ def _time_or_status(member: Member) -> float | str:
 def _peaks(pair: Pair) -> tuple[float | None, float | None]:
     column = pair.memory_column
     return (pair.reference.row[column], pair.candidate.row[column]) if column else (None, None)
+
+
+def _pairs(count: int) -> str:
+    return "1 pair" if count == 1 else f"{count} pairs"
 
 
 def _of(count: int, total: int) -> str:

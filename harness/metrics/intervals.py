@@ -1,5 +1,8 @@
 """Intervals of medians and of their ratios, from rounds: how much of a difference is more than noise.
 
+There is an interval from ROUNDS_FOR_INTERVAL rounds on, and "beyond the noise" is said only with one. Of two rounds the
+two values are shown: as ends of an interval that should hold 95% they would hold the true value far less often.
+
 Steps of one round share processes, clocks and neighbours, so whole rounds are resampled: a cluster bootstrap
 (Davison and Hinkley, Bootstrap Methods and their Application, section 3.8). A bootstrap of a few rounds is too narrow:
 its deviations are widened by t / z x sqrt(R / (R - 1)) for R rounds, after Hesterberg, What Teachers Should Know About
@@ -15,9 +18,11 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 CONFIDENCE = 0.95
+ROUNDS_FOR_INTERVAL = 3
+_TOO_WIDE = 10.0  # upper end over lower: such an interval says only that nothing is known
 DRAWS = 2000  # of rounds, where there are too many combinations to take each once
 _ALL_COMBINATIONS_UP_TO = 5  # rounds: 5 ** 5 = 3125
 _SEED = 20250924  # the same records give the same interval
@@ -25,7 +30,7 @@ _SEED = 20250924  # the same records give the same interval
 _T = TypeVar("_T")
 
 Rounds = Sequence[Sequence[float]]  # measured values, one sequence per round
-Verdict = Literal["faster", "slower", "not distinguishable"]
+Verdict = Literal["faster", "slower", "faster in both rounds", "slower in both rounds", "not distinguishable"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,16 +40,54 @@ class Interval:
     low: float
     high: float
 
+    @property
+    def too_wide(self) -> bool:
+        """Whether it is so wide that its ends are not worth a number, and no axis should hold them."""
+        return self.high > _TOO_WIDE * self.low
+
+    def scaled(self, factor: float) -> Interval:
+        """The interval of `factor` times the value."""
+        return Interval(low=factor * self.low, high=factor * self.high)
+
+    def inverse_times(self, factor: float) -> Interval:
+        """The interval of `factor` over the value, as a speed's from that of a time."""
+        return Interval(low=factor / self.high, high=factor / self.low)
+
+
+class TwoRounds(NamedTuple):
+    """What each of two rounds gave, which is shown in the place of an interval."""
+
+    first: float
+    second: float
+
+    def scaled(self, factor: float) -> TwoRounds:
+        """`factor` times each."""
+        return TwoRounds(factor * self.first, factor * self.second)
+
+    def inverse_times(self, factor: float) -> TwoRounds:
+        """`factor` over each."""
+        return TwoRounds(factor / self.first, factor / self.second)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ratio:
-    """A ratio of two medians; `interval` is None where a side has a single round."""
+    """A ratio of two medians; without an interval where a side has fewer than ROUNDS_FOR_INTERVAL rounds.
+
+    `by_round`: where a side has two rounds, the ratio of each pair of rounds, or, of rounds that are no pairs, the
+    smallest and the largest ratio of a round of each side.
+    """
 
     value: float
     interval: Interval | None
+    by_round: TwoRounds | None = None
 
     def verdict(self, tolerance: float = 0.0) -> Verdict:
-        """Of a ratio of times (candidate over reference): whether it lies beyond 1 +- `tolerance` with its interval."""
+        """Of a ratio of times (candidate over reference): whether it lies beyond 1 +- `tolerance` with its interval,
+        or in both of two rounds, which is no statement about the noise."""
+        if self.by_round is not None:
+            if max(self.by_round) < 1 - tolerance:
+                return "faster in both rounds"
+            return "slower in both rounds" if min(self.by_round) > 1 + tolerance else "not distinguishable"
         if self.interval is None:
             return "not distinguishable"
         if self.interval.high < 1 - tolerance:
@@ -53,10 +96,15 @@ class Ratio:
 
 
 def median_interval(rounds: Rounds) -> Interval | None:
-    """Interval of the median over all steps; None for fewer than two rounds."""
-    if len(rounds) < 2:
+    """Interval of the median over all steps; None for fewer than ROUNDS_FOR_INTERVAL rounds."""
+    if len(rounds) < ROUNDS_FOR_INTERVAL:
         return None
     return _interval(_pooled_median(rounds), _drawn_values(rounds, _pooled_median), len(rounds))
+
+
+def medians_of_two(rounds: Rounds) -> TwoRounds | None:
+    """The median of each of two rounds; None for another number of them."""
+    return TwoRounds(*map(statistics.median, rounds)) if len(rounds) == 2 else None
 
 
 def median_ratio(candidate: Rounds, reference: Rounds, *, paired: bool) -> Ratio:
@@ -66,16 +114,26 @@ def median_ratio(candidate: Rounds, reference: Rounds, *, paired: bool) -> Ratio
     then drawn together, and must be equally many.
     """
     value = _pooled_median(candidate) / _pooled_median(reference)
-    if min(len(candidate), len(reference)) < 2:
-        return Ratio(value=value, interval=None)
+    assert not paired or len(candidate) == len(reference), (len(candidate), len(reference))
+    fewest = min(len(candidate), len(reference))
+    if fewest < ROUNDS_FOR_INTERVAL:
+        return Ratio(
+            value=value, interval=None, by_round=_by_round(candidate, reference, paired) if fewest == 2 else None
+        )
     if paired:
-        assert len(candidate) == len(reference), (len(candidate), len(reference))
         drawn = _drawn_values(list(zip(candidate, reference, strict=True)), _ratio_of_pairs)
     else:
         ours, theirs = _drawn_values(candidate, _pooled_median), _drawn_values(reference, _pooled_median)
         generator = random.Random(_SEED)  # noqa: S311 - draws of a bootstrap
         drawn = [generator.choice(ours) / generator.choice(theirs) for _ in range(DRAWS)]
-    return Ratio(value=value, interval=_interval(value, drawn, min(len(candidate), len(reference))))
+    return Ratio(value=value, interval=_interval(value, drawn, fewest))
+
+
+def _by_round(candidate: Rounds, reference: Rounds, paired: bool) -> TwoRounds:
+    ours, theirs = (list(map(statistics.median, rounds)) for rounds in (candidate, reference))
+    if paired:
+        return TwoRounds(*(one / other for one, other in zip(ours, theirs, strict=True)))
+    return TwoRounds(min(ours) / max(theirs), max(ours) / min(theirs))
 
 
 def _pooled_median(rounds: Rounds) -> float:

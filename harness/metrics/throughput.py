@@ -40,7 +40,7 @@ FORMULAS: dict[str, str] = {
     "sent_gib_per_gpu": "sent = bytes attention sends per step, maximum over ranks; empty where the method counts none",
     "loss": "loss and gradient norm = means over all target tokens of the whole batch, at the last measured step",
     "step_seconds_low": "interval = 95% interval of the median step, rounds resampled as a whole (cluster bootstrap, "
-    "widened for few rounds); empty with one round",
+    "widened for few rounds); empty with fewer than three rounds",
     "step_seconds_iqr": "spread = interquartile range of the measured steps; a step lasts as long as its slowest rank",
 }
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.measurement import ALLOCATION_RETRIES, UNCHECKED
 from harness.records.provenance import DIRTY
 from harness.records.record import Record
 from harness.records.stated import Stated
 
 ONE_ROUND = "one round"
+TWO_ROUNDS = "two rounds"
 ONE_STEP = "one step"
+
+_STEADY = 0.005  # from the first to the last step of a round
 
 # By NVML's names: reasons that say a GPU was too hot or its supply too weak, unlike the power cap of normal work.
 _FAULTS = frozenset({"hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown"})
@@ -31,6 +36,13 @@ def _shown_by(record: Record) -> list[str]:
         found.append(f"not compared with float64 ({why})")
     if len(record.step_seconds_by_round) == 1:
         found.append(ONE_ROUND)
+    if len(record.step_seconds_by_round) == 2:
+        found.append(TWO_ROUNDS)
+    if change := _change_within_rounds(record.step_seconds_by_round):
+        longer = "longer" if change > 0 else "shorter"
+        found.append(
+            f"steps still changed: in every round the last took {abs(change):.1%} {longer} than the first or more"
+        )
     if record.lanes > 1:
         found.append(f"up to {record.lanes} trials ran on parts of the machine at the same time")
     if len(measured.step_seconds) == 1:
@@ -49,3 +61,12 @@ def _shown_by(record: Record) -> list[str]:
     if faults := sorted(_FAULTS & {reason for one in states for reason in one.throttle or ()}):
         found.append(f"GPU clocks were lowered ({', '.join(faults)})")
     return found
+
+
+def _change_within_rounds(rounds: Sequence[Sequence[float]]) -> float:
+    """By how much the last step of a round differs from its first, as a share of the first: the smallest change of all
+    rounds, where each has one of more than _STEADY in the same direction; else 0. One round shows no such pattern."""
+    changes = [steps[-1] / steps[0] - 1 for steps in rounds]
+    if len(rounds) < 2 or not (min(changes) > _STEADY or max(changes) < -_STEADY):
+        return 0.0
+    return min(changes, key=abs)

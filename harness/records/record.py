@@ -46,6 +46,7 @@ class Round:
     status: Status = "ok"
     reason: str = ""
     hosts: list[str] = field(default_factory=list)
+    gpus: list[str] = field(default_factory=list)  # one per rank, as the measurement's; empty in records from before
     gpus_before: list[GpuState] = field(default_factory=list)  # one per rank, before the warm-up
     gpus_after: list[GpuState] = field(default_factory=list)  # and after the last measured step
     # Between nodes, by moment: before, between and after the round's steps; empty where it was not measured.

@@ -5,6 +5,8 @@
       - trials: ["train-*"]                                         # globs of trial ids; left out: all
         about: [driver, gpu]
         says: measured before records kept the driver and the identity of GPUs
+    machines:                                                       # of a run that moved; the first that names a round
+      - {trials: ["train-*"], rounds: [1], machine: first}
 
 The file is optional. It is written by hand, so it is read strictly: an unknown key is an error that names the nearest.
 """
@@ -23,9 +25,10 @@ from harness.base.errors import UsageError
 
 PROVENANCE_FILE = "provenance.yaml"
 
-# What a reason excuses; `conditions` excuses nothing and is what a reader has to know, as of a host that was shared.
+# What a reason excuses. `lost_commit`: no history holds the commit, so that no claim may rest on the record.
+# `conditions` excuses nothing and is what a reader has to know, as of a host that was shared.
 About = Literal[
-    "commit", "command", "rounds", "samples", "gpu", "driver", "hosts", "software", "paths", "conditions"
+    "commit", "lost_commit", "command", "rounds", "samples", "gpu", "driver", "hosts", "software", "paths", "conditions"
 ]  # fmt: skip
 _ABOUT: tuple[About, ...] = get_args(About)
 
@@ -54,15 +57,33 @@ class TypedCommand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OnMachine:
+    """The machine that some rounds of some records ran on, by a name that the file gives it."""
+
+    machine: str
+    rounds: tuple[int, ...]
+    trials: tuple[str, ...] = ("*",)
+
+    def names(self, trial_id: str) -> bool:
+        return any(fnmatchcase(trial_id, glob) for glob in self.trials)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stated:
     """The whole of a `provenance.yaml`; empty where there is none."""
 
     commands: tuple[TypedCommand, ...] = ()
     reasons: tuple[Reason, ...] = ()
+    machines: tuple[OnMachine, ...] = ()
 
     def command(self, trial_id: str) -> str | None:
         """The command that made this record: of the first entry that names it."""
         return next((one.command for one in self.commands if one.names(trial_id)), None)
+
+    def machine(self, trial_id: str, number: int) -> str:
+        """The machine of a round: of the first entry that names it; empty where nothing is stated."""
+        found = (one.machine for one in self.machines if number in one.rounds and one.names(trial_id))
+        return next(found, "")
 
     def reasons_of(self, trial_id: str) -> list[Reason]:
         """All reasons stated for this record, in their order."""
@@ -82,10 +103,11 @@ def stated_in(run_dir: Path) -> Stated:
     if not os.path.lexists(path):
         return NOTHING_STATED
     entries = read_yaml(path, PROVENANCE_FILE).mapping(PROVENANCE_FILE)
-    _check(entries, ("command", "reasons"), PROVENANCE_FILE)
+    _check(entries, ("command", "reasons", "machines"), PROVENANCE_FILE)
     return Stated(
         commands=_commands(entries["command"]) if "command" in entries else (),
         reasons=tuple(map(_reason, _list(entries["reasons"], "reasons"))) if "reasons" in entries else (),
+        machines=tuple(map(_on_machine, _list(entries["machines"], "machines"))) if "machines" in entries else (),
     )
 
 
@@ -107,6 +129,21 @@ def _reason(node: Node) -> Reason:
     if not about:
         raise UsageError(f"{entries['about'].place}: about is an empty list; name what the reason is about")
     return Reason(says=_text(entries["says"], "says"), about=about, trials=_trials(entries))
+
+
+def _on_machine(node: Node) -> OnMachine:
+    entries = node.mapping("an entry of machines")
+    known = ("trials", "rounds", "machine")
+    _check(entries, known, "an entry of machines", required=("rounds", "machine"), place=node.place)
+    rounds = []
+    for item in entries["rounds"].items():
+        if not isinstance(item.value, int) or isinstance(item.value, bool) or item.value < 1:
+            raise UsageError(f"{item.place}: rounds is {item.describe()}; expected numbers of rounds from 1")
+        rounds.append(item.value)
+    if not rounds:
+        raise UsageError(f"{entries['rounds'].place}: rounds is an empty list; name the rounds that ran there")
+    machine = _text(entries["machine"], "machine")
+    return OnMachine(machine=machine, rounds=tuple(rounds), trials=_trials(entries))
 
 
 def _about(node: Node) -> About:

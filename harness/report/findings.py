@@ -12,9 +12,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.base.lengths import format_length
-from harness.metrics.intervals import median_interval
+from harness.metrics.intervals import Interval, median_interval, medians_of_two
 from harness.report.results import Row
-from harness.report.speedup import Point, Speedup, contested_points, point_of, rounds_of, speedup, times
+from harness.report.speedup import (
+    Point,
+    Speedup,
+    apart_text,
+    contested_points,
+    point_of,
+    rounds_of,
+    rounds_text,
+    speedup,
+    spread_text,
+    times,
+)
 from harness.report.tables.head import form_of
 from harness.report.tables.ideal import share_of_ideal
 from harness.report.tables.table import significant
@@ -250,9 +261,10 @@ def _figures(trials: Sequence[Row], rows: Sequence[Row]) -> str:
     speed = pooled(trials, "tokens_per_gpu_per_second")
     assert speed is not None, "an ok trial has a speed"
     rounds = list(rounds_of(trials).values())
-    interval = median_interval(rounds)
     tokens = first["tokens_per_gpu_per_second"] * first["step_seconds_median"]  # of one rank and step
-    between = f" ({_speed(tokens / interval.high)} to {_speed(tokens / interval.low)})" if interval else ""
+    seconds = median_interval(rounds) or medians_of_two(rounds)
+    spread = seconds and seconds.inverse_times(tokens)
+    between = f" ({spread_text(spread, _speed)})" if spread else ""
     parts = [f"{_speed(speed)} tokens/s per GPU{between}"]
     utilisation, ceiling = pooled(trials, "mfu"), pooled(trials, "mfu_ceiling")
     if first["task"] == "train" and utilisation is not None:
@@ -271,11 +283,11 @@ def _figures(trials: Sequence[Row], rows: Sequence[Row]) -> str:
 
 
 def _samples(trials: Sequence[Row]) -> str:
-    """`15 steps in 3 rounds`, `5 steps in one round`, `one step`."""
+    """`15 steps in 3 rounds`, `5 steps in two rounds`, `one step`."""
     steps, rounds = sum(row["samples"] for row in trials), len(rounds_of(trials))
     if steps == 1:
         return "one step"
-    return f"{steps} steps in {'one round' if rounds < 2 else f'{rounds} rounds'}"
+    return f"{steps} steps in {rounds_text(rounds)}"
 
 
 def _against(found: Speedup | None, other: str, of: str = "") -> str:
@@ -283,11 +295,12 @@ def _against(found: Speedup | None, other: str, of: str = "") -> str:
     if found is None:
         return ""
     subject = f"{of} " if of else ""
-    if found.interval is None:
-        return f"{subject}{'at ' if of else ''}{times(found.value)} the speed of {other}"
+    apart = f"; {apart_text(found.apart)}" if found.apart else ""
+    if not isinstance(found.spread, Interval):
+        between = f" ({found.between})" if found.spread else ""
+        return f"{subject}{'at ' if of else ''}{times(found.value)} the speed of {other}{between}{apart}"
     relation = {"faster": "ahead of", "slower": "behind"}.get(found.verdict, "not distinguishable from")
-    between = f"{found.interval.low:.3f} to {found.interval.high:.3f}"
-    return f"{subject}{relation} {other}: {times(found.value)} its speed ({between})"
+    return f"{subject}{relation} {other}: {times(found.value)} its speed ({found.between}){apart}"
 
 
 def _no_baseline(row: Row, group: Sequence[Row]) -> str:

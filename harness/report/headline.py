@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from harness.metrics.intervals import ROUNDS_FOR_INTERVAL
 from harness.report.findings import findings
 from harness.report.results import Row
 from harness.report.speedup import contested_points
-from harness.report.tables.agreement import LIMIT, Agreement, agreements
+from harness.report.tables.agreement import LIMIT, Agreement, agreements, own_weights_sentence
 from harness.report.tables.trials import CHECKED, CPU_TIMES
 from harness.report.variants import on_cpu
 from harness.report.weak_forms import weak_forms, weak_sentence
 
 MOST_WRONG = 8  # trials that a report names above its findings
 
-ALL_ONE_ROUND = (
-    "Every trial ran in one round, so no figure has an interval and no difference can be told from noise; "
+TOO_FEW_ROUNDS = (
+    "No trial ran in three rounds, so no figure has an interval and no difference can be told from noise; "
     "steps.rounds: 3 gives intervals."
 )
 
@@ -32,12 +33,13 @@ def summary_sentences(rows: Sequence[Row]) -> list[str]:
     measured = [row for row in rows if row["status"] == "ok" and not on_cpu(row)]
     if sentence := weak_sentence(weak_forms(rows).values()):
         found.append(sentence)
-    if found and len(measured) > 1 and all(row["rounds"] == 1 for row in measured):
-        found.append(ALL_ONE_ROUND)
+    if found and len(measured) > 1 and all(row["rounds"] < ROUNDS_FOR_INTERVAL for row in measured):
+        found.append(TOO_FEW_ROUNDS)
     if contested_points([row for row in rows if on_cpu(row)]):
         found.append(CPU_TIMES)
     compared = [pair for pair in agreements(rows) if pair.row is not pair.reference]
-    agreement = _agreement_sentences(compared)
+    foreign = own_weights_sentence(rows)
+    agreement = _agreement_sentences(compared, same_weights=bool(foreign)) + ([foreign] if foreign else [])
     if agreement and any(row["status"] == "wrong" for row in rows):
         agreement[0] = f"Without the wrong trials: {agreement[0]}"
     disagree = any(pair.agrees is False for pair in compared)
@@ -59,7 +61,9 @@ def _how_they_ended(rows: Sequence[Row]) -> str:
     return f"{counts['ok']} of {len(rows)} {trials} gave a measurement" + (f"; {others}." if others else ".")
 
 
-def _agreement_sentences(compared: Sequence[Agreement]) -> list[str]:
+def _agreement_sentences(compared: Sequence[Agreement], *, same_weights: bool) -> list[str]:
+    """`same_weights`: the run also holds trials that start from other weights, so it is said which are meant."""
+    trials = " of trials with the same initial weights, data and seed" if same_weights else ""
     bound = [pair for pair in compared if pair.agrees is not None]
     loose = [pair for pair in compared if pair.agrees is None]
     sentences = []
@@ -69,13 +73,13 @@ def _agreement_sentences(compared: Sequence[Agreement]) -> list[str]:
         verdict = (
             f"{len(apart)} of {len(bound)} trials differ from their reference by more than {LIMIT:.0e}"
             if apart
-            else f"Losses and gradient norms agree within {LIMIT:.0e} between {_what_varies(bound)}"
+            else f"Losses and gradient norms{trials} agree within {LIMIT:.0e} between {_what_varies(bound)}"
         )
         sentences.append(f"{verdict} (largest relative difference {f'{worst:.1e}' if worst else '0'}).")
     if loose:
         worst = max(pair.loss for pair in loose)
         types = " and ".join(sorted({pair.row["dtype"] for pair in loose}))
-        sentences.append(f"In {types} the losses differ by at most {worst:.1e} relative.")
+        sentences.append(f"In {types} the losses{trials} differ by at most {worst:.1e} relative.")
     return sentences
 
 

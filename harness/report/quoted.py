@@ -25,10 +25,11 @@ from engine.atomic import write_atomic
 from engine.plain_json import from_json
 from harness.base.errors import UsageError
 from harness.base.lengths import format_length
+from harness.metrics.intervals import Interval, TwoRounds
 from harness.report.figures import all_figures, render
 from harness.report.page import read_runs
-from harness.report.results import Row
-from harness.report.speedup import speedup
+from harness.report.results import Row, spread_of
+from harness.report.speedup import Speedup, speedup, spread_text
 
 DEFINITIONS = Path("docs") / "quoted.yaml"
 RECORDS = Path("results") / "published"
@@ -47,8 +48,8 @@ class Quantity:
     value: str = ""
     take: Literal["the only", "min", "max"] = "the only"  # of the rows that are left
     of: str = ""
-    than: str = ""  # a condition: how many times as fast the row is as the fastest of these, and the 95% interval
-    form: str = "{}"  # as of str.format, or `length`: 65536 as 64k; with `than` of ratio, low and high
+    than: str = ""  # a condition: how many times as fast the row is as the fastest of these, and the spread
+    form: str = "{}"  # as of str.format, or `length`: 65536 as 64k; with `than` of the ratio alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,13 +135,14 @@ class Quotes:
         return _value(self._frame([quantity.run]), quantity)
 
     def _frame(self, runs: Sequence[str]) -> pd.DataFrame:
-        """The rows of these runs; column `row` holds each as figures take it."""
+        """The rows of these runs; column `row` holds each as figures take it, `step_spread`, `step_ms_spread` and
+        `speed_spread` the interval of its median, or what two rounds gave."""
         for run in runs:
             if run not in self._frames:
                 _, rows = read_runs([self.root / RECORDS / run])
                 if not rows:
                     raise UsageError(f"no record below {RECORDS / run}; correct the run in {DEFINITIONS}")
-                self._frames[run] = pd.DataFrame(rows).assign(row=rows)
+                self._frames[run] = pd.DataFrame(rows).assign(row=rows, **_spreads(rows))
         frames = [self._frames[run] for run in runs]
         return frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
 
@@ -216,6 +218,17 @@ def main(root: Path) -> int:
     return 0
 
 
+def _spreads(rows: Sequence[Row]) -> dict[str, pd.Series]:
+    found: dict[str, list[Interval | TwoRounds | None]] = {"step_spread": [], "step_ms_spread": [], "speed_spread": []}
+    for row in rows:
+        spread = spread_of(row)
+        found["step_spread"].append(spread)
+        found["step_ms_spread"].append(spread and spread.scaled(1e3))
+        tokens = (row["tokens_per_gpu_per_second"] or 0.0) * (row["step_seconds_median"] or 0.0)  # of a rank and step
+        found["speed_spread"].append(spread and spread.inverse_times(tokens))
+    return {name: pd.Series(values, dtype=object) for name, values in found.items()}
+
+
 def _rows(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     return frame.query(where, engine="python") if where else frame
 
@@ -237,16 +250,16 @@ def _value(frame: pd.DataFrame, quantity: Quantity) -> Any:
     return _TAKEN[quantity.take](values)
 
 
-def _times_as_fast(rows: pd.DataFrame, others: pd.DataFrame) -> tuple[float, float, float]:
-    """Speed of the only row over that of the fastest other, and the ends of the interval as reports compute it. Raises
-    ValueError for several rows, for no number and for one round, which has no interval."""
+def _times_as_fast(rows: pd.DataFrame, others: pd.DataFrame) -> Speedup:
+    """Speed of the only row over that of the fastest other, as reports compute it. Raises ValueError for several rows,
+    for no number and for one round, which has neither an interval nor a second value."""
     if len(rows) > 1:
         raise ValueError(f"{len(rows)} rows are compared at once; expected one")
     fastest = others[others["step_seconds_median"] == others["step_seconds_median"].min()]
     found = speedup(rows["row"], fastest["row"])
-    if found is None or found.interval is None:
+    if found is None or found.spread is None:
         raise ValueError("a ratio needs steps of both sides, in two rounds or more")
-    return found.value, found.interval.low, found.interval.high
+    return found
 
 
 def _names_in(expression: str) -> list[str]:
@@ -260,7 +273,14 @@ def _expression(expression: str, names: Mapping[str, Any]) -> Any:
 def _formatted(value: Any, form: str) -> str:
     if form == "length":
         return format_length(int(value))
-    return form.format(*value) if isinstance(value, tuple) else form.format(value)
+    if isinstance(value, Interval | TwoRounds):
+        return spread_text(value, form.format)
+    if isinstance(value, Speedup):
+        if isinstance(value.spread, TwoRounds):  # the two values say all, in the place of the ratio and an interval
+            return spread_text(value.spread, form.format)
+        assert value.spread is not None, "refused where it was computed"
+        return f"{form.format(value.value)} ({spread_text(value.spread, form.format)})"
+    return form.format(value)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import io
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
@@ -21,6 +21,7 @@ from engine.atomic import write_atomic
 from engine.attention.planning.cost_model import ULYSSES_SCHEDULES
 from engine.measurement import Upstream
 from engine.settings import Task, TrialSettings, to_json
+from harness.metrics.intervals import Interval, TwoRounds, medians_of_two
 from harness.metrics.throughput import GIB, metrics_of
 from harness.records.caveats import caveats_of
 from harness.records.forecasts import outcome_in_words
@@ -63,8 +64,8 @@ def row_of(record: Record, run: str = "", stated: Stated = NOTHING_STATED) -> Ro
 
     `stated`: what the run's provenance.yaml says of its records.
 
-    Lists (`step_seconds_by_round` with its `round_numbers` and `link_by_round`, `loss_by_step`, `grad_norm_by_step`)
-    are for tables and figures, not results.csv.
+    Lists (`step_seconds_by_round` with its `round_numbers`, `machines` and `link_by_round`, `loss_by_step`,
+    `grad_norm_by_step`) are for tables and figures, not results.csv.
     """
     settings, measured = record.settings, record.measurement
     row: Row = dict.fromkeys(COLUMNS)
@@ -111,6 +112,7 @@ def row_of(record: Record, run: str = "", stated: Stated = NOTHING_STATED) -> Ro
         started_at=record.started_at or None,
         step_seconds_by_round=record.step_seconds_by_round if record.status == "ok" else [],
         round_numbers=_round_numbers(record) if record.status == "ok" else [],
+        machines=_machines(record, stated) if record.status == "ok" else [],
         link_by_round=[one.link_gib_per_second for one in record.rounds if one.step_seconds and record.status == "ok"],
         loss_by_step=list(measured.loss) if measured and record.status == "ok" else [],
         grad_norm_by_step=list(measured.grad_norm) if measured and record.status == "ok" else [],
@@ -135,6 +137,40 @@ def _of_plan(record: Record) -> Row:
 def _round_numbers(record: Record) -> list[int]:
     """Numbers of the rounds behind `step_seconds_by_round`; a record from before there were rounds holds the first."""
     return [one.number for one in record.rounds if one.step_seconds] if record.rounds else [1]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where a round ran: the name that provenance.yaml gives it, its hosts, and digests of its GPUs where known."""
+
+    stated: str
+    hosts: frozenset[str]
+    gpus: frozenset[str]
+
+    def is_same(self, other: Machine) -> bool:
+        """Whether nothing says that the two are different machines."""
+        if self.stated != other.stated or self.hosts != other.hosts:
+            return False
+        return self.gpus == other.gpus or not (self.gpus and other.gpus)
+
+
+def _machines(record: Record, stated: Stated) -> list[Machine]:
+    """Of each of `round_numbers`. In records from before rounds kept their GPUs, these are those of all rounds."""
+    measured = record.measurement
+    alone = len(record.rounds) < 2 and measured is not None
+    whole = frozenset(measured.gpus) if measured is not None and alone else frozenset()
+    found = [(one.number, one.hosts, frozenset(one.gpus)) for one in record.rounds if one.step_seconds]
+    return [
+        Machine(stated.machine(record.trial_id, number), frozenset(hosts or record.hosts), gpus or whole)
+        for number, hosts, gpus in found or [(1, record.hosts, whole)]
+    ]
+
+
+def spread_of(row: Row) -> Interval | TwoRounds | None:
+    """Of the median step, in seconds: its interval, or that of each of two rounds; None for a single round."""
+    if row["step_seconds_low"] is not None:
+        return Interval(low=row["step_seconds_low"], high=row["step_seconds_high"])
+    return medians_of_two(row["step_seconds_by_round"] or ())
 
 
 def ran_of(record: Record) -> str | None:
@@ -199,11 +235,14 @@ def write_results(path: Path, rows: Sequence[Row]) -> Path:
 
 
 def cell(value: object) -> str:
-    """A value as a CSV cell: empty when absent, true/false, all digits of a float; an interval as `low to high`."""
+    """A value as a CSV cell: empty when absent, true/false, all digits of a float; an interval as `low to high`, what
+    two rounds gave as `one and other`."""
     if value is None:
         return ""
-    if isinstance(value, tuple):
-        return " to ".join(map(cell, value))
+    if isinstance(value, Interval):
+        return f"{value.low} to {value.high}"
+    if isinstance(value, TwoRounds):
+        return " and ".join(map(str, value))
     if isinstance(value, bool):
         return str(value).lower()
     return str(value)

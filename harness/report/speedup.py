@@ -6,15 +6,16 @@ resampled (`harness.metrics.intervals`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from harness.metrics.intervals import Interval, Verdict, median_ratio
-from harness.report.results import Row, given_names, method_rank
+from harness.metrics.intervals import ROUNDS_FOR_INTERVAL, Interval, Ratio, TwoRounds, Verdict, median_ratio
+from harness.report.results import Machine, Row, given_names, method_rank
 from harness.report.variants import OWN_METHOD, pooled, setting_of
 
-ONE_ROUND = "one round"  # why there is no interval
+TOO_WIDE = "too wide"
+TWO_VALUES = "`a and b` is what each of two rounds gave, and no interval"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,14 +23,30 @@ class Speedup:
     """How many times as fast one method is as another; `rounds` is the smaller number of rounds of the two."""
 
     value: float
-    interval: Interval | None  # None with a single round
+    spread: Interval | TwoRounds | None  # None with a single round
     verdict: Verdict
     rounds: int
+    apart: tuple[int, ...] = ()  # rounds that ran on two machines
 
     @property
     def text(self) -> str:
         """The verdict, with the reason where there is no interval."""
-        return verdict_text(self.verdict, self.rounds)
+        return verdict_text(self.verdict, self.rounds, self.apart)
+
+    @property
+    def between(self) -> str:
+        """What stands beside the ratio: `1.020 to 1.050`, of two rounds `1.080 and 1.100`."""
+        return spread_text(self.spread) if self.spread else f"{rounds_text(self.rounds)}, no interval"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """The ratio of two sides' median steps, and the rounds behind it."""
+
+    times: Ratio
+    rounds: int  # of the side with fewer
+    paired: bool  # whether rounds of one number were taken together
+    apart: tuple[int, ...]  # rounds that ran on two machines: left out, unless no other is there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,24 +82,75 @@ class Point:
         return speedup(self.by_method.get(method, ()), self.by_method.get(other, ()))
 
 
-def verdict_text(verdict: Verdict, rounds: int) -> str:
-    """A verdict in a table: with a single round it says why nothing can be told apart."""
-    return f"{verdict} ({ONE_ROUND})" if rounds < 2 else verdict
+def rounds_text(rounds: int) -> str:
+    """How many rounds: `one round`, `two rounds`, `3 rounds`."""
+    return {1: "one round", 2: "two rounds"}.get(rounds, f"{rounds} rounds")
+
+
+def spread_text(spread: Interval | TwoRounds, form: Callable[[float], str] = "{:.3f}".format) -> str:
+    """An interval as `1.020 to 1.050`, what two rounds gave as `1.080 and 1.100`."""
+    if isinstance(spread, TwoRounds):
+        return " and ".join(map(form, spread))
+    return TOO_WIDE if spread.too_wide else f"{form(spread.low)} to {form(spread.high)}"
+
+
+def verdict_text(verdict: Verdict, rounds: int, apart: tuple[int, ...] = ()) -> str:
+    """A verdict in a table: with too few rounds for an interval it says why nothing can be told apart."""
+    few = rounds < ROUNDS_FOR_INTERVAL and verdict == "not distinguishable"
+    text = f"{verdict} ({rounds_text(rounds)})" if few else verdict
+    return f"{text}; {apart_text(apart)}" if apart else text
+
+
+def apart_text(apart: tuple[int, ...]) -> str:
+    """`round 2 ran on two machines`."""
+    return f"round{'s' if len(apart) > 1 else ''} {', '.join(map(str, apart))} ran on two machines"
 
 
 def speedup(rows: Iterable[Row], others: Iterable[Row]) -> Speedup | None:
-    """Speed of trials over that of other trials of the same run; None where one side has no steps.
+    """Speed of trials over that of other trials of the same run; None where one side has no steps."""
+    found = compared(rows, others)
+    if found is None:
+        return None
+    times = found.times
+    spread = times.interval or times.by_round
+    return Speedup(
+        value=1 / times.value,
+        spread=spread and spread.inverse_times(1.0),
+        verdict=times.verdict(),
+        rounds=found.rounds,
+        apart=found.apart,
+    )
 
-    Rounds are drawn in pairs where both sides ran in the same rounds.
+
+def compared(rows: Iterable[Row], others: Iterable[Row], *, one_run: bool = True) -> Compared | None:
+    """Median step of trials over that of others; None where one side has no steps.
+
+    Of one run, rounds are drawn in pairs where both sides ran in the same ones. A round that the sides ran on two
+    machines is no pair: it would compare the machines. Where every round is such a one, they are drawn one by one.
     """
+    rows, others = list(rows), list(others)
     ours, theirs = rounds_of(rows), rounds_of(others)
     if not ours or not theirs:
         return None
-    times = median_ratio(list(ours.values()), list(theirs.values()), paired=list(ours) == list(theirs))
-    interval = times.interval and Interval(low=1 / times.interval.high, high=1 / times.interval.low)
-    return Speedup(
-        value=1 / times.value, interval=interval, verdict=times.verdict(), rounds=min(len(ours), len(theirs))
-    )
+    apart = _apart(rows, others) if one_run else ()
+    kept = [{n: steps for n, steps in side.items() if n not in apart} for side in (ours, theirs)]
+    if all(kept):
+        ours, theirs = kept
+    paired = one_run and list(ours) == list(theirs) and not set(ours) & set(apart)
+    times = median_ratio(list(ours.values()), list(theirs.values()), paired=paired)
+    return Compared(times=times, rounds=min(len(ours), len(theirs)), paired=paired and len(ours) > 1, apart=apart)
+
+
+def _apart(rows: Iterable[Row], others: Iterable[Row]) -> tuple[int, ...]:
+    """Numbers of the rounds that the two sides ran on two machines."""
+    sides: list[dict[int, list[Machine]]] = [{}, {}]
+    for side, members in zip(sides, (rows, others), strict=True):
+        for row in members:
+            for number, machine in zip(row["round_numbers"], row["machines"], strict=True):
+                side.setdefault(number, []).append(machine)
+    ours, theirs = sides
+    both = sorted(ours.keys() & theirs.keys())
+    return tuple(n for n in both if not all(one.is_same(other) for one in ours[n] for other in theirs[n]))
 
 
 def rounds_of(rows: Iterable[Row]) -> dict[int, list[float]]:

@@ -34,10 +34,8 @@ class WeakForm:
     @property
     def text(self) -> str:
         """`megatron_cp 0.91× (0.902 to 0.915) of megatron_lm_upstream at 64K tokens, CP 4`."""
-        interval = self.found.interval
-        between = f"{interval.low:.3f} to {interval.high:.3f}" if interval else "one round, no interval"
         place = f"{format_length(self.first['seq_len'])} tokens, {panel_name(panel_of(self.first))}"
-        return f"{self.native} {times(self.found.value)} ({between}) of {self.original} at {place}"
+        return f"{self.native} {times(self.found.value)} ({self.found.between}) of {self.original} at {place}"
 
 
 def weak_forms(rows: Iterable[Row]) -> dict[int, WeakForm]:

@@ -148,7 +148,8 @@ def _panels(entries: Sequence[Entry], order: Sequence[str]) -> tuple[list[Panel]
 
 def _row(entry: Entry) -> dict[str, Any]:
     """What a bar is drawn of: the values, and of a measured one what its whisker needs."""
-    spread = ("step_seconds_median", "step_seconds_iqr", "step_seconds_low", "step_seconds_high")
+    spread = ("step_seconds_median", "step_seconds_iqr", "step_seconds_low", "step_seconds_high",
+              "step_seconds_by_round")  # fmt: skip
     row = dict.fromkeys(spread) | {name: (entry.row or {}).get(name) for name in spread}
     return row | {"status": entry.status} | dict(entry.values)
 

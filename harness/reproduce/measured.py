@@ -1,4 +1,7 @@
-"""Our records that answer a figure's question: in results/published, and what `burst run` left in results/runs."""
+"""Our records that answer a figure's question: in results/published, and what `burst run` left in results/runs.
+
+Records whose commit is lost, as their provenance.yaml states, are passed over.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.records.record import RECORD_FILE, BadRecord
+from harness.records.stated import stated_in
 from harness.report.results import Row
 from harness.report.run_records import RunRecords
 from harness.report.site import runs_below
@@ -53,5 +57,10 @@ def all_rows(runs: Sequence[Run]) -> list[tuple[Row, Path]]:
 def _run(path: Path) -> Run:
     records = RunRecords(path, path.as_posix())  # two runs may have folders of one name
     bad = records.read()
-    rows = tuple((row, path / "trials" / row["trial_id"] / RECORD_FILE) for row in records.rows())
+    stated = stated_in(path)
+    rows = tuple(
+        (row, path / "trials" / row["trial_id"] / RECORD_FILE)
+        for row in records.rows()
+        if stated.reason(row["trial_id"], "lost_commit") is None  # nobody can look up what such a record measured
+    )
     return Run(path=path, rows=rows, bad=tuple(bad))

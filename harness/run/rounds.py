@@ -79,6 +79,7 @@ def round_of(record: Record, *, number: int, place: int) -> Round:
         status=record.status,
         reason=record.reason,
         hosts=list(record.hosts),
+        gpus=list(measured.gpus),
         gpus_before=list(measured.gpus_before),
         gpus_after=list(measured.gpus_after),
         link_gib_per_second=dict(measured.extra.get(LINK, {})),
@@ -151,8 +152,8 @@ class Pending:
 
 
 def half_width(rounds: Sequence[Sequence[float]]) -> float:
-    """How far the interval of the median reaches from it on its wider side, as a fraction of it; infinite for fewer
-    than two rounds, which have no interval."""
+    """How far the interval of the median reaches from it on its wider side, as a fraction of it; infinite where
+    there are too few rounds for an interval."""
     interval = median_interval(rounds)
     if interval is None:
         return float("inf")

@@ -67,7 +67,7 @@ def figures_of(record: Record) -> dict[str, Figure]:
         "loss": measured.loss[-1] if measured.loss else None,
         "grad_norm": measured.grad_norm[-1] if measured.grad_norm else None,
     }
-    if len(rounds) > 1 and (ends := _interval(rounds)):
+    if len(rounds) > 2 and (ends := _interval(rounds)):
         low, high = ends
         found |= {
             "step_seconds_low": low,

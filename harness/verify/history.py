@@ -8,6 +8,7 @@ from pathlib import Path
 
 from harness.records.provenance import PROJECT_ROOT
 
+NOT_HELD = "which the repository here does not hold"
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 
 
@@ -27,9 +28,7 @@ class History:
             return ""
         if commit not in self._judged:
             code = self._git("merge-base", "--is-ancestor", commit, "HEAD").returncode
-            self._judged[commit] = {0: "", 1: "which the history here does not lead to"}.get(
-                code, "which the repository here does not hold"
-            )
+            self._judged[commit] = {0: "", 1: "which the history here does not lead to"}.get(code, NOT_HELD)
         return self._judged[commit]
 
     def _why_absent(self) -> str:

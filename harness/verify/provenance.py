@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from harness.records.caveats import ONE_ROUND, ONE_STEP
 from harness.records.provenance import DIRTY
 from harness.records.record import Record
-from harness.records.stated import About, Reason, Stated, TypedCommand
+from harness.records.stated import About, OnMachine, Reason, Stated, TypedCommand
 from harness.verify.finding import Failure, Gap
-from harness.verify.history import History
+from harness.verify.history import NOT_HELD, History
 from harness.verify.private import HOME, private_in, secret_variables
 
 _SOFTWARE = ("python", "torch")
@@ -41,7 +41,7 @@ def provenance_findings(record: Record, text: str, stated: Stated, history: Hist
 
 def unused_statements(stated: Stated, trials: list[str]) -> Iterator[Failure]:
     """Entries of provenance.yaml that name no record that is there."""
-    entries: list[TypedCommand | Reason] = [*stated.commands, *stated.reasons]
+    entries: list[TypedCommand | Reason | OnMachine] = [*stated.commands, *stated.reasons, *stated.machines]
     for one in entries:
         if not any(map(one.names, trials)):
             yield Failure(
@@ -58,7 +58,12 @@ def _missing(record: Record, text: str, stated: Stated, history: History) -> Ite
     if not commit:
         yield "commit", "none", "the commit of the code"
     elif problem := history.problem(commit):
-        yield "commit", f"{commit[:40]}, {problem}", "a commit of the history, or a reason in provenance.yaml"
+        about: About = "lost_commit" if problem == NOT_HELD else "commit"
+        yield (
+            about,
+            f"{commit[:40]}, {problem}",
+            f"a commit of the history, or a reason about {about} in provenance.yaml",
+        )
     elif record.commit != commit:
         yield "commit", f"{commit[:12]} with changes that are in no commit", "the code of a commit, unchanged"
     if not record.run_command and stated.command(record.trial_id) is None:

@@ -49,7 +49,7 @@ def _row(record: Record, reference: Record, tolerance: float) -> Iterator[Compar
         return
     ratio = median_ratio(record.step_seconds_by_round, reference.step_seconds_by_round, paired=False)
     low, high = (ratio.interval.low, ratio.interval.high) if ratio.interval else (ratio.value, ratio.value)
-    interval = f", 95% interval {low:.3f} to {high:.3f}" if ratio.interval else ", no interval: one round"
+    interval = f", 95% interval {low:.3f} to {high:.3f}" if ratio.interval else ", no interval: fewer than three rounds"
     yield line(
         "step time",
         f"{_median(record):.6g} s",

@@ -148,6 +148,8 @@ def _rounds(record: Record) -> Iterator[tuple[str, str]]:
             yield f"{name} with a link of {min(one.link_gib_per_second.values()):g} GiB/s", "speeds above 0"
         if one.wall_seconds < sum(one.step_seconds):
             yield f"{name} of {one.wall_seconds:g} s", f"no less than its steps, {sum(one.step_seconds):g} s"
+        if len(one.gpus) not in (0, settings.world_size):
+            yield f"{name} with the GPUs of {len(one.gpus)} ranks", f"one per rank, {settings.world_size}"
         for states in (one.gpus_before, one.gpus_after):
             if len(states) not in (0, settings.world_size):
                 yield f"{name} with GPU states of {len(states)} ranks", f"one per rank, {settings.world_size}"

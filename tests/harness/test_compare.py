@@ -14,7 +14,7 @@ from engine.settings import Steps
 from harness.cli import main
 from harness.commands import parse_tolerance
 from harness.compare.pairs import Comparison, compare
-from harness.compare.report import closing, heading, pair_lines, trial_names
+from harness.compare.report import closing, comparison_of, heading, pair_lines, to_plain, trial_names
 from harness.compare.sources import of_directory
 from harness.records.record import Record, write_record
 from tests.harness.synthetic_records import H200, around, record
@@ -88,7 +88,43 @@ def test_one_round_has_no_interval_and_is_no_regression_of_time(tmp_path: Path) 
     assert (pair.times.interval, pair.regression(0.02)) == (None, "")
     names = trial_names(found)
     assert "9.000 one round not distinguishable" in " ".join(pair_lines(found, names)[2].split())
-    assert "1 not distinguishable (1 with one round, which has no interval" in closing(found, names)[-1]
+    assert (
+        "1 not distinguishable; 1 with one round, without an interval; steps.rounds: 3 gives one"
+        in closing(found, names)[-1]
+    )
+
+
+def test_two_rounds_are_shown_as_two_values_and_are_no_regression_of_time(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", [record(rounds=[[0.1], [0.2]]), record(method="ring", rounds=[[0.2], [0.5]])])
+    sides = [[one for one in of_directory(run) if one.row["method"] == name] for name in ("burst", "ring")]
+    found = compare(("a", "b"), *sides, tolerance=0.02, one_run=True)
+    [pair] = found.pairs
+    assert pair.times is not None
+    assert (pair.times.interval, pair.times.by_round, pair.regression(0.02)) == (None, (2.0, 2.5), "")
+    names = trial_names(found)
+    assert "2.333 2.000 and 2.500 slower in both rounds" in " ".join(pair_lines(found, names)[2].split())
+    assert "1 slower in both rounds; 1 with two rounds, without an interval" in closing(found, names)[-1]
+    [line] = comparison_of(found, names).texts()
+    assert {"2.000 and 2.500", "slower in both rounds"} <= set(line)
+    plain = to_plain(found, names)["pairs"][0]["time"]
+    assert (plain["interval"], plain["by_round"]) == (None, [2.0, 2.5])
+
+
+def test_rounds_that_ran_on_two_machines_are_no_pairs(tmp_path: Path) -> None:
+    ours, theirs = record(rounds=[[0.1], [0.1], [0.1]]), record(method="ring", rounds=[[0.2], [0.2], [0.2]])
+    places = {"burst": ["a", "b", "b"], "ring": ["a", "a", "b"]}
+    for one in (ours, theirs):
+        one.rounds = [
+            replace(part, hosts=["vm"], gpus=[gpu])
+            for part, gpu in zip(one.rounds, places[one.settings.method], strict=True)
+        ]
+    run = run_of(tmp_path / "run", [ours, theirs])
+    sides = [[one for one in of_directory(run) if one.row["method"] == name] for name in ("burst", "ring")]
+    found = compare(("a", "b"), *sides, tolerance=0.02, one_run=True)
+    [pair] = found.pairs
+    assert pair.times is not None
+    assert (pair.paired, pair.apart, pair.times.by_round) == (True, (2,), (2.0, 2.0))
+    assert "Left out: round 2 of 1 pair, which ran on two machines." in heading(found)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +135,17 @@ def test_memory_is_compared_by_its_peaks(tmp_path, gib, word, regression) -> Non
     before, now = with_memory(record(gpu=H200), 20.0), with_memory(record(gpu=H200), gib)
     [pair] = compared(tmp_path, [before], [now]).pairs
     assert (pair.memory_word(0.02), pair.regression(0.02)) == (word, regression)
+
+
+def test_memory_of_processes_that_ran_several_trials_gets_no_verdict(tmp_path: Path) -> None:
+    alone, shared = record(), replace(record(), ranks_turn=2)
+    [pair] = compared(tmp_path / "cpu", [alone], [shared]).pairs
+    assert (pair.memory_column, pair.memory_word(0.02)) == (None, None)
+    [pair] = compared(tmp_path / "alone", [alone], [alone]).pairs
+    assert (pair.memory_column, pair.memory_word(0.02)) == ("peak_rss_gib", "equal")
+    on_gpus = [with_memory(replace(record(gpu=H200), ranks_turn=turn), 20.0) for turn in (1, 2)]
+    [pair] = compared(tmp_path / "gpu", on_gpus[:1], on_gpus[1:]).pairs
+    assert pair.memory_column == "peak_memory_gib"
 
 
 def test_what_was_measured_and_is_no_more_is_a_regression_and_the_reverse_is_none(tmp_path: Path) -> None:
@@ -115,6 +162,17 @@ def test_losses_are_compared_where_both_trained(tmp_path: Path) -> None:
     before = [record(), record(task="attention")]
     found = compared(tmp_path, before, [record(drift=1e-3), record(task="attention")])
     assert [pair.loss for pair in found.pairs] == [pytest.approx(1e-3, rel=0.01), None]
+
+
+def test_a_loss_from_other_initial_weights_is_not_compared(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", [record(), record(method="torchtitan_upstream", drift=0.3)])
+    sides = [
+        [one for one in of_directory(run) if one.row["method"] == name] for name in ("torchtitan_upstream", "burst")
+    ]
+    [pair] = compare(("a", "b"), *sides, tolerance=0.02, one_run=True).pairs
+    assert pair.loss is None
+    [same] = compare(("a", "b"), sides[0], sides[0], tolerance=0.02).pairs
+    assert same.loss == 0.0
 
 
 def test_different_hardware_software_and_hosts_are_named(tmp_path: Path) -> None:

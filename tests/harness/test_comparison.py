@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from harness.report.results import rows_of
 from harness.report.speedup import rounds_of, speedup
+from harness.report.tables.best import best_table
 from harness.report.tables.comparison import comparison_table
 from harness.report.tables.table import to_csv
 from harness.report.tables.trials import CPU_TIMES, results_table
@@ -25,8 +28,7 @@ def test_ours_is_put_beside_the_best_other_method_by_name() -> None:
     [line], table = compared(*trials)
     assert line["best other"] == "ulysses"
     assert line["burst ÷ best other"] == pytest.approx(1.5, rel=0.02)
-    low, high = line["interval"]
-    assert low <= line["burst ÷ best other"] <= high
+    assert line["interval"].low <= line["burst ÷ best other"] <= line["interval"].high
     assert line["verdict"] == "faster"
     assert table.title == "Methods against the best other one"
 
@@ -61,9 +63,9 @@ def test_with_one_round_there_is_a_ratio_and_no_interval_and_the_table_says_why(
     assert line["burst ÷ best other"] == pytest.approx(3.0)
     assert "interval" not in line
     assert line["verdict"] == "not distinguishable (one round)"
-    assert "With one round there is no interval" in table.note
+    assert "With fewer than 3 rounds there is no interval" in table.note
     _, table = compared(record(rounds=around(0.1)), record(method="ring", rounds=around(0.3)))
-    assert "With one round" not in table.note
+    assert "With fewer than" not in table.note
 
 
 def test_a_difference_within_the_noise_of_rounds_is_not_distinguishable() -> None:
@@ -71,7 +73,7 @@ def test_a_difference_within_the_noise_of_rounds_is_not_distinguishable() -> Non
     theirs = [[0.102, 0.103], [0.099, 0.100], [0.104, 0.105]]
     [line], _ = compared(record(rounds=ours), record(method="ring", rounds=theirs))
     assert line["verdict"] == "not distinguishable"
-    assert line["interval"][0] < 1 < line["interval"][1]
+    assert line["interval"].low < 1 < line["interval"].high
 
 
 def test_rounds_of_one_run_are_drawn_in_pairs_where_both_methods_ran_in_the_same_ones() -> None:
@@ -151,18 +153,50 @@ def test_the_table_of_all_trials_has_rounds_and_the_interval_of_the_median() -> 
     table = results_table(rows_of([record(gpu=H200, rounds=around(0.2)), record(method="ring", gpu=H200)]))
     measured, single = as_dicts(table)
     assert (measured["n"], measured["rounds"], single["rounds"]) == (9, 3, 1)
-    low, high = measured["interval ms"]
+    low, high = measured["interval ms"].low, measured["interval ms"].high
     assert low < measured["step ms"] < high
     assert single["interval ms"] is None
     texts = dict(zip((column.header for column in table.columns), table.texts()[0], strict=True))
     assert texts["interval ms"] == f"{1e3 * low:.0f} to {1e3 * high:.0f}"
     assert f"{low} to {high}" in to_csv(table)
     assert "interval = 95% interval of the median step" in table.note
-    assert "No trial has two rounds, so there are no intervals" in results_table(rows_of([record()])).note
+    assert "No trial has three rounds, so there are no intervals" in results_table(rows_of([record()])).note
+
+
+def test_two_rounds_are_two_values_in_every_table() -> None:
+    trials = [record(gpu=H200, rounds=[[0.2], [0.1]]), record(method="ring", gpu=H200, rounds=[[0.3], [0.2]])]
+    [line], table = compared(*trials)
+    texts = dict(zip((column.header for column in table.columns), table.texts()[0], strict=True))
+    assert texts["interval"] == "1.500 and 2.000"
+    assert line["verdict"] == "faster in both rounds"
+    every = results_table(rows_of(trials))
+    assert as_dicts(every)[0]["interval ms"] == (0.2, 0.1)
+    assert "200 and 100" in every.texts()[0]
+    assert "0.2 and 0.1" in to_csv(every)
+    [best] = as_dicts(best_table(rows_of(trials)))
+    assert best["verdict"] == "faster in both rounds"
+
+
+def test_an_interval_too_wide_to_tell_anything_says_so() -> None:
+    wild = record(rounds=[[0.1], [0.2], [2.0]])
+    _, table = compared(wild, record(method="ring", rounds=around(0.3)))
+    assert "too wide" in table.texts()[0]
+    assert any("too wide" in line for line in results_table(rows_of([wild])).texts())
+
+
+def test_a_round_on_two_machines_is_left_out_and_said() -> None:
+    rows = rows_of([record(rounds=around(0.1)), record(method="ring", rounds=around(0.2))])
+    rows[1]["machines"] = [replace(rows[1]["machines"][0], stated=name) for name in ("", "other", "")]
+    found = speedup(rows[:1], rows[1:])
+    assert (found.apart, found.rounds) == ((2,), 2)
+    assert found.text == "faster in both rounds; round 2 ran on two machines"
+    rows[1]["machines"] = [replace(rows[1]["machines"][0], stated="other")] * 3
+    nothing_in_common = speedup(rows[:1], rows[1:])
+    assert (nothing_in_common.apart, nothing_in_common.rounds) == ((1, 2, 3), 3)
 
 
 def test_caveats_of_a_row_are_shown_where_there_are_any() -> None:
-    several = record(rounds=around(1.0))
+    several = record(rounds=[[1.0, 1.001], [1.01, 1.0], [1.0, 1.0]])
     assert "caveats" not in {column.header for column in results_table(rows_of([several])).columns}
     rows = rows_of([several, record(method="ring")])
     assert [line["caveats"] for line in as_dicts(results_table(rows))] == [None, "one round"]

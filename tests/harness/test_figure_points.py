@@ -42,6 +42,24 @@ def test_with_one_round_it_is_the_interquartile_range_and_of_one_step_there_is_n
     assert point_of(in_rounds(record(), [0.2])).whisker("step_seconds_median") is None
 
 
+def test_of_two_rounds_it_joins_their_values() -> None:
+    point = point_of(in_rounds(record(), [0.20], [0.24]))
+    assert point.whisker("step_seconds_median") == (0.20, 0.24)
+
+
+@pytest.mark.parametrize("lengths", [1, 3])  # bars, lines
+def test_a_whisker_that_the_axis_does_not_follow_is_clipped_and_says_too_wide(lengths: int) -> None:
+    draw = all_figures()["throughput"].draw
+    sizes = [1024 << power for power in range(lengths)]
+    calm = [record(method="ring", seq_len=size) for size in sizes]
+    wild = [in_rounds(record(seq_len=size), [0.1], [0.2], [4.0]) for size in sizes]
+    figure = draw(rows_of([*calm, *wild]))
+    assert said(figure).count("too wide") == lengths
+    values = [row["tokens_per_gpu_per_second"] for row in rows_of([*calm, *wild])]
+    assert figure.axes[0].get_ylim()[1] < 2 * max(values)
+    assert "too wide" not in said(draw(rows_of(calm)))
+
+
 def test_of_several_trials_at_a_point_it_is_their_range() -> None:
     point = point_of(*(record(seed=seed, seconds=seconds) for seed, seconds in enumerate((0.1, 0.2, 0.4))))
     values = sorted(row["step_seconds_median"] for row in point.rows)
@@ -51,9 +69,11 @@ def test_of_several_trials_at_a_point_it_is_their_range() -> None:
 
 def test_the_footer_says_which_whiskers_were_drawn() -> None:
     draw = all_figures()["throughput"].draw
-    rounds = [in_rounds(record(method=method), [0.2, 0.21], [0.22, 0.23]) for method in ("burst", "ring")]
+    rounds = [in_rounds(record(method=method), [0.2, 0.21], [0.22, 0.23], [0.2, 0.2]) for method in ("burst", "ring")]
+    two = [in_rounds(record(method=method), [0.2, 0.21], [0.22, 0.23]) for method in ("burst", "ring")]
+    assert "Whiskers: both values of two rounds." in said(draw(rows_of(two)))
     assert "Whiskers: 95% interval of the median over rounds." in said(draw(rows_of(rounds)))
-    assert "in 2 rounds" in said(draw(rows_of(rounds)))
+    assert "in 3 rounds" in said(draw(rows_of(rounds)))
     one = rows_of([record(), record(method="ring")])
     assert "Whiskers: interquartile range of the measured steps." in said(draw(one))
     assert "in one round" in said(draw(one))

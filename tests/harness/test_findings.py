@@ -6,7 +6,7 @@ import pytest
 
 from harness.records.record import Record
 from harness.report.findings import MOST_FINDINGS, findings
-from harness.report.headline import ALL_ONE_ROUND, summary_sentences
+from harness.report.headline import TOO_FEW_ROUNDS, summary_sentences
 from harness.report.results import rows_of
 from harness.report.tables.trials import CPU_TIMES
 from tests.harness.synthetic_records import H200, LARGE, around, cpu_sweep, gpu_sweep, record
@@ -52,7 +52,7 @@ def test_with_one_round_there_is_a_ratio_and_one_sentence_says_why_nobody_is_ahe
     rows = rows_of([on_gpu(seconds=1.0), on_gpu(method="ring", seconds=1.5)])
     told = summary_sentences(rows)
     assert told[0].endswith("3 steps in one round; 1.50× the speed of ring, the best other.")
-    assert told[1] == ALL_ONE_ROUND
+    assert told[1] == TOO_FEW_ROUNDS
     assert not any("ahead" in one or "fastest" in one for one in told)
 
 

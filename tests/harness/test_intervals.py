@@ -1,4 +1,4 @@
-"""Intervals from rounds hold the true value about as often as they say, and say nothing where there is one round."""
+"""Intervals from rounds hold the true value about as often as they say, and there are none below three rounds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ import statistics
 
 import pytest
 
-from harness.metrics.intervals import CONFIDENCE, Ratio, _student, median_interval, median_ratio
+from harness.metrics.intervals import (
+    CONFIDENCE,
+    Ratio,
+    TwoRounds,
+    _student,
+    median_interval,
+    median_ratio,
+    medians_of_two,
+)
 
 TRIES = 300
 
@@ -19,7 +27,7 @@ def sample(generator: random.Random, rounds: int, steps: int, median: float = 1.
     return [[math.exp(generator.gauss(level, 0.005)) for _ in range(steps)] for level in levels]
 
 
-@pytest.mark.parametrize("rounds", [2, 3, 5])
+@pytest.mark.parametrize("rounds", [3, 5])
 @pytest.mark.parametrize("steps", [1, 10])
 def test_an_interval_holds_the_true_median_about_as_often_as_it_says(rounds, steps):
     generator = random.Random(1)
@@ -71,6 +79,27 @@ def test_one_round_has_no_interval_and_no_verdict():
     assert alone.verdict() == "not distinguishable"
 
 
+def test_two_rounds_have_two_values_and_no_interval():
+    ours, theirs = [[1.0, 1.0], [1.1, 1.1]], [[2.0, 2.0], [2.0, 2.0]]
+    assert median_interval(ours) is None
+    assert medians_of_two(ours) == (1.0, 1.1)
+    assert medians_of_two([[1.0]]) is medians_of_two([[1.0]] * 3) is None
+    pairs = median_ratio(ours, theirs, paired=True)
+    assert pairs == Ratio(value=1.05 / 2, interval=None, by_round=TwoRounds(0.5, 0.55))
+    apart = median_ratio([[2.0], [2.2], [2.4]], [[1.0], [0.8]], paired=False)  # no pairs: the extremes
+    assert (apart.interval, apart.by_round) == (None, (2.0, 2.4 / 0.8))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "verdict"),
+    [((0.1, 0.1), "faster in both rounds"), ((1.5, 1.2), "slower in both rounds"), ((0.9, 1.1), "not distinguishable"),
+     ((0.97, 0.9), "not distinguishable")],
+)  # fmt: skip
+def test_two_rounds_say_no_more_than_what_happened_in_both(seconds, verdict):
+    found = median_ratio([[one] for one in seconds], [[1.0], [1.0]], paired=True)
+    assert found.verdict(tolerance=0.05) == verdict
+
+
 def test_equal_records_give_equal_intervals():
     rounds = sample(random.Random(4), 8, 5)
     assert median_interval(rounds) == median_interval(rounds)
@@ -78,7 +107,7 @@ def test_equal_records_give_equal_intervals():
 
 def test_the_value_lies_in_its_interval():
     generator = random.Random(5)
-    for rounds in (2, 3, 7):
+    for rounds in (3, 7):
         found = sample(generator, rounds, 3)
         interval = median_interval(found)
         assert interval.low <= statistics.median(step for one in found for step in one) <= interval.high

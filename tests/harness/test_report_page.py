@@ -114,7 +114,7 @@ def test_cells_sort_by_value_and_an_absent_one_has_none() -> None:
 def test_the_best_configuration_is_said_with_a_verdict_where_rounds_allow_one() -> None:
     table = best_table(rows_of(gpu_sweep()))
     assert table is not None
-    assert {row[-1] for row in table.rows} == {"one round, no interval"}
+    assert {row[-1] for row in table.rows} == {"not distinguishable (one round)"}
     assert {trial["method"] for trial in table.trials} == {"burst"}
     assert best_table(rows_of([record(gpu=H200)])) is None
     assert best_table(rows_of([record(), record(method="ring")])) is None  # on a CPU

@@ -66,6 +66,19 @@ def test_trials_that_compute_something_else_are_not_compared() -> None:
     assert all(pair.row is pair.reference for pair in agreements(rows_of([record(), *others])))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_system_that_starts_from_weights_of_its_own_is_not_compared_by_loss(dtype) -> None:
+    ours = [record(dtype=dtype), record(dtype=dtype, method="ring")]
+    foreign = record(dtype=dtype, method="megatron_lm_upstream", drift=0.3)
+    rows = rows_of([*ours, foreign])
+    assert {pair.row["method"] for pair in agreements(rows)} == {"burst", "ring"}
+    told = " ".join(summary_sentences(rows))
+    assert "trials with the same initial weights, data and seed" in told
+    assert told.count("megatron_lm_upstream starts from weights of its own; its loss is not compared.") == 1
+    assert "e-01" not in told
+    assert "weights of its own" not in " ".join(summary_sentences(rows_of(ours)))
+
+
 def test_the_same_batch_spread_over_replicas_or_micro_batches_is_compared() -> None:
     spread = [record(batch_size=1, world_size=2), record(batch_size=1, gradient_accumulation=2)]
     found = agreements(rows_of([record(batch_size=2), *spread]))

@@ -292,7 +292,9 @@ def test_trials_run_on_until_their_interval_is_narrow_and_the_others_until_the_b
     bound = Repetition(rounds=1, interval=0.05, budget_seconds=9.0)  # a round takes 2 s
     code, ran = run([trial(0), trial(1)], bound, ends)
     assert code == 0
-    assert ran == [(0, 1), (1, 1), (0, 2), (1, 2), (0, 3), (0, 4), (0, 5)]
+    assert ran[:4] == [(0, 1), (1, 1), (0, 2), (1, 2)]
+    assert sorted(ran[4:6]) == [(0, 3), (1, 3)]  # an interval takes three rounds
+    assert ran[6:] == [(0, 4), (0, 5)]
     assert run.records()[0].wall_seconds == 10.0
     assert run([trial(0), trial(1)], bound, ends, Resume()) == (0, [])
     _, ran = run([trial(0), trial(1)], replace(bound, budget_seconds=11.0), ends, Resume())

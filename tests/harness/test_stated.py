@@ -26,6 +26,9 @@ reasons:
       kept the driver
   - about: commit
     says: its commit is gone
+machines:
+  - {trials: train-ring-*, rounds: [2], machine: second}
+  - {rounds: [1, 2], machine: first}
 """
 
 
@@ -50,12 +53,21 @@ def test_commands_and_reasons_belong_to_the_trials_they_name(tmp_path: Path) -> 
     assert stated.reason("train-ring-s1", "commit") == "its commit is gone"
 
 
+def test_a_round_has_the_machine_of_the_first_entry_that_names_it(tmp_path: Path) -> None:
+    stated = stated_in(states(tmp_path, WHOLE))
+    assert [stated.machine("train-ring-s1", number) for number in (1, 2, 3)] == ["first", "second", ""]
+    assert [stated.machine("train-burst-s1", number) for number in (1, 2)] == ["first", "first"]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("commands: burst run a.yaml", "unknown key commands in provenance.yaml; did you mean command?"),
         ("reasons: [{abuot: gpu, says: x}]", "unknown key abuot in a reason; did you mean about?"),
         ("reasons: [{about: divers, says: x}]", "about is 'divers', which no check is about; did you mean driver?"),
+        ("machines: [{rounds: [0], machine: x}]", "rounds is 0; expected numbers of rounds from 1"),
+        ("machines: [{rounds: [], machine: x}]", "rounds is an empty list; name the rounds that ran there"),
+        ("machines: [{rounds: [1]}]", "an entry of machines lacks machine; add what is missing"),
         ("reasons: [{about: gpu}]", "a reason lacks says; add what is missing"),
         ("reasons: [{about: [], says: x}]", "about is an empty list"),
         ("reasons: [{about: gpu, says: x, trials: []}]", "trials is an empty list"),
@@ -105,7 +117,7 @@ def test_several_rounds_need_no_caveat_and_clocks_lowered_by_a_fault_do() -> Non
     hot = GpuState(throttle=["sw_power_cap", "hw_thermal_slowdown"])
     one.rounds = [
         Round(number=number, place=1, started_at="2026-01-02T03:04:05Z", wall_seconds=1.0, step_seconds=[0.2])
-        for number in (1, 2)
+        for number in (1, 2, 4)
     ]
     assert caveats_of(one, NOTHING_STATED) == []
     one.rounds.append(
@@ -113,6 +125,18 @@ def test_several_rounds_need_no_caveat_and_clocks_lowered_by_a_fault_do() -> Non
               gpus_before=[GpuState(throttle=["sw_power_cap"])], gpus_after=[hot])
     )  # fmt: skip
     assert caveats_of(one, NOTHING_STATED) == ["GPU clocks were lowered (hw_thermal_slowdown)"]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "said"),
+    [([[1.0, 1.008], [1.0, 1.010], [1.01, 1.02]], "in every round the last took 0.8% longer than the first or more"),
+     ([[1.02, 1.0], [1.04, 1.0]], "in every round the last took 2.0% shorter than the first or more"),
+     ([[1.0, 1.008], [1.01, 1.0], [1.0, 1.01]], ""), ([[1.0, 1.001], [1.0, 1.002]], ""), ([[1.0, 1.02]], ""),
+     ([[1.0], [1.0]], "")],
+)  # fmt: skip
+def test_steps_that_change_alike_in_every_round_are_not_steady_and_that_is_said(rounds, said) -> None:
+    told = [one for one in caveats_of(record(rounds=rounds), NOTHING_STATED) if one.startswith("steps still")]
+    assert told == ([f"steps still changed: {said}"] if said else [])
 
 
 def test_a_trial_without_figures_has_only_what_is_stated(tmp_path: Path) -> None:

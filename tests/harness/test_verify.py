@@ -25,7 +25,7 @@ from tests.harness.test_report import run_of
 STATED = """
 command: burst run experiments/quickstart.yaml
 reasons:
-  - {about: commit, says: made up for a test}
+  - {about: lost_commit, says: made up for a test}
   - {about: [driver, gpu], says: no machine was asked}
 """
 
@@ -63,7 +63,7 @@ def test_a_run_as_it_was_left_holds(run: Path, capsys: pytest.CaptureFixture[str
     assert code == 0, text
     assert "run: 3 records" in text
     assert "all checks hold" in text
-    assert "stated: commit, 3 records: made up for a test" in text
+    assert "stated: lost_commit, 3 records: made up for a test" in text
     assert "stated: rounds, 2 records: one round" in text
 
 
@@ -264,7 +264,7 @@ def test_a_file_that_a_report_would_not_leave_so_is_found(
     [
         ("command: burst run experiments/quickstart.yaml\n", "command: found none"),
         ("  - {about: [driver, gpu], says: no machine was asked}\n", "driver: found no version"),
-        ("  - {about: commit, says: made up for a test}\n", "commit: found 0123"),
+        ("  - {about: lost_commit, says: made up for a test}\n", "lost_commit: found 0123"),
     ],
 )
 def test_provenance_is_there_or_a_reason_is(
@@ -360,7 +360,7 @@ def test_json_says_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert one["failures"][0] | {"expected": ""} == {
         "place": "results.csv", "check": "results.csv", "found": "no such file", "expected": "",
     }  # fmt: skip
-    assert {gap["check"] for gap in one["stated"]} == {"commit", "rounds"}
+    assert {gap["check"] for gap in one["stated"]} == {"lost_commit", "rounds"}
 
 
 @pytest.mark.parametrize("place", ["empty", "gone", "file"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from baselines.originals import ORIGINALS
+from harness.metrics.intervals import Interval
 from harness.records.record import Record, write_record
 from harness.report.drawing.points import laid_out
 from harness.report.headline import summary_sentences
@@ -56,8 +57,8 @@ def test_a_form_slower_than_its_original_is_weak_with_its_ratio_and_interval() -
     weak = weak_forms(rows)
     [form] = {id(form): form for form in weak.values()}.values()
     assert (form.native, form.original, round(form.found.value, 3)) == ("megatron_cp", "megatron_lm_upstream", 0.8)
-    assert form.found.interval is not None
-    assert form.found.interval.low <= 0.8 <= form.found.interval.high
+    assert isinstance(form.found.spread, Interval)
+    assert form.found.spread.low <= 0.8 <= form.found.spread.high
     assert re.fullmatch(
         r"† Native form below 0\.97 of its original's speed: megatron_cp 0\.80× \(0\.\d{3} to 0\.\d{3}\) of "
         r"megatron_lm_upstream at 64k tokens, CP 4\.",

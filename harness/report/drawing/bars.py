@@ -11,6 +11,7 @@ from harness.base.lengths import format_length
 from harness.report.drawing.looks import INK, Look
 from harness.report.drawing.points import Measure, Panel, Point
 from harness.report.drawing.sheet import Form
+from harness.report.speedup import TOO_WIDE
 from harness.report.tables.table import significant
 
 GROUP_GAP = 0.9  # between groups, in bars
@@ -58,7 +59,7 @@ def _draw_bar(ax: Axes, x: float, point: Point, look: Look, measure: Measure, fo
     top, whisker = height, point.whisker(measure.column) if measure.timed else None
     if whisker:
         low, high = (end * measure.scale for end in whisker)
-        top = high
+        top = height if point.too_wide(measure.column) else high
         ax.errorbar(
             x, height, yerr=[[height - low], [high - height]], color=INK, elinewidth=0.9, capsize=1.8, capthick=0.9
         )
@@ -66,7 +67,8 @@ def _draw_bar(ax: Axes, x: float, point: Point, look: Look, measure: Measure, fo
     if best is not None:
         ax.plot([x - 0.45, x + 0.45], [best * measure.scale] * 2, color=INK, linewidth=1.6)
     lost = sorted({row["status"] for row in point.rows} - {"ok"})
-    text = " ".join([significant(3)(height), *lost])
+    wide = [TOO_WIDE] if measure.timed and point.too_wide(measure.column) else []
+    text = " ".join([significant(3)(height), *wide, *lost])
     # Above the bar the number would read as the ceiling's, so it stands inside where there is a ceiling.
     _label(ax, x, top if best is None else floor, text, form, halo=best is not None)
 

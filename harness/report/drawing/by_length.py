@@ -135,6 +135,7 @@ def _extent(layout: Layout, measure: Measure) -> list[float]:
     values: list[float] = [measure.peak] if measure.peak else []
     for point in layout.points:
         found = [point.value(measure.column), point.value(measure.ceiling)]
-        found += (point.whisker(measure.column) if measure.timed else None) or ()
+        if measure.timed and not point.too_wide(measure.column):
+            found += point.whisker(measure.column) or ()
         values += [value * measure.scale for value in found if value is not None]
     return values

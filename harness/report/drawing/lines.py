@@ -11,6 +11,7 @@ from harness.base.lengths import format_length
 from harness.report.drawing.looks import INK, Look
 from harness.report.drawing.points import Measure, Panel, Point
 from harness.report.drawing.sheet import Form, length_axis
+from harness.report.speedup import TOO_WIDE
 
 MAX_MARKERS = 24  # points of one line; beyond, the line alone
 MAX_STATUSES = 24  # points without a number whose status is printed
@@ -86,6 +87,12 @@ def _draw_line(ax: Axes, points: list[Point], look: Look, measure: Measure, form
             lengths, values, yerr=[[max(0.0, one) for one in low], [max(0.0, one) for one in high]], fmt="none",
             ecolor=look.colour, elinewidth=0.9, capsize=1.8, capthick=0.9, zorder=2.5,
         )  # fmt: skip
+    for point, value in drawn:
+        if point.too_wide(measure.column):
+            ax.annotate(
+                TOO_WIDE, (point.seq_len, value), xytext=(3, 3), textcoords="offset points", fontsize=form.number,
+                color=INK,
+            )  # fmt: skip
 
 
 def _draw_statuses(ax: Axes, lost: list[Point], looks: dict[str, Look], form: Form) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from harness.metrics.ceilings import OWN_GEMMS
 from harness.metrics.hardware import hardware_for
-from harness.report.results import Row
+from harness.metrics.intervals import TwoRounds
+from harness.report.results import Row, spread_of
 
 
 def peaks_of(rows: Sequence[Row]) -> list[tuple[str, float]]:
@@ -57,7 +58,9 @@ def whisker_note(points: Sequence[Sequence[Row]]) -> str:
     single = [rows[0] for rows in points if len(rows) == 1]
     if any(row["step_seconds_low"] is not None for row in single):
         kinds.append("95% interval of the median over rounds")
-    if any(row["step_seconds_low"] is None and row["step_seconds_iqr"] for row in single):
+    if any(isinstance(spread_of(row), TwoRounds) for row in single):
+        kinds.append("both values of two rounds")
+    if any(spread_of(row) is None and row["step_seconds_iqr"] for row in single):
         several = " where there is one round" if len(kinds) else ""
         kinds.append(f"interquartile range of the measured steps{several}")
     return f"Whiskers: {'; '.join(kinds)}." if kinds else ""

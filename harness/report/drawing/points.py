@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from harness.metrics.intervals import Interval, TwoRounds
 from harness.report.drawing.looks import MAX_SERIES, Look, looks_of
-from harness.report.results import Row, setting_names
+from harness.report.results import Row, setting_names, spread_of
 from harness.report.variants import (
     method_name,
     panel_name,
@@ -100,8 +101,8 @@ class Point:
     def whisker(self, column: str) -> tuple[float, float] | None:
         """From where to where the whisker of `column` reaches; None where there is nothing to draw.
 
-        Of several trials their range; of one its interval over rounds, else the interquartile range of its steps, for
-        columns proportional to the step time or to its inverse.
+        Of several trials their range; of one its interval over rounds, of two rounds both values, of a single round
+        the interquartile range of its steps, for columns proportional to the step time or to its inverse.
         """
         values = [row[column] for row in self.rows if row.get(column) is not None]
         if len(values) > 1:
@@ -110,15 +111,21 @@ class Point:
             return None
         row = next(row for row in self.rows if row.get(column) is not None)
         median, iqr = row["step_seconds_median"], row["step_seconds_iqr"]
-        low, high = row["step_seconds_low"], row["step_seconds_high"]
-        if low is None or high is None:
+        spread = spread_of(row)
+        if spread is None:
             if not iqr:
                 return None
             half = iqr / median / 2
             return values[0] * (1 - half), values[0] * (1 + half)
+        low, high = sorted(spread) if isinstance(spread, TwoRounds) else (spread.low, spread.high)
         if column == "step_seconds_median":
             return low, high
         return values[0] * median / high, values[0] * median / low
+
+    def too_wide(self, column: str) -> bool:
+        """Whether the whisker of `column` is so wide that the axis does not follow it, but clips it and says so."""
+        ends = self.whisker(column)
+        return ends is not None and Interval(low=ends[0], high=ends[1]).too_wide
 
     @property
     def lost(self) -> str:

@@ -20,7 +20,7 @@ from harness.report.drawing.notes import samples_note
 from harness.report.drawing.points import IN_CSV, about, short_names
 from harness.report.drawing.sheet import SCREEN, Form, Sheet, in_both_forms, sheet
 from harness.report.results import Row, method_rank
-from harness.report.tables.agreement import LIMIT, Agreement, agreements
+from harness.report.tables.agreement import LIMIT, Agreement, agreements, own_weights_sentence
 from harness.report.variants import panel_name, panel_of, series_of
 from harness.report.weak_forms import marked, weak_forms, weak_sentence
 
@@ -56,6 +56,8 @@ class LossAgreement:
         }
         if usual:
             notes.append(f"Where a name does not say otherwise: {usual}.")
+        if sentence := own_weights_sentence(rows):
+            notes.append(sentence)
         missing = [row for row in rows if row["status"] != "ok"]
         if missing:
             listed = ", ".join(

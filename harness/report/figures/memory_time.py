@@ -23,6 +23,7 @@ from harness.report.drawing.notes import samples_note, whisker_note
 from harness.report.drawing.points import Layout, Panel, Point, laid_out, memory_column, trades_memory
 from harness.report.drawing.sheet import SCREEN, Form, Sheet, in_both_forms, panel_title, sheet, value_axis
 from harness.report.results import Row, sortable
+from harness.report.speedup import TOO_WIDE
 from harness.report.tables.table import plain
 from harness.report.variants import varying_settings
 
@@ -101,7 +102,8 @@ def _draw(form: Form, *, layout: Layout, drawn: _Axes, swept: str, title: str, n
     for ax in cells[len(panels) :]:
         ax.set_visible(False)
     found = [where for point in layout.points if (where := drawn.at(point))]
-    ends = [end for point in layout.points if drawn.at(point) for end in point.whisker(drawn.speed) or ()]
+    ends = [end for point in layout.points if drawn.at(point) and not point.too_wide(drawn.speed)
+            for end in point.whisker(drawn.speed) or ()]  # fmt: skip
     _scale(cells[0], [memory for memory, _ in found], across=True)
     _scale(cells[0], [*(speed for _, speed in found), *ends], across=False)
     for index, (ax, panel) in enumerate(zip(cells, panels, strict=False)):
@@ -179,6 +181,10 @@ def _draw_configurations(ax: Axes, panel: Panel, layout: Layout, drawn: _Axes, s
                 memory, speed, yerr=[[max(0.0, speed - whisker[0])], [max(0.0, whisker[1] - speed)]], fmt="none",
                 ecolor=look.colour, elinewidth=0.9, capsize=1.8, capthick=0.9, zorder=2.5,
             )  # fmt: skip
+        if point.too_wide(drawn.speed):
+            ax.annotate(
+                TOO_WIDE, (memory, speed), xytext=(3, 3), textcoords="offset points", fontsize=form.number, color=INK
+            )
         if not swept:
             ax.plot(memory, speed, zorder=3, **look.point)
 

@@ -1,7 +1,7 @@
 """Do the methods compute the same thing? Loss and gradient norm of every trial against one reference trial.
 
 Methods and parallel sizes are different ways to compute one function, so trials that differ in nothing else must show
-the same numbers up to rounding.
+the same numbers up to rounding. A system that trains in a program of its own starts from weights of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.report.results import Row
+from harness.report.results import UPSTREAM, Row
 
 LIMIT = 1e-4  # largest relative difference accepted in fp32 and fp64; narrower types round more and are only shown
 
@@ -42,11 +42,12 @@ class Agreement:
 
 
 def agreements(rows: Sequence[Row]) -> list[Agreement]:
-    """Every ok trial with a loss beside the first ok trial that computes the same function, the reference included."""
+    """Every ok trial with a loss beside the first ok trial that computes the same function, the reference included;
+    none that starts from weights of its own."""
     references: dict[tuple[object, ...], Row] = {}
     found = []
     for row in rows:
-        if row["status"] != "ok" or not row["loss_by_step"]:
+        if row["status"] != "ok" or not row["loss_by_step"] or has_own_weights(row):
             continue
         reference = references.setdefault(function_of(row), row)
         found.append(
@@ -58,6 +59,22 @@ def agreements(rows: Sequence[Row]) -> list[Agreement]:
             )
         )
     return found
+
+
+def has_own_weights(row: Row) -> bool:
+    """Whether a trial trained in the program of another system, whose initial weights are not the engine's."""
+    return bool(row["task"] == "train" and row["method"].endswith(UPSTREAM))
+
+
+def own_weights_sentence(rows: Sequence[Row]) -> str:
+    """Which systems' losses are not compared, and why; empty where there is none."""
+    methods = sorted({row["method"] for row in rows if row["loss_by_step"] and has_own_weights(row)})
+    if not methods:
+        return ""
+    if len(methods) == 1:
+        return f"{methods[0]} starts from weights of its own; its loss is not compared."
+    listed = f"{', '.join(methods[:-1])} and {methods[-1]}"
+    return f"{listed} start from weights of their own; their losses are not compared."
 
 
 def function_of(row: Row) -> tuple[object, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from harness.base.lengths import format_length
-from harness.metrics.intervals import median_ratio
 from harness.report.results import Row
+from harness.report.speedup import compared, verdict_text
 from harness.report.tables.table import Column, Table, significant, without_empty_columns
 from harness.report.variants import on_cpu, panel_name, panel_of, series_of, setups_of
 from harness.report.weak_forms import WeakForm, marked, weak_forms
@@ -41,7 +41,7 @@ def best_table(rows: Sequence[Row]) -> Table | None:
             columns=columns,
             rows=tuple(_line(*found) for found in best),
             note="Lowest median step at the longest sequence that several configurations were measured at. faster: the "
-            "95% interval of the ratio excludes 1; without a second round there is no interval.",
+            "95% interval of the ratio excludes 1; with fewer than three rounds there is no interval.",
             trials=tuple(row for (_, row), _ in best),
         )
     )
@@ -76,8 +76,8 @@ def _seconds(row: Row) -> float:
 
 def _line(best: tuple[str, Row], second: tuple[str, Row]) -> tuple[object, ...]:
     (name, row), (other, behind) = best, second
-    ours, theirs = row["step_seconds_by_round"], behind["step_seconds_by_round"]
-    ratio = median_ratio(ours, theirs, paired=len(ours) == len(theirs))
+    found = compared([row], [behind])
+    assert found is not None, "ok trials have steps"
     return (
         row["task"],
         f"{row['model']} {row['dtype']}",
@@ -89,5 +89,5 @@ def _line(best: tuple[str, Row], second: tuple[str, Row]) -> tuple[object, ...]:
         row["peak_memory_gib"],
         other,
         _seconds(behind) / _seconds(row),
-        ratio.verdict() if ratio.interval else "one round, no interval",
+        verdict_text(found.times.verdict(), found.rounds, found.apart),
     )

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from harness.base.errors import UsageError, nearest
 from harness.base.lengths import format_length
-from harness.metrics.intervals import Interval
+from harness.metrics.intervals import ROUNDS_FOR_INTERVAL
 from harness.metrics.throughput import FORMULAS
 from harness.report.results import Row, method_rank
-from harness.report.speedup import Point, Speedup, contested_points, rounds_of, times
+from harness.report.speedup import TWO_VALUES, Point, Speedup, contested_points, rounds_of, spread_text, times
 from harness.report.tables.table import Column, Table, significant, without_empty_columns
 from harness.report.tables.trials import CPU_TIMES, varying_by_setup
 from harness.report.variants import masks_of, models_of, on_cpu, panel_name, panel_of, pooled, settings_name, setup_of
@@ -99,16 +99,6 @@ def known_baseline(baseline: str | None, rows: Sequence[Row]) -> str | None:
     return baseline
 
 
-def interval_text(interval: tuple[float, float]) -> str:
-    """An interval of a ratio as a table shows it: `1.02 to 1.05`."""
-    return " to ".join(f"{end:.3f}" for end in interval)
-
-
-def ends(interval: Interval | None) -> tuple[float, float] | None:
-    """An interval as the value of a cell."""
-    return None if interval is None else (interval.low, interval.high)
-
-
 def _beside_best_other(
     points: Sequence[Point], weak: Mapping[int, WeakForm]
 ) -> tuple[list[Column], list[tuple[object, ...]]]:
@@ -119,7 +109,7 @@ def _beside_best_other(
         Column(header="method"),
         Column(header="best other"),
         Column(header=f"{one or 'method'} ÷ best other", form=times, numeric=True),
-        Column(header="interval", form=interval_text, numeric=True),
+        Column(header="interval", form=spread_text, numeric=True),
         Column(header="verdict"),
     ]
     sets: list[tuple[object, ...]] = []
@@ -142,7 +132,7 @@ def _beside_baseline(
         for method in challengers
         for column in (
             Column(header=f"{method} ÷ {baseline}", form=times, numeric=True),
-            Column(header=f"{method} interval", form=interval_text, numeric=True),
+            Column(header=f"{method} interval", form=spread_text, numeric=True),
             Column(header=f"{method} verdict"),
         )
     ]
@@ -163,7 +153,7 @@ def _weak_here(point: Point, weak: Mapping[int, WeakForm]) -> str | None:
 
 
 def _cells(found: Speedup | None) -> tuple[object, ...]:
-    return (None, None, None) if found is None else (found.value, ends(found.interval), found.text)
+    return (None, None, None) if found is None else (found.value, found.spread, found.text)
 
 
 def _note(points: Sequence[Point], alone: Sequence[str], ran: dict[str, list[str]]) -> str:
@@ -174,13 +164,19 @@ def _note(points: Sequence[Point], alone: Sequence[str], ran: dict[str, list[str
         FORMULAS["tokens_per_gpu_per_second"],
         "÷ = speed over speed, by the medians of all measured steps, same run and settings only",
     ]
-    if any(len(rounds_of(group)) > 1 for point in points for group in point.by_method.values()):
+    rounds = {len(rounds_of(group)) for point in points for group in point.by_method.values()}
+    if max(rounds) >= ROUNDS_FOR_INTERVAL:
         sentences.append(
             "interval = 95% interval of that ratio, whole rounds resampled, those of both methods in pairs; "
             "faster and slower mean that it excludes 1"
         )
-    if any(row["rounds"] == 1 for row in measured):
-        sentences.append("With one round there is no interval, and a difference cannot be told from noise")
+    if 2 in rounds:
+        sentences.append(f"interval: {TWO_VALUES}")
+    if any(row["rounds"] < ROUNDS_FOR_INTERVAL for row in measured):
+        sentences.append(
+            f"With fewer than {ROUNDS_FOR_INTERVAL} rounds there is no interval, and a difference cannot be told from "
+            "noise"
+        )
     mixed = sum(_commits_differ(point) for point in points)
     if mixed:
         some = "1 line compares" if mixed == 1 else f"{mixed} lines compare"

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.base.lengths import format_length
+from harness.metrics.intervals import Interval, TwoRounds
 from harness.metrics.throughput import FORMULAS
-from harness.report.results import Row
+from harness.report.results import Row, spread_of
+from harness.report.speedup import TWO_VALUES, spread_text
 from harness.report.tables.agreement import LIMIT, Agreement, agreements
 from harness.report.tables.table import Column, Table, significant, without_empty_columns
 from harness.report.variants import (
@@ -75,7 +77,7 @@ def results_table(rows: Sequence[Row]) -> Table:
             panel_name(panel_of(row)),
             row["status"],
             row["step_seconds_median"],
-            None if row["step_seconds_low"] is None else (row["step_seconds_low"], row["step_seconds_high"]),
+            spread_of(row),
             row["step_seconds_iqr"],
             row["forward_seconds_median"],
             row["tokens_per_gpu_per_second"],
@@ -100,7 +102,9 @@ def results_table(rows: Sequence[Row]) -> Table:
     tasks = sorted({row["task"] for row in rows}, reverse=True)
     formulas = [FORMULAS[f"tflops_per_gpu ({task})"] for task in tasks]
     intervals = any(row["step_seconds_low"] is not None for row in rows)
-    about = FORMULAS["step_seconds_low"] if intervals else "No trial has two rounds, so there are no intervals"
+    about = FORMULAS["step_seconds_low"] if intervals else "No trial has three rounds, so there are no intervals"
+    if any(row["rounds"] == 2 for row in rows):
+        about += f"; {TWO_VALUES}"
     return without_empty_columns(
         Table(
             name="results",
@@ -250,8 +254,8 @@ def _verdict(pair: Agreement) -> str:
     return {True: "agrees", False: "differs", None: "not bound"}[pair.agrees]
 
 
-def _interval_ms(interval: tuple[float, float]) -> str:
-    return " to ".join(map(significant(3, 1e3), interval))
+def _interval_ms(spread: Interval | TwoRounds) -> str:
+    return spread_text(spread, significant(3, 1e3))
 
 
 def _difference(value: float) -> str:

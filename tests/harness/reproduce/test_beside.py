@@ -15,13 +15,14 @@ from harness.metrics.flops import counted_flops, tokens_per_step, work_of
 from harness.metrics.hardware import hardware_named
 from harness.plan.predict import Prediction
 from harness.predict.published_rows import configuration_of_row
+from harness.records.record import write_record
 from harness.report.figures import render
 from harness.report.results import row_of
 from harness.reproduce.beside import beside, list_table, points_table, verdict
 from harness.reproduce.drawing import OriginLook, draw_reproduction, name_of
 from harness.reproduce.entries import published_entries, published_points
 from harness.reproduce.figures import paper_figures
-from harness.reproduce.measured import Run
+from harness.reproduce.measured import Run, runs_in
 from harness.reproduce.predicted import PREDICTOR, predicted_entries, predicted_for_paper, predicted_words
 from harness.spec.models import read_model
 from harness.spec.references import PAPER_DIR
@@ -251,3 +252,15 @@ def test_the_list_has_a_line_for_every_figure() -> None:
     verdicts = {row[0]: row[-2] for row in table.rows}
     assert verdicts["attention_share_analytic"] == "reproduced"
     assert verdicts["e2e_main"] == "not run"
+
+
+def test_a_record_whose_commit_is_lost_answers_nothing(tmp_path: Path) -> None:
+    kept, lost = trial(H200, 1.0), trial(H200, 2.0, method="ring")
+    for one in (kept, lost):
+        write_record(tmp_path / "trials" / one.trial_id, one)
+    assert [len(run.rows) for run in runs_in([tmp_path])] == [2]
+    (tmp_path / "provenance.yaml").write_text(
+        f"reasons: [{{about: lost_commit, says: it is in no history, trials: [{lost.trial_id}]}}]"
+    )
+    [run] = runs_in([tmp_path])
+    assert [row["trial_id"] for row, _ in run.rows] == [kept.trial_id]

@@ -183,7 +183,7 @@ def test_every_part_that_the_abstract_names_has_a_verdict_from_records_or_a_coun
     assert verdicts["balance"] == "reproduced"
     assert verdicts["falling_utilisation"] == "not comparable"
     for one in ours:
-        if one.name in PART_NAMES:
+        if one.name in PART_NAMES - {"falling_utilisation"}:  # those that it had are of a commit that is lost
             assert one.records, one.name
     alone = {one.name: one.verdict for one in judged([])}
     assert {name for name, verdict in alone.items() if verdict != "not run"} == {"balance", "backward_bytes"}
