@@ -14,6 +14,9 @@ from engine.plain_json import from_json, read_json
 MEASUREMENT_FILE = "measurement.json"
 PROGRESS_FILE = "progress.jsonl"
 ALLOCATION_RETRIES = "allocation_retries"  # entry of `extra`: of each rank, where one had to repeat an allocation
+UNCHECKED = "unchecked"  # entry of `extra`: why nothing was compared with a float64 run that would have been
+NOT_FINITE = 1e30  # the error of a tensor that holds NaN or infinity, which JSON has no numbers for
+CHECK_UNFINISHED = "the trial ended before its check"  # that sentence until the check is done
 LINK = "link_gib_per_second"  # entry of `extra`: speed of the link between nodes, by moment of the trial
 
 

@@ -35,13 +35,14 @@ from engine.distributed import (
     show_world,
     wait_for_all,
 )
-from engine.measurement import write_json, write_measurement
+from engine.measurement import CHECK_UNFINISHED, UNCHECKED, write_json, write_measurement
 from engine.method import NativeMethod, in_worker
 from engine.profile.capture import StepProfiler, step_to_trace
 from engine.profile.unfinished import PROFILE, unfinished
 from engine.settings import TrialSettings, from_json
 from engine.tasks.attention import AttentionTask
 from engine.tasks.between_trials import clear, log_to
+from engine.tasks.dense_check import check_training
 from engine.tasks.lm_head import HeadTask
 from engine.tasks.phases import Phases, process_seconds
 from engine.tasks.task import AroundStep, Refused, Task, progress_to
@@ -126,7 +127,8 @@ def _run(trial_dir: Path, rank: int, phases: Phases, turn: int = 1) -> Task:
 def measure(task: Task, profiler: StepProfiler | None, trial_dir: Path, rank: int, phases: Phases) -> None:
     """Run the task and write the measurement, on rank 0. Collective.
 
-    With a `profiler` it is written before any work for the trace alone, and again when the trace is read.
+    It is written before any work that measures nothing, the trace of a `profiler` and the check of a training trial,
+    and again after each.
     """
     around_step: AroundStep = contextlib.nullcontext
     if profiler is not None and profiler.of == "measured_step":
@@ -134,6 +136,8 @@ def measure(task: Task, profiler: StepProfiler | None, trial_dir: Path, rank: in
     measurement = task.run(progress_to(trial_dir) if rank == 0 else silent, around_step)
     if profiler is not None:
         measurement.extra[PROFILE] = unfinished(profiler.of)
+    if isinstance(task, TrainTask):
+        measurement.extra[UNCHECKED] = CHECK_UNFINISHED
     if rank == 0:
         write_measurement(trial_dir, measurement)
     phases.end("warm-up and measuring")
@@ -145,6 +149,12 @@ def measure(task: Task, profiler: StepProfiler | None, trial_dir: Path, rank: in
         if rank == 0:
             write_measurement(trial_dir, measurement)
         phases.end("the trace")
+    if isinstance(task, TrainTask):  # last: it uses and gives back GPU memory that a traced step would allocate again
+        del measurement.extra[UNCHECKED]
+        measurement.extra |= check_training(task.settings, task.method, task.world, measurement.chosen)
+        if rank == 0:
+            write_measurement(trial_dir, measurement)
+        phases.end("the check against a dense step")
 
 
 def _set_up(trial_dir: Path, phases: Phases, turn: int) -> tuple[Task, StepProfiler | None]:

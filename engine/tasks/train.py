@@ -69,7 +69,7 @@ class TrainTask:
         recipe: Recipe | None = None,
     ) -> None:
         """`sequences` are the training data, by default those of the settings in order; `recipe` is the optimizer's."""
-        self.settings, self.world, self.recipe = settings, world, recipe or Recipe()
+        self.settings, self.method, self.world, self.recipe = settings, method, world, recipe or Recipe()
         self.store: Sequences = sequences or open_tokens(settings.data)
         if unsupported_reason := (
             vocabulary_unsupported_reason(settings, self.store.vocabulary)
@@ -326,6 +326,10 @@ class TrainTask:
             )
             for tokens_BL, labels_BL in shards
         ]
+
+    def divided(self, name: str) -> tuple[int, int, int] | None:
+        """(dimension, part, parts) of the parameter of that name that this rank and its FSDP2 ranks hold; None: all."""
+        return None if self._tensor_parallel is None else self._tensor_parallel.divided(name)
 
     def seq_len(self, index: int) -> int:
         """Tokens of a sequence of step `index`: warm-up steps may be shorter."""

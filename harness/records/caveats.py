@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.measurement import ALLOCATION_RETRIES
+from engine.measurement import ALLOCATION_RETRIES, UNCHECKED
 from harness.records.provenance import DIRTY
 from harness.records.record import Record
 from harness.records.stated import Stated
@@ -40,6 +40,8 @@ def _shown_by(record: Record) -> list[str]:
         found.append(
             f"a GPU's memory ran out {max(retries)} times in the measured steps: it freed cached blocks and waited"
         )
+    if why := measured.extra.get(UNCHECKED):
+        found.append(f"not compared with a float64 run: {why}")
     if record.reason:  # of an ok record: what went wrong after its figures were there
         found.append(record.reason)
     states = [*measured.gpus_before, *measured.gpus_after]

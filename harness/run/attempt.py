@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.files.errors import shown
-from engine.measurement import Measurement, read_measurement, write_json
+from engine.measurement import CHECK_UNFINISHED, UNCHECKED, Measurement, read_measurement, write_json
 from engine.method import Method
 from engine.profile.timeline import breakdown_of
 from engine.profile.unfinished import PROFILE, TRACE_FILE, cut_off
@@ -224,10 +224,10 @@ def measured(outcome: Outcome, method: Method, trial_dir: Path) -> tuple[Outcome
     """The outcome as it is recorded, and the figures where it is ok.
 
     A trial without a measurement has failed, even when all ranks exited with 0. One whose measurement was on disk
-    before its trace failed is ok, with a reason. `trial_dir` holds the files of this attempt alone.
+    before its trace or its check failed is ok, with a reason. `trial_dir` holds the files of this attempt alone.
     """
     if outcome.status != "ok":
-        return _before_the_trace(outcome, trial_dir)
+        return _measured_before(outcome, trial_dir)
     try:
         return outcome, method.read(trial_dir)
     except _UNREADABLE as error:
@@ -244,7 +244,7 @@ def completed(record: Record, trial_dir: Path) -> Record:
     if record.status != "interrupted" and (stopped is None or round_of_files(trial_dir) != stopped.number):
         return record
     how = f"interrupted: {(stopped or record).reason.partition(';')[0]}"
-    found = _left_before_the_trace(trial_dir, how)
+    found = _left_before_the_end(trial_dir, how)
     if found is None:
         return record
     latest = dataclasses.replace(
@@ -257,28 +257,30 @@ def completed(record: Record, trial_dir: Path) -> Record:
     return latest if record.status == "interrupted" else with_round(record, latest)
 
 
-def _before_the_trace(outcome: Outcome, trial_dir: Path) -> tuple[Outcome, Measurement | None]:
-    """For a trial that did not end well: the measurement that the engine's worker wrote before its trace.
+def _measured_before(outcome: Outcome, trial_dir: Path) -> tuple[Outcome, Measurement | None]:
+    """For a trial that did not end well: the measurement that the engine's worker wrote before its trace or its check.
 
     None where the user stopped the run, which ends with that trial; see `completed`.
     """
     how = f"{outcome.status}: {outcome.reason}"
-    found = None if outcome.status == "interrupted" else _left_before_the_trace(trial_dir, how)
+    found = None if outcome.status == "interrupted" else _left_before_the_end(trial_dir, how)
     if found is None:
         return outcome, None
     return dataclasses.replace(outcome, status="ok", reason=f"measured, and then {how}"), found
 
 
-def _left_before_the_trace(trial_dir: Path, how: str) -> Measurement | None:
-    """Figures of a trial that ended during its trace as `how` says, and what rank 0's trace holds."""
+def _left_before_the_end(trial_dir: Path, how: str) -> Measurement | None:
+    """Figures of a trial that ended during its trace or its check as `how` says, and what rank 0's trace holds."""
     try:
         found = read_measurement(trial_dir)
     except _UNREADABLE:
         return None
-    if PROFILE not in found.extra:  # without a trace the measurement is the last step, so the fault is another one
+    traced, unfinished_check = PROFILE in found.extra, found.extra.get(UNCHECKED) == CHECK_UNFINISHED
+    if not traced and not unfinished_check:  # the measurement is the last step, so the fault is another one
         return None
-    profile = cut_off(found.extra[PROFILE], how)
-    found.extra[PROFILE] = profile | (_of_rank_0(trial_dir) if "span_seconds" not in profile else {})
+    if traced:
+        profile = cut_off(found.extra[PROFILE], how)
+        found.extra[PROFILE] = profile | (_of_rank_0(trial_dir) if "span_seconds" not in profile else {})
     return found
 
 
