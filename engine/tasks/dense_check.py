@@ -131,7 +131,7 @@ def check_problem(settings: TrialSettings, method: NativeMethod, resolved: dict[
         planned="",
     )
     for name, values in _CHOICES.items():
-        value = resolved.get(name)
+        value: Any = resolved.get(name)
         if getattr(problem, name) == "auto" and value in get_args(values):
             chosen = replace(problem, **{name: value})
             problem = problem if method.refuse(chosen) else chosen
@@ -293,8 +293,9 @@ class _Step:
         }
         at = {name: self._worst(found, truth) for name, (found, truth) in pairs.items()}
         for name, parameter in self.task.model.named_parameters():
-            assert parameter.grad is not None, name
-            pairs[name] = (_local(parameter.grad), self._held(name, parameter, gradients[name]))
+            held = self._held(name, parameter, gradients[name])
+            # One that no gradient reaches has none.
+            pairs[name] = (torch.zeros_like(held) if parameter.grad is None else _local(parameter.grad), held)
         # Of a tensor that several ranks hold every element counts equally often, so the sums of all ranks will do.
         sums_T4 = torch.stack([_sums(found, truth) for found, truth in pairs.values()])
         dist.all_reduce(sums_T4)

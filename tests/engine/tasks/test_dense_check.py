@@ -125,6 +125,7 @@ WRONG = {
     wrong_methods.DK_TIMES_1_02: (r"attention\.k\.weight is 1\.0[12]\d* times the true one",),
     wrong_methods.POSITIONS_OFF_BY_ONE: ("the final hidden state is off by", ", most on rank 1, tokens"),
     wrong_methods.NOT_A_NUMBER: ("holds NaN or infinity",),
+    wrong_methods.DK_LOST: (r"attention\.k\.weight is 0 times the true one",),
 }
 
 

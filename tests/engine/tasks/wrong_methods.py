@@ -14,6 +14,7 @@ from engine.method import AttentionFn
 from engine.settings import TrialSettings
 
 RIGHT, TILE_DROPPED, DK_TIMES_1_02, POSITIONS_OFF_BY_ONE, NOT_A_NUMBER, CHECK_RAISES, CHECK_REFUSED = range(7)
+DK_LOST = 7
 
 
 class Wrong(Burst):
@@ -31,6 +32,8 @@ class Wrong(Burst):
         if kind == CHECK_REFUSED and checked:
             raise ValueError("refused as planned")
         attend = super().attention(cp, settings)
+        if kind == DK_LOST:
+            return WithoutKeyGradient(attend)
         factors = {DK_TIMES_1_02: 1.02, NOT_A_NUMBER: float("nan")}
         return WrongGradient(attend, factors[kind]) if kind in factors else attend
 
@@ -44,6 +47,16 @@ class WrongGradient:
 
     def __call__(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, **saved: Any) -> tuple[Tensor, Tensor]:
         return self.attend(q_BLND, _Multiply.apply(k_BLKD, self.factor), v_BLKD, **saved)
+
+
+class WithoutKeyGradient(WrongGradient):
+    """Attention in which no gradient reaches the keys."""
+
+    def __init__(self, attend: AttentionFn) -> None:
+        super().__init__(attend, 0.0)
+
+    def __call__(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, **saved: Any) -> tuple[Tensor, Tensor]:
+        return self.attend(q_BLND, k_BLKD.detach(), v_BLKD, **saved)
 
 
 class _Multiply(torch.autograd.Function):
