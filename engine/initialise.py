@@ -36,7 +36,7 @@ def initialise(model: Decoder, seed: int, device: torch.device, divided: Divided
     model.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            first_row, local = _held(parameter)
+            first_row, local = held_rows(parameter)
             if parameter.ndim == 1:  # norms
                 local.fill_(1.0)
             elif local.numel():
@@ -79,7 +79,7 @@ def _generator(key: str, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def _held(parameter: Tensor) -> tuple[int, Tensor]:
+def held_rows(parameter: Tensor) -> tuple[int, Tensor]:
     """(first row, rows) that this rank holds of a parameter; all of them when it is not sharded."""
     if not isinstance(parameter, DTensor):
         return 0, parameter

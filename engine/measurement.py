@@ -93,6 +93,7 @@ class Extra(TypedDict, total=False):
     """
 
     error: dict[str, RelativeError]  # by tensor, against float64: Frobenius norm of the difference over that of truth
+    error_scale: dict[str, Annotated[float, Within(-NOT_FINITE, NOT_FINITE)]]  # <found, truth> / |truth|^2 - 1
     error_at: dict[str, ErrorPlace]  # by tensor
     checked: dict[str, int]  # the problem that the errors belong to, where it is not the trial's own: tokens, rows
     unchecked: str  # why no errors were measured, where they should have been

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from engine.attention.masks import Causal
+from engine.attention.masks import Causal, Mask
 from engine.attention.reference import dense_attention
 from engine.lm_head.plain import LossSum, plain_loss_sum
 from engine.ops.autograd import accumulation_dtype
@@ -146,14 +146,17 @@ def activate(up_BLF: Tensor, gate_BLF: Tensor | None = None) -> Tensor:
     return F.gelu(up_BLF) if gate_BLF is None else swiglu(gate_BLF, up_BLF)
 
 
-class DenseCausal:
-    """The default attention: dense, causal, one device. Autograd saves the intermediates, so a recomputation ignores
-    `saved` and computes everything."""
+class DenseAttention:
+    """The default attention: dense, one device, causal or under another mask. Autograd saves the intermediates, so a
+    recomputation ignores `saved` and computes everything."""
+
+    def __init__(self, mask: Mask | None = None) -> None:
+        self._mask = mask or Causal()
 
     def __call__(
         self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, saved: SavedOutput | None = None
     ) -> tuple[Tensor, Tensor]:
-        return dense_attention(q_BLND, k_BLKD, v_BLKD, Causal())
+        return dense_attention(q_BLND, k_BLKD, v_BLKD, self._mask)
 
     def keep(self, out_BLND: Tensor, lse_BNL: Tensor, tail: float) -> None:
         return None
@@ -190,7 +193,7 @@ class Block(nn.Module):
         self.attention = Attention(shape)
         self.mlp_norm = RMSNorm(shape.hidden, eps=shape.norm_eps)
         self.mlp = MLP(shape)
-        self.attend = DenseCausal()
+        self.attend = DenseAttention()
         self.activations = keep_all
         self.project = project_whole
         self.add_mlp = add_whole_mlp

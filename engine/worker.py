@@ -18,7 +18,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -127,8 +126,8 @@ def _run(trial_dir: Path, rank: int, phases: Phases, turn: int = 1) -> Task:
 def measure(task: Task, profiler: StepProfiler | None, trial_dir: Path, rank: int, phases: Phases) -> None:
     """Run the task and write the measurement, on rank 0. Collective.
 
-    It is written before the results are checked, and again with what the check found, so that a check that ends the
-    process costs no figures. With a `profiler` it is written once more when the trace is read.
+    It is written before any work that measures nothing, the trace of a `profiler` and the check of what was computed,
+    and again after each: neither costs the trial its figures.
     """
     around_step: AroundStep = contextlib.nullcontext
     if profiler is not None and profiler.of == "measured_step":
@@ -136,13 +135,10 @@ def measure(task: Task, profiler: StepProfiler | None, trial_dir: Path, rank: in
     measurement = task.run(progress_to(trial_dir) if rank == 0 else silent, around_step)
     if profiler is not None:
         measurement.extra[PROFILE] = unfinished(profiler.of)
-    if rank == 0:
-        write_measurement(trial_dir, replace(measurement, extra=measurement.extra | {UNCHECKED: CHECK_UNFINISHED}))
-    phases.end("warm-up and measuring")
-    measurement.extra |= task.check()
+    measurement.extra[UNCHECKED] = CHECK_UNFINISHED
     if rank == 0:
         write_measurement(trial_dir, measurement)
-    phases.end("the check against float64")
+    phases.end("warm-up and measuring")
     if profiler is not None:
         if profiler.of == "extra_step":
             with profiler.trace():
@@ -151,6 +147,12 @@ def measure(task: Task, profiler: StepProfiler | None, trial_dir: Path, rank: in
         if rank == 0:
             write_measurement(trial_dir, measurement)
         phases.end("the trace")
+    # Last: it gives memory of the GPU back, which a traced step would have to allocate again.
+    del measurement.extra[UNCHECKED]
+    measurement.extra |= task.check()
+    if rank == 0:
+        write_measurement(trial_dir, measurement)
+    phases.end("the check against float64")
 
 
 def _set_up(trial_dir: Path, phases: Phases, turn: int) -> tuple[Task, StepProfiler | None]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch.profiler import record_function
 
 from engine.attention.masks import parse_mask
 from engine.distributed import World
-from engine.measurement import Measurement
+from engine.measurement import Extra, Measurement
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
 from engine.ops.ranges import STEP
@@ -97,7 +96,7 @@ class AttentionTask:
         figures.extra |= link.figures()  # last, because it would raise every peak
         return figures
 
-    def check(self) -> dict[str, Any]:
+    def check(self) -> Extra:
         shards = (self.q_BLND, self.k_BLKD, self.v_BLKD, self.dout_BLND)
         return attention_errors(self.world, self.cp, shards, parse_mask(self.settings.mask), self._forward_backward)
 

@@ -16,7 +16,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from engine.attention.geometry.layout import Segment
 from engine.attention.masks import Mask
 from engine.attention.masks.blocks import BlockMask
 from engine.distributed import World
-from engine.measurement import NOT_FINITE, TOKEN_FACTOR, UNCHECKED
+from engine.measurement import NOT_FINITE, TOKEN_FACTOR, UNCHECKED, ErrorPlace, Extra
 
 DENSE_TOKENS = 4096  # up to this length all rows are compared
 SAMPLED_ROWS = 256  # of a longer sequence; one of each run of positions where there are more runs
@@ -63,7 +63,7 @@ def checked_rows(cp: ContextParallel, seq_len: int) -> list[int]:
 
 def attention_errors(
     world: World, cp: ContextParallel, shards: Sequence[Tensor], mask: Mask, compute: ForwardBackward
-) -> dict[str, Any]:
+) -> Extra:
     """Entries of a measurement's `extra`: `error` and `error_at` by tensor, and `checked` where rows are a sample; or
     `unchecked`, why a rank could not form the truth, as for want of memory. Collective over `world`.
 
@@ -315,10 +315,10 @@ class Sums:
         return Seen(self._difference.sum().item(), truth, max(places))
 
 
-def combined(ranks: Sequence[dict[str, Seen]]) -> dict[str, Any]:
+def combined(ranks: Sequence[dict[str, Seen]]) -> Extra:
     """The entries `error` and `error_at` from what the ranks found, in rank order."""
     errors: dict[str, float] = {}
-    worst: dict[str, dict[str, float]] = {}
+    worst: dict[str, ErrorPlace] = {}
     for name in TENSORS:
         seen = [found[name] for found in ranks]
         difference, truth = math.fsum(one.difference for one in seen), math.fsum(one.truth for one in seen)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from engine.lm_head.choose import loss_sum_of
 from engine.lm_head.loss_kernel import forms_tiles
 from engine.lm_head.plain import LossSum, plain_loss_sum
 from engine.lm_head.tiles import choose_tile
-from engine.measurement import NOT_FINITE, Measurement
+from engine.measurement import NOT_FINITE, Extra, Measurement
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
 from engine.ops.autograd import accumulation_dtype
@@ -86,7 +85,7 @@ class HeadTask:
         )
         return figures
 
-    def check(self) -> dict[str, Any]:
+    def check(self) -> Extra:
         """The errors of small problems; larger ones have no float64 run."""
         small = self.labels_T.numel() * self.settings.model.vocab <= CHECKED_LOGITS[self.world.device.type]
         return {"error": self._errors()} if small else {}

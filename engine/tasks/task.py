@@ -15,7 +15,7 @@ from engine.attention.algorithms.saved import SavedOutput
 from engine.attention.context import ContextParallel
 from engine.attention.planning.comm_volume import Sent
 from engine.distributed import World
-from engine.measurement import ALLOCATION_RETRIES, PROGRESS_FILE, Measurement
+from engine.measurement import ALLOCATION_RETRIES, PROGRESS_FILE, Extra, Measurement
 from engine.memory.gpu_state import Gpu, read_gpu
 from engine.memory.resources import Usage, device_name, software, usage
 from engine.method import AttentionFn, NativeMethod
@@ -41,7 +41,7 @@ class Task(Protocol):
         """
         ...
 
-    def check(self) -> dict[str, Any]:
+    def check(self) -> Extra:
         """After `run`, entries of the measurement's `extra`: how far the task's results are from a float64 run, as
         `error`, or why that cannot be said, as `unchecked`; empty where the task forms no such run. Raises every peak.
         Collective."""

@@ -13,7 +13,7 @@ import math
 from collections.abc import Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from engine.data.sequences import Sequences
 from engine.distributed import World
 from engine.layers.tensor_parallel import TensorParallel
 from engine.lm_head.plain import IGNORE
-from engine.measurement import Measurement
+from engine.measurement import Extra, Measurement
 from engine.memory.limit import limit_memory
 from engine.memory.resources import reset_peaks
 from engine.method import NativeMethod
@@ -71,7 +71,7 @@ class TrainTask:
         recipe: Recipe | None = None,
     ) -> None:
         """`sequences` are the training data, by default those of the settings in order; `recipe` is the optimizer's."""
-        self.settings, self.world, self.recipe = settings, world, recipe or Recipe()
+        self.settings, self.method, self.world, self.recipe = settings, method, world, recipe or Recipe()
         self.store: Sequences = sequences or open_tokens(settings.data)
         if unsupported_reason := (
             vocabulary_unsupported_reason(settings, self.store.vocabulary)
@@ -135,7 +135,7 @@ class TrainTask:
             forward_seconds=self.world.slowest([step.forward_seconds for step in timed]),
             loss=[step.loss for step in steps],
             grad_norm=[step.grad_norm for step in steps],
-            chosen=self.attend.resolved() | self._parameters() | self._cuda_graph(),
+            chosen=self._chosen(),
             data=self.store.describe(),
             captured_bytes=self.captured_bytes,
         )
@@ -144,8 +144,11 @@ class TrainTask:
         figures.extra |= gemm_figures(self.world, self.settings)
         return figures
 
-    def check(self) -> dict[str, Any]:
-        return {}
+    def check(self) -> Extra:
+        """One step of a small problem beside a dense float64 step; see `engine.tasks.dense_check`."""
+        from engine.tasks.dense_check import check_training  # which runs a task of its own
+
+        return check_training(self.settings, self.method, self.world, self._chosen())
 
     def again(self) -> None:
         """The step after the last one measured."""
@@ -177,6 +180,10 @@ class TrainTask:
         settings, model = self.settings, self.settings.model
         tokens = settings.batch_size * settings.seq_len // self.cp.size
         return tokens * model.heads * model.head_dim * DTYPES[settings.dtype].itemsize
+
+    def _chosen(self) -> dict[str, str]:
+        """What every `auto` became."""
+        return self.attend.resolved() | self._parameters() | self._cuda_graph()
 
     def _parameters(self) -> dict[str, str]:
         """Whether this rank keeps whole parameters; and over how many ranks hybrid sharding splits them, those of one
@@ -339,6 +346,10 @@ class TrainTask:
             )
             for tokens_BL, labels_BL in shards
         ]
+
+    def divided(self, name: str) -> tuple[int, int, int] | None:
+        """(dimension, part, parts) of the parameter of that name that this rank and its FSDP2 ranks hold; None: all."""
+        return None if self._tensor_parallel is None else self._tensor_parallel.divided(name)
 
     def seq_len(self, index: int) -> int:
         """Tokens of a sequence of step `index`: warm-up steps may be shorter."""

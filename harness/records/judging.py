@@ -1,4 +1,4 @@
-"""Did a trial compute what it should? Its errors against float64 beside what exact methods give.
+"""Did a trial compute what it should? Its errors against float64 beside what exact methods give. No torch.
 
 Judged where a record is formed and wherever one is read, so a corrected bound needs no rerun: a trial beyond a bound
 has status `wrong`. It keeps its measurement, and has no rank, no ratio and no place in a figure.
@@ -7,17 +7,21 @@ has status `wrong`. It keeps its measurement, and has no rank, no ratio and no p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from engine.measurement import NOT_FINITE, TOKEN_FACTOR, Measurement
+from engine.measurement import NOT_FINITE, TOKEN_FACTOR, ErrorPlace, Extra, Measurement
 from engine.settings import TrialSettings
 
 if TYPE_CHECKING:
     from harness.records.record import Record
 
-ERROR, ERROR_AT = "error", "error_at"  # entries of a measurement's `extra`
+T = TypeVar("T")
+
+ERROR: Final = "error"  # entry of a measurement's `extra`
+ERROR_AT: Final = "error_at"
+ERROR_SCALE: Final = "error_scale"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,14 +105,14 @@ def excesses_of(settings: TrialSettings, measured: Measurement) -> list[Excess]:
 
 def _excesses(settings: TrialSettings, measured: Measurement) -> Iterator[Excess]:
     kernel = settings.loss_kernel if settings.task == "lm_head" else measured.chosen.get("kernel", "")
-    places = _mapping(measured.extra.get(ERROR_AT))
-    for tensor, error in _numbers(measured.extra.get(ERROR)).items():
+    places = measured.extra.get(ERROR_AT, {})
+    for tensor, error in measured.extra.get(ERROR, {}).items():
         bound = bound_of(settings, tensor, kernel)
         if bound is None:
             continue
-        at = _numbers(places.get(tensor))
-        there, bound_there = at.get("error", 0.0), bound
-        if "first_token" in at and at["first_token"] == at.get("last_token"):
+        at = places.get(tensor, ErrorPlace(error=0.0))
+        there, bound_there = at["error"], bound
+        if at.get("first_token") is not None and at.get("first_token") == at.get("last_token"):
             bound_there *= TOKEN_FACTOR
         if error > bound:
             yield Excess(tensor, error, bound, _place(at), there=False)
@@ -121,6 +125,10 @@ def wrong_because(settings: TrialSettings, measured: Measurement) -> str:
 
     `my_ring: out differs from float64 by 0.21, expected at most 1e-05; most on rank 1, tokens 128 to 255`
     """
+    if settings.task == "train":
+        extra, kernel = measured.extra, measured.chosen.get("kernel", settings.kernel)
+        errors, places, scales = extra.get(ERROR, {}), extra.get(ERROR_AT, {}), extra.get(ERROR_SCALE, {})
+        return training_fault(settings.method, settings.dtype, kernel, errors, places, scales)
     found = excesses_of(settings, measured)
     if not found:
         return ""
@@ -137,56 +145,122 @@ def judged(record: Record) -> Record:
     says = wrong_because(record.settings, measured)
     if not says:
         # One without an error that is known here was judged by something else, and stays.
-        if record.status == "ok" or not any(_known(record.settings, measured)):
+        if record.status == "ok" or not _known(record.settings, measured):
             return record
         return replace(record, status="ok", reason=record.reason_of_rounds())
     rounds = record.reason_of_rounds() if record.rounds or record.status == "wrong" else record.reason
     return replace(record, status="wrong", reason="; ".join(filter(None, [says, rounds])))
 
 
-def _known(settings: TrialSettings, measured: Measurement) -> Iterator[bool]:
-    for tensor in _numbers(measured.extra.get(ERROR)):
-        yield bound_of(settings, tensor) is not None
+def _known(settings: TrialSettings, measured: Measurement) -> bool:
+    """Whether the measurement has an error for which there is a bound."""
+    errors = measured.extra.get(ERROR, {})
+    return bool(errors) and (settings.task == "train" or any(bound_of(settings, name) is not None for name in errors))
 
 
-def worse_errors(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries `error` and `error_at` of two rounds as one: of each tensor the larger error, and the place of the
-    larger one; none where neither has any."""
-    errors, others = _numbers(one.get(ERROR)), _numbers(other.get(ERROR))
-    found: dict[str, Any] = {}
-    if errors or others:
-        found[ERROR] = {
-            name: max(errors.get(name, 0.0), others.get(name, 0.0)) for name in dict.fromkeys((*errors, *others))
-        }
-    places, theirs = _mapping(one.get(ERROR_AT)), _mapping(other.get(ERROR_AT))
-    if places or theirs:
-        found[ERROR_AT] = {
-            name: max(
-                (_mapping(side.get(name)) for side in (places, theirs)), key=lambda at: _numbers(at).get("error", -1.0)
-            )
-            for name in dict.fromkeys((*places, *theirs))
-        }
+def worse_errors(one: Extra, other: Extra) -> Extra:
+    """The entries `error`, `error_scale` and `error_at` of two rounds as one: of each tensor what is larger, and the
+    place of the larger error; none where neither has any."""
+    found: Extra = {}
+    if errors := _larger(one.get(ERROR, {}), other.get(ERROR, {}), key=abs):
+        found[ERROR] = errors
+    if scales := _larger(one.get(ERROR_SCALE, {}), other.get(ERROR_SCALE, {}), key=abs):
+        found[ERROR_SCALE] = scales
+    if places := _larger(one.get(ERROR_AT, {}), other.get(ERROR_AT, {}), key=lambda place: place["error"]):
+        found[ERROR_AT] = places
     return found
 
 
-def _place(at: Mapping[str, float]) -> str:
-    if "rank" not in at:
+def _larger(one: Mapping[str, T], other: Mapping[str, T], key: Callable[[T], float]) -> dict[str, T]:
+    """By name, the larger value of two mappings; the only one where a side has none."""
+    return {
+        name: max((side[name] for side in (one, other) if name in side), key=key)
+        for name in dict.fromkeys((*one, *other))
+    }
+
+
+def _place(at: ErrorPlace) -> str:
+    if (rank := at.get("rank")) is None:
         return ""
-    rank = f"rank {at['rank']:.0f}"
     first, last = at.get("first_token"), at.get("last_token")
     if first is None or last is None:  # of a parameter
-        return rank
-    return f"{rank}, token {first:.0f}" if first == last else f"{rank}, tokens {first:.0f} to {last:.0f}"
+        return f"rank {rank}"
+    return f"rank {rank}, token {first}" if first == last else f"rank {rank}, tokens {first} to {last}"
 
 
 def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
+NAMES = {"hidden": "the final hidden state", "dinput": "the gradient at the embedding's output", "loss": "the loss"}
 
 
-def _numbers(value: Any) -> dict[str, float]:
-    """The numbers of a mapping out of JSON; what is none is passed over."""
-    return {name: one for name, one in _mapping(value).items() if type(one) in (int, float)}
+class Allowed(NamedTuple):
+    """What a tensor of a training step may differ by from a dense float64 step."""
+
+    error: float  # of a gradient, relative, Frobenius norms
+    states: float  # of `hidden` and `dinput`, likewise
+    scale: float  # of <found, truth> / |truth|^2 from 1: what a wrong factor changes and rounding hardly does
+    loss: float  # relative
+
+
+# At least twice the largest error found among exact methods: the settings that `tests/engine/test_composition.py`
+# combines, rings of up to 16 ranks, and the kernels cudnn, flex, fa2 and reference on one H200.
+TRAINING = {
+    "fp64": Allowed(error=1e-10, states=1e-10, scale=1e-10, loss=1e-10),
+    "fp32": Allowed(error=1e-5, states=1e-5, scale=1e-5, loss=1e-5),
+    "bf16": Allowed(error=0.05, states=0.02, scale=0.01, loss=2e-3),
+}
+
+
+class _Fault(NamedTuple):
+    times: float  # of what is allowed
+    name: str
+    says: str
+
+
+def training_fault(
+    method: str,
+    dtype: str,
+    kernel: str,
+    errors: Mapping[str, float],
+    error_at: Mapping[str, ErrorPlace],
+    scales: Mapping[str, float] | None = None,
+) -> str:
+    """One sentence that a training step differs from a dense float64 step by more than rounding; "" where none does.
+
+    The arguments are the trial's method, dtype and kernel, and `error`, `error_at` and `error_scale` of its
+    `measurement.extra` (`engine.tasks.dense_check`). Raises ValueError for a dtype without bounds.
+    """
+    if dtype not in TRAINING:
+        raise ValueError(f"dtype {dtype!r} has no bounds for a training step; expected one of {', '.join(TRAINING)}")
+    faults = sorted(_faults(TRAINING[dtype], errors, scales or {}), reverse=True)
+    if not faults:
+        return ""
+    by_name = {one.name: one for one in faults}
+    worst = by_name.get("hidden", faults[0])  # backward follows from a forward that is wrong
+    says = worst.says
+    if worst.name in error_at:
+        says += f", most on {_place(error_at[worst.name])}"
+    elif "dinput" in by_name and "dinput" in error_at:
+        says += f"; {by_name['dinput'].says}, most on {_place(error_at['dinput'])}"
+    return (
+        f"{method} with kernel {kernel} computes something else than a dense float64 step, beyond the rounding of "
+        f"{dtype} in {len(by_name)} of {len(errors)} tensors: {says}"
+    )
+
+
+def _faults(allowed: Allowed, errors: Mapping[str, float], scales: Mapping[str, float]) -> Iterator[_Fault]:
+    """Every tensor beyond what is allowed."""
+    limits = {"loss": allowed.loss, "hidden": allowed.states, "dinput": allowed.states}
+    for name, error in errors.items():
+        limit, scale = limits.get(name, allowed.error), scales.get(name, 0.0)
+        times = max(error / limit, abs(scale) / allowed.scale)
+        if times <= 1:
+            continue
+        says = f"is off by {error:.2g}{'' if name == 'loss' else ' of its norm'} (allowed {limit:g})"
+        if error >= NOT_FINITE:
+            says = "holds NaN or infinity"
+        elif error <= limit or abs(scale) > max(allowed.scale, error / 2):  # the factor is most of the error
+            says = f"is {1 + scale:.4g} times the true one (allowed 1 within {allowed.scale:g})"
+        yield _Fault(times, name, f"{NAMES.get(name, f'the gradient of {name}')} {says}")

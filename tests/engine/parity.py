@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,46 +10,21 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from engine.attention.masks import parse_mask
-from engine.attention.reference import dense_attention
 from engine.data import open_tokens
 from engine.distributed import World, arrange
-from engine.initialise import initialise
-from engine.lm_head.plain import plain_loss_sum
-from engine.model import Decoder, DenseCausal
 from engine.optimizer import adamw, clip_gradients
 from engine.recipe import Recipe
 from engine.settings import TrialSettings
+from engine.tasks.dense_check import dense_model
 from engine.tasks.train import TrainTask
 from harness.spec.methods import method_named
 
 Result = dict[str, Any]
 
 
-class DenseMasked(DenseCausal):
-    """Dense attention of a whole sequence under any mask."""
-
-    def __init__(self, mask: str) -> None:
-        self._mask = parse_mask(mask)
-
-    def __call__(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, **_: object) -> tuple[Tensor, Tensor]:
-        return dense_attention(q_BSND, k_BSKD, v_BSKD, self._mask)
-
-
-def dense_model(settings: TrialSettings, dtype: torch.dtype) -> Decoder:
-    """The model of one process: no FSDP, no checkpointing, no fusion, dense attention."""
-    with torch.device("meta"):
-        model = Decoder(settings.model)
-    initialise(model, settings.seed, torch.device("cpu"))
-    for block in model.blocks:
-        block.attend = DenseMasked(settings.mask)
-    model.head.loss_sum = partial(plain_loss_sum, z_loss=settings.z_loss)
-    return model.to(dtype)
-
-
 def dense_run(settings: TrialSettings, dtype: torch.dtype = torch.float32) -> Result:
     """The same step in one process."""
-    model = dense_model(settings, dtype)
+    model = dense_model(settings, torch.device("cpu")).to(dtype)
     store = open_tokens(settings.data)
     batches = [
         store.batch(
@@ -106,7 +80,7 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 def dense_parameters(settings: TrialSettings, steps: int) -> dict[str, Any]:
     """Every parameter after some optimizer steps in one process, on whole batches."""
-    model = dense_model(settings, torch.float64)
+    model = dense_model(settings, torch.device("cpu")).double()
     optimizer = adamw(model, settings.learning_rate, Recipe())
     store, size = open_tokens(settings.data), settings.batch_size * settings.gradient_accumulation * settings.dp_size
     for step in range(steps):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -20,13 +21,16 @@ from engine.settings import ModelShape, Steps, TrialSettings
 from harness.launch.launcher import Outcome
 from harness.launch.supervisor import LocalLauncher, Patience, Supervisor
 from harness.machine.this_machine import Machine
+from harness.records.caveats import caveats_of
 from harness.records.record import Record, Status, read_records
+from harness.records.stated import NOTHING_STATED
 from harness.run.attempt import Host, completed, measured
 from harness.run.directory import RunDirectory
 from harness.run.execution import Resume, Ways
 from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView
 from harness.spec.trial import Trial
+from tests.engine.tasks.wrong_methods import CHECK_RAISES, CHECK_REFUSED, RIGHT, TILE_DROPPED
 from tests.harness import synthetic_records
 from tests.harness.unruly_method import (
     CHECK_RANK1_RAISES,
@@ -73,9 +77,10 @@ def test_a_trace_that_was_read_stays_when_the_trial_ends_badly_after_it(tmp_path
 
 def test_without_a_trace_to_follow_only_a_good_end_counts(tmp_path: Path) -> None:
     assert measured(outcome("timeout", "late"), METHOD, tmp_path) == (outcome("timeout", "late"), None)
-    write_measurement(tmp_path, figures())
-    assert measured(outcome("timeout", "late"), METHOD, tmp_path) == (outcome("timeout", "late"), None)
-    assert measured(outcome("ok"), METHOD, tmp_path) == (outcome("ok"), figures())
+    for extra in ({}, {UNCHECKED: "the check was refused"}):
+        write_measurement(tmp_path, figures(**extra))
+        assert measured(outcome("timeout", "late"), METHOD, tmp_path) == (outcome("timeout", "late"), None)
+        assert measured(outcome("ok"), METHOD, tmp_path) == (outcome("ok"), figures(**extra))
 
 
 STOPPED = "stopped by the user; --resume runs it again"
@@ -219,6 +224,34 @@ def test_a_check_that_ends_the_ranks_costs_no_figures_and_is_said(launcher, tmp_
     assert good.measurement is not None
     assert UNCHECKED not in good.measurement.extra
     assert max(good.measurement.extra["error"].values()) < 1e-5
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_the_check_of_a_training_trial_is_recorded_and_its_failure_costs_no_figures(
+    launcher, tmp_path, monkeypatch, share
+):
+    monkeypatch.setattr("harness.run.attempt.method_module", lambda _name: "tests.engine.tasks.wrong_methods")
+    kinds = [RIGHT, TILE_DROPPED, CHECK_RAISES, CHECK_REFUSED, RIGHT + 10]
+    trials = []
+    for kind in kinds:
+        settings = dataclasses.replace(trial(kind, share).settings, steps=Steps(warmup=1, measured=2))
+        trials.append(dataclasses.replace(trial(kind, share), settings=settings, profile=False))
+    records = run(launcher, tmp_path / "run", trials)
+    turns = [1, 2, 3, 1, 2] if share else [0] * 5
+    statuses = ["ok", "wrong", "ok", "ok", "ok"]
+    assert [(record.status, record.ranks_turn) for record in records] == list(zip(statuses, turns, strict=True))
+    extras = []
+    for record in records:
+        assert record.measurement is not None
+        assert len(record.measurement.step_seconds) == 2
+        extras.append(record.measurement.extra)
+    assert "the final hidden state is off by" in records[1].reason
+    cut_off = "oom: rank 1: MemoryError: planned"
+    assert [extra.get(UNCHECKED) for extra in extras] == [None, None, cut_off, "refused as planned", None]
+    assert records[2].reason == "measured, and then oom: rank 1: MemoryError: planned"
+    said = caveats_of(records[2], NOTHING_STATED)
+    assert f"not compared with float64 ({cut_off})" in said
+    assert records[2].reason in said
 
 
 def test_a_trial_whose_only_step_is_the_traced_one_has_nothing_to_keep(launcher, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.checkpoint.recompute import set_activations
 from engine.memory.host_memory import host_buffer, host_like
 from engine.memory.offload import DeviceStore, HostStore, _OnHost
-from engine.model import Decoder, DenseCausal
+from engine.model import Decoder, DenseAttention
 from engine.settings import Checkpoint, ModelShape
 
 CPU = torch.device("cpu")
@@ -158,10 +158,11 @@ def test_many_layers_leave_and_return_in_backward_order(device: str) -> None:
         assert torch.equal(found, expected[index])
 
 
-class Logged(DenseCausal):
+class Logged(DenseAttention):
     """Dense attention that notes when backward reaches it."""
 
     def __init__(self, log: list[str]) -> None:
+        super().__init__()
         self._log = log
 
     def __call__(self, q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, **saved: Any) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,401 @@
+"""Does a training trial compute what it says? One step of a small problem, against a dense float64 step in one process.
+
+A trial's own length has no reference: a dense run of it fits nowhere. So after the measured steps the same ranks take
+one step of a check problem with the trial's method and settings, on a model and a sequence that are small. The loss,
+the gradient of every parameter, the final hidden states and the gradient at the embedding's output are compared with a
+dense step in float64.
+
+Shape letters: B sequences, S tokens of a sequence, L tokens held here, E hidden size, T tensors.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from engine.attention.context import ContextParallel
+from engine.attention.geometry.layout import as_layout
+from engine.attention.masks import BlockSparse, Documents, Grid, LocalGlobal, Mask, SlidingWindow, Strided, parse_mask
+from engine.data.sequences import Sequences
+from engine.distributed import World
+from engine.initialise import STD, held_rows, initialise
+from engine.lm_head.plain import plain_loss_sum
+from engine.measurement import NOT_FINITE, UNCHECKED, ErrorPlace, Extra
+from engine.method import NativeMethod
+from engine.model import Decoder, DenseAttention
+from engine.settings import (
+    Backward,
+    ExchangeName,
+    Kernel,
+    Layout,
+    ModelShape,
+    Schedule,
+    Steps,
+    TrialSettings,
+    keeps_whole,
+)
+from engine.tasks.train import TrainTask
+
+TOKENS = 256  # of a sequence of the check problem; more where so many ranks share it that each would hold few
+_LAYERS, _HIDDEN, _FFN, _VOCAB, _HEADS = 3, 128, 384, 512, 8  # the most that it keeps of a larger model
+_SHORTEST_RUN = 8  # tokens that a scaled window or document keeps, where it has as many
+_BLOCKS = 32  # per side, the most that it keeps of a block-sparse mask
+_CHOICES: dict[str, Any] = {
+    "layout": Layout,
+    "schedule": Schedule,
+    "backward": Backward,
+    "exchange": ExchangeName,
+    "kernel": Kernel,
+}
+_ENOUGH = 256  # elements of a gradient whose rounding averages out: fewer have no entry in `error_scale`
+_NEGLIGIBLE = 1e-6  # of the gradients' usual size: below it a gradient is zero but for rounding
+
+HIDDEN, DINPUT, LOSS = "hidden", "dinput", "loss"  # tensors beside the parameters' gradients
+
+_checked: dict[object, Extra] = {}  # extras by method and check problem: these ranks have run it before
+
+
+def check_training(settings: TrialSettings, method: NativeMethod, world: World, resolved: dict[str, str]) -> Extra:
+    """Entries of `Measurement.extra` that say how far a trial's training is from a dense float64 step. Collective.
+
+    - `error`: relative error (Frobenius norms) of `loss`, `hidden`, `dinput` and, by parameter name, each gradient.
+    - `error_scale`: by the same names, <found, truth> / |truth|^2 - 1: rounding has no direction and leaves it near 0,
+      a wrong factor does not. Left out where a gradient has few elements, or is 0 but for rounding.
+    - `error_at`: of `hidden` and `dinput`, the rank that errs most and the tokens where.
+    - `checked`: `tokens`, the length of the check problem.
+    - `unchecked` in their place: one sentence, where the method or the machine refuses the check problem.
+
+    `resolved` says what the trial's `auto` became. Ranks that run several trials check equal problems once. Changes no
+    random state, and leaves no memory allocated.
+    """
+    problem = check_problem(settings, method, resolved)
+    key = (type(method), problem)
+    if key not in _checked:
+        _give_back(world.device)  # for what is not allocated by torch, such as communicators
+        try:
+            _checked[key] = _Step(problem, method, world).compared()
+        except ValueError as error:  # raised by all ranks alike, as those that refuse a trial
+            _checked[key] = {UNCHECKED: str(error)}
+        gc.collect()
+        _give_back(world.device)
+    return copy(_checked[key])
+
+
+def _give_back(device: torch.device) -> None:
+    """Free the GPU memory that torch's allocator holds and no tensor uses."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def check_problem(settings: TrialSettings, method: NativeMethod, resolved: dict[str, str]) -> TrialSettings:
+    """The settings of the step that stands for a training trial: those of the trial, sizes aside.
+
+    Kept: method, parallel sizes, dtype, head dim, queries per KV head, which ranks divide the heads evenly, q and k
+    norm, gate, kind of mask, what `auto` became, and whether layers are computed again, held in groups, tiled, sharded
+    and accumulated. Of a larger model or longer sequence three layers and some hundred tokens stay, with windows,
+    documents and blocks scaled as the sequence is. A trial that is as small keeps its own shape and length.
+    """
+    model = _small_model(settings)
+    checkpoint = settings.checkpoint
+    if model.layers < settings.model.layers:
+        whole = model.layers if checkpoint.whole_layers >= settings.model.layers else min(checkpoint.whole_layers, 1)
+        checkpoint = replace(checkpoint, every=min(checkpoint.every, 2), whole_layers=whole)
+    problem = replace(
+        settings,
+        model=model,
+        checkpoint=checkpoint,
+        batch_size=min(settings.batch_size, 2),
+        gradient_accumulation=min(settings.gradient_accumulation, 2),
+        mlp_tiles=min(settings.mlp_tiles, 4),
+        projection_tiles=min(settings.projection_tiles, 4),
+        head_tiles=min(settings.head_tiles, 4),
+        parameters="kept" if keeps_whole(settings) else "gathered",
+        optimizer_offload=False,
+        cuda_graph="none",
+        steps=Steps(warmup=0, measured=1),
+        learning_rate=1.0,
+        data="",
+        settings="equal",
+        planned="",
+    )
+    for name, values in _CHOICES.items():
+        value: Any = resolved.get(name)
+        if getattr(problem, name) == "auto" and value in get_args(values):
+            chosen = replace(problem, **{name: value})
+            problem = problem if method.refuse(chosen) else chosen
+    unit = as_layout(method.layout(problem)).chunks(settings.cp_size * settings.tp_size)
+    tokens = -(-max(TOKENS, 4 * unit) // unit) * unit
+    if settings.seq_len <= tokens:
+        return problem
+    mask, tokens = _scaled(parse_mask(settings.mask), settings.seq_len, tokens, unit)
+    return replace(problem, seq_len=tokens, mask=str(mask))
+
+
+def _small_model(settings: TrialSettings) -> ModelShape:
+    """Its heads are as many as leave each number of ranks that may divide them what it is for the trial's model."""
+    shape, tp_size = settings.model, settings.tp_size
+    group, ranks = shape.heads // shape.kv_heads, settings.cp_size * tp_size
+    divisors = [count for count in range(1, ranks + 1) if ranks % count == 0]
+
+    def divided(kv_heads: int) -> list[tuple[bool, bool]]:
+        return [(kv_heads % count == 0, kv_heads * group % count == 0) for count in divisors]
+
+    def cut(size: int, most: int) -> int:
+        return size if size <= most else -(-most // tp_size) * tp_size
+
+    kv_heads = shape.kv_heads
+    if shape.heads > _HEADS:
+        fewer = (count for count in range(min(2, kv_heads), kv_heads) if kv_heads % count == 0)
+        kv_heads = next((count for count in fewer if divided(count) == divided(kv_heads)), kv_heads)
+    return replace(
+        shape,
+        name=f"{shape.name}, checked",
+        layers=min(shape.layers, _LAYERS),
+        hidden=min(shape.hidden, _HIDDEN),
+        ffn=cut(shape.ffn, _FFN),
+        vocab=cut(shape.vocab, _VOCAB),
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+    )
+
+
+def _scaled(mask: Mask, seq_len: int, tokens: int, unit: int) -> tuple[Mask, int]:
+    """A mask of the same kind for about `tokens` tokens in place of `seq_len`, and the multiple of `unit` it is for."""
+
+    def run(length: int) -> int:
+        return min(length, max(_SHORTEST_RUN, round(length * tokens / seq_len)))
+
+    if isinstance(mask, SlidingWindow):
+        return SlidingWindow(run(mask.left), run(mask.right), run(mask.global_tokens)), tokens
+    if isinstance(mask, Documents):
+        lengths, left = [], tokens
+        for length in mask.lengths:
+            if left > 0:
+                lengths.append(run(length) if mask.repeat else min(run(length), left))
+                left -= lengths[-1]
+        if left > 0 and not mask.repeat:
+            lengths[-1] += left
+        return Documents(tuple(lengths), causal=mask.causal, repeat=mask.repeat), tokens
+    if isinstance(mask, BlockSparse):
+        blocks = -(-seq_len // mask.block_size)
+        kept = min(blocks, _BLOCKS)
+
+        def count(number: int) -> int:
+            return min(number, max(1, round(number * kept / blocks)))
+
+        pattern = mask.pattern
+        if isinstance(pattern, Strided):
+            pattern = Strided(min(pattern.stride, max(2, count(pattern.stride))))
+        elif isinstance(pattern, LocalGlobal):
+            pattern = LocalGlobal(count(pattern.reach), count(pattern.global_blocks))
+        else:
+            pattern = Grid(tuple(row[:kept] for row in cast(Grid, pattern).rows[:kept]))
+        size = -(-tokens // kept)
+        while size * kept // unit * unit <= size * (kept - 1):  # no multiple of `unit` ends in the last block
+            size += 1
+        return BlockSparse(pattern, size, causal=mask.causal), size * kept // unit * unit
+    return mask, tokens
+
+
+class RandomTokens(Sequences):
+    """Sequences of random tokens, each from a generator of its own."""
+
+    def __init__(self, vocabulary: int, seed: int) -> None:
+        self._vocabulary, self._seed = vocabulary, seed
+
+    def sequence(self, number: int, seq_len: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + number)
+        return torch.randint(self._vocabulary, (seq_len + 1,), generator=generator)
+
+    @property
+    def vocabulary(self) -> int:
+        return self._vocabulary
+
+    def describe(self) -> dict[str, Any]:
+        return {"origin": "random tokens"}
+
+
+def dense_model(settings: TrialSettings, device: torch.device) -> Decoder:
+    """The model of one process, in fp32: no FSDP, no checkpointing, no fusion, dense attention."""
+    with torch.device("meta"):
+        model = Decoder(settings.model)
+    initialise(model, settings.seed, device)
+    for block in model.blocks:
+        block.attend = DenseAttention(parse_mask(settings.mask))
+    model.head.loss_sum = partial(plain_loss_sum, z_loss=settings.z_loss)
+    return model
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What one model's passes leave beside its gradients: a tensor [B, tokens, E] per micro-batch."""
+
+    hidden: list[Tensor] = field(default_factory=list)  # of the final norm
+    dinput: list[Tensor] = field(default_factory=list)  # gradient of the embedding's output
+
+
+@contextmanager
+def _seen_in(model: Decoder) -> Iterator[_Seen]:
+    """Collect from the passes of `model` within the context."""
+    seen = _Seen()
+
+    def keep_gradient(_module: nn.Module, _inputs: object, x_BLE: Tensor) -> None:
+        x_BLE.register_hook(lambda grad_BLE: seen.dinput.append(grad_BLE.detach()))
+
+    hooks = [
+        model.norm.register_forward_hook(lambda _module, _inputs, x_BLE: seen.hidden.append(x_BLE.detach())),
+        model.embedding.register_forward_hook(keep_gradient),
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Step:
+    """One step of a check problem on these ranks, and the dense one. Creating it is collective."""
+
+    def __init__(self, problem: TrialSettings, method: NativeMethod, world: World) -> None:
+        self.problem, self.world = problem, world
+        self.sequences = RandomTokens(problem.model.vocab, problem.seed)
+        self.task = TrainTask(problem, method, world, sequences=self.sequences)
+        self.cp: ContextParallel = self.task.cp
+        self._factors = _factors(problem.model)
+        self._multiply(self.task.model)
+
+    @torch.no_grad()
+    def _multiply(self, model: Decoder) -> None:
+        for name, parameter in model.named_parameters():
+            _local(parameter).mul_(self._factors.get(name, 1.0))
+
+    def compared(self) -> Extra:
+        """The extras of `check_training`. Collective."""
+        with _seen_in(self.task.model) as seen:
+            loss = self.task.gradients(0)
+        dist.all_reduce(loss)
+        dense_loss, gradients, dense = self._dense()
+        pairs = {
+            HIDDEN: (torch.cat(seen.hidden), self.cp.shard(dense.hidden[0], dim=1)),
+            DINPUT: (torch.cat(seen.dinput), self.cp.shard(dense.dinput[0], dim=1)),
+        }
+        at = {name: self._worst(found, truth) for name, (found, truth) in pairs.items()}
+        for name, parameter in self.task.model.named_parameters():
+            held = self._held(name, parameter, gradients[name])
+            # One that no gradient reaches has none.
+            pairs[name] = (torch.zeros_like(held) if parameter.grad is None else _local(parameter.grad), held)
+        # Of a tensor that several ranks hold every element counts equally often, so the sums of all ranks will do.
+        sums_T4 = torch.stack([_sums(found, truth) for found, truth in pairs.values()])
+        dist.all_reduce(sums_T4)
+        sums = dict(zip(pairs, sums_T4.tolist(), strict=True))
+        # What one element of a gradient usually is, squared.
+        usual = sum(sums[name][1] for name in gradients) / sum(sums[name][3] for name in gradients)
+        error, scale = {LOSS: _finite(abs(loss.item() / dense_loss.item() - 1))}, {}
+        for name, (off, true, product, count) in sums.items():
+            zero = name in gradients and true <= count * _NEGLIGIBLE**2 * usual  # as dq where a query sees one key
+            error[name] = _finite(math.sqrt(off / (count * usual if zero else true)))
+            if not zero and (name not in gradients or gradients[name].numel() >= _ENOUGH):
+                scale[name] = _finite(product / true - 1)
+        return {"error": error, "error_scale": scale, "error_at": at, "checked": {"tokens": self.problem.seq_len}}
+
+    def _dense(self) -> tuple[Tensor, dict[str, Tensor], _Seen]:
+        """Loss and gradients of the whole step in float64, on every rank, and what was seen of this replica's
+        sequences, [B, S, E] each. The first rank of each replica computes them. Collective."""
+        problem, world, device = self.problem, self.world, self.world.device
+        model = dense_model(problem, device)
+        if problem.dtype == "fp64":
+            model = model.double()
+        self._multiply(model)
+        if problem.dtype == "bf16":  # the numbers that the ranks compute with
+            model = model.bfloat16()
+        model = model.double()
+        count = problem.batch_size * problem.gradient_accumulation  # sequences of a replica
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+        shape = (count, problem.seq_len, problem.model.hidden)
+        seen = _Seen(*([torch.zeros(shape, dtype=torch.float64, device=device)] for _ in range(2)))
+        if self.cp.rank == 0:
+            positions_S = torch.arange(problem.seq_len, device=device)
+            tokens_BS, labels_BS = self.sequences.batch(world.replica, 0, 1, count, problem.seq_len)
+            with _seen_in(model) as own:
+                for tokens_S, labels_S in zip(tokens_BS.to(device), labels_BS.to(device), strict=True):
+                    part = model(tokens_S[None], positions_S, labels_S[None]) / (labels_BS.numel() * problem.dp_size)
+                    part.backward()
+                    loss += part.detach()
+            seen = _Seen([torch.cat(own.hidden)], [torch.cat(own.dinput)])
+        if self.cp.size > 1:
+            assert self.cp.group is not None
+            first = dist.get_global_rank(self.cp.group, 0)
+            for tensor in (*seen.hidden, *seen.dinput):
+                dist.broadcast(tensor, first, group=self.cp.group)
+        gradients = {
+            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for name, parameter in model.named_parameters()
+        }
+        for tensor in (loss, *gradients.values()):
+            dist.all_reduce(tensor)
+        return loss, gradients, seen
+
+    def _held(self, name: str, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """The part of a parameter's whole gradient that this rank holds."""
+        divided = self.task.divided(name)
+        if divided is not None:
+            dim, part, parts = divided
+            whole = whole.chunk(parts, dim)[part]
+        first_row, local = held_rows(parameter)
+        return whole[first_row : first_row + local.shape[0]]
+
+    def _worst(self, found_BLE: Tensor, truth_BLE: Tensor) -> ErrorPlace:
+        """The rank with the largest relative error, and the first and last of its tokens that err at least half as
+        much as the one that errs most. Collective."""
+        off_L = torch.nan_to_num((found_BLE.double() - truth_BLE).square().sum((0, 2)), nan=math.inf)
+        error = _finite(math.sqrt(off_L.sum().item() / max(truth_BLE.square().sum().item(), 1e-300)))
+        segments = self.cp.segments(self.problem.seq_len)
+        positions = [position for segment in segments for position in segment.positions()]
+        marked = (off_L >= off_L.max() / 4).nonzero().flatten().tolist()
+        ranks = self.world.gather((error, min(positions[place] for place in marked), max(positions[i] for i in marked)))
+        found = cast(list[tuple[float, int, int]], ranks)
+        rank = max(range(len(found)), key=lambda each: found[each][0])
+        error, first, last = found[rank]
+        return {"rank": rank, "first_token": first, "last_token": last, "error": error}
+
+
+def _factors(shape: ModelShape) -> dict[str, float]:
+    """By name, what each matrix but the embedding is multiplied with: a sum over its inputs then has their deviation.
+
+    As first drawn, scores are nearly equal and a layer adds little to the residual stream, so that a wrong attention
+    would hardly show. A model in training is not like that.
+    """
+    with torch.device("meta"):
+        model = Decoder(shape)
+    return {
+        name: 1 / (STD * math.sqrt(parameter.shape[1]))
+        for name, parameter in model.named_parameters()
+        if parameter.ndim > 1 and name != "embedding.weight"
+    }
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that FSDP2 may have sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sums(found: Tensor, truth: Tensor) -> Tensor:
+    """|found - truth|^2, |truth|^2, <found, truth> and the number of elements, in float64."""
+    found = found.double()
+    sums = ((found - truth).square().sum(), truth.square().sum(), (found * truth).sum())
+    return torch.stack([*sums, torch.tensor(float(truth.numel()), dtype=torch.float64, device=truth.device)])
+
+
+def _finite(error: float) -> float:
+    return error if math.isfinite(error) and abs(error) < NOT_FINITE else NOT_FINITE

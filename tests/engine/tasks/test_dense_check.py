@@ -1,0 +1,271 @@
+"""The check of training trials: exact methods pass it, wrong ones do not, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from engine.attention.masks import parse_mask
+from engine.distributed import arrange
+from engine.measurement import UNCHECKED
+from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
+from engine.tasks import dense_check
+from engine.tasks.dense_check import check_problem, check_training
+from harness.records.judging import training_fault
+from harness.spec.methods import method_named
+from tests.engine.tasks import wrong_methods
+from tests.ranks import run_on_ranks
+
+TINY = ModelShape(name="tiny", layers=2, hidden=64, ffn=96, heads=8, kv_heads=4, head_dim=16, vocab=256)
+DEEP = dataclasses.replace(TINY, name="deep", layers=32, hidden=4096, ffn=14336, vocab=128256, qk_norm=True)
+LONG = TrialSettings(task="train", method="burst", model=TINY, seq_len=1 << 20, dtype="fp32")
+
+
+def of(**changes: Any) -> TrialSettings:
+    return dataclasses.replace(LONG, **{"world_size": 0, **changes})
+
+
+# Ranks, and trials of a million tokens, between them every native method and every lever that a step has.
+EXACT = {
+    1: [
+        of(model=DEEP, dtype="bf16", lm_head_fusion=False, z_loss=0.01),
+        of(model=DEEP, parameters="gathered", gradient_accumulation=16, checkpoint=Checkpoint(every=4)),
+        of(dtype="bf16", parameters="kept", optimizer_offload=True, mask="documents:7,17,5,..."),
+        of(dtype="fp64", mlp_tiles=64, projection_tiles=8, head_tiles=16, batch_size=4),
+        of(method="torch_cp"),
+        # Every query sees one key, so dq and dk are 0 but for rounding, which has no error relative to them.
+        of(mask="sliding_window:0"),
+        of(mask="sliding_window:0", dtype="bf16"),
+    ],
+    2: [
+        of(cp_size=2, model=DEEP, dtype="bf16", checkpoint=Checkpoint(every=1, tail=0.4), mlp_tiles=8),
+        of(cp_size=2, model=DEEP, checkpoint=Checkpoint(every=8, tail=0, offload="inputs", replay="bisect")),
+        of(cp_size=2, model=DEEP, checkpoint=Checkpoint(every=1, whole_layers=30, mlp=0.3, offload="all")),
+        of(cp_size=2, mask="full", gradient_accumulation=3, dtype="bf16"),
+        of(cp_size=1, world_size=2, batch_size=3, sharding="hybrid", emulate_nodes=2),
+        of(method="megatron_tp", cp_size=1, tp_size=2, model=DEEP, checkpoint=Checkpoint(tail=0.5)),
+        of(method="megatron_tp", cp_size=1, tp_size=2, dtype="bf16", lm_head_fusion=False),
+        of(method="torch_cp", cp_size=2, dtype="bf16"),
+    ],
+    4: [
+        of(cp_size=4, schedule="double_ring", emulate_nodes=2, backward="query", checkpoint=Checkpoint(tail=0)),
+        of(cp_size=4, schedule="all_gather", dtype="bf16", mask="sliding_window:8191"),
+        of(cp_size=4, schedule="ulysses", layout="contiguous", mask="block_sparse:1k:strided-128:causal"),
+        of(cp_size=4, schedule="usp", emulate_nodes=2, model=DEEP, mask="documents:300k,200k,12k,...:full"),
+        of(cp_size=4, schedule="usp_transposed", emulate_nodes=2, dtype="bf16"),
+        of(cp_size=4, layout="striped", backward="key_value", mask="sliding_window:64k:32k:16"),
+        of(cp_size=4, layout="split_zigzag", checkpoint=Checkpoint(tail=0.3), dtype="bf16"),
+        of(cp_size=2, world_size=4, gradient_accumulation=2),
+        of(method="ring", cp_size=4),
+        of(method="megatron_cp", cp_size=4, dtype="bf16", model=DEEP),
+        of(method="ulysses", cp_size=4, model=DEEP, overlap_projections=True, checkpoint=Checkpoint(every=0)),
+        of(method="ulysses", cp_size=4, model=dataclasses.replace(TINY, kv_heads=2), dtype="bf16"),
+        of(method="loongtrain_double_ring", cp_size=4, emulate_nodes=2, dtype="bf16"),
+        of(method="loongtrain_usp", cp_size=4, emulate_nodes=2),
+        of(method="loongtrain_usp", cp_size=4, emulate_nodes=2, schedule="usp_transposed"),
+        of(method="megatron_tp", cp_size=1, tp_size=4, mask="documents:1k,5k,..."),
+        of(method="megatron_tp", cp_size=1, tp_size=2, world_size=4),
+        of(method="torch_cp", cp_size=4),
+    ],
+}
+
+
+def checks(cases: list[TrialSettings], wrong: bool = False) -> list[dict[str, Any]]:
+    found = []
+    for settings in cases:
+        rank, size = torch.distributed.get_rank(), settings.world_size
+        os.environ["NCCL_HOSTID"] = f"node-{rank * settings.emulate_nodes // size}"
+        method = wrong_methods.METHOD if wrong else method_named(settings.method)
+        assert method.refuse(settings) is None
+        found.append(check_training(settings, method, arrange(settings, torch.device("cpu")), {}))
+    return found
+
+
+def fault(settings: TrialSettings, found: dict[str, Any]) -> str:
+    assert UNCHECKED not in found, found
+    return training_fault(
+        settings.method, settings.dtype, "cpu", found["error"], found["error_at"], found["error_scale"]
+    )
+
+
+@pytest.mark.parametrize("ranks", EXACT)
+def test_every_native_method_takes_the_step_of_a_dense_run(ranks: int) -> None:
+    per_rank = run_on_ranks(ranks, checks, EXACT[ranks])
+    assert all(found == per_rank[0] for found in per_rank)
+    for settings, found in zip(EXACT[ranks], per_rank[0], strict=True):
+        assert fault(settings, found) == "", settings
+        layers = min(settings.model.layers, 3)
+        of_a_layer = 11 if settings.model.qk_norm else 9
+        assert len(found["error"]) == 6 + layers * of_a_layer  # loss, hidden, dinput; embedding, last norm, head
+        assert min(error for name, error in found["error"].items() if name != "loss") > 0
+        assert found["checked"]["tokens"] < 1024
+        for at in found["error_at"].values():
+            assert 0 <= at["first_token"] <= at["last_token"] < found["checked"]["tokens"]
+            assert 0 <= at["rank"] < ranks
+
+
+CHECKPOINTS = [
+    Checkpoint(every=0),
+    Checkpoint(every=1, tail=1),
+    Checkpoint(every=1, tail=0),
+    Checkpoint(every=1, tail=0.5, offload="all"),
+    Checkpoint(every=2, tail=0.5, replay="bisect"),
+]
+
+
+# By kind, what the verdict names.
+WRONG = {
+    wrong_methods.TILE_DROPPED: ("the final hidden state is off by", r", most on rank \d, tokens (19[2-9]|2..) to 2.."),
+    wrong_methods.DK_TIMES_1_02: (r"attention\.k\.weight is 1\.0[12]\d* times the true one",),
+    wrong_methods.POSITIONS_OFF_BY_ONE: ("the final hidden state is off by", ", most on rank 1, tokens"),
+    wrong_methods.NOT_A_NUMBER: ("holds NaN or infinity",),
+    wrong_methods.DK_LOST: (r"attention\.k\.weight is 0 times the true one",),
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_method_that_computes_something_else_is_found(kind: int, dtype: Any) -> None:
+    cases = [of(cp_size=2, seed=kind, dtype=dtype, checkpoint=each, schedule="ring") for each in CHECKPOINTS]
+    for settings, found in zip(cases, run_on_ranks(2, checks, cases, True)[0], strict=True):
+        says = fault(settings, found)
+        assert says.startswith("burst with kernel cpu computes something else than a dense float64 step"), settings
+        for words in WRONG[kind]:
+            assert re.search(words, says), says
+
+
+def left_behind(cases: list[TrialSettings]) -> list[str]:
+    """What changed from one check to the next."""
+    [settings, *others] = cases
+    world = arrange(settings, torch.device("cpu"))
+    method = method_named(settings.method)
+    first = check_training(settings, method, world, {})  # fills what is kept for good
+    dense_check._checked.clear()
+    state, before = torch.get_rng_state(), live_tensors()
+    found = check_training(settings, method, world, {})
+    assert list(dense_check._checked.values()) == [found]
+    problems = [] if found == first else ["another result"]
+    if live_tensors() != before:
+        problems.append("tensors stay")
+    if not torch.equal(state, torch.get_rng_state()):
+        problems.append("random state")
+    dense_check._Step = None  # type: ignore[assignment, misc]
+    problems += ["checked again" for each in others if check_training(each, method, world, {}) != found]
+    return problems
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+
+def test_a_check_leaves_nothing_behind_and_is_not_repeated_for_trials_of_the_same_kind() -> None:
+    settings = of(cp_size=2, model=DEEP, checkpoint=Checkpoint(every=2, offload="inputs"))
+    others = [
+        dataclasses.replace(settings, seq_len=1 << 18),
+        dataclasses.replace(settings, learning_rate=1.0, steps=Steps(warmup=5), data="other"),
+        dataclasses.replace(settings, model=dataclasses.replace(DEEP, layers=40, hidden=5120)),
+    ]
+    assert run_on_ranks(2, left_behind, [settings, *others]) == [[], []]
+
+
+def test_a_refused_check_says_why() -> None:
+    settings = of(cp_size=2, seed=wrong_methods.CHECK_REFUSED)
+    assert run_on_ranks(2, checks, [settings], True) == [[{UNCHECKED: "refused as planned"}]] * 2
+
+
+MASKS = {  # of a million tokens, and of a check problem of 256 of them
+    "causal": "causal",
+    "full": "full",
+    "sliding_window:256k:4k": "sliding_window:64:8",
+    "sliding_window:5:0:512k": "sliding_window:5:0:128",
+    "documents:7,17,5,...": "documents:7,8,5,...",
+    "documents:256k,768k:full": "documents:64,192:full",
+    "documents:1k,1M,...": "documents:8,256,...",
+    "block_sparse:128k:11111111/01111111/00111111/00011111/00001111/00000111/00000011/00000001": (
+        "block_sparse:32:11111111/01111111/00111111/00011111/00001111/00000111/00000011/00000001"
+    ),
+    "block_sparse:1k:strided-128:causal": "block_sparse:8:strided-4:causal",
+    "block_sparse:64k:local_global-2-1:causal": "block_sparse:16:local_global-2-1:causal",
+}
+
+
+@pytest.mark.parametrize(("mask", "scaled"), MASKS.items())
+def test_a_mask_is_scaled_to_one_of_its_kind(mask: str, scaled: str) -> None:
+    problem = check_problem(of(mask=mask, cp_size=2), method_named("burst"), {})
+    assert (str(problem.mask), problem.seq_len) == (str(parse_mask(scaled)), 256)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 48, 64])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_a_check_problem_is_one_that_mask_and_layout_take(ranks: int, layout: Any) -> None:
+    grid = "/".join("1" * (row + 1) + "0" * (99 - row) for row in range(100))
+    for mask in (*MASKS, f"block_sparse:10486:{grid}", "documents:" + ",".join(["1k"] * 1024)):
+        settings = of(mask=mask, cp_size=ranks, layout=layout, seq_len=ranks * 1048576)
+        if parse_mask(mask).unsupported_reason(settings.seq_len):
+            settings = dataclasses.replace(settings, seq_len=1 << 20)
+        problem = check_problem(settings, method_named("burst"), {})
+        assert method_named("burst").refuse(problem) is None
+        assert 256 <= problem.seq_len <= 1100
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "changes", "expected"),
+    [
+        (32, 8, {}, (8, 2)),
+        (32, 8, {"cp_size": 4}, (16, 4)),
+        (32, 8, {"cp_size": 3}, (8, 2)),
+        (40, 40, {"cp_size": 4}, (4, 4)),
+        (40, 40, {"cp_size": 16}, (8, 8)),  # no number of heads that 16 ranks divide, as in the model
+        (64, 8, {"cp_size": 16}, (64, 8)),
+        (32, 8, {"tp_size": 8, "method": "megatron_tp"}, (32, 8)),
+        (8, 1, {"cp_size": 2}, (8, 1)),
+    ],
+)
+def test_heads_are_as_few_as_ranks_divide_as_those_of_the_model(
+    heads: int, kv_heads: int, changes: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    settings = of(model=dataclasses.replace(DEEP, heads=heads, kv_heads=kv_heads), **changes)
+    problem = check_problem(settings, method_named(settings.method), {})
+    assert (problem.model.heads, problem.model.kv_heads) == expected
+    assert problem.model.head_dim == DEEP.head_dim
+    assert problem.model.qk_norm
+    assert problem.model.parameters < 5e6
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "expected"),
+    [
+        (Checkpoint(every=1, tail=0.3, offload="all"), Checkpoint(every=1, tail=0.3, offload="all")),
+        (Checkpoint(every=8, replay="bisect"), Checkpoint(every=2, replay="bisect")),
+        (Checkpoint(every=1, whole_layers=30), Checkpoint(every=1, whole_layers=1)),
+        (Checkpoint(every=1, whole_layers=32), Checkpoint(every=1, whole_layers=3)),
+        (Checkpoint(every=0, mlp=0.3), Checkpoint(every=0, mlp=0.3)),
+    ],
+)
+def test_what_is_computed_again_is_so_in_the_check(checkpoint: Checkpoint, expected: Checkpoint) -> None:
+    problem = check_problem(of(model=DEEP, checkpoint=checkpoint), method_named("burst"), {})
+    assert (problem.checkpoint, problem.model.layers) == (expected, 3)
+    again = checkpoint.layers_again(32) > 0, checkpoint.reuses_attention(32)
+    assert (problem.checkpoint.layers_again(3) > 0, problem.checkpoint.reuses_attention(3)) == again
+
+
+def test_what_auto_became_is_checked_and_a_small_trial_keeps_its_shape_and_length() -> None:
+    resolved = {
+        "layout": "contiguous", "schedule": "ulysses", "backward": "key_value", "exchange": "all_to_all",
+        "kernel": "flash", "estimate": "ulysses 198 ms",
+    }  # fmt: skip
+    problem = check_problem(of(cp_size=4), method_named("burst"), resolved)
+    chosen = (problem.layout, problem.schedule, problem.backward, problem.exchange, problem.kernel)
+    assert chosen == ("contiguous", "ulysses", "key_value", "auto", "auto")  # the last two are no values of a setting
+    assert check_problem(of(method="ring", cp_size=4), method_named("ring"), resolved).schedule == "auto"
+    small = of(seq_len=192, cp_size=4, mask="sliding_window:100:3", checkpoint=Checkpoint(every=2, whole_layers=1))
+    problem = check_problem(small, method_named("burst"), {})
+    model = dataclasses.replace(problem.model, name=small.model.name)
+    assert (model, problem.seq_len, problem.mask, problem.checkpoint) == (TINY, 192, small.mask, small.checkpoint)
