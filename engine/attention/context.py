@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -50,12 +51,15 @@ class ContextParallel:
     Args:
         group: process group of the context-parallel ranks, or a DeviceMesh of one dimension (`mesh["NAME"]` is one of a
             larger mesh; of a mesh with several the dimension `cp` is taken). None means all ranks, or a group of one
-            when torch.distributed is not initialised.
+            where a single rank was started and torch.distributed is not initialised.
         node_size: consecutive CP ranks that share a node; found from host names when None (NCCL_HOSTID, which emulates
             nodes for NCCL, is honoured; hosts with unequal numbers of ranks count as several nodes of equal ones).
         layout: contiguous, zigzag or striped, or a layout of `engine.attention.geometry.layout` such as SplitZigzag.
         between_nodes: how transfers between nodes get their turn beside kernels; see
             `engine.attention.comm.between_nodes`. Experimental.
+
+    Raises ValueError for a group that this rank is not in, a node_size that does not divide it, and without a group
+    where several ranks were started and torch.distributed is not initialised.
 
     Creating one is collective over `group`, and so is the first attention call with a new schedule or exchange. An
     exception in the middle of a collective call leaves the ranks in disagreement: from then on every call raises
@@ -73,6 +77,8 @@ class ContextParallel:
             group = _group_of_mesh(group)
         elif group is None and dist.is_initialized():
             group = dist.group.WORLD
+        elif group is None:
+            _check_alone()
         self._set_up(group, node_size, layout, between_nodes=parse_between_nodes(between_nodes))
         self._check_between_nodes()
 
@@ -414,6 +420,18 @@ class _Unshard(torch.autograd.Function):
         refuse_second_derivative("unshard")
         shard = ctx.cp.shard if ctx.gradient == "same" else ctx.cp._summed_shard
         return shard(dwhole, ctx.dim), None, None, None
+
+
+def _check_alone() -> None:
+    """Raises ValueError where this process is one of several ranks: alone, each would attend to its own tokens only."""
+    launched = os.environ.get("WORLD_SIZE") or "1"  # torchrun sets it, and so do most launchers
+    if launched != "1":
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        raise ValueError(
+            f"this process is one of {launched} ranks (WORLD_SIZE) and torch.distributed is not initialised, so ranks "
+            f'cannot share a sequence; call torch.distributed.init_process_group("{backend}") before ContextParallel(), '
+            "or make ContextParallel.single() for a sequence of each rank's own"
+        )
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
