@@ -429,8 +429,8 @@ def _check_alone() -> None:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         raise ValueError(
             f"this process is one of {launched} ranks (WORLD_SIZE) and torch.distributed is not initialised, so ranks "
-            f'cannot share a sequence; call torch.distributed.init_process_group("{backend}") before ContextParallel(), '
-            "or make ContextParallel.single() for a sequence of each rank's own"
+            f'cannot share a sequence; call torch.distributed.init_process_group("{backend}") before it, or make '
+            "ContextParallel.single() where each rank has a sequence of its own"
         )
 
 
