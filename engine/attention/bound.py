@@ -60,6 +60,7 @@ class BoundAttention:
                 lse_gradient=False,  # the LSE is only saved for a recomputation
                 forward_streams=self._forward_streams,
                 captured=self._settings.cuda_graph == "pass",
+                tensor_layout="BSHD",
             )
         out_BLND, lse_BNL = self._prepared[key](q_BLND, k_BLKD, v_BLKD, saved=saved)
         return out_BLND, lse_BNL
