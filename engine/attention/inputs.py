@@ -59,7 +59,7 @@ def refuse_unnamed_layout(q: Tensor) -> NoReturn:
         f"{tokens} tokens with {heads} heads" if heads > tokens else f"head_dim {head_dim}, which no GPU kernel takes"
     )
     raise ValueError(
-        f"q {tuple(q.shape)} as [batch, tokens, heads, head_dim] has {found}; give tensor_layout=\"BHSD\" where heads "
+        f'q {tuple(q.shape)} as [batch, tokens, heads, head_dim] has {found}; give tensor_layout="BHSD" where heads '
         'come before tokens, or tensor_layout="BSHD" where this is meant'
     )
 

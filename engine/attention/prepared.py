@@ -110,21 +110,26 @@ def burst_attention(
         recompute,
         return_lse,
     )
-    if tensor_layout is None:
-        if looks_transposed(q_BLND):
-            refuse_unnamed_layout(q_BLND)
-    elif tensor_layout != "BSHD":
-        q_BLND, k_BLKD, v_BLKD = to_bshd((q_BLND, k_BLKD, v_BLKD), tensor_layout)
+    try:
+        if tensor_layout is None:
+            if looks_transposed(q_BLND):
+                refuse_unnamed_layout(q_BLND)
+        elif tensor_layout != "BSHD":
+            q_BLND, k_BLKD, v_BLKD = to_bshd((q_BLND, k_BLKD, v_BLKD), tensor_layout)
+        if not (
+            q_BLND.dtype == k_BLKD.dtype == v_BLKD.dtype
+            and q_BLND.device == k_BLKD.device == v_BLKD.device
+            and k_BLKD.shape == v_BLKD.shape
+        ):
+            check_inputs(q_BLND, k_BLKD, v_BLKD)
+    except ValueError as error:
+        if cp is not None:
+            cp.refuse(error)
+        raise
     if torch.compiler.is_compiling():
         out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, _traced(mask, cp, *choices), saved)
         found: Any = (out_BLND, lse_BNL) if return_lse else out_BLND
         return from_bshd(found, tensor_layout or "BSHD")
-    if not (
-        q_BLND.dtype == k_BLKD.dtype == v_BLKD.dtype
-        and q_BLND.device == k_BLKD.device == v_BLKD.device
-        and k_BLKD.shape == v_BLKD.shape
-    ):
-        check_inputs(q_BLND, k_BLKD, v_BLKD)
     plan = cached_plan(q_BLND, k_BLKD, _CAUSAL if mask is None else mask, cp or _alone(), Choices(*choices))
     found = run_attention(plan, q_BLND, k_BLKD, v_BLKD, saved=saved, recompute=recompute, return_lse=return_lse)
     return found if tensor_layout is None else from_bshd(found, tensor_layout)
@@ -134,14 +139,27 @@ class PreparedAttention:
     """Attention with every choice made, for tensors of one shape, dtype and device. Made by `prepare_attention`."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, layout: str, mask: Mask, cp: ContextParallel, choices: Choices, return_lse: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        layout: str | None,
+        mask: Mask,
+        cp: ContextParallel,
+        choices: Choices,
+        return_lse: bool,
     ) -> None:
         self.mask, self.cp = mask, cp
         self._choices, self._return_lse = choices, return_lse
-        self._layout, self._q_shape, self._k_shape = layout, q.shape, k.shape
+        self._layout, self._q_shape, self._k_shape = layout or "BSHD", q.shape, k.shape
         self._dtype, self._device = q.dtype, q.device
-        q_BLND, k_BLKD = to_bshd((q, k), layout)
-        check_inputs(q_BLND, k_BLKD, k_BLKD)
+        try:
+            if layout is None and looks_transposed(q):
+                refuse_unnamed_layout(q)
+            q_BLND, k_BLKD = to_bshd((q, k), self._layout)
+            check_inputs(q_BLND, k_BLKD, k_BLKD)
+        except ValueError as error:
+            cp.refuse(error)
+            raise
         self.plan: AttentionPlan = cached_plan(q_BLND, k_BLKD, mask, cp, choices)
 
     def __call__(
@@ -171,12 +189,14 @@ class PreparedAttention:
             and q_BLND.dtype == k_BLKD.dtype == v_BLKD.dtype == dtype
             and q_BLND.device == k_BLKD.device == v_BLKD.device == device
         ):
-            raise ValueError(
+            error = ValueError(
                 f"attention was prepared for {self._described(self._q_shape, self._k_shape, self._k_shape)} of {dtype} "
                 f"on {device}, found {self._described(q_BLND.shape, k_BLKD.shape, v_BLKD.shape)} of "
                 f"{', '.join(sorted({str(t.dtype) for t in (q_BLND, k_BLKD, v_BLKD)}))} on "
                 f"{', '.join(sorted({str(t.device) for t in (q_BLND, k_BLKD, v_BLKD)}))}; prepare attention for these"
             )
+            self.cp.refuse(error)
+            raise error
         if self._layout != "BSHD":
             q_BLND, k_BLKD, v_BLKD = to_bshd((q_BLND, k_BLKD, v_BLKD), self._layout)
         if torch.compiler.is_compiling():
@@ -245,8 +265,6 @@ def prepare_attention(
     Raises:
         ValueError: as `burst_attention`.
     """
-    if tensor_layout is None and looks_transposed(q_BLND):
-        refuse_unnamed_layout(q_BLND)
     choices = Choices(
         scale,
         kernel,
@@ -262,7 +280,7 @@ def prepare_attention(
         captured,
     )
     mask = _CAUSAL if mask is None else mask
-    return PreparedAttention(q_BLND, k_BLKD, tensor_layout or "BSHD", mask, cp or _alone(), choices, return_lse)
+    return PreparedAttention(q_BLND, k_BLKD, tensor_layout, mask, cp or _alone(), choices, return_lse)
 
 
 @torch.compiler.assume_constant_result
