@@ -114,6 +114,7 @@ def burst_attn_func(
         backward="query" if optimize_bwd_comm else "key_value",
         deterministic=deterministic,
         return_lse=return_lse,
+        tensor_layout="BSHD",
     )
 
 

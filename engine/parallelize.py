@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -112,6 +116,7 @@ def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) 
     # The head's backward follows its forward at once: gathering the weight again would buy no memory.
     fully_shard(model.head, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=precision)
+    _keep_labels_on_host(model)
     # The next units in either direction, asked for before the present one computes.
     ahead, units = settings.gather_ahead, (model.embedding, *model.blocks, model.head)
     for place, unit in enumerate(units):
@@ -128,6 +133,26 @@ def shard_parameters(model: Decoder, settings: TrialSettings, mesh: DeviceMesh) 
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _keep_labels_on_host(model: Decoder) -> None:
+    """Hide the labels from FSDP2's root, which copies every tensor of its inputs to the GPU and waits for the copy.
+
+    The LM head reads the labels on the host, and copies them without a wait. FSDP2 hands on a function as it is.
+    """
+
+    def hide(_: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return *args[:2], *(partial(_same, labels_BL) for labels_BL in args[2:])
+
+    def show(_: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return *args[:2], *(labels_BL() for labels_BL in args[2:])
+
+    model.register_forward_pre_hook(hide, prepend=True)  # before FSDP2's own
+    model.register_forward_pre_hook(show)
+
+
+def _same(labels_BL: Tensor | None) -> Tensor | None:
+    return labels_BL
 
 
 def sum_across_nodes(model: Decoder, now: bool) -> None:

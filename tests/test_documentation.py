@@ -2,18 +2,19 @@
 
 import contextlib
 import io
+import os
 import re
 import subprocess
+import sys
 import typing
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine.settings import TrialSettings
 from harness.cli import main
-from tests.ranks import run_on_ranks
+from tests.patience import AMPLE
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -74,25 +75,36 @@ def test_the_readme_is_a_first_screen():
     assert len(tables) == 3, "the methods beside others, the steps measured, and the pages to read on"
 
 
-def test_the_lines_of_code_on_the_first_screen_run_on_two_ranks_and_give_dense_attention():
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
+def test_the_lines_of_code_on_the_first_screen_give_dense_attention_alone_and_under_torchrun(launcher, tmp_path):
     [code] = [block for language, block in FENCE.findall(README.read_text("utf-8")) if language == "python"]
-    assert len([line for line in code.splitlines() if line]) <= 5
-    assert max(run_on_ranks(2, _error_of_the_readmes_code, code)) < 1e-5
+    assert len([line for line in code.splitlines() if line]) <= 6
+    program = tmp_path / "program.py"
+    program.write_text(BEFORE_THE_READMES_CODE + code + AFTER_THE_READMES_CODE)
+    ended = subprocess.run(
+        [sys.executable, *launcher, program], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=AMPLE, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.split()) == [f"right-of-{2 if launcher else 1}"] * (2 if launcher else 1)
 
 
-def _error_of_the_readmes_code(code: str) -> float:
-    """Largest difference of this rank's output and gradient of q from dense attention over the whole sequence."""
-    torch.manual_seed(0)
-    whole = [torch.randn(1, 64, 4, 16, requires_grad=True) for _ in range(3)]
-    names = dict(zip("qkv", whole, strict=True))
-    exec(code, names)
-    names["out"].sum().backward()
-    q, k, v = (tensor.detach().transpose(1, 2).requires_grad_() for tensor in whole)
-    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    (dq,) = torch.autograd.grad(dense.sum(), q)
-    shard = names["cp"].shard
-    pairs = ((names["out"], dense), (shard(whole[0].grad, dim=1), dq))
-    return max(float((ours - shard(theirs.transpose(1, 2), dim=1)).abs().max()) for ours, theirs in pairs)
+BEFORE_THE_READMES_CODE = """
+import torch
+torch.manual_seed(0)
+whole = [torch.randn(1, 64, 4, 16, requires_grad=True) for _ in range(3)]
+q, k, v = whole
+"""
+
+AFTER_THE_READMES_CODE = """
+out.sum().backward()
+q, k, v = (tensor.detach().transpose(1, 2).requires_grad_() for tensor in whole)
+dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+(dq,) = torch.autograd.grad(dense.sum(), q)
+for found, truth in ((out, dense), (cp.shard(whole[0].grad, dim=1), dq)):
+    assert torch.allclose(found, cp.shard(truth.transpose(1, 2), dim=1), atol=1e-5)
+print(f"right-of-{cp.size}")
+"""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -93,6 +93,7 @@ class OverlappedUlysses:
             self._prepared[key] = prepare_attention(
                 q_BTHD, k_BTHD, mask=self._mask, cp=self._alone, kernel=self._settings.kernel,
                 deterministic=self._settings.deterministic, return_lse=True, lse_gradient=False,
+                tensor_layout="BSHD",
             )  # fmt: skip
         return self._prepared[key]
 

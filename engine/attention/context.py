@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,13 +14,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from engine.attention.comm.agreement import Agreement
 from engine.attention.comm.all_to_all import AllToAll, GroupAllToAll
 from engine.attention.comm.between_nodes import PLAIN, BetweenNodes, parse_between_nodes
 from engine.attention.comm.exchange import AllPairsP2P, P2PRing, RingComms
 from engine.attention.comm.gather import GroupGather
 from engine.attention.comm.link_speed import MESSAGE_BYTES, Link, across_gib_per_second
 from engine.attention.comm.nccl import nccl_options, runs_nccl
-from engine.attention.comm.p2p import CallOrder, NoTransport, PointToPoint, Traffic, Transport, timeout_of
+from engine.attention.comm.p2p import (
+    CallOrder,
+    NoTransport,
+    PeerLost,
+    PointToPoint,
+    Traffic,
+    Transport,
+    peers_needed,
+    timeout_of,
+)
 from engine.attention.comm.symm_mem.all_to_all import CopyEngineAllToAll
 from engine.attention.comm.symm_mem.channel import copy_engine_unsupported_reason
 from engine.attention.comm.symm_mem.copy_engine import CopyEngine
@@ -50,12 +61,15 @@ class ContextParallel:
     Args:
         group: process group of the context-parallel ranks, or a DeviceMesh of one dimension (`mesh["NAME"]` is one of a
             larger mesh; of a mesh with several the dimension `cp` is taken). None means all ranks, or a group of one
-            when torch.distributed is not initialised.
+            where a single rank was started and torch.distributed is not initialised.
         node_size: consecutive CP ranks that share a node; found from host names when None (NCCL_HOSTID, which emulates
             nodes for NCCL, is honoured; hosts with unequal numbers of ranks count as several nodes of equal ones).
         layout: contiguous, zigzag or striped, or a layout of `engine.attention.geometry.layout` such as SplitZigzag.
         between_nodes: how transfers between nodes get their turn beside kernels; see
             `engine.attention.comm.between_nodes`. Experimental.
+
+    Raises ValueError for a group that this rank is not in, a node_size that does not divide it, and without a group
+    where several ranks were started and torch.distributed is not initialised.
 
     Creating one is collective over `group`, and so is the first attention call with a new schedule or exchange. An
     exception in the middle of a collective call leaves the ranks in disagreement: from then on every call raises
@@ -73,6 +87,8 @@ class ContextParallel:
             group = _group_of_mesh(group)
         elif group is None and dist.is_initialized():
             group = dist.group.WORLD
+        elif group is None:
+            _check_alone()
         self._set_up(group, node_size, layout, between_nodes=parse_between_nodes(between_nodes))
         self._check_between_nodes()
 
@@ -95,11 +111,16 @@ class ContextParallel:
         self.between_nodes = between_nodes
         self.layout: Layout = as_layout(layout)
         self.traffic = traffic or Traffic()
-        self._order = order or CallOrder()
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
+        self._agreement: Agreement | None = None
+        if group is not None and self.size > 1 and order is None:
+            self._agreement = Agreement.of(group, timeout_of(group).total_seconds())
+        self._order = order or CallOrder(self.traffic, self._agreement)
         # Around steps that all ranks take together: raises BrokenContext when such steps have failed before.
         self.collective: Callable[[], AbstractContextManager[None]] = self._order.kept if self.size > 1 else nullcontext
+        self._agreed: dict[int, int] = {}  # hashes of the calls that the ranks have agreed on, and their numbers
+        self.plan_number = 0  # of the plan that this context is part of
         self.rank = 0 if group is None else dist.get_rank(group)
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} is not in the group it was given; pass a group of its own")
@@ -128,19 +149,62 @@ class ContextParallel:
                 f"exchange by {dist.get_backend(self.group)}; leave them out"
             )
 
-    def without_plans(self) -> ContextParallel:
-        """This context with a cache of its own. A cached plan holds it: holding the cache's owner, a plan would keep
-        communicators and buffers in memory until the garbage collector finds the circle."""
+    def without_plans(self, number: int) -> ContextParallel:
+        """This context with a cache of its own, for the plan of that number. A cached plan holds it: holding the
+        cache's owner, a plan would keep communicators and buffers in memory until the garbage collector finds the
+        circle."""
         other = copy.copy(self)
-        other.plans = PlanCache()
+        other.plans, other.plan_number = PlanCache(), number
         return other
+
+    def agree(self, key: Hashable, said: Callable[[], Mapping[str, object]]) -> int:
+        """The number of a call, from 1, after all ranks have said the same of it. Collective at its first use, then
+        kept.
+
+        Raises ValueError on every rank where they do not, or some rank refuses it; PeerLost, on all that wait, when
+        some rank does not come within the timeout.
+        """
+        found = hash(key)
+        if found not in self._agreed:
+            if self._agreement is not None:
+                facts = {"node_size": self.node_size, "layout": str(self.layout), **said()}
+                with self.collective():
+                    try:
+                        difference = self._agreement.reached(facts)
+                    except TimeoutError as late:
+                        raise PeerLost(
+                            f"rank {dist.get_rank()} waited to begin a new kind of call and {late}; make the same "
+                            "calls in the same order on all ranks"
+                        ) from late
+                if difference:
+                    raise ValueError(difference)
+            self._agreed[found] = len(self._agreed) + 1
+        return self._agreed[found]
+
+    def refuse(self, error: ValueError) -> None:
+        """Tell the other ranks, who may wait, that this one refuses a call. Sends no message."""
+        if self._agreement is not None:
+            self._agreement.refuse(str(error))
+
+    def begin_call(self) -> int:
+        """The number of an attention call that begins, the same one on every rank."""
+        self._order.calls += 1
+        return self._order.calls
+
+    def in_call(self, call: int, *, backward: bool) -> AbstractContextManager[None]:
+        """`collective`, around the messages of the forward or the backward of the attention call of that number."""
+        if self.size == 1:
+            return nullcontext()
+        return self._order.kept(call, plan=self.plan_number, backward=backward)
 
     def _find_node_size(self) -> int:
         """Consecutive ranks that share a host, the same number on every host."""
         if self.size == 1:
             return 1
         hosts: list[str] = [""] * self.size
-        dist.all_gather_object(hosts, host_name(), group=self.group)
+        assert self.group is not None, "several ranks have a group"
+        with peers_needed(self.group, "the other ranks"):
+            dist.all_gather_object(hosts, host_name(), group=self.group)
         return shared_node_size(hosts)
 
     def ring(self, schedule: str) -> Ring:
@@ -372,13 +436,16 @@ class ContextParallel:
         if self.size == 1:
             return tensor
         self.segments(tensor.shape[dim] * self.size)  # refuses lengths no shard has
+        facts = {"unshard": tuple(tensor.shape), "dim": dim % tensor.ndim, "dtype": str(tensor.dtype)}
+        self.agree(tuple(facts.items()), lambda: facts)
         whole: Tensor = _Unshard.apply(tensor, self, dim, gradient)
         return whole
 
     def _gathered(self, tensor: Tensor, dim: int) -> Tensor:
         """All ranks' tokens in order of position. Collective."""
         shards = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        with self.collective():
+        assert self.group is not None, "several ranks have a group"
+        with self.collective(), peers_needed(self.group, "all other ranks"):
             dist.all_gather(shards, tensor.detach().contiguous(), group=self.group)
         gathered = torch.cat(shards, dim)
         return torch.empty_like(gathered).index_copy_(dim, self._rank_order(tensor.shape[dim], tensor.device), gathered)
@@ -396,7 +463,8 @@ class ContextParallel:
         by_rank = whole.index_select(dim, self._rank_order(tokens, whole.device)).split(tokens, dim)
         sent = torch.stack([part.contiguous() for part in by_rank])
         received = torch.empty_like(sent)
-        with self.collective():
+        assert self.group is not None, "several ranks have a group"
+        with self.collective(), peers_needed(self.group, "all other ranks"):
             dist.all_to_all_single(received, sent, group=self.group)
         return received.to(accumulation_dtype(whole.dtype)).sum(dim=0).to(whole.dtype)
 
@@ -414,6 +482,18 @@ class _Unshard(torch.autograd.Function):
         refuse_second_derivative("unshard")
         shard = ctx.cp.shard if ctx.gradient == "same" else ctx.cp._summed_shard
         return shard(dwhole, ctx.dim), None, None, None
+
+
+def _check_alone() -> None:
+    """Raises ValueError where this process is one of several ranks: alone, each would attend to its own tokens only."""
+    launched = os.environ.get("WORLD_SIZE") or "1"  # torchrun sets it, and so do most launchers
+    if launched != "1":
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        raise ValueError(
+            f"this process is one of {launched} ranks (WORLD_SIZE) and torch.distributed is not initialised, so ranks "
+            f'cannot share a sequence; call torch.distributed.init_process_group("{backend}") before it, or make '
+            "ContextParallel.single() where each rank has a sequence of its own"
+        )
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:

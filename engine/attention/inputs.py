@@ -6,8 +6,62 @@ Strides are not refused: `engine.attention.op.laid_out` copies tensors that a ke
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from torch import Tensor
+
+LAYOUTS = {  # by name, the dimensions of q
+    "BSHD": "[batch, tokens, heads, head_dim]",
+    "BHSD": "[batch, heads, tokens, head_dim]",
+    "THD": "[tokens, heads, head_dim]",
+}
+MAX_HEAD_DIM = 256  # of every kernel for GPUs
+
+
+def to_bshd(tensors: Sequence[Tensor], layout: str) -> list[Tensor]:
+    """Views [batch, tokens, heads, head_dim] of q, k and perhaps v in `layout`. Raises ValueError where they cannot
+    be."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"tensor_layout {layout!r} is unknown; choose BSHD, BHSD or THD")
+    if any(tensor.ndim != (3 if layout == "THD" else 4) for tensor in tensors):
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip("qkv", tensors, strict=False))
+        raise ValueError(f"tensor_layout {layout} needs {LAYOUTS[layout]}, found {shapes}; reshape them")
+    if layout == "THD":
+        return [tensor.unsqueeze(0) for tensor in tensors]
+    return [tensor.transpose(1, 2) for tensor in tensors] if layout == "BHSD" else list(tensors)
+
+
+def from_bshd(found: Any, layout: str) -> Any:
+    """The out_BLND, or (out_BLND, lse_BNL), of a call as views in `layout`; without a batch the lse has none."""
+    if layout == "BSHD":
+        return found
+    if isinstance(found, tuple):
+        return from_bshd(found[0], layout), found[1].squeeze(0) if layout == "THD" else found[1]
+    return found.squeeze(0) if layout == "THD" else found.transpose(1, 2)
+
+
+def looks_transposed(q: Tensor) -> bool:
+    """Whether a tensor given without a layout has fewer tokens than heads, or a head_dim that no GPU has a kernel for:
+    rarely meant, and then said by name."""
+    return q.ndim != 4 or 0 < q.shape[1] < q.shape[2] or q.shape[3] > MAX_HEAD_DIM
+
+
+def refuse_unnamed_layout(q: Tensor) -> NoReturn:
+    """Raise the ValueError of a tensor that `looks_transposed`."""
+    if q.ndim != 4:
+        raise ValueError(
+            f"q {tuple(q.shape)}: q, k and v are not [batch, tokens, heads, head_dim]; reshape them, or give "
+            'tensor_layout="THD" for [tokens, heads, head_dim]'
+        )
+    _, tokens, heads, head_dim = q.shape
+    found = (
+        f"{tokens} tokens with {heads} heads" if heads > tokens else f"head_dim {head_dim}, which no GPU kernel takes"
+    )
+    raise ValueError(
+        f'q {tuple(q.shape)} as [batch, tokens, heads, head_dim] has {found}; give tensor_layout="BHSD" where heads '
+        'come before tokens, or tensor_layout="BSHD" where this is meant'
+    )
 
 
 def check_inputs(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> None:
@@ -25,7 +79,7 @@ def check_inputs(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> None:
     if (batch, tokens, head_dim) != (k_BLKD.shape[0], k_BLKD.shape[1], k_BLKD.shape[3]):
         raise ValueError(
             f"q {tuple(q_BLND.shape)} and k {tuple(k_BLKD.shape)} differ in batch, tokens or head_dim; pass shards of "
-            "the same positions"
+            'the same positions, and give tensor_layout="BHSD" where heads come before tokens'
         )
     if heads % k_BLKD.shape[2]:
         raise ValueError(f"{heads} query heads are not divisible by {k_BLKD.shape[2]} KV heads; choose heads that are")

@@ -39,7 +39,8 @@ class _BurstAttention(torch.autograd.Function):
         recompute: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # zeros for an unused LSE's gradient would be summed for nothing
-        out_BLND, lse_BNL, saved = _forward(plan, q_BLND, k_BLKD, v_BLKD, saved_output, save=not recompute)
+        ctx.call = plan.cp.begin_call()
+        out_BLND, lse_BNL, saved = _forward(plan, q_BLND, k_BLKD, v_BLKD, saved_output, ctx.call, save=not recompute)
         ctx.plan, ctx.gathered = plan, saved.gathered
         ctx.save_for_backward(out_BLND, lse_BNL, *saved.tensors)
         # Autograd wants fresh outputs, not its own inputs back; a view costs nothing.
@@ -55,7 +56,7 @@ class _BurstAttention(torch.autograd.Function):
         saved = Saved(tuple(tensors), ctx.gathered)
         owned = [out_BLND]
         del out_BLND
-        return *_gradients(ctx.plan, saved, owned, lse_BNL, dout_BLND, dlse_BNL), None, None, None
+        return *_gradients(ctx.plan, saved, owned, lse_BNL, dout_BLND, dlse_BNL, ctx.call), None, None, None
 
 
 class _OneCall(torch.autograd.Function):
@@ -107,8 +108,10 @@ def _gradients(
     lse_BNL: Tensor,
     dout_BLND: Tensor | None,
     dlse_BNL: Tensor | None,
+    call: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq_BLND, dk_BLKD, dv_BLKD). `owned_out` holds O alone, and is emptied where the gradients need its memory."""
+    """(dq_BLND, dk_BLKD, dv_BLKD). `owned_out` holds O alone, and is emptied where the gradients need its memory;
+    `call` is the number of the forward's call."""
     out_BLND = owned_out.pop()
     dout_BLND = torch.zeros_like(out_BLND) if dout_BLND is None else laid_out(dout_BLND.contiguous())
     if plan.one_call is not None and dlse_BNL is None and plan.kernel.takes_output:
@@ -123,7 +126,7 @@ def _gradients(
                 "with lse_gradient=True"
             )
         delta_BNL -= dlse_BNL
-    with plan.cp.collective():
+    with plan.cp.in_call(call, backward=True):
         return plan.backward(saved, dout_BLND, lse_BNL, delta_BNL)
 
 
@@ -134,7 +137,7 @@ def attention_forward(
     """(out_BLND, lse_BNL) of `run_attention`, outside autograd."""
     with torch.no_grad():
         shards = laid_out(q_BLND), laid_out(k_BLKD), laid_out(v_BLKD)
-        out_BLND, lse_BNL, _ = _forward(plan, *shards, saved, save=False)
+        out_BLND, lse_BNL, _ = _forward(plan, *shards, saved, plan.cp.begin_call(), save=False)
     return out_BLND, lse_BNL
 
 
@@ -150,7 +153,8 @@ def attention_backward(
     """(dq_BLND, dk_BLKD, dv_BLKD) of `run_attention`, outside autograd, from its inputs and results."""
     with torch.no_grad():
         saved = Saved(tuple(laid_out(shard) for shard in shards))
-        return _gradients(plan, saved, [out_BLND], lse_BNL, dout_BLND, dlse_BNL)
+        # A compiled program holds no number of its calls: their backwards are told apart by their order alone.
+        return _gradients(plan, saved, [out_BLND], lse_BNL, dout_BLND, dlse_BNL, call=0)
 
 
 def _forward(
@@ -159,6 +163,7 @@ def _forward(
     k_BLKD: Tensor,
     v_BLKD: Tensor,
     saved_output: SavedOutput | None,
+    call: int,
     *,
     save: bool,
 ) -> tuple[Tensor, Tensor, Saved]:
@@ -166,12 +171,12 @@ def _forward(
     if saved_output is None:
         if plan.one_call is not None:
             return *_whole_forward(plan, q_BLND, k_BLKD, v_BLKD), Saved((q_BLND, k_BLKD, v_BLKD))
-        with plan.cp.collective():
+        with plan.cp.in_call(call, backward=False):
             return plan.forward(q_BLND, k_BLKD, v_BLKD, save=save)
     shards = Saved((q_BLND, k_BLKD, v_BLKD))
     if saved_output.cut == 0:
         return *saved_output.tensors, shards
-    with plan.cp.collective():
+    with plan.cp.in_call(call, backward=False):
         out_BHND, lse_BNH, _ = plan.before(saved_output.cut).forward(q_BLND, k_BLKD, v_BLKD, save=False)
     rows = out_BHND.shape[1] + saved_output.out_BLND.shape[1]
     if rows != q_BLND.shape[1]:

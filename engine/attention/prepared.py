@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.attention.algorithms.saved import AttentionPlan, SavedOutput
 from engine.attention.compiled import compiled_attention, registered
 from engine.attention.context import ContextParallel
-from engine.attention.inputs import check_inputs
+from engine.attention.inputs import check_inputs, from_bshd, looks_transposed, refuse_unnamed_layout, to_bshd
 from engine.attention.masks import Causal, Mask
 from engine.attention.op import run_attention
 from engine.attention.resolve import Choices, cached_plan
@@ -51,6 +51,7 @@ def burst_attention(
     saved: SavedOutput | None = None,
     recompute: bool = False,
     return_lse: bool = False,
+    tensor_layout: str | None = None,
 ) -> Any:
     """Attention of this rank's queries over the whole sequence. Collective over `cp`.
 
@@ -109,29 +110,56 @@ def burst_attention(
         recompute,
         return_lse,
     )
+    try:
+        if tensor_layout is None:
+            if looks_transposed(q_BLND):
+                refuse_unnamed_layout(q_BLND)
+        elif tensor_layout != "BSHD":
+            q_BLND, k_BLKD, v_BLKD = to_bshd((q_BLND, k_BLKD, v_BLKD), tensor_layout)
+        if not (
+            q_BLND.dtype == k_BLKD.dtype == v_BLKD.dtype
+            and q_BLND.device == k_BLKD.device == v_BLKD.device
+            and k_BLKD.shape == v_BLKD.shape
+        ):
+            check_inputs(q_BLND, k_BLKD, v_BLKD)
+    except ValueError as error:
+        if cp is not None:
+            cp.refuse(error)
+        raise
     if torch.compiler.is_compiling():
         out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, _traced(mask, cp, *choices), saved)
-        return (out_BLND, lse_BNL) if return_lse else out_BLND
-    if not (
-        q_BLND.dtype == k_BLKD.dtype == v_BLKD.dtype
-        and q_BLND.device == k_BLKD.device == v_BLKD.device
-        and k_BLKD.shape == v_BLKD.shape
-    ):
-        check_inputs(q_BLND, k_BLKD, v_BLKD)
+        found: Any = (out_BLND, lse_BNL) if return_lse else out_BLND
+        return from_bshd(found, tensor_layout or "BSHD")
     plan = cached_plan(q_BLND, k_BLKD, _CAUSAL if mask is None else mask, cp or _alone(), Choices(*choices))
-    return run_attention(plan, q_BLND, k_BLKD, v_BLKD, saved=saved, recompute=recompute, return_lse=return_lse)
+    found = run_attention(plan, q_BLND, k_BLKD, v_BLKD, saved=saved, recompute=recompute, return_lse=return_lse)
+    return found if tensor_layout is None else from_bshd(found, tensor_layout)
 
 
 class PreparedAttention:
     """Attention with every choice made, for tensors of one shape, dtype and device. Made by `prepare_attention`."""
 
     def __init__(
-        self, q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel, choices: Choices, return_lse: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        layout: str | None,
+        mask: Mask,
+        cp: ContextParallel,
+        choices: Choices,
+        return_lse: bool,
     ) -> None:
         self.mask, self.cp = mask, cp
         self._choices, self._return_lse = choices, return_lse
-        self._q_shape, self._k_shape = q_BLND.shape, k_BLKD.shape
-        self._dtype, self._device = q_BLND.dtype, q_BLND.device
+        self._layout, self._q_shape, self._k_shape = layout or "BSHD", q.shape, k.shape
+        self._dtype, self._device = q.dtype, q.device
+        try:
+            if layout is None and looks_transposed(q):
+                refuse_unnamed_layout(q)
+            q_BLND, k_BLKD = to_bshd((q, k), self._layout)
+            check_inputs(q_BLND, k_BLKD, k_BLKD)
+        except ValueError as error:
+            cp.refuse(error)
+            raise
         self.plan: AttentionPlan = cached_plan(q_BLND, k_BLKD, mask, cp, choices)
 
     def __call__(
@@ -146,7 +174,7 @@ class PreparedAttention:
         """`burst_attention` of these tensors. Collective over `cp`.
 
         Args:
-            q_BLND, k_BLKD, v_BLKD: shards of the shapes, dtype and device that were prepared; strides are free.
+            q_BLND, k_BLKD, v_BLKD: shards of the shapes, layout, dtype and device that were prepared; strides are free.
             mask: replaces the prepared mask in this call, the same one on every rank. Its plan is taken from those that
                 `cp` keeps, or made.
             saved: as of `burst_attention`.
@@ -161,17 +189,21 @@ class PreparedAttention:
             and q_BLND.dtype == k_BLKD.dtype == v_BLKD.dtype == dtype
             and q_BLND.device == k_BLKD.device == v_BLKD.device == device
         ):
-            raise ValueError(
+            error = ValueError(
                 f"attention was prepared for {self._described(self._q_shape, self._k_shape, self._k_shape)} of {dtype} "
                 f"on {device}, found {self._described(q_BLND.shape, k_BLKD.shape, v_BLKD.shape)} of "
                 f"{', '.join(sorted({str(t.dtype) for t in (q_BLND, k_BLKD, v_BLKD)}))} on "
                 f"{', '.join(sorted({str(t.device) for t in (q_BLND, k_BLKD, v_BLKD)}))}; prepare attention for these"
             )
+            self.cp.refuse(error)
+            raise error
+        if self._layout != "BSHD":
+            q_BLND, k_BLKD, v_BLKD = to_bshd((q_BLND, k_BLKD, v_BLKD), self._layout)
         if torch.compiler.is_compiling():
             out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, _traced_prepared(self, mask), saved)
-            return (out_BLND, lse_BNL) if self._return_lse else out_BLND
+            return from_bshd((out_BLND, lse_BNL) if self._return_lse else out_BLND, self._layout)
         plan = self.plan if mask is None else cached_plan(q_BLND, k_BLKD, mask, self.cp, self._choices)
-        return run_attention(
+        found = run_attention(
             plan,
             q_BLND,
             k_BLKD,
@@ -180,6 +212,7 @@ class PreparedAttention:
             recompute=self._choices.recompute,
             return_lse=self._return_lse,
         )
+        return found if self._layout == "BSHD" else from_bshd(found, self._layout)
 
     def resolved(self) -> dict[str, str]:
         """What each `auto` became, for the prepared mask."""
@@ -210,6 +243,7 @@ def prepare_attention(
     lse_gradient: bool | None = None,
     forward_streams: int = 1,
     captured: bool = False,
+    tensor_layout: str | None = None,
 ) -> PreparedAttention:
     """Plan attention once, to call it many times: `attend = prepare_attention(...)`, then `attend(q, k, v)`.
 
@@ -226,12 +260,11 @@ def prepare_attention(
             first backward are launched by the host, the second ones captured as CUDA graphs, and later ones replayed.
             For short sequences; the results are the same. Costs memory: copies of a pass's inputs and results, and
             what it needs in between. Experimental.
-        mask, cp and the others: as of `burst_attention`.
+        mask, cp, tensor_layout and the others: as of `burst_attention`.
 
     Raises:
         ValueError: as `burst_attention`.
     """
-    check_inputs(q_BLND, k_BLKD, k_BLKD)
     choices = Choices(
         scale,
         kernel,
@@ -246,7 +279,8 @@ def prepare_attention(
         forward_streams,
         captured,
     )
-    return PreparedAttention(q_BLND, k_BLKD, _CAUSAL if mask is None else mask, cp or _alone(), choices, return_lse)
+    mask = _CAUSAL if mask is None else mask
+    return PreparedAttention(q_BLND, k_BLKD, tensor_layout, mask, cp or _alone(), choices, return_lse)
 
 
 @torch.compiler.assume_constant_result

@@ -6,6 +6,7 @@ gathered keys. A context keeps the plans used last (`cached_plan`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -63,21 +64,47 @@ def cached_plan(q_BLND: Tensor, k_BLKD: Tensor, mask: Mask, cp: ContextParallel,
     `q_BLND` and `k_BLKD` are of one dtype and device. A new plan may be collective, on all ranks alike. Raises
     ValueError when nothing fits.
     """
-    check_mask(mask)
+    try:
+        check_mask(mask)
+    except ValueError as error:
+        cp.refuse(error)
+        raise
     key = (q_BLND.shape, k_BLKD.shape, q_BLND.dtype, q_BLND.device, mask, choices)
     plan: AttentionPlan | None = cp.plans.get(key)
     if plan is None:
-        check_inputs(q_BLND, k_BLKD, k_BLKD)
-        check_scale(choices.scale)
+        try:
+            check_inputs(q_BLND, k_BLKD, k_BLKD)
+            check_scale(choices.scale)
+        except ValueError as error:
+            cp.refuse(error)
+            raise
         settings = choices._asdict()
+
+        def said() -> dict[str, object]:
+            return {
+                "q": tuple(q_BLND.shape),
+                "k": tuple(k_BLKD.shape),
+                "dtype": str(q_BLND.dtype),
+                "device": q_BLND.device.type,
+                "mask": _described(mask),
+                **settings,
+            }
+
+        number = cp.agree(key, said)
         captured = settings.pop("captured")
-        made = plan_attention(q_BLND, k_BLKD, mask=mask, cp=cp.without_plans(), **settings)
+        made = plan_attention(q_BLND, k_BLKD, mask=mask, cp=cp.without_plans(number), **settings)
         if captured:
             if reason := captured_unsupported_reason(made):
                 raise ValueError(reason)
             made = CapturedPlan(made)
         plan = cp.plans.put(key, made)
     return plan
+
+
+def _described(mask: Mask) -> str:
+    """The mask in words that are the same on every rank, also for a mask without words of its own."""
+    words = f"{type(mask).__name__} {mask}"
+    return re.sub(r" at 0x[0-9a-f]+", "", words)
 
 
 @renamed_keywords

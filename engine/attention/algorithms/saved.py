@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.attention.context import ContextParallel
 from engine.attention.geometry.layout import tail_cut
 from engine.attention.geometry.tiles import Band
+from engine.attention.inputs import to_bshd
 from engine.attention.kernels import Kernel
 from engine.attention.planning.comm_volume import CallBytes
 
@@ -112,12 +113,23 @@ class SavedOutput:
         return replace(self, out_BLND=tensors[0], lse_BNL=tensors[1])
 
 
-def save_suffix(out_BLND: Tensor, lse_BNL: Tensor, cp: ContextParallel, tail: float) -> SavedOutput | None:
+def save_suffix(
+    out_BLND: Tensor, lse_BNL: Tensor, cp: ContextParallel, tail: float, tensor_layout: str = "BSHD"
+) -> SavedOutput | None:
     """What to keep of a call's result so that attention is computed again for the first 1 - `tail` of the sequence.
 
     `tail` 1 keeps the tensors themselves; a smaller tail a copy of its rows, since a view would keep everything; None
-    when nothing is kept. Free of any graph. Raises ValueError when `tail` is no fraction.
+    when nothing is kept. Free of any graph. `tensor_layout` is that of the call. Raises ValueError when `tail` is no
+    fraction, or the tensors are in another layout.
     """
+    if tensor_layout != "BSHD":
+        (out_BLND,) = to_bshd([out_BLND], tensor_layout)
+        lse_BNL = lse_BNL.unsqueeze(0) if tensor_layout == "THD" else lse_BNL
+    if lse_BNL.shape != (out_BLND.shape[0], out_BLND.shape[2], out_BLND.shape[1]):
+        raise ValueError(
+            f"out {tuple(out_BLND.shape)} and lse {tuple(lse_BNL.shape)} are not [batch, tokens, heads, head_dim] and "
+            "[batch, heads, tokens]; give the tensor_layout of the call"
+        )
     seq_len = out_BLND.shape[1] * cp.size
     cut = tail_cut(tail, seq_len, cp.size)
     if cut == seq_len:

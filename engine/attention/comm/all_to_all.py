@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import TensorSpec, tensor_specs
-from engine.attention.comm.p2p import Traffic, peers_needed
+from engine.attention.comm.p2p import Traffic, peers_needed, send_rows
 from engine.attention.geometry.layout import Segment
 
 
@@ -126,12 +126,16 @@ class GroupAllToAll:
         assert group is not None, "a group of one keeps everything"
         peers = f"ranks {', '.join(map(str, dist.get_process_group_ranks(group)))}"
         with peers_needed(group, peers):
-            work = dist.all_to_all_single(received, rows, group=group, async_op=True)
+            if rows.is_cuda:
+                works = [dist.all_to_all_single(received, rows, group=group, async_op=True)]
+            else:
+                works = send_rows(rows, received, group, self._traffic.tag)
         self._traffic.pending += self._between_nodes
 
         def receive() -> Tensor:
             with peers_needed(group, peers):
-                work.wait()
+                for work in works:
+                    work.wait()
             self._traffic.pending -= self._between_nodes
             return received
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.attention.accumulate.accumulators import tensor_specs
 from engine.attention.comm.all_to_all import GroupAllToAll, message, sections
-from engine.attention.comm.p2p import Traffic, peers_needed
+from engine.attention.comm.p2p import Traffic, peers_needed, send_rows
 from engine.ops.autograd import accumulation_dtype
 
 # The name since torch 2.13, and the one before it.
@@ -38,11 +38,15 @@ class GroupGather:
         rows = row.new_empty(self.size, row.shape[1])
         self._traffic.sent_bytes += (self.size - 1) * row.numel()
         with peers_needed(self._group, self._peers):
-            work = _all_gather(rows, row, group=self._group, async_op=True)
+            if row.is_cuda:
+                works = [_all_gather(rows, row, group=self._group, async_op=True)]
+            else:
+                works = send_rows(row, rows, self._group, self._traffic.tag)
 
         def receive() -> tuple[Tensor, ...]:
             with peers_needed(self._group, self._peers):
-                work.wait()
+                for work in works:
+                    work.wait()
             return sections(rows, specs)
 
         return receive

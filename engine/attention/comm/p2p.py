@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.attention.accumulate.accumulators import TensorSpec
+from engine.attention.comm.agreement import Agreement
 from engine.cuda.unrecorded import keep_until_over, unrecorded
 
 _QUOTED_CHARACTERS = 160  # of another error's first line
@@ -28,6 +29,7 @@ class Traffic:
     sent_bytes: int = 0
     window_bytes: int = 0  # memory held to receive into, outside the allocator's own count
     pending: int = 0  # transfers between nodes that have been started and not waited for yet
+    tag: int = 0  # of the messages of the call under way, for transports that match messages by tags
 
     def reset(self) -> None:
         """Start counting sent bytes anew."""
@@ -129,9 +131,10 @@ class PointToPoint:
         self._connected = True
         here = device or torch.device("cpu")
         received = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=here) for spec in expected)
-        operations = [dist.P2POp(dist.isend, unrecorded(tensor), self._ranks[to], self._group) for tensor in sent]
+        tag = self._traffic.tag
+        operations = [dist.P2POp(dist.isend, unrecorded(tensor), self._ranks[to], self._group, tag) for tensor in sent]
         operations += [
-            dist.P2POp(dist.irecv, unrecorded(tensor), self._ranks[source], self._group) for tensor in received
+            dist.P2POp(dist.irecv, unrecorded(tensor), self._ranks[source], self._group, tag) for tensor in received
         ]
         peers = " and ".join(f"rank {self._ranks[peer]}" for peer in sorted({to, source}))
         with peers_needed(self._group, peers):
@@ -140,6 +143,20 @@ class PointToPoint:
         if counted_in is not None:
             counted_in.pending += 1
         return _SendReceive(received, sent, self._group, peers, works, counted_in, copies)
+
+
+def send_rows(sent: Tensor, received: Tensor, group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
+    """An all-to-all on CPUs: row r of `sent` to group rank r, which writes it into its row of `received`; with a single
+    row in `sent`, that row to every rank. Messages of calls with another tag are never taken for these."""
+    here, operations = dist.get_rank(group), []
+    for place, rank in enumerate(dist.get_process_group_ranks(group)):
+        row = sent[place if len(sent) > 1 else 0]
+        if place == here:
+            received[place].copy_(row)
+            continue
+        operations.append(dist.P2POp(dist.isend, row, rank, group, tag))
+        operations.append(dist.P2POp(dist.irecv, received[place], rank, group, tag))
+    return dist.batch_isend_irecv(operations)
 
 
 class NoTransport:
@@ -172,29 +189,54 @@ class PeerLost(RuntimeError):
 class CallOrder:
     """Shared by the collective calls of one context: after one of them fails, later ones are refused.
 
-    Messages between ranks carry no names: the n-th message sent is the n-th received, and slots and counters are
-    numbered in the same way. A rank that fails in the middle of a call has sent fewer messages than its peers wait for,
-    and its next call would receive messages of the failed one. The peers' wait ends with their group's timeout.
+    Messages between ranks have no names: the n-th message sent is the n-th received, and slots and counters are
+    numbered in the same way. (With gloo they have a tag, so that messages of two calls are never mixed up; NCCL has
+    none.) A rank that fails in the middle of a call has sent fewer messages than its peers wait for, and its next call
+    would receive messages of the failed one. The peers' wait ends with their group's timeout.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, traffic: Traffic | None = None, agreement: Agreement | None = None) -> None:
+        """`agreement` is that of the context's group; without one, a failure names no other ranks."""
         self._failure: str | None = None
+        self._traffic, self._agreement = traffic or Traffic(), agreement
+        self.calls = 0  # forwards begun, on all ranks alike
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Around collective steps. After an exception of any kind among them, later steps raise BrokenContext."""
+    def kept(self, call: int = 0, *, plan: int = 0, backward: bool = False) -> Iterator[None]:
+        """Around collective steps. After an exception of any kind among them, later steps raise BrokenContext.
+
+        Args:
+            call: the number of the attention call that the steps belong to, from 1; 0 for others.
+            plan: the number of its plan, likewise.
+            backward: the steps are those of its backward.
+        """
         if self._failure is not None:
             raise BrokenContext(
                 f"an earlier attention call failed on this rank between two messages ({self._failure}), so the ranks "
                 "no longer agree on the next message; end all ranks and start them again, or make a new process group "
                 "and a new ContextParallel on all of them"
             )
+        outer, self._traffic.tag = self._traffic.tag, _tag(call, plan, backward)
         try:
             yield
         except BaseException as error:
-            if self._failure is None:
-                self._failure = _quoted(error)
+            if self._failure is not None:
+                raise
+            self._failure = _quoted(error)
+            where = f"the {'backward' if backward else 'forward'} of attention call {call}" if call else "another call"
+            if isinstance(error, PeerLost) and self._agreement is not None:
+                known = self._agreement.failed(where, None)
+                raise PeerLost(f"{error} (this rank waited in {where}; {known})" if known else str(error)) from error
+            if self._agreement is not None:
+                self._agreement.failed(where, self._failure)
             raise
+        finally:
+            self._traffic.tag = outer
+
+
+def _tag(call: int, plan: int, backward: bool) -> int:
+    """31 bits that differ between all calls which may be under way at one time on two ranks."""
+    return (call & 0x7FFF) << 16 | (plan & 0x7FFF) << 1 | backward
 
 
 @contextmanager
@@ -206,7 +248,8 @@ def peers_needed(group: dist.ProcessGroup, peers: str) -> Iterator[None]:
         seconds = timeout_of(group).total_seconds()
         raise PeerLost(
             f"rank {dist.get_rank()} exchanged tensors with {peers} and they did not come (timeout {seconds:g} s; "
-            f"{_quoted(error)}); another rank failed or ended: find the first error of all ranks, then start them again"
+            f"{_quoted(error)}); another rank failed or ended, skipped this call, or ran it without gradients: find "
+            "the first error of all ranks, and make the same calls in the same order on all of them"
         ) from error
 
 

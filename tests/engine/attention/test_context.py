@@ -46,6 +46,28 @@ def test_a_context_takes_a_mesh_of_one_dimension_or_its_dimension_cp() -> None:
         assert found["attention"]
 
 
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [({"WORLD_SIZE": "4", "RANK": "1"}, "one of 4 ranks"), ({"WORLD_SIZE": "2"}, "one of 2 ranks")],
+)
+def test_a_context_of_several_ranks_without_a_process_group_is_refused_with_the_line_to_add(
+    variables, words, monkeypatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=words) as found:
+        ContextParallel()
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    assert f'call torch.distributed.init_process_group("{backend}") before' in str(found.value)
+    assert ContextParallel.single().size == 1
+
+
+@pytest.mark.parametrize("launched", ["", "1"])
+def test_a_single_rank_needs_no_process_group(launched, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", launched)
+    assert ContextParallel().size == 1
+
+
 def gradients(layout: str, gradient: str, dim: int, dtype: torch.dtype) -> float:
     """Largest difference of the gradient of this rank's tokens, of a loss of the whole, to the one-process gradient.
 

@@ -16,7 +16,7 @@ from engine import ContextParallel, burst_attention
 from engine.attention.algorithms.ulysses import UlyssesPlan
 from engine.attention.comm.p2p import BrokenContext, CallOrder, PeerLost, timeout_of
 from engine.attention.kernels import Kernel
-from engine.attention.masks import Full
+from engine.attention.masks import Documents, Full
 from engine.attention.op import AttentionPlan, run_attention
 from engine.attention.resolve import plan_attention
 from tests.ranks import run_on_ranks
@@ -107,12 +107,151 @@ def test_after_a_call_that_failed_halfway_no_rank_hangs(kind, choices) -> None:
         else:
             assert error == "PeerLost"
             assert words.startswith(f"rank {rank} exchanged tensors with rank")
-            assert "another rank failed or ended: find the first error of all ranks" in words
+            assert "find the first error of all ranks" in words
+            # The first call is the one before. This rank may have had all that its own forward needs.
+            assert f"rank {FAILING_RANK} failed in the {kind} of attention call 2 with OutOfMemoryError" in words
         for error, words in found.values():
             assert error == "BrokenContext"
             assert "an earlier attention call failed on this rank between two messages" in words
             assert ("no memory left for a tile" in words) == (rank == FAILING_RANK)
             assert "make a new process group and a new ContextParallel on all of them" in words
+
+
+def short_timeout() -> datetime.timedelta:
+    """In which a rank that is only slow still comes."""
+    group = dist.new_group()
+    started = time.perf_counter()
+    attend(ContextParallel(group), "ring", 0).sum().backward()
+    slowest = torch.tensor([time.perf_counter() - started])
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return datetime.timedelta(seconds=1 + 3 * slowest.item())
+
+
+def shards_of(number: int, tokens: int, **choices: Any) -> list[torch.Tensor]:
+    """q, k and v of this rank, as leaves."""
+    generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
+    return [torch.randn(1, tokens, 6, 8, generator=generator, requires_grad=True, **choices) for _ in range(3)]
+
+
+def attend(cp: ContextParallel, schedule: str, number: int, tokens: int = 12) -> torch.Tensor:
+    return burst_attention(*shards_of(number, tokens), cp=cp, schedule=schedule)
+
+
+def without_gradients(cp: ContextParallel, schedule: str) -> None:
+    with torch.set_grad_enabled(dist.get_rank() != FAILING_RANK):
+        out = attend(cp, schedule, 0)
+    if out.requires_grad:
+        out.sum().backward()
+    attend(cp, schedule, 1).sum().backward()
+
+
+def all_frozen(cp: ContextParallel, schedule: str) -> None:
+    shards = [t.requires_grad_(dist.get_rank() != FAILING_RANK) for t in shards_of(0, 12)]
+    out = burst_attention(*shards, cp=cp, schedule=schedule)
+    if out.requires_grad:
+        out.sum().backward()
+    attend(cp, schedule, 1).sum().backward()
+
+
+def other_order(cp: ContextParallel, schedule: str) -> None:
+    outs = [attend(cp, schedule, number) for number in range(2)]
+    for out in outs if dist.get_rank() == FAILING_RANK else reversed(outs):
+        out.sum().backward()
+
+
+def other_lengths(cp: ContextParallel, schedule: str) -> None:
+    for tokens in (12, 24, 24 if dist.get_rank() == FAILING_RANK else 12):  # each has a plan before they differ
+        attend(cp, schedule, 0, tokens)
+
+
+def skipped(cp: ContextParallel, schedule: str) -> None:
+    for tokens in (24, 12):
+        attend(cp, schedule, 0, tokens)
+    if dist.get_rank() != FAILING_RANK:
+        attend(cp, schedule, 1)
+    attend(cp, schedule, 0, 24)
+
+
+WRONG_ORDERS = (without_gradients, all_frozen, other_order, other_lengths, skipped)
+
+
+def sentences_of(cases: tuple[Callable[..., None], ...], schedule: str) -> dict[str, tuple[str, str]]:
+    """What each case raises on this rank, in a context of its own."""
+    node_size = {"usp": dist.get_world_size(), "double_ring": 1}.get(schedule)
+    found, timeout = {}, short_timeout()
+    for case in cases:
+        cp = ContextParallel(dist.new_group(timeout=timeout), node_size=node_size)
+        found[case.__name__] = raised(lambda case=case, cp=cp: case(cp, schedule))
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["ring", "double_ring", "ulysses", "usp", "all_gather"])
+def test_ranks_whose_calls_differ_all_end_with_a_sentence_that_says_where_each_waited(schedule) -> None:
+    for rank, found in enumerate(run_on_ranks(2 if schedule == "ulysses" else 3, sentences_of, WRONG_ORDERS, schedule)):
+        for case, (error, words) in found.items():
+            assert error == "PeerLost", (case, words)
+            assert "make the same calls in the same order on all of them" in words
+            other = 1 - rank if rank < 2 else FAILING_RANK
+            assert "this rank waited in the " in words
+            assert f"rank {other} waited in the " in words, (case, words)
+
+
+def differing_calls(schedule: str) -> dict[str, tuple[str, str]]:
+    """What first calls raise that differ between ranks, and what a right one raises after all of them."""
+    odd = dist.get_rank() == FAILING_RANK
+    group = dist.new_group()
+    cp = ContextParallel(group)
+    other_layout = ContextParallel(group, layout="contiguous" if odd else "zigzag")
+    tokens = 12 * dist.get_world_size()
+
+    def call(cp: ContextParallel = cp, tokens: int = 12, dtype: torch.dtype = torch.float32, **choices: Any) -> None:
+        burst_attention(*shards_of(0, tokens, dtype=dtype), cp=cp, **{"schedule": schedule, **choices})
+
+    cases: dict[str, Callable[[], object]] = {
+        "lengths": lambda: call(tokens=16 if odd else 12),
+        "dtype": lambda: call(dtype=torch.float64 if odd else torch.float32),
+        "mask": lambda: call(mask=Documents((8 if odd else 9, tokens - (8 if odd else 9)))),
+        "schedule": lambda: call(schedule="ring" if odd else "all_gather"),
+        "scale": lambda: call(scale=0.5 if odd else 0.25),
+        "layout": lambda: call(cp=other_layout),
+        "refused": lambda: call(tokens=4 if odd else 12),
+        "refused mask": lambda: call(mask="causal" if odd else Full(), tokens=20),
+        "unshard": lambda: cp.unshard(torch.zeros(1, 16 if odd else 12)),
+        "right": call,
+    }
+    return {name: raised(case) for name, case in cases.items()}
+
+
+@pytest.mark.parametrize("schedule", ["ring", "ulysses", "all_gather"])
+def test_first_calls_that_differ_between_ranks_are_refused_on_all_before_any_message(schedule) -> None:
+    world_size = 2 if schedule == "ulysses" else 3
+    results = run_on_ranks(world_size, differing_calls, schedule)
+    for rank, found in enumerate(results):
+        assert found.pop("right") == ("nothing", "")
+        for case, (error, words) in found.items():
+            assert error == "ValueError", (case, words)
+            if case.startswith("refused"):
+                own = rank == FAILING_RANK
+                assert words.startswith("rank 1 refused this call, and no rank can make it alone; rank 1 said: ") != own
+            else:
+                assert words.startswith("ranks do not agree on this call: rank 0 has "), (case, words)
+                assert "make it with the same shapes, mask and choices on all ranks of the context" in words
+    assert "q [1, 12, 6, 8], k [1, 12, 6, 8], rank 1 has q [1, 16, 6, 8]" in results[0]["lengths"][1]
+
+
+def test_a_rank_that_does_not_come_to_a_first_call_is_named() -> None:
+    for rank, found in enumerate(run_on_ranks(2, sentences_of, (absent,), "ring")):
+        error, words = found["absent"]
+        if rank != FAILING_RANK:
+            assert error == "PeerLost"
+            assert f"rank {FAILING_RANK} did not come to this call within " in words
+            assert "make the same calls in the same order on all ranks" in words
+
+
+def absent(cp: ContextParallel, schedule: str) -> None:
+    if dist.get_rank() != FAILING_RANK:
+        attend(cp, schedule, 0)
 
 
 def refused_then_right() -> tuple[str, bool]:

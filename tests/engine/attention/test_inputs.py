@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine import ContextParallel, burst_attention
+from engine import ContextParallel, burst_attention, prepare_attention
+from engine.attention.algorithms.saved import save_suffix
 from engine.attention.masks import Causal
 from engine.attention.resolve import plan_attention
 from tests.ranks import run_on_ranks
@@ -30,6 +31,58 @@ Q = torch.zeros(1, 8, 4, 16)
 def test_tensors_that_no_kernel_could_take_are_refused(q, k, words) -> None:
     with pytest.raises(ValueError, match=words):
         burst_attention(q, k, k)
+
+
+BHSD = torch.zeros(2, 4, 16, 8)  # 4 heads, 16 tokens
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "words"),
+    [
+        (BHSD, BHSD, r"4 tokens with 16 heads.*give tensor_layout=\"BHSD\".*or tensor_layout=\"BSHD\""),
+        (BHSD, BHSD[:, :2], r"give tensor_layout=\"BHSD\" where heads come before tokens"),
+        (BHSD[0], BHSD[0], r"give tensor_layout=\"THD\" for \[tokens, heads, head_dim\]"),
+        (torch.zeros(1, 8, 4, 512), None, r"head_dim 512.*no GPU kernel"),
+        (Q, torch.zeros(1, 8, 4), r"\[batch, tokens, heads, head_dim\]"),
+    ],
+)
+@pytest.mark.parametrize("call", ["burst_attention", "prepare_attention"])
+def test_tensors_that_look_transposed_are_refused_with_the_layouts_to_name(call, q, k, words) -> None:
+    k = q if k is None else k
+    with pytest.raises(ValueError, match=words):
+        burst_attention(q, k, k) if call == "burst_attention" else prepare_attention(q, k)
+
+
+def test_a_layout_that_is_named_is_taken_as_it_is() -> None:
+    for layout, q in (("BSHD", BHSD), ("BHSD", BHSD), ("BHSD", BHSD.transpose(1, 2)), ("THD", BHSD[0])):
+        out, lse = burst_attention(q, q, q, tensor_layout=layout, return_lse=True)
+        assert out.shape == q.shape
+        batch, tokens, heads = {"BSHD": (0, 1, 2), "BHSD": (0, 2, 1), "THD": (None, 0, 1)}[layout]
+        assert lse.shape == (*(() if batch is None else (q.shape[0],)), q.shape[heads], q.shape[tokens])
+    wide = torch.zeros(1, 8, 4, 512)
+    assert burst_attention(wide, wide, wide, tensor_layout="BSHD").shape == wide.shape
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "words"),
+    [
+        ("SBHD", (1, 8, 4, 16), "tensor_layout 'SBHD' is unknown; choose BSHD, BHSD or THD"),
+        ("THD", (1, 8, 4, 16), r"tensor_layout THD needs \[tokens, heads, head_dim\], found q \(1, 8, 4, 16\)"),
+        ("BHSD", (8, 4, 16), r"tensor_layout BHSD needs \[batch, heads, tokens, head_dim\], found q \(8, 4, 16\)"),
+    ],
+)
+def test_tensors_that_a_named_layout_does_not_fit_are_refused(layout, shape, words) -> None:
+    q = torch.zeros(shape)
+    with pytest.raises(ValueError, match=words):
+        burst_attention(q, q, q, tensor_layout=layout)
+    with pytest.raises(ValueError, match=words):
+        prepare_attention(q, q, tensor_layout=layout)
+
+
+def test_results_in_another_layout_than_named_are_not_saved() -> None:
+    out, lse = burst_attention(BHSD, BHSD, BHSD, tensor_layout="BHSD", return_lse=True)
+    with pytest.raises(ValueError, match="give the tensor_layout of the call"):
+        save_suffix(out, lse, ContextParallel.single(), 0.5)
 
 
 @pytest.mark.parametrize("scale", [0, -0.5, math.inf, math.nan])

@@ -177,9 +177,17 @@ def messages(parts: int) -> list[list[int]]:
     for recompute in (False, True):
         cp = ContextParallel()
         q, k, v = (torch.ones(1, 8, heads, 4, requires_grad=True) for heads in (16, 8, 8))
-        with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as posted:
+        with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as posted:
             out = burst_attention(
-                q, k, v, cp=cp, schedule="ulysses", num_head_chunks=parts, recompute=recompute, kernel="reference"
+                q,
+                k,
+                v,
+                cp=cp,
+                schedule="ulysses",
+                num_head_chunks=parts,
+                recompute=recompute,
+                kernel="reference",
+                tensor_layout="BSHD",
             )
             forward = posted.call_count
             out.sum().backward()

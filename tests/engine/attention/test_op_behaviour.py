@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from engine import ContextParallel, burst_attention
 from engine.attention.algorithms.ring import KEY_SIDE_DIMS, ring_steps
@@ -104,6 +105,63 @@ def lse_gradient_errors(kernel: str) -> dict[str, float]:
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])
 def test_the_lse_is_differentiable_also_where_the_output_was_not_used(kernel) -> None:
     for errors in run_on_ranks(2, lse_gradient_errors, kernel):
+        assert {name: error for name, error in errors.items() if not error < 1e-10} == {}
+
+
+def uses_of_models(schedule: str) -> dict[str, float]:
+    """Largest difference of a gradient, summed over the ranks, to that of one process, by use: a weight that is both
+    embedding and LM head, with every one of q, k and v frozen in turn or some of them on some ranks; two models on one
+    context, whose graphs overlap."""
+    cp = ContextParallel(node_size={"usp": 2, "double_ring": 1}.get(schedule))
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(16, (2, 24), generator=generator)
+    weights = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((16, 32), (3, 32, 32))]
+
+    def loss_of(leaves: list[torch.Tensor], cp: ContextParallel, frozen: set[int]) -> torch.Tensor:
+        table, projections = leaves
+        tokens = cp.shard(words)
+        x = torch.nn.functional.embedding(tokens, table)
+        qkv = [(x @ projection).unflatten(-1, (4, 8)) for projection in projections]
+        qkv = [t.detach() if place in frozen else t for place, t in enumerate(qkv)]
+        out = burst_attention(*qkv, cp=cp, schedule=schedule).flatten(-2)
+        return (out @ table.T).logsumexp(-1).sum() / words.numel()
+
+    def gradients(cp: ContextParallel, frozen: set[int], models: int = 1) -> list[torch.Tensor]:
+        made = [[weight.mul(0.2 + 0.1 * number).requires_grad_() for weight in weights] for number in range(models)]
+        losses = [loss_of(leaves, cp, frozen) for leaves in made]
+        for loss in losses:  # all forwards are before the first backward
+            loss.backward()
+        found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaves in made for leaf in leaves]
+        for gradient in found if cp.size > 1 else []:
+            dist.all_reduce(gradient)
+        return found
+
+    alone, errors = ContextParallel.single(), {}
+    uses = {"tied": (set(), 1), "two models": (set(), 2)}
+    uses |= {f"frozen {place}": ({place}, 1) for place in range(3)} | {"frozen q and k": ({0, 1}, 1)}
+    for name, (frozen, models) in uses.items():
+        pairs = zip(gradients(cp, frozen, models), gradients(alone, frozen, models), strict=True)
+        errors[name] = max((found - truth).abs().max().item() for found, truth in pairs)
+    # Frozen on some ranks only: each still gets its own tokens' gradients of the others.
+    shards = [cp.shard(torch.randn(1, 24, 4, 8, generator=generator, dtype=torch.float64)) for _ in range(3)]
+    everything, some = ([t.clone().requires_grad_() for t in shards] for _ in range(2))
+    some[cp.rank % 3].requires_grad_(False)
+    for leaves in (everything, some):
+        burst_attention(*leaves, cp=cp, schedule=schedule).square().sum().backward()
+    kept = [place for place in range(3) if place != cp.rank % 3]
+    errors["frozen on some ranks"] = max(
+        (some[place].grad - everything[place].grad).abs().max().item() for place in kept
+    )
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks"), [("ring", 3), ("double_ring", 2), ("ulysses", 2), ("usp", 4), ("all_gather", 3)]
+)
+def test_tied_and_frozen_weights_and_two_models_on_one_context_have_the_gradients_of_one_process(
+    schedule, ranks
+) -> None:
+    for errors in run_on_ranks(ranks, uses_of_models, schedule):
         assert {name: error for name, error in errors.items() if not error < 1e-10} == {}
 
 

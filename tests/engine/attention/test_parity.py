@@ -37,7 +37,7 @@ def distributed(cp, whole, mask, dtype, **choices):
     """This call's results, gathered to whole sequences in float64."""
     q, k, v, dout = (cp.shard(t, 1).to(dtype, copy=True) for t in whole)
     q, k, v = (t.requires_grad_() for t in (q, k, v))
-    out, lse = burst_attention(q, k, v, mask=mask, cp=cp, return_lse=True, **choices)
+    out, lse = burst_attention(q, k, v, mask=mask, cp=cp, return_lse=True, tensor_layout="BSHD", **choices)
     out.backward(dout)
     assert out.dtype == q.dtype == q.grad.dtype
     tensors = (out.detach(), lse.detach().transpose(1, 2), q.grad, k.grad, v.grad)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import ContextParallel, burst_attention
+from engine import ContextParallel, burst_attention, prepare_attention
+from engine.attention.algorithms.saved import save_suffix
 from engine.attention.kernels import KERNELS, Problem, kernel_named, unsupported_reason
 from engine.attention.masks import Causal, Full, Mask, SlidingWindow
 from engine.attention.op import ALIGNMENT_BYTES, laid_out
@@ -113,6 +114,59 @@ def differing_views() -> list[str]:
 
 def test_strides_do_not_change_sent_shards() -> None:
     assert run_on_ranks(2, differing_views) == [[], []]
+
+
+TO_LAYOUT: dict[str, Callable[[Tensor], Tensor]] = {
+    "BSHD": lambda t: t,
+    "BHSD": lambda t: t.transpose(1, 2).contiguous(),
+    "THD": lambda t: t.squeeze(0),
+}
+FROM_LAYOUT: dict[str, Callable[[Tensor], Tensor]] = TO_LAYOUT | {"THD": lambda t: t.unsqueeze(0)}
+
+
+def differing_layouts(schedule: str) -> list[str]:
+    """The calls of this rank that give other bits than those of [batch, tokens, heads, head_dim], by layout and way."""
+    cp, wrong = ContextParallel(node_size=1), []
+    for layout, batch in (("BSHD", 2), ("BHSD", 2), ("THD", 1)):
+        tensors = [cp.shard(t)[:batch].contiguous() for t in whole(torch.float32)[:4]]
+
+        def expected(choose: Callable[..., object], tensors: list[Tensor] = tensors) -> list[Tensor]:
+            leaves = [t.clone().requires_grad_() for t in tensors[:3]]
+            out, lse = choose(*leaves)
+            return [out, lse, *torch.autograd.grad((out * tensors[3]).sum() + lse.sum(), leaves)]
+
+        def through(call: Callable[..., object], layout: str = layout) -> Callable[..., tuple[Tensor, Tensor]]:
+            def converted(*shards: Tensor) -> tuple[Tensor, Tensor]:
+                out, lse = call(*map(TO_LAYOUT[layout], shards))
+                assert out.shape == TO_LAYOUT[layout](shards[0]).shape
+                return FROM_LAYOUT[layout](out), lse.unsqueeze(0) if layout == "THD" else lse
+
+            return converted
+
+        choices = {"cp": cp, "schedule": schedule, "return_lse": True, "recompute": True}
+        truth = expected(lambda *t, c=choices: burst_attention(*t, **c))
+        named = choices | {"tensor_layout": layout}
+        attend = prepare_attention(*(TO_LAYOUT[layout](t) for t in tensors[:2]), **named)
+        ways = {
+            "call": lambda *t, c=named: burst_attention(*t, **c),
+            "prepared": lambda *t, a=attend: a(*t),
+        }
+        for name, call in ways.items():
+            found = expected(through(call))
+            if not all(torch.equal(f, t) for f, t in zip(found, truth, strict=True)):
+                wrong.append(f"{layout} {name}")
+        whole_again = [TO_LAYOUT[layout](t) for t in tensors[:3]]
+        out, lse = burst_attention(*whole_again, **named)
+        saved = save_suffix(out, lse, cp, 0.5, tensor_layout=layout)
+        again, _ = burst_attention(*whole_again, saved=saved, **named)
+        if not torch.allclose(again, out, atol=1e-6):
+            wrong.append(f"{layout} saved")
+    return wrong
+
+
+@pytest.mark.parametrize("schedule", ["ring", "double_ring", "ulysses", "all_gather"])
+def test_a_layout_by_name_gives_the_bits_of_the_default_one(schedule) -> None:
+    assert run_on_ranks(2, differing_layouts, schedule) == [[], []]
 
 
 @pytest.mark.gpu

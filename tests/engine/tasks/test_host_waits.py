@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.utils import _to_kwargs
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from engine.burst import METHOD
 from engine.distributed import arrange
@@ -61,6 +65,33 @@ def test_no_number_is_read_between_the_batch_and_the_update(levers: dict[str, ob
     settings = dataclasses.replace(SETTINGS, **levers)
     [loss] = run_on_ranks(1, step_without_reading, str(tmp_path), settings)
     assert 3 < loss < 8
+
+
+def moved_by_fsdp(cache: str, settings: TrialSettings) -> list[tuple[int, bool]]:
+    """Of every forward of a step: how many tensors FSDP2's root would copy to a GPU before it, one by one and waiting
+    for each, as the root does with whatever is not there yet; and whether the labels are on the host in the head."""
+    os.environ["BURST_CACHE"] = cache
+    task = TrainTask(settings, METHOD, arrange(settings, torch.device("cpu")))
+    moved: list[int] = []
+    at_the_head: list[bool] = []
+
+    def as_on_a_gpu(state, module, args, kwargs):
+        if module is task.model:
+            on_gpu = tree_leaves(_to_kwargs(args, kwargs, torch.device("meta"), False))
+            moved.append(sum(isinstance(leaf, Tensor) for leaf in on_gpu))
+        return real(state, module, args, kwargs)
+
+    task.model.head.register_forward_pre_hook(lambda _, args: at_the_head.append(args[1].device.type == "cpu"))
+    real = FSDPState._root_pre_forward
+    with mock.patch.object(FSDPState, "_root_pre_forward", as_on_a_gpu):
+        task.step(0)
+    return list(zip(moved, at_the_head, strict=True))
+
+
+def test_labels_stay_on_the_host_where_fsdp_moves_its_inputs_to_the_gpu(tmp_path: Path) -> None:
+    settings = dataclasses.replace(SETTINGS, parameters="gathered", gradient_accumulation=2)
+    # Tokens and positions, which are on the GPU already.
+    assert run_on_ranks(1, moved_by_fsdp, str(tmp_path), settings) == [[(2, True), (2, True)]]
 
 
 def waits_on_a_gpu(cache: str, settings: TrialSettings) -> float:

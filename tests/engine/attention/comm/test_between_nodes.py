@@ -150,7 +150,7 @@ def sent_ahead(schedule: str) -> tuple[bool, list[str], list[str], bool]:
         generator = torch.Generator().manual_seed(3 + cp.rank)
         q, k, v = (torch.randn(1, 8, 16, 4, generator=generator, requires_grad=True) for _ in range(3))
         with mock.patch.object(GroupAllToAll, "exchange", watched):
-            out = burst_attention(q, k, v, cp=cp, schedule=schedule, num_head_chunks=4)
+            out = burst_attention(q, k, v, cp=cp, schedule=schedule, num_head_chunks=4, tensor_layout="BSHD")
         results.append([out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))])
         orders.append(order)
         sent.append(cp.traffic.sent_bytes)

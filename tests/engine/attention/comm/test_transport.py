@@ -29,7 +29,7 @@ class Calls:
         self.noted: list[str] = []
         monkeypatch.setattr(transport, "gpu_of", lambda group: device)
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2])
-        monkeypatch.setattr(dist, "P2POp", lambda op, tensor, peer, group: tensor)
+        monkeypatch.setattr(dist, "P2POp", lambda op, tensor, peer, group, tag: tensor)
         monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: self.note("messages", []))
         monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: self.note("call of all ranks", None))
 

@@ -71,35 +71,22 @@ class Posted:
     def __init__(self, cp: ContextParallel) -> None:
         self.node_size, self.rank = cp.node_size, cp.rank
         self.sent = Sent()
-        self._point, self._all_to_all = dist.P2POp, dist.all_to_all_single
+        self._point = dist.P2POp
 
     def __enter__(self) -> Posted:
-        self._patches = [
-            mock.patch.object(dist, "P2POp", self._operation),
-            mock.patch.object(dist, "all_to_all_single", self._exchange),
-        ]
-        for patch in self._patches:
-            patch.start()
+        self._patch = mock.patch.object(dist, "P2POp", self._operation)
+        self._patch.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for patch in self._patches:
-            patch.stop()
+        self._patch.stop()
 
-    def _count(self, to: int, nbytes: int) -> None:
-        near = to // self.node_size == self.rank // self.node_size
-        self.sent += Sent(nbytes, 0) if near else Sent(0, nbytes)
-
-    def _operation(self, op, tensor, peer, group):
+    def _operation(self, op, tensor, peer, group, tag):
         if op is dist.isend:
-            self._count(peer, tensor.numel() * tensor.itemsize)
-        return self._point(op, tensor, peer, group)
-
-    def _exchange(self, received, rows, group, async_op):
-        for to, row in zip(dist.get_process_group_ranks(group), rows, strict=True):
-            if to != self.rank:
-                self._count(to, row.numel() * row.itemsize)
-        return self._all_to_all(received, rows, group=group, async_op=async_op)
+            near = peer // self.node_size == self.rank // self.node_size
+            nbytes = tensor.numel() * tensor.itemsize
+            self.sent += Sent(nbytes, 0) if near else Sent(0, nbytes)
+        return self._point(op, tensor, peer, group, tag)
 
 
 WIDTHS = (

@@ -1,0 +1,123 @@
+"""What ranks say to each other besides tensors: which call they are about to make, and where one of them failed.
+
+Through the store of their process group, so on the host alone, whatever the backend. Ranks agree once for every new
+plan, before its first message; a call with a plan says nothing. After a failure every rank says where it was, and names
+the ranks that said nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+_PAUSES = (0.0005, 0.02)  # seconds between two looks at the store: the first, and the longest
+_PATIENCE = 2.0  # seconds in which ranks that wait for the same message notice that it does not come
+
+_agreements: WeakKeyDictionary[dist.ProcessGroup, Agreement] = WeakKeyDictionary()
+
+
+class Agreement:
+    """Of the ranks of one group. All contexts of a group share it: what they say is numbered by the group."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
+        self._store = dist.PrefixStore("burst_attention", _get_process_group_store(group))
+        self._ranks, self._timeout_seconds = dist.get_process_group_ranks(group), timeout_seconds
+        self._rank = dist.get_rank()
+        self._number = 0  # of what was said last, on all ranks alike
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, timeout_seconds: float) -> Agreement:
+        """That of `group`, made at first use."""
+        if group not in _agreements:
+            _agreements[group] = cls(group, timeout_seconds)
+        return _agreements[group]
+
+    def refuse(self, reason: str) -> None:
+        """Say that this rank refuses the call that it was asked for. Waits for nobody."""
+        self._number += 1
+        self._store.set(self._key(self._rank), json.dumps({"refused": reason}))
+
+    def reached(self, said: Mapping[str, object]) -> str | None:
+        """Say what this rank is about to do, and wait until all have: one sentence when they differ, else None.
+
+        Raises TimeoutError, which names the ranks that said nothing within the timeout.
+        """
+        self._number += 1
+        self._store.set(self._key(self._rank), json.dumps(said, default=str))
+        keys = [self._key(rank) for rank in self._ranks]
+        deadline, pause = time.monotonic() + self._timeout_seconds, _PAUSES[0]
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{_ranks(self._silent(keys))} did not come to this call within {self._timeout_seconds:g} s"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSES[1])
+        by_rank = dict(zip(self._ranks, map(json.loads, self._store.multi_get(keys)), strict=True))
+        if self._number > 1:  # all have read what was said before
+            self._store.delete_key(self._key(self._rank, self._number - 1))
+        return _difference(by_rank)
+
+    def failed(self, where: str, error: str | None) -> str:
+        """Say where this rank failed, with an error of its own or none: what is known then of the other ranks, as part
+        of a sentence."""
+        try:
+            self._store.set(f"failed/{self._rank}", json.dumps({"where": where, "error": error}))
+            if error is not None:
+                return ""
+            keys = [f"failed/{rank}" for rank in self._ranks]
+            deadline = time.monotonic() + min(_PATIENCE, self._timeout_seconds)
+            while not self._store.check(keys) and time.monotonic() < deadline:
+                time.sleep(_PAUSES[1])
+            silent = self._silent(keys)
+            found = [f"{_ranks(silent)} said nothing of this call"] if silent else []
+            for rank, key in zip(self._ranks, keys, strict=True):
+                if rank not in (*silent, self._rank):
+                    said = json.loads(self._store.get(key))
+                    found.append(f"rank {rank} {'failed' if said['error'] else 'waited'} in {said['where']}")
+                    found[-1] += f" with {said['error']}" if said["error"] else ""
+            refused = {rank: self._refusal(rank) for rank in silent}
+            found += [f"rank {rank} refused a call: {reason}" for rank, reason in refused.items() if reason]
+            return ", ".join(found)
+        except RuntimeError:  # the process that serves the store has ended: nothing more can be known
+            return ""
+
+    def _refusal(self, rank: int) -> str | None:
+        """Why `rank` refused a call that this one was not asked about, or None."""
+        key = self._key(rank, self._number + 1)
+        said = json.loads(self._store.get(key)) if self._store.check([key]) else {}
+        return said.get("refused")
+
+    def _silent(self, keys: Sequence[str]) -> list[int]:
+        """The ranks whose key is not there."""
+        return [rank for rank, key in zip(self._ranks, keys, strict=True) if not self._store.check([key])]
+
+    def _key(self, rank: int, number: int | None = None) -> str:
+        return f"{self._number if number is None else number}/{rank}"
+
+
+def _difference(by_rank: Mapping[int, Mapping[str, object]]) -> str | None:
+    """How ranks contradict each other, in one sentence that is the same on all of them, or None."""
+    refusals = {rank: said["refused"] for rank, said in by_rank.items() if "refused" in said}
+    if refusals:
+        rank, reason = next(iter(refusals.items()))
+        return f"{_ranks(list(refusals))} refused this call, and no rank can make it alone; rank {rank} said: {reason}"
+    (first, said), *others = by_rank.items()
+    for rank, other in others:
+        names = [name for name in {**said, **other} if said.get(name) != other.get(name)]
+        if names:
+            here, there = (", ".join(f"{name} {each.get(name)}" for name in names) for each in (said, other))
+            return (
+                f"ranks do not agree on this call: rank {first} has {here}, rank {rank} has {there}; make it with the "
+                "same shapes, mask and choices on all ranks of the context"
+            )
+    return None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
