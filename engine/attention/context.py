@@ -89,6 +89,10 @@ class ContextParallel:
             group = dist.group.WORLD
         elif group is None:
             _check_alone()
+        elif not isinstance(group, dist.ProcessGroup) and group is not dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                f"group is a {type(group).__name__}; pass a process group, a DeviceMesh, or None for all ranks"
+            )
         self._set_up(group, node_size, layout, between_nodes=parse_between_nodes(between_nodes))
         self._check_between_nodes()
 
@@ -381,6 +385,8 @@ class ContextParallel:
 
     def segments(self, seq_len: int) -> tuple[Segment, ...]:
         """Runs of global positions this rank holds. Raises ValueError, naming the nearest lengths, when it cannot."""
+        if seq_len < 0:
+            raise ValueError(f"seq_len {seq_len} is no length; give the tokens of the whole sequence")
         unsupported_reason = split_unsupported_reason(self.layout, seq_len, self.size)
         if unsupported_reason:
             raise ValueError(unsupported_reason)
@@ -408,6 +414,10 @@ class ContextParallel:
         Differentiable: the gradient of the whole is this rank's at its own tokens and 0 at all others, so that the sum
         over ranks is the gradient of the sum of their losses.
         """
+        if not -tensor.ndim <= dim < tensor.ndim:
+            raise ValueError(
+                f"dim {dim} is none of the {tensor.ndim} dimensions of the tensor; give that of its tokens"
+            )
         segments = self.segments(tensor.shape[dim])
         if self.size == 1:
             return tensor

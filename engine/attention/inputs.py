@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -64,8 +65,19 @@ def refuse_unnamed_layout(q: Tensor) -> NoReturn:
     )
 
 
+def check_tensors(*tensors: object) -> None:
+    """Raise ValueError unless q, k and perhaps v are dense tensors of torch."""
+    names = ", ".join("qkv"[: len(tensors)])
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise ValueError(f"{names} are {', '.join(type(each).__name__ for each in tensors)}; pass torch tensors")
+    layouts = [str(tensor.layout) for tensor in tensors if isinstance(tensor, Tensor)]
+    if set(layouts) != {"torch.strided"}:
+        raise ValueError(f"{names} are {', '.join(layouts)}; pass dense tensors")
+
+
 def check_inputs(q_BLND: Tensor, k_BLKD: Tensor, v_BLKD: Tensor) -> None:
     """Raise ValueError unless these are shards of the same positions, with heads that fit, of one kind."""
+    check_tensors(q_BLND, k_BLKD, v_BLKD)
     if q_BLND.ndim != 4 or k_BLKD.ndim != 4 or k_BLKD.shape != v_BLKD.shape:
         raise ValueError(
             f"q {tuple(q_BLND.shape)}, k {tuple(k_BLKD.shape)}, v {tuple(v_BLKD.shape)} are not [batch, tokens, heads, "
@@ -96,8 +108,8 @@ def check_scale(scale: float | None) -> None:
 
     Kernels scale scores after hiding some as -inf, so zero and less would show them again, or give NaN.
     """
-    if scale is not None and not 0 < scale < math.inf:
-        raise ValueError(f"scale is {scale}; give a finite factor above 0, or None for head_dim ** -0.5")
+    if scale is not None and not (isinstance(scale, Real) and 0 < scale < math.inf):
+        raise ValueError(f"scale is {scale!r}; give a finite factor above 0, or None for head_dim ** -0.5")
 
 
 def check_mask(mask: object) -> None:

@@ -9,7 +9,7 @@ Shape letters as in `engine.attention.op`.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,7 +17,14 @@ from torch import Tensor
 from engine.attention.algorithms.saved import AttentionPlan, SavedOutput
 from engine.attention.compiled import compiled_attention, registered
 from engine.attention.context import ContextParallel
-from engine.attention.inputs import check_inputs, from_bshd, looks_transposed, refuse_unnamed_layout, to_bshd
+from engine.attention.inputs import (
+    check_inputs,
+    check_tensors,
+    from_bshd,
+    looks_transposed,
+    refuse_unnamed_layout,
+    to_bshd,
+)
 from engine.attention.masks import Causal, Mask
 from engine.attention.op import run_attention
 from engine.attention.resolve import Choices, cached_plan
@@ -110,6 +117,10 @@ def burst_attention(
         recompute,
         return_lse,
     )
+    if cp is not None and not isinstance(cp, ContextParallel):
+        raise ValueError(f"cp is a {type(cp).__name__}; pass a ContextParallel")
+    if saved is not None and not isinstance(saved, SavedOutput):
+        raise ValueError(f"saved is a {type(saved).__name__}; pass what save_suffix returned")
     try:
         if tensor_layout is None:
             if looks_transposed(q_BLND):
@@ -122,10 +133,8 @@ def burst_attention(
             and k_BLKD.shape == v_BLKD.shape
         ):
             check_inputs(q_BLND, k_BLKD, v_BLKD)
-    except ValueError as error:
-        if cp is not None:
-            cp.refuse(error)
-        raise
+    except (AttributeError, ValueError) as error:
+        _refuse(error, cp, q_BLND, k_BLKD, v_BLKD)
     if torch.compiler.is_compiling():
         out_BLND, lse_BNL = compiled_attention(q_BLND, k_BLKD, v_BLKD, _traced(mask, cp, *choices), saved)
         found: Any = (out_BLND, lse_BNL) if return_lse else out_BLND
@@ -133,6 +142,17 @@ def burst_attention(
     plan = cached_plan(q_BLND, k_BLKD, _CAUSAL if mask is None else mask, cp or _alone(), Choices(*choices))
     found = run_attention(plan, q_BLND, k_BLKD, v_BLKD, saved=saved, recompute=recompute, return_lse=return_lse)
     return found if tensor_layout is None else from_bshd(found, tensor_layout)
+
+
+def _refuse(error: Exception, cp: ContextParallel | None, *tensors: object) -> NoReturn:
+    """Raise the ValueError of a call, and let the other ranks know of it."""
+    try:
+        check_tensors(*tensors)
+        raise error
+    except ValueError as reason:
+        if cp is not None:
+            cp.refuse(reason)
+        raise
 
 
 class PreparedAttention:
@@ -148,18 +168,22 @@ class PreparedAttention:
         choices: Choices,
         return_lse: bool,
     ) -> None:
+        if not isinstance(cp, ContextParallel):
+            raise ValueError(
+                f"cp is a {type(cp).__name__}; pass a ContextParallel, made once of the ranks' process group"
+            )
         self.mask, self.cp = mask, cp
         self._choices, self._return_lse = choices, return_lse
-        self._layout, self._q_shape, self._k_shape = layout or "BSHD", q.shape, k.shape
-        self._dtype, self._device = q.dtype, q.device
+        self._layout = layout or "BSHD"
         try:
             if layout is None and looks_transposed(q):
                 refuse_unnamed_layout(q)
             q_BLND, k_BLKD = to_bshd((q, k), self._layout)
             check_inputs(q_BLND, k_BLKD, k_BLKD)
-        except ValueError as error:
-            cp.refuse(error)
-            raise
+        except (AttributeError, ValueError) as error:
+            _refuse(error, cp, q, k)
+        self._q_shape, self._k_shape = q.shape, k.shape
+        self._dtype, self._device = q.dtype, q.device
         self.plan: AttentionPlan = cached_plan(q_BLND, k_BLKD, mask, cp, choices)
 
     def __call__(

@@ -91,6 +91,28 @@ def test_a_scale_that_shows_hidden_keys_is_refused(scale) -> None:
         burst_attention(Q, Q, Q, scale=scale)
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: burst_attention(Q, Q, Q, cp=0.5), r"cp is a float; pass a ContextParallel"),
+        (lambda: prepare_attention(Q, Q, cp="auto"), r"cp is a str; pass a ContextParallel"),
+        (lambda: burst_attention(Q, Q, Q, scale="auto"), "scale is 'auto'; give a finite factor above 0"),
+        (lambda: burst_attention(Q, Q, Q, scale=torch.tensor(0.5)), r"scale is tensor\(0.5000\); give a finite factor"),
+        (lambda: burst_attention(Q.numpy(), Q, Q), "q, k, v are ndarray, Tensor, Tensor; pass torch tensors"),
+        (lambda: burst_attention(Q, Q, None), "q, k, v are Tensor, Tensor, NoneType; pass torch tensors"),
+        (lambda: prepare_attention([Q], Q), "q, k are list, Tensor; pass torch tensors"),
+        (lambda: burst_attention(Q.to_sparse(), Q, Q), "q, k, v are torch.sparse_coo, .*; pass dense tensors"),
+        (lambda: burst_attention(Q, Q, Q, saved=Q), "saved is a Tensor; pass what save_suffix returned"),
+        (lambda: ContextParallel([0, 1]), "group is a list; pass a process group"),
+        (lambda: ContextParallel.single().positions(-8), "seq_len -8 is no length"),
+        (lambda: ContextParallel.single().shard(Q, dim=4), "dim 4 is none of the 4 dimensions"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_with_the_one_to_pass(call, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
 @pytest.mark.parametrize("mask", ["causal", Causal])
 def test_an_argument_that_is_no_mask_is_refused(mask) -> None:
     with pytest.raises(ValueError, match=r"such as Causal\(\)"):
