@@ -190,6 +190,15 @@ def kernel_reason(upstream: Upstream, settings: TrialSettings) -> str | None:
     return f"{upstream.name} runs kernel {' or '.join(KERNELS)}, found {settings.kernel}; set kernel to one it runs"
 
 
+def transformers_kernel(settings: TrialSettings) -> str:
+    """What transformers, or torch's own function, attends with under the trial's `kernel`, for a record."""
+    if settings.kernel == "fa4":
+        return "fa4"
+    if settings.kernel == "cudnn":  # `with_kernel` of programs/train_transformers.py
+        return "torch: cudnn, else flash, else efficient, else math"
+    return "unknown (torch's scaled_dot_product_attention chooses)"
+
+
 def one_sequence_reason(upstream: Upstream, settings: TrialSettings) -> str | None:
     """Why a zigzag ring over all ranks cannot run the trial, or None."""
     if settings.world_size != settings.cp_size:

@@ -2,8 +2,8 @@
 
 Reads TRIAL_DIR/trial.json, has the adapter render the system's command, and runs it: in the same process group, with
 the same log, in the system's own environment. Rank 0 leaves upstream.json, which says what was started. Steps that the
-program prints go to progress.jsonl. A program that ran out of memory leaves errors/rank<r>.json, so that its trial ends
-as `oom`, as one of the engine does.
+program prints go to progress.jsonl. A rank with a GPU leaves gpus/rank<r>.json, the GPU's state before and after. A
+program that ran out of memory leaves errors/rank<r>.json, so that its trial ends as `oom`, as one of the engine does.
 """
 
 from __future__ import annotations
@@ -18,21 +18,34 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from baselines.handicaps import NCCL_VARIABLES, with_own_nccl
 from baselines.install.places import Place
 from baselines.tokens import write_tokens
-from baselines.upstream import LOGS, RAN_FILE, Ran, Rendered, Upstream, foreign_environment, seconds_of
+from baselines.upstream import (
+    GPUS,
+    LOGS,
+    RAN_FILE,
+    Ran,
+    Rendered,
+    Upstream,
+    WatchedGpu,
+    foreign_environment,
+    seconds_of,
+)
 from engine.atomic import write_atomic
-from engine.measurement import PROGRESS_FILE, write_json
+from engine.measurement import PROGRESS_FILE, GpuState, write_json
+from engine.memory.gpu_state import Gpu, query_gpus, read_gpu_named, visible_gpus
 from engine.plain_json import read_json, to_json
 from engine.settings import TrialSettings, from_json
 
 _LOOK_SECONDS = 0.5  # between looks at what the program has printed
+_GPU_LOOK_SECONDS = 5.0  # between looks at its GPU, which tells a few steps and slows none
 _KILL_SECONDS = 5.0  # between asking a program to end and ending it
 _OUT_OF_MEMORY = re.compile(r"^.*(?:OutOfMemoryError|CUDA out of memory|CUDA error: out of memory).*$", re.MULTILINE)
 _REASON_CHARACTERS = 200
@@ -68,9 +81,15 @@ def main(words: Sequence[str]) -> int:
     data = {}
     if settings.task == "train" and method.tokens:
         data = write_tokens(settings, method.steps(settings), method.tokens, trial_dir)
+    device, look = _gpu(given)
     if rank == 0:
-        write_json(trial_dir / RAN_FILE, to_json(ran(place, rendered, trial_dir, _device(), data)))
-    code, ended = _run(method, settings, rendered, given, trial_dir, rank)
+        kernel = method.kernel(settings, place, {**given, **rendered.environment})
+        found = replace(ran(place, rendered, trial_dir, device, data), kernel=kernel)
+        write_json(trial_dir / RAN_FILE, to_json(found))
+    watch = GpuWatch(look) if look else None
+    code, ended = _run(method, settings, rendered, given, trial_dir, rank, watch)
+    if watch:
+        write_json(trial_dir / GPUS / f"rank{rank}.json", to_json(watch.seen()))
     if ended and rank == 0:
         before = read_json(trial_dir / RAN_FILE)
         write_json(trial_dir / RAN_FILE, before | {"ended": ended})
@@ -94,8 +113,37 @@ def as_its_script(
     return replace(rendered, environment={**rendered.environment, **own}), found
 
 
+class GpuWatch:
+    """A rank's GPU from before its program starts. `look` reads it; `seen` is what the record keeps."""
+
+    def __init__(self, look: Callable[[], Gpu]) -> None:
+        self._look = look
+        self._before = look()
+        self._after: Gpu | None = None
+        self._next, self._in_steps = time.monotonic() + _GPU_LOOK_SECONDS, False
+
+    def while_running(self, steps_began: bool, steps_ended: bool) -> None:
+        """Look, if it is time: once as soon as a step has been told, and then now and then until the last one is."""
+        first = steps_began and not self._in_steps
+        if first or (time.monotonic() >= self._next and not steps_ended):
+            self._after = self._look()
+            self._next, self._in_steps = time.monotonic() + _GPU_LOOK_SECONDS, steps_began
+
+    def seen(self) -> WatchedGpu:
+        """After the program has ended."""
+        after = self._after or self._look()
+        driver = after.driver or self._before.driver
+        return WatchedGpu(digest=after.digest, driver=driver, before=self._before.state, after=after.state)
+
+
 def _run(
-    method: Upstream, settings: TrialSettings, rendered: Rendered, given: Mapping[str, str], trial_dir: Path, rank: int
+    method: Upstream,
+    settings: TrialSettings,
+    rendered: Rendered,
+    given: Mapping[str, str],
+    trial_dir: Path,
+    rank: int,
+    watch: GpuWatch | None,
 ) -> tuple[int, str]:
     """The program to its end: its exit code, and one sentence where it had to be ended after its last step.
 
@@ -116,8 +164,11 @@ def _run(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = process.wait(_LOOK_SECONDS)
             told = _tell(method, settings, log, progress, told)
-            if end_at == math.inf and _has_finished(progress, method.steps(settings)):
+            began, finished = _told_steps(progress, method.steps(settings))
+            if end_at == math.inf and finished:
                 end_at = time.monotonic() + method.end_seconds
+            if watch and code is None:
+                watch.while_running(began, finished)
             if code is None and time.monotonic() > end_at:
                 _end(process)
                 code, ended = 0, f"was ended {method.end_seconds:g} s after its last step"
@@ -126,10 +177,11 @@ def _run(
     return code, ended
 
 
-def _has_finished(progress: IO[str], steps: int) -> bool:
-    """Whether some rank of this host has told the last step in progress.jsonl."""
+def _told_steps(progress: IO[str], steps: int) -> tuple[bool, bool]:
+    """Whether some rank of this host has told a step in progress.jsonl, and whether one has told the last."""
     progress.seek(0)
-    return f'"step": {steps}, ' in progress.read()
+    lines = progress.read()
+    return bool(lines), f'"step": {steps}, ' in lines
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -188,15 +240,18 @@ def ran(place: Place, rendered: Rendered, trial_dir: Path, device: str = "", dat
     )
 
 
-def _device() -> str:
-    """The GPU's name, cpu where there is none."""
-    try:
-        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return "cpu"
-    names = done.stdout.splitlines()
-    return names[0].strip() if done.returncode == 0 and names else "cpu"
+def _gpu(given: Mapping[str, str]) -> tuple[str, Callable[[], Gpu] | None]:
+    """The name of this rank's GPU, and what looks at it; `cpu` and None where it has none."""
+    listed, _ = query_gpus()
+    shown = visible_gpus(listed, given.get("CUDA_VISIBLE_DEVICES"))
+    local = int(given.get("LOCAL_RANK", "0"))
+    if local >= len(shown):
+        return "cpu", None
+    own = shown[local]
+    # CUDA may number GPUs of several models otherwise than nvidia-smi does, and then nobody here knows which one it is.
+    if len({gpu.name for gpu in listed}) > 1 and given.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        return own.name, partial(Gpu, digest="", state=GpuState())
+    return own.name, partial(read_gpu_named, own.uuid)
 
 
 def write_error(trial_dir: Path, rank: int, kind: str, reason: str) -> None:

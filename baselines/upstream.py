@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from baselines.tokens import TokenFormat
-from engine.measurement import Measurement
+from engine.measurement import GpuState, Measurement
 from engine.measurement import Upstream as UpstreamEntry
 from engine.plain_json import from_json, read_json
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 RAN_FILE = "upstream.json"
 UPSTREAM: Final = "upstream"  # the entry of `measurement.extra` that says which system ran
 LOGS = "logs"
+GPUS = "gpus"
 # Settings of the engine that no foreign program has: each keeps its default.
 _ENGINE_ONLY: Mapping[str, Any] = {
     "layout": "auto",
@@ -99,6 +100,17 @@ class Ran:
     builds: dict[str, str] = field(default_factory=dict)  # pinned packages that are another build: name -> which
     data: dict[str, Any] = field(default_factory=dict)  # origin of the tokens, where it trained on the engine's
     ended: str = ""  # how, where it did not end by itself after its last step
+    kernel: str = "unknown (upstream.json does not say)"  # of attention; see `Upstream.kernel`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchedGpu:
+    """`gpus/rank<r>.json`: the GPU of one rank, as `baselines.drive` saw it from outside of the program."""
+
+    digest: str  # as `engine.memory.gpu_state.digest_of` gives it
+    driver: str
+    before: GpuState  # the program starts
+    after: GpuState  # its last look between the first and the last step, else right after the last step
 
 
 class Upstream:
@@ -117,6 +129,7 @@ class Upstream:
     most_tp = 1  # tensor-parallel ranks
     repeats_batches = False  # whether it takes several micro-batches per step
     tokens: TokenFormat = ""  # in which form it reads the engine's tokens; without one it makes its own
+    attends = ""  # the kernel of attention in words, where every trial asks it for the same
 
     def refuse(self, settings: TrialSettings) -> str | None:
         """Pure: why no installation can run this trial, or None."""
@@ -200,6 +213,12 @@ class Upstream:
         """What the program printed on one rank. Pure."""
         raise NotImplementedError
 
+    def kernel(self, settings: TrialSettings, place: Place, environment: Mapping[str, str]) -> str:
+        """What computes attention, as the program's command, configuration and `environment` say: the engine's name of
+        a kernel where they ask for that one alone, the order where they give several, else `unknown (why)`. Pure.
+        """
+        return self.attends or f"unknown ({self.system} does not say)"
+
     def steps(self, settings: TrialSettings) -> int:
         """Steps that the program runs in all."""
         return max(settings.steps.warmup, self.warmup) + settings.steps.measured
@@ -221,6 +240,8 @@ class Upstream:
         for label, values in (("seconds", seconds), ("loss", best.loss), ("grad_norm", best.grad_norm)):
             if (wrong := next((each for each in values if not math.isfinite(each)), None)) is not None:
                 raise ValueError(f"{self.system} printed {label} {wrong}, expected a finite number")
+        gpus = watched_gpus(trial_dir)
+        driver = next((gpu.driver for gpu in gpus if gpu.driver), "")
         return Measurement(
             step_seconds=seconds[-measured:],
             forward_seconds=list(best.forward_seconds[-measured:]),
@@ -228,8 +249,12 @@ class Upstream:
             grad_norm=list(best.grad_norm),
             peak_allocated_bytes=_all(each.peak_allocated_bytes for each in printed),
             peak_reserved_bytes=_all(each.peak_reserved_bytes for each in printed),
+            chosen={"kernel": ran.kernel},
             device=ran.device,
-            software=dict(ran.packages),
+            software=dict(ran.packages) | ({"driver": driver} if driver else {}),
+            gpus=[gpu.digest for gpu in gpus],
+            gpus_before=[gpu.before for gpu in gpus],
+            gpus_after=[gpu.after for gpu in gpus],
             data=ran.data
             or ({"origin": f"tokens that {self.system} makes or reads by itself"} if settings.task == "train" else {}),
             extra={UPSTREAM: described(ran, printed=best.own)},
@@ -266,8 +291,16 @@ def seconds_of(printed: Printed, settings: TrialSettings) -> list[float]:
 
 def outputs(trial_dir: Path) -> list[str]:
     """What each rank printed, rank 0 first."""
-    paths = sorted((trial_dir / LOGS).glob("rank*.log"), key=lambda path: int(path.stem.removeprefix("rank") or 0))
-    return [path.read_text(encoding="utf-8", errors="replace") for path in paths]
+    return [path.read_text(encoding="utf-8", errors="replace") for path in _of_ranks(trial_dir / LOGS, ".log")]
+
+
+def watched_gpus(trial_dir: Path) -> list[WatchedGpu]:
+    """The GPU of each rank, rank 0 first; empty on CPU ranks."""
+    return [from_json(WatchedGpu, read_json(path)) for path in _of_ranks(trial_dir / GPUS, ".json")]
+
+
+def _of_ranks(folder: Path, ending: str) -> list[Path]:
+    return sorted(folder.glob(f"rank*{ending}"), key=lambda path: int(path.stem.removeprefix("rank") or 0))
 
 
 def arguments(text: str, **values: object) -> tuple[str, ...]:

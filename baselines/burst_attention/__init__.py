@@ -17,6 +17,7 @@ class BurstAttentionLibrary(UpstreamAttention):
     package = "burst_attention"
     system = "Burst-Attention"
     source = "arXiv:2509.19836"
+    attends = "fa2"  # flash "cuda" in call.py
 
     def own_reason(self, settings: TrialSettings) -> str | None:
         model = settings.model

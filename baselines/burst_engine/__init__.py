@@ -43,6 +43,7 @@ class BurstEngineArtifact(Upstream):
     system = "BurstEngine (artifact)"
     source = "arXiv:2509.19836"
     honours = ("optimizer_offload", "lm_head_fusion")
+    attends = "fa2, the fork of flash-attention in the artifact"  # --flash cuda
 
     def own_reason(self, settings: TrialSettings) -> str | None:
         model, checkpoint = settings.model, settings.checkpoint

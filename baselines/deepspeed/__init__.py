@@ -6,10 +6,11 @@ ZeRO-3, with the loss and, with `mlp_tiles`, the MLP in tiles.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baselines.called import UpstreamAttention, kernel_reason, render_program, training_request
+from baselines.called import UpstreamAttention, kernel_reason, render_program, training_request, transformers_kernel
 from baselines.install.places import Place
 from baselines.upstream import Rendered
 from engine.attention.geometry.layout import split_unsupported_reason
@@ -69,6 +70,9 @@ class DeepSpeed(UpstreamAttention):
             "deepspeed": zero_config(settings),
         }
         return render_program("train_transformers.py", request, trial_dir, place)
+
+    def kernel(self, settings: TrialSettings, place: Place, environment: Mapping[str, str]) -> str:
+        return transformers_kernel(settings)
 
 
 def zero_config(settings: TrialSettings) -> dict[str, object]:

@@ -89,6 +89,7 @@ class InternEvo(Upstream):
     source = "arXiv:2406.18485"
     honours = ("optimizer_offload", "schedule")
     repeats_batches = True
+    attends = "fa2"  # use_flash_attn, and flash_attn in its rings
 
     def own_reason(self, settings: TrialSettings) -> str | None:
         model, checkpoint = settings.model, settings.checkpoint

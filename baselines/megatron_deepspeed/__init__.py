@@ -50,6 +50,7 @@ class MegatronDeepSpeed(Upstream):
     source = "arXiv:2309.14509"
     honours = ("optimizer_offload",)
     repeats_batches = True
+    attends = "fa2"  # --use-flash-attn-v2
 
     def own_reason(self, settings: TrialSettings) -> str | None:
         model, checkpoint = settings.model, settings.checkpoint

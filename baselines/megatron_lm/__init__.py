@@ -10,6 +10,7 @@ runs with the options of the artifact's scripts, which keep neither attention no
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -170,6 +171,15 @@ class MegatronLM(Upstream):
 
     def parse(self, output: str) -> Printed:
         return parse_iterations(output)
+
+    def kernel(self, settings: TrialSettings, place: Place, environment: Mapping[str, str]) -> str:
+        if place.flavour == "current":  # --attention-backend fused switches the others off
+            return "cudnn"
+        # TransformerEngine takes its backends from variables, and all of them where none is set.
+        off = {name for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN") if environment.get(name) == "0"}
+        if len(off) == 1:
+            return "cudnn" if "NVTE_FLASH_ATTN" in off else "fa2"
+        return "unknown (TransformerEngine chooses)"
 
 
 def comm_type(settings: TrialSettings) -> str:

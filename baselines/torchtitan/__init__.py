@@ -40,6 +40,8 @@ class TorchTitan(Upstream):
     warmup = 2  # compilation
     most_tp = 8
     tokens = "plain"
+    # Its ScaledDotProductAttentionWrapper in models/attention.py gives torch this order.
+    attends = "torch: cudnn, else flash, else math"
 
     def own_reason(self, settings: TrialSettings) -> str | None:
         model = settings.model

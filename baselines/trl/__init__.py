@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baselines.called import kernel_reason, parse_program, render_program, training_request
+from baselines.called import kernel_reason, parse_program, render_program, training_request, transformers_kernel
 from baselines.install.places import Place
 from baselines.upstream import Printed, Rendered, Upstream
 
@@ -45,6 +46,9 @@ class TRL(Upstream):
 
     def parse(self, output: str) -> Printed:
         return parse_program(output)
+
+    def kernel(self, settings: TrialSettings, place: Place, environment: Mapping[str, str]) -> str:
+        return transformers_kernel(settings)
 
 
 METHOD = TRL()

@@ -1,7 +1,8 @@
-"""The state of this rank's GPU at one moment: clocks, power, temperature, throttle reasons, driver, and a digest of it.
+"""The GPUs of this host, and the state of one at one moment: clocks, power, temperature, throttle reasons, driver, and
+a digest of it.
 
 `nvidia-smi` tells, because it comes with every driver; what it cannot tell stays None. Asking takes tens of
-milliseconds and no memory of the GPU.
+milliseconds and no memory of the GPU, and needs no torch.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import hashlib
 import subprocess
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from engine.measurement import GpuState
+
+if TYPE_CHECKING:
+    import torch
 
 PATIENCE_SECONDS = 10.0  # a driver without persistence mode takes seconds; one that hangs must not end the trial
 DIGEST_CHARACTERS = 12  # of a SHA-256: tells apart the GPUs of any cluster
 
+_LISTING = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+_LISTING_SECONDS = 30
 _FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "driver_version")
 _REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # before driver 535 only the second
 
@@ -35,6 +40,16 @@ _REASON_OF_BIT = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HostGpu:
+    """One GPU of this host as nvidia-smi lists it."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_gib: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
     """One GPU at one moment."""
 
@@ -47,16 +62,75 @@ def read_gpu(device: torch.device) -> Gpu | None:
     """The GPU of this rank now; None for a CPU. Never raises for what the machine cannot tell."""
     if device.type != "cuda":
         return None
+    import torch
+
     # torch's own view: CUDA_VISIBLE_DEVICES renumbers devices, nvidia-smi does not follow it.
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    if uuid is None:
-        return Gpu(digest="", state=GpuState())
-    name = f"GPU-{uuid}"
+    return Gpu(digest="", state=GpuState()) if uuid is None else read_gpu_named(f"GPU-{uuid}")
+
+
+def read_gpu_named(uuid: str) -> Gpu:
+    """The GPU with this UUID, `GPU-...`, now. Never raises for what the machine cannot tell."""
     for reasons in _REASONS:
-        if (line := _asked(name, (*_FIELDS, reasons))) is not None:
+        if (line := _asked(uuid, (*_FIELDS, reasons))) is not None:
             driver, state = parse(line)
-            return Gpu(digest=digest_of(name), driver=driver, state=state)
-    return Gpu(digest=digest_of(name), state=GpuState())
+            return Gpu(digest=digest_of(uuid), driver=driver, state=state)
+    return Gpu(digest=digest_of(uuid), state=GpuState())
+
+
+def query_gpus() -> tuple[list[HostGpu], str]:
+    """All GPUs of the host, and one sentence when there are signs of some that cannot be used."""
+    try:
+        done = subprocess.run(_LISTING, capture_output=True, text=True, timeout=_LISTING_SECONDS, check=False)
+        if done.returncode:
+            said = (done.stdout + done.stderr).strip().splitlines()
+            reason = said[0] if said else "no output"
+            return [], f"nvidia-smi exited with {done.returncode} ({reason}); check the driver"
+        return parse_gpus(done.stdout), ""
+    except FileNotFoundError:
+        return [], ""  # no driver, hence no GPU: nothing is wrong
+    except subprocess.TimeoutExpired:
+        return [], f"nvidia-smi did not answer within {_LISTING_SECONDS} s; check the driver and the GPUs"
+    except (OSError, ValueError) as error:
+        return [], str(error)
+
+
+def parse_gpus(output: str) -> list[HostGpu]:
+    """GPUs out of `nvidia-smi --query-gpu=index,uuid,name,memory.total --format=csv,noheader,nounits`.
+
+    Raises ValueError on a line of another form.
+    """
+    gpus = []
+    for line in filter(None, map(str.strip, output.splitlines())):
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != 4 or not cells[0].isdecimal():
+            raise ValueError(f"nvidia-smi printed {line!r}; expected index, uuid, name and memory; check the driver")
+        index, uuid, name, mib = cells
+        # Memory is "[N/A]" where GPU and host share it; 0 says unknown.
+        memory_gib = round(int(mib) / 1024, 1) if mib.isdecimal() else 0.0
+        gpus.append(HostGpu(index=int(index), uuid=uuid, name=name, memory_gib=memory_gib))
+    return gpus
+
+
+def visible_gpus(gpus: list[HostGpu], visible_devices: str | None) -> list[HostGpu]:
+    """The GPUs that CUDA shows under this CUDA_VISIBLE_DEVICES (None: unset), in its order.
+
+    As in CUDA, an entry is an index or the start of a UUID, and the list ends at the first entry that names no GPU.
+    """
+    if visible_devices is None:
+        return gpus
+    shown: list[HostGpu] = []
+    for entry in map(str.strip, visible_devices.split(",")):
+        named = [
+            gpu
+            for gpu in gpus
+            if (entry.isdecimal() and gpu.index == int(entry))
+            or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))
+        ]
+        if len(named) != 1 or named[0] in shown:
+            break
+        shown += named
+    return shown
 
 
 def digest_of(uuid: str) -> str:

@@ -11,13 +11,13 @@ import hashlib
 import json
 import os
 import socket
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from cluster.inventory.nodes import Node
+from engine.memory.gpu_state import query_gpus, visible_gpus
 from harness.base.errors import UsageError
 from harness.records.provenance import PROJECT_ROOT, commit
 
@@ -27,24 +27,12 @@ CPU_RANKS = 8
 
 _CGROUP = Path("/sys/fs/cgroup")
 ANY_NUMBER = 1 << 16  # GPUs of imagined hosts
-_NVIDIA_SMI = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
-_NVIDIA_SMI_SECONDS = 30
 
 # Of the project, for `code_digest`.
 PACKAGES = ("harness", "engine", "baselines", "cluster", "experiments")
 _DRIVER_VERSION = Path("/sys/module/nvidia/version")  # of the loaded kernel module
 _SUFFIXES = (".py", ".yaml", ".j2")
 _DIGITS = 12
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
-    """One GPU as nvidia-smi reports it."""
-
-    index: int
-    uuid: str
-    name: str
-    memory_gib: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +99,7 @@ def imagined(gpu_name: str, gpu_memory_gib: float, gpus_per_node: int | None = N
 
 def discover() -> Machine:
     """This machine. Honours CUDA_VISIBLE_DEVICES, CPU affinity and the control group's limits."""
-    gpus, problem = _query_gpus()
+    gpus, problem = query_gpus()
     gpus = visible_gpus(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return Machine(
         hostname=socket.gethostname(),
@@ -124,61 +112,6 @@ def discover() -> Machine:
         driver=_driver() if gpus else "",
         gpu_problem=problem,
     )
-
-
-def parse_gpus(output: str) -> list[Gpu]:
-    """GPUs out of `nvidia-smi --query-gpu=index,uuid,name,memory.total --format=csv,noheader,nounits`.
-
-    Raises ValueError on a line of another form.
-    """
-    gpus = []
-    for line in filter(None, map(str.strip, output.splitlines())):
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != 4 or not cells[0].isdecimal():
-            raise ValueError(f"nvidia-smi printed {line!r}; expected index, uuid, name and memory; check the driver")
-        index, uuid, name, mib = cells
-        # Memory is "[N/A]" where GPU and host share it; 0 says unknown.
-        memory_gib = round(int(mib) / 1024, 1) if mib.isdecimal() else 0.0
-        gpus.append(Gpu(index=int(index), uuid=uuid, name=name, memory_gib=memory_gib))
-    return gpus
-
-
-def visible_gpus(gpus: list[Gpu], visible_devices: str | None) -> list[Gpu]:
-    """The GPUs that CUDA shows under this CUDA_VISIBLE_DEVICES (None: unset), in its order.
-
-    As in CUDA, an entry is an index or the start of a UUID, and the list ends at the first entry that names no GPU.
-    """
-    if visible_devices is None:
-        return gpus
-    shown: list[Gpu] = []
-    for entry in map(str.strip, visible_devices.split(",")):
-        named = [
-            gpu
-            for gpu in gpus
-            if (entry.isdecimal() and gpu.index == int(entry))
-            or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))
-        ]
-        if len(named) != 1 or named[0] in shown:
-            break
-        shown += named
-    return shown
-
-
-def _query_gpus() -> tuple[list[Gpu], str]:
-    """All GPUs of the host, and one sentence when there are signs of some that cannot be used."""
-    try:
-        done = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=False)
-        if done.returncode:
-            said = (done.stdout + done.stderr).strip().splitlines()
-            reason = said[0] if said else "no output"
-            return [], f"nvidia-smi exited with {done.returncode} ({reason}); check the driver"
-        return parse_gpus(done.stdout), ""
-    except FileNotFoundError:
-        return [], ""  # no driver, hence no GPU: nothing is wrong
-    except subprocess.TimeoutExpired:
-        return [], f"nvidia-smi did not answer within {_NVIDIA_SMI_SECONDS} s; check the driver and the GPUs"
-    except (OSError, ValueError) as error:
-        return [], str(error)
 
 
 def _driver() -> str:

@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 
+from baselines.called import InWorker
+from baselines.drive import GpuWatch
 from baselines.drive import main as drive
 from baselines.install.places import Place
 from baselines.programs import PROGRAMS
 from baselines.upstream import Upstream, foreign_environment
-from engine.measurement import write_json
+from engine.measurement import GpuState, write_json
+from engine.memory.gpu_state import Gpu
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings, to_json
 from harness.machine.this_machine import Machine
 from harness.plan.matrix import unsupported_reason
@@ -345,6 +348,74 @@ def test_the_requests_of_transformers_trainers() -> None:
     _, _, files = rendered("trl_upstream", kernel="cudnn")
     request = json.loads(files["attention.json"])
     assert (request["engine"], request["kernel"], request["tokens"]) == ("trl", "cudnn", "/T/tokens/tokens.bin")
+
+
+TORCH_CHOOSES = "unknown (torch's scaled_dot_product_attention chooses)"
+TE_CHOOSES = "unknown (TransformerEngine chooses)"
+# System, flavour, settings, variables of its environment, and what its record says.
+KERNELS: list[tuple[str, str, dict[str, Any], dict[str, str], str]] = [
+    ("megatron_lm", "current", {}, {}, "cudnn"),
+    ("megatron_lm", "paper", {}, {}, TE_CHOOSES),
+    ("megatron_lm", "paper", {}, {"NVTE_FLASH_ATTN": "0"}, "cudnn"),
+    ("megatron_lm", "paper", {}, {"NVTE_FUSED_ATTN": "0"}, "fa2"),
+    ("megatron_lm", "paper", {}, {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0"}, TE_CHOOSES),
+    ("megatron_deepspeed", "paper", {}, {}, "fa2"),
+    ("internevo", "paper", {}, {}, "fa2"),
+    ("burst_engine", "paper", {}, {}, "fa2, the fork of flash-attention in the artifact"),
+    ("burst_attention", "paper", {}, {}, "fa2"),
+    ("torchtitan", "current", {}, {}, "torch: cudnn, else flash, else math"),
+    ("trl", "current", {}, {}, TORCH_CHOOSES),
+    ("trl", "current", {"kernel": "cudnn"}, {}, "torch: cudnn, else flash, else efficient, else math"),
+    ("trl", "current", {"kernel": "fa4"}, {}, "fa4"),
+    ("deepspeed", "current", {}, {}, TORCH_CHOOSES),
+    ("deepspeed", "current", {"kernel": "cudnn"}, {}, "torch: cudnn, else flash, else efficient, else math"),
+    ("deepspeed", "current", {"kernel": "fa4"}, {}, "fa4"),
+    ("deepspeed", "current", {"task": "attention"}, {}, TORCH_CHOOSES),
+]
+
+
+@pytest.mark.parametrize(("system", "flavour", "changes", "environment", "expected"), KERNELS)
+def test_a_system_says_with_which_kernel_it_attends_or_why_that_is_unknown(
+    system: str, flavour: Any, changes: dict[str, Any], environment: dict[str, str], expected: str
+) -> None:
+    method: Upstream = method_named(f"{system}_upstream")  # type: ignore[assignment]
+    trial = settings(method.name, **changes)
+    assert method.kernel(trial, Place(system=system, flavour=flavour), environment) == expected
+
+
+def test_the_kernel_of_every_system_that_runs_outside_of_the_engines_worker_is_in_the_table() -> None:
+    outside = {name for name in UPSTREAM if not isinstance(method_named(name), InWorker)}
+    assert {f"{system}_upstream" for system, *_ in KERNELS} == outside
+
+
+def test_the_release_of_megatron_lm_switches_every_kernel_off_but_cudnns() -> None:
+    assert " --attention-backend fused " in rendered("megatron_lm_upstream", flavour="current")[0]
+
+
+@pytest.mark.parametrize(
+    ("seconds_between", "told", "expected"),
+    [
+        (0.0, [(False, False), (True, False), (True, False), (True, True)], 3),  # the last look while steps ran
+        (99.0, [(False, False), (True, False), (True, False), (True, True)], 1),  # once in the steps, and not again
+        (
+            99.0,
+            [(False, False), (True, True), (True, True)],
+            1,
+        ),  # all steps between two looks: when they are told
+        (99.0, [(False, False)], 1),  # nothing was told: right after the end
+    ],
+)
+def test_a_gpu_is_looked_at_before_the_program_and_last_during_its_steps(
+    monkeypatch: pytest.MonkeyPatch, seconds_between: float, told: list[tuple[bool, bool]], expected: int
+) -> None:
+    monkeypatch.setattr("baselines.drive._GPU_LOOK_SECONDS", seconds_between)
+    looks = iter(range(100))
+    watch = GpuWatch(lambda: Gpu(digest="ab", driver="580.1", state=GpuState(sm_mhz=next(looks))))
+    for began, ended in told:
+        watch.while_running(began, ended)
+    seen = watch.seen()
+    assert (seen.digest, seen.driver) == ("ab", "580.1")
+    assert (seen.before.sm_mhz, seen.after.sm_mhz) == (0, expected)
 
 
 HEAD = (

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from rich.console import Console
 
 from baselines.install.places import Installed, Place
 from baselines.ring_flash_attn import RingFlashAttention
-from engine.measurement import write_json
+from engine.measurement import GpuState, write_json
+from engine.memory.gpu_state import digest_of
 from engine.plain_json import to_json
 from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from harness.launch.supervisor import LocalLauncher, Patience, Supervisor
@@ -55,10 +56,12 @@ def settings(method: str, **changes: Any) -> TrialSettings:
     return TrialSettings(method=method, **values | changes)
 
 
-def record_of(launcher: LocalLauncher, run_dir: Path, trial: TrialSettings) -> tuple[Record, Path]:
+def record_of(
+    launcher: LocalLauncher, run_dir: Path, trial: TrialSettings, environment: Mapping[str, str] = ENVIRONMENT
+) -> tuple[Record, Path]:
     """The trial's record and directory, after a run of it alone."""
     alone = Trial(experiment="exp", title="E", settings=trial, deadline_seconds=240, share_ranks=True)
-    host = Host(machine=HERE, launcher=launcher, environment=ENVIRONMENT, commit="abc")
+    host = Host(machine=HERE, launcher=launcher, environment=dict(environment), commit="abc")
     run_experiment("exp", [alone], host, run_dir, view=PlainView(Console(quiet=True)), say=lambda _: None)
     [record] = read_records(run_dir)
     return record, run_dir / "trials" / alone.id
@@ -94,6 +97,9 @@ def test_a_foreign_program_runs_as_ranks_of_the_launcher(some: Place, launcher: 
     assert record.measurement is not None
     assert record.measurement.step_seconds == [1.5, 2.5]  # after one of warm-up
     assert record.measurement.forward_seconds == [0.25, 0.25]
+    assert record.measurement.chosen == {"kernel": "unknown (Some does not say)"}
+    assert (record.measurement.device, record.measurement.gpus) == ("cpu", [])
+    assert record.measurement.gpus_before == record.measurement.gpus_after == []
     for rank in (0, 1):
         said = (folder / "logs" / f"rank{rank}.log").read_text()
         assert f"rank {rank} of 2 PYTHONPATH None\n" in said
@@ -103,6 +109,51 @@ def test_a_foreign_program_runs_as_ranks_of_the_launcher(some: Place, launcher: 
     assert upstream["command"] == ["UPSTREAM/env/bin/python", "-u", "TRIAL_DIR/some.py", "0", "3"]
     lines = [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
     assert [(line["step"], line["of"]) for line in lines] == [(1, 3), (2, 3), (3, 3)]
+
+
+# Three GPUs, each idle when it is first asked for and busy from then on.
+NVIDIA_SMI = """#!/bin/sh
+case "$*" in
+*index*) for gpu in 0 1 2; do echo "$gpu, GPU-${gpu}abc, {model}, 143771"; done ;;
+*) if mkdir "$0.$1" 2>/dev/null
+   then echo "345, 2619, 68.79, 33, 580.159.04, 0x0000000000000001"
+   else echo "1605, 2619, 699.42, 71, 580.159.04, 0x0000000000000004"
+   fi ;;
+esac
+"""
+IDLE = GpuState(sm_mhz=345, memory_mhz=2619, power_watts=68.79, temperature_c=33, throttle=["gpu_idle"])
+BUSY = GpuState(sm_mhz=1605, memory_mhz=2619, power_watts=699.42, temperature_c=71, throttle=["sw_power_cap"])
+
+
+@pytest.mark.parametrize(
+    ("model", "digests", "before", "after"),
+    [
+        ("NVIDIA H200", [digest_of("GPU-2abc"), digest_of("GPU-0abc")], IDLE, BUSY),
+        ("GPU model $gpu", ["", ""], GpuState(), GpuState()),  # CUDA may number those in another order
+    ],
+)
+def test_the_record_of_a_foreign_program_has_each_ranks_gpu_and_its_states(
+    some: Place, systems: Path, tmp_path: Path, model: str, digests: list[str], before: GpuState, after: GpuState
+) -> None:
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(NVIDIA_SMI.replace("{model}", model))
+    program.chmod(0o755)
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "2,0"}
+    given = {**os.environ, **environment, "SOME_SYSTEMS": str(systems), "PATH": path}
+    launcher = LocalLauncher(Supervisor(given))
+    try:
+        record, _ = record_of(launcher, tmp_path / "run", settings("some_upstream"), environment)
+    finally:
+        launcher.close()
+    assert (record.status, record.reason) == ("ok", "")
+    assert record.measurement is not None
+    assert record.measurement.gpus == digests
+    assert record.measurement.gpus_before == [before, before]
+    assert record.measurement.gpus_after == [after, after]
+    assert record.measurement.device == model.replace("$gpu", "2")
+    assert record.measurement.software.get("driver") == ("580.159.04" if digests[0] else None)
 
 
 def test_a_program_that_stays_after_its_last_step_is_ended_and_its_record_says_so(

@@ -8,41 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.machine.this_machine import Machine, discover, parse_gpus, visible_gpus
+from harness.machine.this_machine import Machine, discover
 
 FOUR_H200 = "".join(f"{index}, GPU-{index}abc-{index}, NVIDIA H200, 143771\n" for index in range(4))
-
-
-def test_gpus_are_read_from_nvidia_smi() -> None:
-    gpus = parse_gpus(FOUR_H200)
-    assert [gpu.index for gpu in gpus] == [0, 1, 2, 3]
-    assert {(gpu.name, gpu.memory_gib) for gpu in gpus} == {("NVIDIA H200", 140.4)}
-
-
-def test_memory_the_driver_does_not_know_is_zero() -> None:
-    assert parse_gpus("0, GPU-1, NVIDIA GB10, [N/A]\n")[0].memory_gib == 0.0
-
-
-def test_output_of_another_form_is_an_error_that_quotes_it() -> None:
-    with pytest.raises(ValueError, match="No devices were found"):
-        parse_gpus("No devices were found\n")
-
-
-@pytest.mark.parametrize(
-    ("visible", "indices"),
-    [
-        (None, [0, 1, 2, 3]),
-        ("", []),
-        ("-1", []),
-        ("2,0", [2, 0]),
-        ("GPU-3abc", [3]),
-        ("1,7,2", [1]),  # CUDA ignores what follows an entry that names no GPU
-        ("1,1", [1]),
-        ("GPU-", []),  # ambiguous
-    ],
-)
-def test_visible_devices_are_those_cuda_shows(visible: str | None, indices: list[int]) -> None:
-    assert [gpu.index for gpu in visible_gpus(parse_gpus(FOUR_H200), visible)] == indices
 
 
 def _nvidia_smi(folder: Path, script: str) -> None:

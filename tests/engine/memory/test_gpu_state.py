@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.measurement import GpuState
-from engine.memory.gpu_state import digest_of, parse, read_gpu
+from engine.memory.gpu_state import digest_of, parse, parse_gpus, read_gpu, visible_gpus
 
 UUID = "6e1b3c2a-0000-4444-8888-0123456789ab"
 GPU = torch.device("cuda", 0)
@@ -19,6 +19,7 @@ GPU = torch.device("cuda", 0)
 H100 = "345, 2619, 68.79, 33, 580.159.04, 0x0000000000000001"
 H100_BUSY = "1440, 2619, 516.05, 54, 580.159.04, 0x0000000000000004"
 CAPPED = "1605, 3201, 699.42, 71, 570.86.15, 0x0000000000000024"
+FOUR_H200 = "".join(f"{index}, GPU-{index}abc-{index}, NVIDIA H200, 143771\n" for index in range(4))
 CONSUMER = "210, 405, [N/A], 41, 535.183.01, [N/A]"
 
 
@@ -118,3 +119,35 @@ def test_without_nvidia_smi_or_a_uuid_only_the_state_is_missing(tmp_path, monkey
 
 def test_a_cpu_has_no_state():
     assert read_gpu(torch.device("cpu")) is None
+
+
+def test_gpus_are_read_from_nvidia_smi() -> None:
+    gpus = parse_gpus(FOUR_H200)
+    assert [gpu.index for gpu in gpus] == [0, 1, 2, 3]
+    assert {(gpu.name, gpu.memory_gib) for gpu in gpus} == {("NVIDIA H200", 140.4)}
+
+
+def test_memory_the_driver_does_not_know_is_zero() -> None:
+    assert parse_gpus("0, GPU-1, NVIDIA GB10, [N/A]\n")[0].memory_gib == 0.0
+
+
+def test_output_of_another_form_is_an_error_that_quotes_it() -> None:
+    with pytest.raises(ValueError, match="No devices were found"):
+        parse_gpus("No devices were found\n")
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("", []),
+        ("-1", []),
+        ("2,0", [2, 0]),
+        ("GPU-3abc", [3]),
+        ("1,7,2", [1]),  # CUDA ignores what follows an entry that names no GPU
+        ("1,1", [1]),
+        ("GPU-", []),  # ambiguous
+    ],
+)
+def test_visible_devices_are_those_cuda_shows(visible: str | None, indices: list[int]) -> None:
+    assert [gpu.index for gpu in visible_gpus(parse_gpus(FOUR_H200), visible)] == indices
