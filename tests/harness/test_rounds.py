@@ -73,7 +73,7 @@ def attempt(number: int, seconds: list[float], status: Status = "ok", reason: st
     measured = Measurement(
         step_seconds=seconds, forward_seconds=[value / 2 for value in seconds], loss=[3.0, 2.0], grad_norm=[1.0],
         peak_allocated_bytes=[100 + number, 100 - number], peak_rss_bytes=[7, 7], sent_bytes=[5, 6],
-        chosen={"kernel": "cpu"}, software={"torch": "2"}, extra={"error": {"out": 1e-3}, "link": number},
+        chosen={"kernel": "cpu"}, software={"torch": "2"}, extra={"error": {"out": 1e-6}, "link": number},
     )  # fmt: skip
     return replace(
         synthetic_records.record(),
@@ -166,8 +166,8 @@ def test_a_record_from_before_there_were_rounds_is_one_round():
         ({"sent_bytes": [5, 9]}, "round 2: a rank sent up to 9 bytes, not 6"),
         ({"software": {"torch": "3"}}, "round 2: torch 3, not 2"),
         ({"data": {"sha256": "f"}}, "round 2: on other tokens than before"),
-        ({"extra": {"error": {"out": 1e-2}}}, "round 2: error of out 0.01, not 0.001"),
-        ({"loss": [3.0, 2.001], "grad_norm": [1.05], "extra": {"error": {"out": 1.5e-3}, "link": 9}}, ""),
+        ({"extra": {"error": {"out": 1e-5}}}, "round 2: error of out 1e-05, not 1e-06"),
+        ({"loss": [3.0, 2.001], "grad_norm": [1.05], "extra": {"error": {"out": 1.5e-6}, "link": 9}}, ""),
     ],
 )
 def test_what_differs_between_rounds_is_said_and_rounding_is_not(changes, said):
@@ -228,7 +228,7 @@ def test_an_interval_asks_for_rounds_until_it_is_narrow_or_the_budget_is_used():
     assert half_width([[1.0]]) == float("inf")
     assert half_width(wide.step_seconds_by_round) > 0.1 > half_width(narrow.step_seconds_by_round)
     bound = Repetition(rounds=1, interval=0.1, budget_seconds=25.0)
-    assert Pending(bound).due(rounds(1.0), 2)  # an interval takes two rounds
+    assert Pending(bound).due(rounds(1.0), 2)  # an interval takes three rounds
     assert Pending(bound).due(wide, 3)
     assert not Pending(bound).due(rounds(1.0, 1.2, 1.1), 4)  # 30 s of 25
     assert not Pending(bound).due(narrow, 4)
