@@ -122,7 +122,8 @@ class ContextParallel:
             self._agreement = Agreement.of(group, timeout_of(group).total_seconds())
         self._order = order or CallOrder(self.traffic, self._agreement)
         # Around steps that all ranks take together: raises BrokenContext when such steps have failed before.
-        self.collective: Callable[[], AbstractContextManager[None]] = self._order.kept if self.size > 1 else nullcontext
+        self.collective: Callable[..., AbstractContextManager[None]] = self._order.kept if self.size > 1 else _alone
+        self.begin_call = self._order.begin  # the number of an attention call, the same one on every rank
         self._agreed: dict[int, int] = {}  # hashes of the calls that the ranks have agreed on, and their numbers
         self.plan_number = 0  # of the plan that this context is part of
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -189,17 +190,6 @@ class ContextParallel:
         """Tell the other ranks, who may wait, that this one refuses a call. Sends no message."""
         if self._agreement is not None:
             self._agreement.refuse(str(error))
-
-    def begin_call(self) -> int:
-        """The number of an attention call that begins, the same one on every rank."""
-        self._order.calls += 1
-        return self._order.calls
-
-    def in_call(self, call: int, *, backward: bool) -> AbstractContextManager[None]:
-        """`collective`, around the messages of the forward or the backward of the attention call of that number."""
-        if self.size == 1:
-            return nullcontext()
-        return self._order.kept(call, plan=self.plan_number, backward=backward)
 
     def _find_node_size(self) -> int:
         """Consecutive ranks that share a host, the same number on every host."""
@@ -492,6 +482,11 @@ class _Unshard(torch.autograd.Function):
         refuse_second_derivative("unshard")
         shard = ctx.cp.shard if ctx.gradient == "same" else ctx.cp._summed_shard
         return shard(dwhole, ctx.dim), None, None, None
+
+
+def _alone(*_: object, **__: object) -> AbstractContextManager[None]:
+    """`CallOrder.kept` of a single rank, whose steps fail alone."""
+    return nullcontext()
 
 
 def _check_alone() -> None:

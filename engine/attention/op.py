@@ -126,7 +126,7 @@ def _gradients(
                 "with lse_gradient=True"
             )
         delta_BNL -= dlse_BNL
-    with plan.cp.in_call(call, backward=True):
+    with plan.cp.collective(call, plan=plan.cp.plan_number, backward=True):
         return plan.backward(saved, dout_BLND, lse_BNL, delta_BNL)
 
 
@@ -171,12 +171,12 @@ def _forward(
     if saved_output is None:
         if plan.one_call is not None:
             return *_whole_forward(plan, q_BLND, k_BLKD, v_BLKD), Saved((q_BLND, k_BLKD, v_BLKD))
-        with plan.cp.in_call(call, backward=False):
+        with plan.cp.collective(call, plan=plan.cp.plan_number):
             return plan.forward(q_BLND, k_BLKD, v_BLKD, save=save)
     shards = Saved((q_BLND, k_BLKD, v_BLKD))
     if saved_output.cut == 0:
         return *saved_output.tensors, shards
-    with plan.cp.in_call(call, backward=False):
+    with plan.cp.collective(call, plan=plan.cp.plan_number):
         out_BHND, lse_BNH, _ = plan.before(saved_output.cut).forward(q_BLND, k_BLKD, v_BLKD, save=False)
     rows = out_BHND.shape[1] + saved_output.out_BLND.shape[1]
     if rows != q_BLND.shape[1]:

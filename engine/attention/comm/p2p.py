@@ -199,7 +199,12 @@ class CallOrder:
         """`agreement` is that of the context's group; without one, a failure names no other ranks."""
         self._failure: str | None = None
         self._traffic, self._agreement = traffic or Traffic(), agreement
-        self.calls = 0  # forwards begun, on all ranks alike
+        self._calls = 0
+
+    def begin(self) -> int:
+        """The number of an attention call that begins, from 1, the same one on every rank."""
+        self._calls += 1
+        return self._calls
 
     @contextmanager
     def kept(self, call: int = 0, *, plan: int = 0, backward: bool = False) -> Iterator[None]:

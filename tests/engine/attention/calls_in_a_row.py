@@ -27,7 +27,7 @@ def worst_error_in_a_row(
     results = []
     for _ in range(count):
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-        out = burst_attention(*leaves, mask=mask, cp=cp, **choices)
+        out = burst_attention(*leaves, mask=mask, cp=cp, tensor_layout="BSHD", **choices)
         results.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
     return max(worst_relative_error([cp.unshard(part, 1) for part in result], truths) for result in results)
 
