@@ -21,8 +21,26 @@ _FAULTS = frozenset({"hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown"
 
 def caveats_of(record: Record, stated: Stated) -> list[str]:
     """Sentences without full stops, each once: first what the record shows, then what provenance.yaml states."""
-    found = [*_shown_by(record), *(one.says for one in stated.reasons_of(record.trial_id))]
-    return list(dict.fromkeys(found))
+    reasons = (one.says for one in stated.reasons_of(record.trial_id))
+    return list(dict.fromkeys([*_shown_by(record), *reasons, *_machines_of(record, stated)]))
+
+
+def _machines_of(record: Record, stated: Stated) -> list[str]:
+    """Which rounds ran on which machine, as one sentence; nothing where provenance.yaml names no machine."""
+    rounds = [one.number for one in record.rounds] or [1]  # a record from before there were rounds holds the first
+    by_machine: dict[str, list[int]] = {}
+    for number in rounds:
+        if machine := stated.machine(record.trial_id, number):
+            by_machine.setdefault(machine, []).append(number)
+    if not by_machine:
+        return []
+    if len(by_machine) == 1:
+        return [f"ran on {next(iter(by_machine))}"]
+    places = [
+        f"{'rounds' if len(numbers) > 1 else 'round'} {' and '.join(map(str, numbers))} on {machine}"
+        for machine, numbers in by_machine.items()
+    ]
+    return [f"not all rounds ran on one machine: {', '.join(places)}"]
 
 
 def _shown_by(record: Record) -> list[str]:

@@ -94,8 +94,18 @@ def test_a_row_falls_back_to_the_stated_command_and_carries_its_caveats(tmp_path
     rows = {row["method"]: row for row in read_runs([run])[1]}
     assert rows["burst"]["run_command"] == "burst run all.yaml"
     assert rows["ring"]["run_command"] == "burst run 'my own.yaml'"
-    assert rows["burst"]["caveats"] == "one round; measured before records kept the driver; its commit is gone"
-    assert rows["ring"]["caveats"] == "one round; its commit is gone"
+    assert (
+        rows["burst"]["caveats"]
+        == "one round; measured before records kept the driver; its commit is gone; ran on first"
+    )
+    assert rows["ring"]["caveats"] == "one round; its commit is gone; ran on first"
+
+
+def test_a_row_says_which_rounds_ran_on_which_machine(tmp_path: Path) -> None:
+    stated = stated_in(states(tmp_path, WHOLE))
+    told = caveats_of(record(method="ring", rounds=[[0.1], [0.1]]), stated)
+    assert told[-1] == "not all rounds ran on one machine: round 1 on first, round 2 on second"
+    assert caveats_of(record(rounds=[[0.1], [0.1]]), stated)[-1] == "ran on first"
 
 
 def test_a_record_shows_one_round_one_step_a_traced_step_and_what_interrupted_it() -> None:
@@ -141,7 +151,7 @@ def test_steps_that_change_alike_in_every_round_are_not_steady_and_that_is_said(
 
 def test_a_trial_without_figures_has_only_what_is_stated(tmp_path: Path) -> None:
     stated = stated_in(states(tmp_path, WHOLE))
-    assert caveats_of(record(status="oom", method="ring"), stated) == ["its commit is gone"]
+    assert caveats_of(record(status="oom", method="ring"), stated) == ["its commit is gone", "ran on first"]
     assert caveats_of(record(status="oom"), NOTHING_STATED) == []
 
 
