@@ -100,6 +100,7 @@ def test_the_middle_halves_of_the_steps_part_where_the_page_says_that_auto_leads
 
 # Numbers that look measured: a ratio with its interval, a share, a time, memory, a speed. Pages whose numbers are all
 # quoted, each with the words around those that nobody measured: hardware, settings, formulas, predictions, claims.
+# A paragraph that says `development run` has no record.
 _MEASURED = re.compile(
     r"\b\d+(?:\.\d+)? ?%|\b\d[\d,]*\.\d+ (?:\(\d|(?:to|and) \d[\d,]*\.\d+)"
     r"|\b\d[\d,]*(?:\.\d+)? (?:s|ms|seconds|GiB|MiB|GiB/s|TFLOP/s|tokens per second|times)\b"
@@ -128,6 +129,14 @@ _NOT_MEASURED = {
         "Each quarter keeps 2.0 GiB more", "are 2.5 GiB at tail 0 and 1, and 3.5 to 4 GiB between them",
         "does not form attention's output again either (0.5 GiB)",
     ],
+    "docs/training.md": [
+        "(16 MiB in bf16 for", "1 GiB a step for the 1b shape at 16K, about 0.3 ms",
+        "| attention and matrix products, of the step | 87.3% | 92.6% | 95.8% |",  # of a development run
+    ],
+    "docs/attention-between-nodes.md": [
+        "1.7 ms each (128 x 128 x 128K products at a\n132nd of 660 TFLOP/s)", "| 3%, 9% of the kernels' speed |",
+        "by their source 6 GiB per rank and step at 128K in all",
+    ],
 }  # fmt: skip
 
 
@@ -141,6 +150,7 @@ def test_no_measured_number_is_typed_in_by_hand(page: str) -> None:
     for words in _NOT_MEASURED[page]:
         text = text.replace(words, "")
     text = re.sub(r"`[^`\n]*`", "", text)
+    text = "\n\n".join(part for part in re.split(r"\n\n+|\n(?=- )", text) if "development run" not in part)
     typed = [text[max(0, one.start() - 60) : one.end()] for one in _MEASURED.finditer(text)]
     assert typed == [], "quote the record (docs/quoted.yaml), or say `development run`"
 
