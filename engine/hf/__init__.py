@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.hf.load import hugging_face_shape as hugging_face_shape
 from engine.hf.load import import_hugging_face as import_hugging_face
+from engine.hf.load import ties_head as ties_head
 
 if TYPE_CHECKING:
     from engine.hf.export import export_hugging_face as export_hugging_face

@@ -39,6 +39,11 @@ def hugging_face_shape(directory: Path) -> ModelShape:
     return _checked(directory)[0]
 
 
+def ties_head(directory: Path) -> bool:
+    """Whether the model in `directory` has one matrix for the embedding and the LM head. Raises OSError, ValueError."""
+    return is_tied(read_json(directory / "config.json"))
+
+
 def _checked(directory: Path) -> tuple[ModelShape, Shards, dict[str, str]]:
     """The model's shape, its files, and the name of the tensor that fills each parameter. Raises ValueError."""
     path = directory / "config.json"
