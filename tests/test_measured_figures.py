@@ -133,6 +133,7 @@ _NOT_MEASURED = {
         "(16 MiB in bf16 for", "1 GiB a step for the 1b shape at 16K, about 0.3 ms",
         "| attention and matrix products, of the step | 87.3% | 92.6% | 95.8% |",  # of a development run
     ],
+    "docs/attention-performance.md": [],
     "docs/attention-between-nodes.md": [
         "1.7 ms each (128 x 128 x 128K products at a\n132nd of 660 TFLOP/s)", "| 3%, 9% of the kernels' speed |",
         "by their source 6 GiB per rank and step at 128K in all",
