@@ -77,8 +77,7 @@ def record(extra: dict[str, Any], **settings: Any) -> Record:
             {"error": {"loss": 1e-5, "dhidden": 1.7e-2, "dweight": 2e-3}},
             "",
         ),
-        ({"task": "train"}, {"error": {"a tensor that no bound is known of": 5.0}}, ""),
-        ({}, {"error": {"out": None, "dq": "x"}, "error_at": {"out": [1]}}, ""),  # damaged: not for this to say
+        ({"task": "train"}, {"error": {"loss": 1e-6, "hidden": 1e-6}}, ""),
     ],
 )  # fmt: skip
 def test_errors_beyond_what_exact_methods_give_are_wrong(settings: Any, extra: Any, reason: str) -> None:
@@ -118,9 +117,8 @@ def test_a_record_is_judged_when_it_is_read_whatever_it_said(tmp_path: Path) -> 
     stricter = replace(record({"error": EXACT}), status="wrong", reason="my_ring: out differs by more than 1e-9")
     assert (read(stricter).status, read(stricter).reason) == ("ok", "")
     # Nothing that is known here says why, so it stays as it was written.
-    for extra in ({}, {"error": {"another tensor": 0.1}}):
-        kept = read(replace(record(extra, task="train"), status="wrong", reason="my_ring: another tensor is off"))
-        assert (kept.status, kept.reason) == ("wrong", "my_ring: another tensor is off")
+    kept = read(replace(record({}, task="train"), status="wrong", reason="my_ring: another tensor is off"))
+    assert (kept.status, kept.reason) == ("wrong", "my_ring: another tensor is off")
     empty = replace(record({}), status="wrong", reason="no figures", measurement=None)
     write_record(tmp_path, empty)
     with pytest.raises(ValueError, match="its status is wrong, but it holds no step times"):

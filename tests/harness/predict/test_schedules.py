@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from engine import ContextParallel
+from engine.attention import context
 from engine.attention.kernels import flex
 from engine.attention.masks import parse_mask
 from engine.attention.planning.cost_model import HardwareModel
@@ -224,6 +226,9 @@ def test_a_prediction_takes_what_the_ranks_would_take(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         ContextParallel, "_subgroup", lambda _, ranks, __: dist.new_group(list(ranks)) if len(ranks) > 1 else None
     )
+    # The other ranks of the imagined groups are not there to agree with.
+    monkeypatch.setattr(context, "timeout_of", lambda _: timedelta(seconds=1))
+    monkeypatch.setattr(context.Agreement, "of", lambda *_: None)
     monkeypatch.setattr(type(flex.KERNEL), "unsupported_reason", lambda _: None)
     monkeypatch.setattr(type(flex.KERNEL), "refuse", lambda *_: None)
     speeds = replace(speeds_of(hardware_named("h200")), across_gib=ACROSS)
