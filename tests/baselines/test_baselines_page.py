@@ -42,7 +42,10 @@ def settings_shown() -> str:
 
 
 def fidelity_shown() -> str:
-    head = ("upstream system", "native baseline", "error", "its error", "bytes", "its bytes", "native ÷ upstream")
+    head = (
+        "upstream system", "native baseline", "error, upstream", "error, native", "bytes, upstream", "bytes, native",
+        "bytes, native ÷ upstream",
+    )  # fmt: skip
     lines = []
     for name in SYSTEMS:
         for row in published_rows(name).values():
