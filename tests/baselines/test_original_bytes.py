@@ -1,7 +1,7 @@
-"""Each native baseline sends the bytes of its original: the original's own formula, with the place it was read in,
-against the bytes that the plan computes and those that gloo ranks counted.
+"""Each native form sends the bytes of its original: the original's own formula, with the place it was read in, against
+the bytes that the plan computes and those that gloo ranks counted.
 
-Where a native baseline sends fewer or more, the difference is a term of its own here and a line of docs/baselines.md.
+Where a native form sends fewer or more, the difference is a term of its own here and stands in its module's docstring.
 A kernel that writes gradients in the inputs' dtype stands for those of GPUs.
 """
 
@@ -166,7 +166,7 @@ CASES: list[tuple[str, dict[str, Any], Callable[[], int]]] = [
 ]
 
 
-def test_a_native_baseline_sends_the_bytes_of_its_original() -> None:
+def test_a_native_form_sends_the_bytes_of_its_original() -> None:
     for name in dict.fromkeys(name for name, _, _ in CASES):
         cases = [(changes, formula) for each, changes, formula in CASES if each == name]
         trials = [settings_for(name, RANKS, dtype="bf16", **changes) for changes, _ in cases]
