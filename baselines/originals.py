@@ -1,4 +1,4 @@
-"""Which real systems each native form is written after: where both ran, reports say when the native form is slower.
+"""Which upstream systems each native baseline is written after: where both ran, reports say when ours is slower.
 
 `ring` has none: RingAttention itself is a program of JAX, and the other systems' rings balance causal work, as `ring`
 does not.
@@ -15,7 +15,7 @@ class Original:
     """A method that runs a system as its authors ship it."""
 
     method: str
-    # Of its setting `schedule`, where that decides which native form it is; the native form's own is then fixed by its
+    # Of its setting `schedule`, where that decides which native baseline it is; its own schedule is then fixed by its
     # name. Empty: both ran with the same one.
     schedules: tuple[str, ...] = ()
 

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Slurm's HealthCheckProgram: drains this node when a check fails, and resumes it when the checks pass again.
-# See docs/scheduled-checks.md. slurmd runs it as root and ends it after 60 seconds.
+# See docs/cluster.md. slurmd runs it as root and ends it after 60 seconds.
 
 BURST=${BURST:-/opt/burst/.venv/bin/burst}
 SITE=${SITE:-/etc/burst/site.yaml}

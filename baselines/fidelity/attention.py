@@ -1,4 +1,4 @@
-"""Run the attention of one system on CPU ranks, and compare each case with dense float64 and with our native form."""
+"""Run the attention of one system on CPU ranks; compare each case with dense float64 and with our native baseline."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def attention_rows(
 
 
 def settings_of(case: Case, method: str) -> TrialSettings:
-    """The case as a trial of a method: what an adapter or a native form is asked for."""
+    """The case as a trial of a method: what an adapter or a native baseline is asked for."""
     shape = ModelShape(
         name="fidelity", layers=1, hidden=case.heads * HEAD_DIM, ffn=64, heads=case.heads, kv_heads=case.kv_heads,
         head_dim=HEAD_DIM, vocab=256,

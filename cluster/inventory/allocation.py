@@ -52,7 +52,7 @@ def allocated_hosts(environment: Mapping[str, str] = os.environ) -> list[Host]:
         absent = "SLURM_JOB_ID" if job is None else "SLURM_JOB_NODELIST"
         raise UsageError(
             f"slurm stands for the nodes of a Slurm job, but this program runs in none ({absent} is not set); "
-            "submit it with sbatch as docs/slurm.md shows, or start it in the shell of salloc"
+            "submit it with sbatch as docs/cluster.md shows, or start it in the shell of salloc"
         )
     try:
         names = ranges.expand(listed)

@@ -17,7 +17,7 @@ from cluster.inventory.hosts import Host, distinct, parse_hosts, read_hosts
 from cluster.inventory.ranges import fold
 
 _HEADER = """\
-# Imported from {source}: {count} nodes. docs/inventory.md lists every key of this file. site: a site file beside this
+# Imported from {source}: {count} nodes. docs/cluster.md lists every key of this file. site: a site file beside this
 # one, or its sections; without it nothing is expected of the nodes.
 """
 

@@ -1,4 +1,4 @@
-"""`burst baselines`: the real compared systems, each in an environment of its own, and the paper's runs of them."""
+"""`burst baselines`: the upstream systems, each in an environment of its own, and the paper's runs of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_NODES = 4096
 
 
 class Baselines:
-    help = "install the real compared systems, unmodified, and compare what is installed with its pin"
+    help = "install upstream systems, unmodified, and compare what is installed with its pin"
     forwards = False
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ class Baselines:
             "--without", action="append", default=[], metavar="PACKAGE", help="leave out one that install --build gives"
         )
         fidelity = actions.add_parser(
-            "fidelity", help="run systems on CPU ranks, beside dense float64 and beside our native forms"
+            "fidelity", help="run systems on CPU ranks, beside dense float64 and beside our native baselines"
         )
         fidelity.add_argument("systems", nargs="*", metavar="SYSTEM", help="default: all that are installed")
         fidelity.add_argument(

@@ -59,7 +59,7 @@ class Speeds:
     attention_backward_tflops: float  # in the kernel convention: five products
     memory_gib: float  # of elementwise passes, read and written
     inside_gib: float  # to a rank of the node
-    across_gib: float  # to another node, with NCCL set up for the site (docs/environment.md)
+    across_gib: float  # to another node, with NCCL set up for the site (docs/cluster.md)
     across_default_gib: float  # the same with NCCL's own defaults
     ring_step_seconds: float  # that one more step of a ring adds to a pass: launches, merge, waiting for its message
     host_gib: float = 24.0  # to or from pinned host memory, every GPU of a node at once

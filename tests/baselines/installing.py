@@ -1,4 +1,4 @@
-"""Real systems for tests: the installation that is there, or one made from the package index in a test's folder."""
+"""Upstream systems for tests: the installation that is there, or one made from the package index in a test's folder."""
 
 from __future__ import annotations
 

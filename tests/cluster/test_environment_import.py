@@ -73,7 +73,7 @@ def test_the_fragment_is_a_site_file(tmp_path):
     assert (
         fragment
         == """\
-# Imported by `burst env --import` from env.sh; see docs/environment.md.
+# Imported by `burst env --import` from env.sh; see docs/cluster.md.
 network:
   hcas: ["mlx5_2", "mlx5_3"]  # NCCL_IB_HCA, line 3
   interface: "eth0"  # NCCL_SOCKET_IFNAME, line 4

@@ -295,7 +295,7 @@ def test_what_replaces_a_secret_does_not_tell_it():
 
 
 def test_every_variable_stands_in_the_documentation(node):
-    page = (Path(__file__).parents[2] / "docs" / "environment.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text(encoding="utf-8")
     h100(node)
     site = Site(network=NetworkExpectation(gid_index=3))
     rendered = [

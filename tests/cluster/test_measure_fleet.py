@@ -1,4 +1,5 @@
-"""The measurement in docs/nodes.md can be repeated: its nodes answer the real program, each as a healthy one."""
+"""The measurement in docs/notes/2026-11-21-cluster-times.md can be repeated: its nodes answer the real program, each as
+a healthy one."""
 
 import subprocess
 import sys

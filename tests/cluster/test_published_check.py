@@ -42,7 +42,7 @@ def test_the_records_of_four_gpus_found_their_links_and_fabric_sound_and_measure
     )
     assert found is not None, active
     gemm, median, peers, reduced = found.groups()
-    page = " ".join((ROOT / "docs" / "nodes.md").read_text(encoding="utf-8").split())
+    page = " ".join((ROOT / "docs" / "notes" / "2026-11-22-node-checks-on-h200.md").read_text(encoding="utf-8").split())
     assert f"{gemm} TFLOP/s on the slowest GPU and {median} at the median" in page
     assert f"{peers} GB/s between the slowest two GPUs" in page
     assert f"{reduced} GB/s in the all-reduce of the four" in page
@@ -62,7 +62,7 @@ def test_the_speeds_on_the_page_are_those_of_the_record() -> None:
     )
     assert found is not None
     gemm, published, device, host = map(float, found.groups())
-    page = (ROOT / "docs" / "nodes.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "notes" / "2026-11-22-node-checks-on-h200.md").read_text(encoding="utf-8")
     assert f"{gemm:g} TFLOP/s in a bf16 product of 8192 x 8192 x 8192, which is {gemm / published:.0%} of" in page
     assert f"{device:.0f} GB/s within the device; {host:g} GB/s from\n" in page
 

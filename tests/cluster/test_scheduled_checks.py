@@ -1,5 +1,5 @@
-"""The recipes of docs/scheduled-checks.md, run: Slurm's program with a scontrol that notes what it is told, cron's line
-by a real shell and check."""
+"""The recipes of docs/cluster.md for checks on a schedule, run: Slurm's program with a scontrol that notes what it is
+told, cron's line by a real shell and check."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.programs import shell_program
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "examples" / "slurm_health_check.sh"
-PAGE = ROOT / "docs" / "scheduled-checks.md"
+PAGE = ROOT / "docs" / "cluster.md"
 IDLE = "NodeName=gpu01 State=IDLE ThreadsPerCore=1"
 DRAINED = IDLE.replace("IDLE", "IDLE+DRAIN") + " Reason={} [root@2026-11-20T12:00:00]"
 FINDING = 'NODES CRITICAL - 0 of 1 usable; gpu01: gpus: 7 x NVIDIA "H200" | usable=0;;;0;1'

@@ -1,6 +1,6 @@
 """Jobs of a real small Slurm on two hosts of the lab: `burst run --nodes slurm` from submission to report.
 
-Submitted is the example that docs/slurm.md shows.
+Submitted is the example that docs/cluster.md shows.
 """
 
 from __future__ import annotations

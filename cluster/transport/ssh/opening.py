@@ -23,8 +23,8 @@ from cluster.transport.ssh.login import PrivateKeys, SlowLogin, log_in
 from cluster.transport.ssh.session import FAILURES, SshRunner, explain
 
 CONNECT_SECONDS = 10.0  # each for TCP and for key exchange with login: slower than this is not a node to run on
-# Key exchange and login take some 3 ms of this machine's processor (docs/inventory.md): more at once delays all of
-# them. A host that has not sent its greeting does not count, as some never send one.
+# Key exchange and login take some 3 ms of this machine's processor (docs/notes/2026-11-21-cluster-times.md): more at
+# once delays all of them. A host that has not sent its greeting does not count, as some never send one.
 LOGINS_AT_ONCE = 64
 TURN_SECONDS = 60.0  # the longest wait for a turn: after this the others must hang
 KEEPALIVE_SECONDS = 30  # a firewall drops a connection that is silent while a long command runs
