@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import json
 import re
 import typing
 from functools import cache
@@ -229,3 +230,20 @@ def test_the_models_of_the_page_have_the_sizes_of_their_files() -> None:
 def test_every_key_of_a_hardware_file_is_listed() -> None:
     text = section("Hardware files", (DOCS / "plan.md").read_text(encoding="utf-8"))
     assert named(text) == {one.name for one in dataclasses.fields(Hardware)} - {"name"} | set(SPEEDS)
+
+
+def test_the_answer_that_the_page_of_planning_shows_is_the_one_of_its_command() -> None:
+    page = (DOCS / "plan.md").read_text(encoding="utf-8")
+    [command] = re.findall(r"^burst (plan --model .*?) +#", page, re.MULTILINE)
+    table = page.partition("cp_size  checkpoint.every")[2].partition("```")[0].splitlines()[1:]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main([*command.split(), "--json"]) == 0
+    found = [
+        [
+            str(row["cp_size"]), str(row["checkpoint.every"]), str(row["checkpoint.whole_layers"]),
+            str(row["optimizer_offload"]), *(f"{row[name]:.3g}" for name in ("predicted_seconds", "predicted_gpu_gib")),
+        ]
+        for row in json.loads(out.getvalue())
+    ]  # fmt: skip
+    assert [line.split()[:6] for line in table] == found
