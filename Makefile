@@ -29,8 +29,8 @@ $(STAMP): pyproject.toml
 
 demo: install
 	@$(BIN)/burst run experiments/quickstart.yaml $(if $(GPU),--scale gpu --set sweep.kernel=[auto] --set steps.rounds=1,) $(ARGS)
-	@echo "Read on: docs/using-burst-attention.md (attention in your own model), docs/experiments.md (an experiment of your own),"
-	@echo "         docs/training-run.md (a training run), docs/README.md (all pages and commands)"
+	@echo "Read on: docs/attention.md (attention in your own model), docs/experiments.md (an experiment of your own),"
+	@echo "         docs/train.md (a training run), docs/README.md (all pages)"
 
 lint: install
 	$(BIN)/ruff check .
@@ -51,7 +51,7 @@ test-all: lint types
 docs: install
 	$(BIN)/python -m harness.report.quoted
 
-# The image for CPUs, its tests, and the stage of one compared system (docs/image.md); as root on Debian or Ubuntu.
+# The image for CPUs, its tests, and the stage of one compared system (docs/install.md); as root on Debian or Ubuntu.
 image: install
 	@$(BIN)/burst image base --engine podman
 	@$(BIN)/burst image build --engine podman --cuda none --tag burst:cpu --pip-setup

@@ -6,13 +6,11 @@ import os
 import re
 import subprocess
 import sys
-import typing
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from engine.settings import TrialSettings
 from harness.cli import main
 from tests.patience import AMPLE
 
@@ -227,18 +225,3 @@ def burst_help(command: str) -> str | None:
         except SystemExit as end:
             code = int(end.code or 0)
     return out.getvalue() if code == 0 else None
-
-
-def test_every_value_a_setting_accepts_is_documented():
-    page = (ROOT / "docs" / "experiments.md").read_text("utf-8")
-    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
-    hints = typing.get_type_hints(TrialSettings)
-    choices = {name: typing.get_args(hint) for name, hint in hints.items() if typing.get_origin(hint) is typing.Literal}
-    assert {"schedule", "exchange", "kernel", "layout"} <= choices.keys() & rows.keys()
-    missing = {
-        (name, value)
-        for name in choices.keys() & rows.keys()
-        for value in choices[name]
-        if f"`{value}`" not in rows[name]
-    }
-    assert missing == set()

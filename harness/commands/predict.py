@@ -282,7 +282,7 @@ def _print(found: list[Forecast], *, phases: bool) -> None:
                     print(f"  {f'memory, {name}':42} {gib:10.4g} GiB{fullest}")
     if published:
         print("Published GiB: of the paper's own program of that method with these settings; GiB: of this engine.")
-    print("From and to: nine of ten published configurations that were held out lay within (docs/prediction.md).")
+    print("From and to: nine of ten published configurations that were held out lay within (docs/plan.md).")
 
 
 COMMAND = Predict()

@@ -3,7 +3,7 @@
 A multiply-add is two operations. Only matrix multiplications count: norms, softmax, RoPE and the embedding look-up are
 free. Attention counts the (query, key) pairs its mask really shows, so causal and windowed runs get no credit for
 work that they skip. The totals are those of a whole step over all ranks. Conventions of the field, spelled out in
-docs/metrics.md: PaLM (arXiv:2204.02311, appendix B) for model against hardware FLOPs, FlashAttention
+docs/reference.md: PaLM (arXiv:2204.02311, appendix B) for model against hardware FLOPs, FlashAttention
 (arXiv:2205.14135) for the 2.5 of its backward.
 """
 

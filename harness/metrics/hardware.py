@@ -92,7 +92,7 @@ class Hardware:
     gpus_per_node: int = GPUS_PER_NODE
     kernel_tiles: dict[str, Tiles] = field(default_factory=dict)  # attention kernel -> its speeds by tile
     # Layers whose gathered parameters and gradients wait for their stream in the published systems; fitted to their
-    # memory (docs/prediction.md). None: not known of this GPU type.
+    # memory (docs/plan.md). None: not known of this GPU type.
     waiting_layers: float | None = None
     figures: dict[str, str] = field(default_factory=dict)  # everything `burst calibrate` measured, as it wrote it
 
@@ -132,7 +132,7 @@ def hardware_named(name: str) -> Hardware:
 
 @cache
 def all_hardware() -> dict[str, Hardware]:
-    """Every known GPU model by file stem. Raises UsageError when a file is not as `docs/experiments.md` says."""
+    """Every known GPU model by file stem. Raises UsageError when a file is not as `docs/plan.md` says."""
     return {path.stem: load_hardware(path) for path in sorted(HARDWARE_DIR.glob("*.yaml"))}
 
 

@@ -137,29 +137,22 @@ def median_error(rows: list[Compared], figure: str) -> float:
 
 
 def summary() -> str:
-    """Markdown: errors of each figure, of the records that are judged and of the others."""
+    """Markdown for docs/plan.md: errors of each figure, of the records that are judged, by GPUs, and of the others."""
     rows = compared_records()
-    lines = [
-        "| records | count | figure | median error | largest error | aim, of the median |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| training records | count | figure | median error | largest error |", "|---|---|---|---|---|"]
     of_figure: dict[str, str] = {"seconds": "time", "allocated": "memory allocated", "reserved": "memory reserved"}
     parts: dict[str, Callable[[Compared], bool]] = {
-        "of today's engine": lambda row: row.judged,
-        "older, listed alone": lambda row: not row.judged,
+        f"since {TODAY}, one GPU": lambda row: row.judged and row.cp_size == 1,
+        f"since {TODAY}, several GPUs": lambda row: row.judged and row.cp_size > 1,
+        "earlier, of older code": lambda row: not row.judged,
     }
     for label, belongs in parts.items():
         chosen = [row for row in rows if belongs(row)]
-        for figure, aim in WITHIN.items():
+        for figure, name in of_figure.items():
             of = [row for row in chosen if figure != "seconds" or row.timed or not row.judged]
-            aimed = f"{100 * aim:.0f}%" if belongs is parts["of today's engine"] else ""
-            lines.append(_line(label, of, figure, of_figure[figure], aimed))
+            median, largest = 100 * median_error(of, figure), 100 * max(abs(row.error(figure)) for row in of)
+            lines.append(f"| {label} | {len(of)} | {name} | {median:.1f}% | {largest:.1f}% |")
     return "\n".join(lines)
-
-
-def _line(label: str, rows: list[Compared], figure: str, name: str, aimed: str) -> str:
-    median, largest = 100 * median_error(rows, figure), 100 * max(abs(row.error(figure)) for row in rows)
-    return f"| {label} | {len(rows)} | {name} | {median:.1f}% | {largest:.1f}% | {aimed} |"
 
 
 def main() -> None:

@@ -277,7 +277,7 @@ def write_hardware_file(path: Path, document: Mapping[str, Any]) -> Path:
     """Write it whole. Raises UsageError where a file is there already: nothing is overwritten."""
     if path.exists():
         raise UsageError(f"{path} exists; give --out another name, or move that file away")
-    head = "# Measured by burst calibrate; docs/prediction.md says what each speed is.\n"
+    head = "# Measured by burst calibrate; docs/plan.md says what each speed is.\n"
     return write_atomic(path, head + yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True, width=120))
 
 

@@ -1,6 +1,6 @@
 """`python -m harness.predict.validation_table`: every published configuration, predicted, into results/paper.
 
-Times go to predicted.csv, peaks of memory to predicted_memory.csv, and their errors to docs/prediction.md.
+Times go to predicted.csv, peaks of memory to predicted_memory.csv, and their errors to docs/plan.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from harness.predict.published_rows import REFERENCE
 from harness.predict.validation import FIT, HELD_OUT, compare, median_error
 
 TABLE_FILE = REFERENCE.with_name("predicted.csv")
-PAGE = REFERENCE.parents[2] / "docs" / "prediction.md"
+PAGE = REFERENCE.parents[2] / "docs" / "plan.md"
 ERRORS, MEMORY_ERRORS = "errors", "errors of memory"  # names of blocks of the page
 MEMORY_FILE = REFERENCE.with_name("predicted_memory.csv")
 HEADER = [
@@ -38,8 +38,8 @@ def table_rows() -> list[list[str]]:
 
 
 def summary() -> str:
-    """Markdown: median errors by side and kind of row, for docs/prediction.md."""
-    lines = ["| rows | side | configurations | median error | nine of ten within |", "|---|---|---|---|---|"]
+    """Markdown: median errors by side and kind of row, for docs/plan.md."""
+    lines = ["| published rows | side | configurations | median error | nine of ten within |", "|---|---|---|---|---|"]
     rows = compare()
     for label, end_to_end in (("end-to-end, ablation, checkpointing, CP scaling", True), ("all others", False)):
         for side in (FIT, HELD_OUT):
@@ -79,7 +79,7 @@ def memory_rows() -> list[list[str]]:
 
 def memory_summary() -> str:
     """Markdown: median errors of memory by side and kind of row."""
-    lines = ["| rows | side | configurations | median error | largest error |", "|---|---|---|---|---|"]
+    lines = ["| published rows | side | configurations | median error | largest error |", "|---|---|---|---|---|"]
     rows = [row for row in compare_memory() if row.error is not None]
     kinds = {
         "training, BurstEngine": lambda row: row.training and row.system.name == "BurstEngine",

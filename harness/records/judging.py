@@ -28,7 +28,7 @@ ERROR_SCALE: Final = "error_scale"
 class Bound:
     """The largest error against float64 that an exact method may have, relative to the norm of the truth.
 
-    About four times what exact methods give (`docs/metrics.md`): rounding is no more than that in any shape, and a
+    About four times what exact methods give (`docs/reference.md`): rounding is no more than that in any shape, and a
     gradient that is off by a fiftieth is beyond it in every dtype.
     """
 

@@ -46,7 +46,7 @@ class Predictor(Protocol):
 
 
 class Simulated:
-    """The times and the memory of docs/prediction.md."""
+    """The times and the memory of docs/plan.md."""
 
     name = "the schedule simulated; memory as published systems hold it, where their software was fitted, or the engine"
 

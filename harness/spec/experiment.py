@@ -1,4 +1,4 @@
-"""Experiment files: strict YAML in, one frozen `Experiment` out. `docs/experiments.md` lists every key.
+"""Experiment files: strict YAML in, one frozen `Experiment` out. `docs/reference.md` lists every key.
 
 A file is a stack of layers - the base, one scale, each `--set` - and a later layer wins. Inside a layer a setting is
 either swept or fixed; a later layer may turn one into the other. Which settings exist, their types and ranges come from

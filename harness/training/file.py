@@ -1,6 +1,6 @@
 """Configurations of `burst train`: strict YAML in, one frozen `TrainingConfig` out.
 
-`docs/training-run.md` lists every key.
+`docs/train.md` and `docs/reference.md` list every key.
 Settings of the engine are at the top level, under the names that they have in experiments; `engine.settings` defines
 their types and ranges.
 """

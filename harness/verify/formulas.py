@@ -1,4 +1,4 @@
-"""The figures of a record computed a second time, from docs/metrics.md: what results.csv must hold.
+"""The figures of a record computed a second time, from docs/reference.md: what results.csv must hold.
 
 Written apart from `harness.metrics.throughput` and `flops`, which it does not import (an import-linter contract keeps
 it so): two programs that agree are harder to get wrong than one. Hardware peaks are data and are read once.
@@ -219,7 +219,7 @@ def _middle_half(seconds: Sequence[float]) -> float | None:
 
 
 def _interval(rounds: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """95% interval of the median step from every combination of rounds, widened for few of them (docs/metrics.md)."""
+    """95% interval of the median step from every combination of rounds, widened for few of them (docs/reference.md)."""
     count = len(rounds)
     if count > ROUNDS_TAKEN_ALL:
         return None

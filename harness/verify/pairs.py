@@ -1,4 +1,4 @@
-"""Visible (query, key) pairs of a mask, counted from its definition in docs/experiments.md: row by row, or in blocks.
+"""Visible (query, key) pairs of a mask, counted from its definition in docs/attention.md: row by row, or in blocks.
 
 This is the second count: it reads the setting itself and uses nothing of `engine.attention`.
 """

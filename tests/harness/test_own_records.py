@@ -38,7 +38,7 @@ def test_records_of_todays_engine_are_predicted_within_the_aims() -> None:
         of = [row for row in judged if figure != "seconds" or row.timed]
         assert len(of) >= 40
         assert median_error(of, figure) < aim, figure
-        # docs/prediction.md names what is known of steps of several GPUs, whose times are further off.
+        # docs/plan.md names what is known of steps of several GPUs, whose times are further off.
         for several, most in ((False, 1.7), (True, 3.0 if figure == "seconds" else 1.7)):
             assert max(abs(row.error(figure)) for row in of if (row.cp_size > 1) == several) < most * aim, figure
 

@@ -21,7 +21,7 @@ S = 24
 
 
 def sees(mask: str, query: int, key: int) -> bool:
-    """The definition of docs/experiments.md, for one pair."""
+    """The definition of docs/attention.md, for one pair."""
     name, *arguments = mask.split(":")
     if name == "full":
         return True

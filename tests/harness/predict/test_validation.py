@@ -84,7 +84,7 @@ def test_the_memory_of_held_out_configurations_is_predicted_within_the_aim() -> 
     assert median_memory_error(row for row in held_out if row.training) < 0.08
     others = [row for row in held_out if row.training and row.system is not BURST_ENGINE]
     assert len(others) >= 3
-    assert median_memory_error(others) < 0.15  # worse than the aim, as docs/prediction.md says
+    assert median_memory_error(others) < 0.15  # worse than the aim, as docs/plan.md says
 
 
 def test_peaks_are_on_the_side_of_their_configuration_and_the_constant_is_the_best_of_the_fitted_half() -> None:
