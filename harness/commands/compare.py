@@ -28,7 +28,8 @@ class Compare:
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "directories", nargs="+", type=Path, metavar="DIR",
-            help="A (the reference) and B: runs, or directories that hold such; with --methods or --commits any number",
+            help="A (the reference) and B: runs (directories or packed files), or directories that hold runs; with "
+            "--methods or --commits any number",
         )  # fmt: skip
         sides = parser.add_mutually_exclusive_group()
         sides.add_argument(
@@ -92,7 +93,7 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
         sides = [_of_all([directory]) for directory in directories]
         labels = tuple(map(str, directories))
         hint = "name runs of one experiment"
-    shared = {member.path for member in sides[0]} & {member.path for member in sides[1]}
+    shared = {member.place for member in sides[0]} & {member.place for member in sides[1]}
     if labels[0] == labels[1] or len(shared) == len(sides[0]) == len(sides[1]):
         raise UsageError(f"A and B are both {labels[0]}; name two different things to compare")
     if shared:

@@ -24,7 +24,7 @@ from engine.plain_json import to_json
 from engine.settings import ModelShape
 from harness.base.errors import UsageError
 from harness.metrics.hardware import hardware_for
-from harness.records.record import read_records
+from harness.records.stored import read_records
 
 _MODULE = "engine.tasks.calibrate"
 _GPU_REQUEST = {
