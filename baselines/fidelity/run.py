@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 
 
 def run_systems(names: Sequence[str], out: Path, commit: str, *, anew: bool = False, say: Say = print) -> list[Row]:
-    """Run those systems, or all; keep the result of each in OUT/fidelity.jsonl, and write the table of all that are there.
+    """Run those systems, or all; keep their results in OUT/fidelity.jsonl, and write the table of all that are there.
 
     Raises UsageError for an unknown system, and where nothing can be written to `out`.
     """
@@ -115,10 +115,10 @@ def absent_row(name: str, place: Place) -> Row:
 def read_results(out: Path) -> dict[str, Result]:
     """The results in OUT by system, one on each line of the file; none where there is no file. Raises UsageError for a
     line that is no result."""
-    path, number = out / RESULTS, 0
+    path = out / RESULTS
     found: dict[str, Result] = {}
     try:
-        for number, line in enumerate(read_regular(path).splitlines(), start=1):
+        for line in read_regular(path).splitlines():
             result: Result = from_json(Result, parse_json(line))
             if result.name not in NAMES or result.name in found:
                 raise ValueError(f"{result.name} is no system, or stands twice")
@@ -127,7 +127,7 @@ def read_results(out: Path) -> dict[str, Result]:
         return {}
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{path}:{number}: no result of a system ({error}); remove the line, then repeat the command"
+            f"{path}: line {len(found) + 1} is no result of a system ({error}); remove it, then repeat the command"
         ) from error
     return found
 
