@@ -109,8 +109,9 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
 
 def _of_all(directories: list[Path]) -> list[Member]:
     from harness.compare.sources import of_directory
+    from harness.records.stored import resolved
 
-    unique = dict.fromkeys(directory.resolve() for directory in directories)
+    unique = dict.fromkeys(map(resolved, directories))
     return [member for directory in unique for member in of_directory(directory)]
 
 

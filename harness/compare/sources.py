@@ -10,7 +10,7 @@ from pathlib import Path
 from harness.base.errors import UsageError, one_of
 from harness.records.provenance import DIRTY
 from harness.records.record import BadRecord, Record, RecordPlace, refuse_bad
-from harness.records.stored import StoredRecord, StoredRun, read_all, runs_below, stored_run
+from harness.records.stored import StoredRecord, StoredRun, read_all, resolved, runs_below, stored_run
 from harness.report.results import Row, row_of
 
 _MOVED_ASIDE = re.compile(r"\.\d{8}-\d{6}(-\d+)?")  # what `burst run` adds to the name of an earlier run
@@ -44,7 +44,7 @@ def ever_kept(directories: Sequence[Path]) -> list[Member]:
             for path in directory.resolve().parent.glob(f"{_escaped(directory.resolve().name)}.*")
             if _MOVED_ASIDE.fullmatch(path.name.removeprefix(directory.resolve().name))
         )
-        runs.update((run.path.resolve(), None) for place in (directory, *beside) for run in _runs(place))
+        runs.update((resolved(run.path), None) for place in (directory, *beside) for run in _runs(place))
     found = _read((run, one) for run in map(stored_run, runs) for one in (*run.records(), *run.attempts()))
     if not found:
         places = ", ".join(map(str, directories))

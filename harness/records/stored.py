@@ -212,6 +212,12 @@ def stored_run(path: Path) -> StoredRun:
     return PackedRun(path) if path.suffix == SUFFIX and not path.is_dir() else DirectoryRun(path)
 
 
+def resolved(path: Path) -> Path:
+    """The absolute path of a run, by which a run that is named twice is one. A packed file that is a link keeps its own
+    name, which says what it is."""
+    return path.parent.resolve() / path.name if isinstance(stored_run(path), PackedRun) else path.resolve()
+
+
 def run_named(folder: Path, name: str) -> Path:
     """The path of a run below a folder by its name, such as `h200x1/one_gpu`."""
     file = folder / f"{name}{SUFFIX}"

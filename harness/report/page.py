@@ -15,7 +15,7 @@ from harness.base.lengths import format_length
 from harness.base.writable import make_writable
 from harness.metrics.throughput import FORMULAS
 from harness.records.record import Record, refuse_bad, set_aside
-from harness.records.stored import refuse_one_name, stored_run
+from harness.records.stored import refuse_one_name, resolved, stored_run
 from harness.report import figures
 from harness.report.drawing.points import about, groups_of
 from harness.report.figures import all_figures, render, save_figure
@@ -191,7 +191,7 @@ def read_runs(
 
 def named_runs(run_dirs: Sequence[Path]) -> dict[str, Path]:
     """Runs by the names that rows have for them; a run named twice is one run."""
-    paths = list(dict.fromkeys(path.resolve() for path in run_dirs))
+    paths = list(dict.fromkeys(map(resolved, run_dirs)))
     refuse_one_name(paths)
     return dict(zip(_unique_names([stored_run(path).report_dir for path in paths]), paths, strict=True))
 

@@ -90,6 +90,7 @@ def pack(path: Path, out: Path, *, logs: bool = False) -> Path:
     if os.path.lexists(out):
         raise UsageError(f"{out} exists and is not overwritten; give --out another name, or rename it")
     run = _run_at(path)
+    stated = run.stated()
     make_writable(out.absolute().parent)
     with tempfile.TemporaryDirectory(prefix="burst-archive-") as temporary:
         folder = Path(temporary) / run.name
@@ -101,7 +102,7 @@ def pack(path: Path, out: Path, *, logs: bool = False) -> Path:
         records, rows = read_runs([folder])
         write_report([folder], folder)
         _describe(folder, records, rows)
-        _refuse_private(_texts(folder, path), run.stated())
+        _refuse_private(_texts(folder, path), stated)
         (folder / SUMS_FILE).write_text(sums_of(folder), encoding="utf-8")
         return write_atomic(out, _packed(folder))
 
@@ -246,9 +247,12 @@ def _refuse_private(texts: Iterable[tuple[str, str | None, str]], stated: Stated
 
 def _run_at(path: Path) -> StoredRun:
     """Raises UsageError where there is no record."""
-    if not path.is_file() and not is_run(path):  # a file is read as a packed run, and says itself why it is none
-        raise UsageError(f"{path} holds no record (trials/*/record.json); name one run: a directory, or a packed file")
-    return stored_run(path)
+    run = stored_run(path)
+    if isinstance(run, DirectoryRun) and not is_run(path):
+        raise UsageError(
+            f"{path} holds no record (trials/*/record.json); name one directory that `burst run` left, or a packed run"
+        )
+    return run
 
 
 def _content(path: Path) -> bytes | None:
