@@ -99,8 +99,9 @@ def trial_id_in(data: Any, before: str) -> str:
 
 
 def packed(header: Header, records: Mapping[str, Any]) -> bytes:
-    """The file's content; `records` holds the JSON value of each record by its trial id. Raises ValueError for an id
-    that no packed run may hold."""
+    """The file's content; `records` holds the JSON value of each record by its trial id. Raises ValueError for what no
+    reader of the file would take."""
+    from_json(Header, to_json(header))
     before = ""
     for trial_id in sorted(records):
         before = trial_id_in(records[trial_id], before)

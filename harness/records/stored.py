@@ -120,7 +120,7 @@ class DirectoryRun(StoredRun):
     def header(self) -> Header:
         self.stated()  # read strictly, so that the values below are what it means
         provenance, plan, experiment = (
-            read_text(self.path / name, name) if os.path.lexists(self.path / name) else ""
+            read_text(self.path / name, name, MAX_BYTES) if os.path.lexists(self.path / name) else ""
             for name in (PROVENANCE_FILE, RUN_FILE, EXPERIMENT_FILE)
         )
         try:
