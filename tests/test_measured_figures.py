@@ -10,13 +10,14 @@ from pathlib import Path
 import matplotlib
 import pytest
 
+from harness.records.stored import run_named, runs_below
 from harness.report.page import read_runs
 from harness.report.quoted import Quotes, pages_of, quoted_names, rewritten
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "results" / "published"
 PAGES = pages_of(ROOT)
-RUNS = sorted({path.parents[2] for path in PUBLISHED.glob("*/*/trials/*/record.json")})
+RUNS = runs_below(PUBLISHED)
 
 
 def name(path: Path) -> str:
@@ -70,7 +71,7 @@ def test_records_of_a_commit_in_no_history_are_marked_on_every_page_that_links_t
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for run in lost:
-            link = f"{run.parent.name}/{run.name}/"
+            link = f"{run.parent.name}/{run.name}"
             blocks = [block for block in re.split(r"\n(?=[|\n-])", text) if link in block]
             assert all("in no history" in block for block in blocks), f"{name(page)} links {link} without the mark"
             assert page.name != "README.md" or page.parent != ROOT or not blocks, "not on the first screen"
@@ -85,7 +86,7 @@ def test_the_middle_halves_of_the_steps_part_where_the_page_says_that_auto_leads
     assert "except at 256K with 32:8 heads" in page
     leads = set()
     for run in ("attention_node", "attention_node_grouped"):
-        records, _ = read_runs([PUBLISHED / "h200x4" / run])
+        records, _ = read_runs([run_named(PUBLISHED, f"h200x4/{run}")])
         steps: dict[int, dict[str, list[float]]] = {}
         for record in records:
             if record.settings.cp_size > 1 and record.measurement:

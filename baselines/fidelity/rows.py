@@ -60,7 +60,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """`systems/<name>.json`: all rows of one system, and what they were made with."""
+    """A line of `fidelity.jsonl`: all rows of one system, and what they were made with."""
 
     name: str
     commit: str  # of this repository; with -dirty where files differed from it

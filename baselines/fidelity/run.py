@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,26 +20,24 @@ from baselines.install.places import Place
 from baselines.pin import load_pin
 from cluster.files.errors import UsageError, nearest
 from engine.atomic import write_atomic
-from engine.measurement import write_json
-from engine.plain_json import from_json, read_json, to_json
+from engine.plain_json import from_json, parse_json, read_regular, to_json
 
-FOLDER = "systems"
 NAMES = (*SYSTEMS, *TRAINING)
-CSV, MARKDOWN = "fidelity.csv", "fidelity.md"
+RESULTS, CSV, MARKDOWN = "fidelity.jsonl", "fidelity.csv", "fidelity.md"
 
 Say = Callable[[str], None]
 
 
 def run_systems(names: Sequence[str], out: Path, commit: str, *, anew: bool = False, say: Say = print) -> list[Row]:
-    """Run those systems, or all; write OUT/systems/<name>.json of each, and the table of all that are there.
+    """Run those systems, or all; keep their results in OUT/fidelity.jsonl, and write the table of all that are there.
 
     Raises UsageError for an unknown system, and where nothing can be written to `out`.
     """
     for name in names:
         system_named(name)
+    results = read_results(out)
     for name in names or NAMES:
-        path = out / FOLDER / f"{name}.json"
-        kept = read_result(path)
+        kept = results.get(name)
         place = place_of(name)
         if kept is not None and not anew and _is_of(kept, name, place):
             say(f"{name}: {len(kept.rows)} cases are there already; --anew runs them again")
@@ -47,8 +46,9 @@ def run_systems(names: Sequence[str], out: Path, commit: str, *, anew: bool = Fa
             say(f"{name}: {absent_row(name, place).found}")
             continue
         say(f"{name}: {len(system_named(name).cases)} cases")
-        result = run_system(name, commit)
-        write_json(path, to_json(result))
+        results[name] = run_system(name, commit)
+        lines = (json.dumps(to_json(results[name]), separators=(",", ":")) for name in NAMES if name in results)
+        write_atomic(out / RESULTS, "".join(f"{line}\n" for line in lines))
     return write_table(out)
 
 
@@ -88,17 +88,17 @@ def run_system(name: str, commit: str, cases: Sequence[str] = (), keep: Path | N
 
 
 def write_table(out: Path) -> list[Row]:
-    """The table of the results below OUT; a system that is neither there nor installed is a row that says so."""
-    results = [(name, read_result(out / FOLDER / f"{name}.json")) for name in NAMES]
+    """The table of the results in OUT; a system that is neither there nor installed is a row that says so."""
+    results = read_results(out)
     rows: list[Row] = []
-    for name, result in results:
+    for name in NAMES:
         place = place_of(name)
-        if result is not None:
-            rows += result.rows
+        if name in results:
+            rows += results[name].rows
         elif place is not None and place.condition()[0] != "installed":
             rows.append(absent_row(name, place))
     write_atomic(out / CSV, as_csv(rows))
-    write_atomic(out / MARKDOWN, as_markdown([result for _, result in results if result is not None], rows))
+    write_atomic(out / MARKDOWN, as_markdown([results[name] for name in NAMES if name in results], rows))
     return rows
 
 
@@ -112,14 +112,23 @@ def absent_row(name: str, place: Place) -> Row:
     )  # fmt: skip
 
 
-def read_result(path: Path) -> Result | None:
-    """The result in a file, None where there is none. Raises UsageError for a file that is no result."""
+def read_results(out: Path) -> dict[str, Result]:
+    """The results in OUT by system, one on each line of the file; none where there is no file. Raises UsageError for a
+    line that is no result."""
+    path = out / RESULTS
+    found: dict[str, Result] = {}
     try:
-        found: Result = from_json(Result, read_json(path))
+        for line in read_regular(path).splitlines():
+            result: Result = from_json(Result, parse_json(line))
+            if result.name not in NAMES or result.name in found:
+                raise ValueError(f"{result.name} is no system, or stands twice")
+            found[result.name] = result
     except FileNotFoundError:
-        return None
+        return {}
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} is no result of a system ({error}); remove it, then repeat the command") from error
+        raise UsageError(
+            f"{path}: line {len(found) + 1} is no result of a system ({error}); remove it, then repeat the command"
+        ) from error
     return found
 
 

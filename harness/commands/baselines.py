@@ -74,7 +74,8 @@ class Baselines:
         fidelity.add_argument("systems", nargs="*", metavar="SYSTEM", help="default: all that are installed")
         fidelity.add_argument(
             "--out", type=Path, default=Path("results/runs/fidelity"), metavar="DIR",
-            help="receives fidelity.csv, fidelity.md and a file per system; systems that are there are kept",
+            help="receives fidelity.jsonl with a line per system, fidelity.csv and "
+            "fidelity.md; systems that are there are kept",
         )  # fmt: skip
         fidelity.add_argument("--anew", action="store_true", help="run systems that are there again")
         fidelity.add_argument("--case", metavar="NAME", help="one case of one system, printed; writes nothing to --out")

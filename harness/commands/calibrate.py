@@ -30,8 +30,8 @@ class Calibrate:
             help="model whose matrix products are measured; may be repeated (default: 1b and 7b; tiny on a CPU)",
         )  # fmt: skip
         parser.add_argument(
-            "--across", type=Path, metavar="DIR",
-            help="directory of a run over several nodes: the link between nodes, as its trials measured it, goes into "
+            "--across", type=Path, metavar="RUN",
+            help="a run over several nodes: the link between nodes, as its trials measured it, goes into "
             "the file",
         )  # fmt: skip
         parser.add_argument(
@@ -75,7 +75,7 @@ class Calibrate:
         if ranks == 1:
             print("Links inside the host were not measured: there was one rank.")
         if not across:
-            print("The link between nodes was not measured: give --across the directory of a run over several nodes.")
+            print("The link between nodes was not measured: give --across a run over several nodes.")
         print(f"Hardware file: {written}")
         return 0
 

@@ -28,7 +28,8 @@ class Compare:
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "directories", nargs="+", type=Path, metavar="DIR",
-            help="A (the reference) and B: runs, or directories that hold such; with --methods or --commits any number",
+            help="A (the reference) and B: runs (directories or packed files), or directories that hold runs; with "
+            "--methods or --commits any number",
         )  # fmt: skip
         sides = parser.add_mutually_exclusive_group()
         sides.add_argument(
@@ -92,7 +93,7 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
         sides = [_of_all([directory]) for directory in directories]
         labels = tuple(map(str, directories))
         hint = "name runs of one experiment"
-    shared = {member.path for member in sides[0]} & {member.path for member in sides[1]}
+    shared = {member.place for member in sides[0]} & {member.place for member in sides[1]}
     if labels[0] == labels[1] or len(shared) == len(sides[0]) == len(sides[1]):
         raise UsageError(f"A and B are both {labels[0]}; name two different things to compare")
     if shared:
@@ -108,8 +109,9 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
 
 def _of_all(directories: list[Path]) -> list[Member]:
     from harness.compare.sources import of_directory
+    from harness.records.stored import resolved
 
-    unique = dict.fromkeys(directory.resolve() for directory in directories)
+    unique = dict.fromkeys(map(resolved, directories))
     return [member for directory in unique for member in of_directory(directory)]
 
 

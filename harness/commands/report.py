@@ -18,8 +18,9 @@ class Report:
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "directories", nargs="+", type=Path, metavar="DIR",
-            help="a directory `burst run` left, or one that holds such directories: then a site with an index",
+            "runs", nargs="+", type=Path, metavar="RUN",
+            help="a directory `burst run` left, or a packed run (.jsonl); or a directory that holds runs: then a site "
+            "with an index",
         )  # fmt: skip
         parser.add_argument(
             "--format", metavar="LIST", help=f"which files (default: {FORMATS}; of a site: html, which it always has)"
@@ -31,18 +32,22 @@ class Report:
         parser.add_argument(
             "--set-aside-bad", action="store_true", help="rename records that cannot be used, and go on without them"
         )
-        parser.add_argument("--out", type=Path, metavar="DIR", help="where they go (default: the first DIR)")
+        parser.add_argument(
+            "--out", type=Path, metavar="DIR",
+            help="where they go (default: the first RUN; of a packed run the directory of its name, beside it)",
+        )  # fmt: skip
 
     def run(self, arguments: argparse.Namespace) -> int:
+        from harness.records.stored import runs_below, stored_run
         from harness.report.page import write_report
-        from harness.report.site import runs_below, write_site
+        from harness.report.site import write_site
 
         def say(sentence: str) -> None:
             print(shown(sentence), file=sys.stderr)
 
-        directories, out = arguments.directories, arguments.out or arguments.directories[0]
-        sites = [directory for directory in directories if runs_below(directory)]
-        if sites and len(directories) > 1:
+        runs, out = arguments.runs, arguments.out or stored_run(arguments.runs[0]).report_dir
+        sites = [path for path in runs if runs_below(path)]
+        if sites and len(runs) > 1:
             raise UsageError(f"{sites[0]} holds several runs; give it alone for a site, or name the runs in it")
         problems: list[str] = []
         aside, baseline = arguments.set_aside_bad, arguments.baseline
@@ -52,7 +57,7 @@ class Report:
                 path, problems = write_site(sites[0], out, formats, baseline=baseline, set_bad_aside=aside, say=say)
             else:
                 formats = _formats(arguments.format, FORMATS)
-                path = write_report(directories, out, formats, baseline=baseline, set_bad_aside=aside, say=say)
+                path = write_report(runs, out, formats, baseline=baseline, set_bad_aside=aside, say=say)
         except ValueError as error:
             raise UsageError(str(error)) from error
         for problem in problems:

@@ -211,7 +211,7 @@ def _report(records: RunRecords) -> None:
     if len(rows) > PRINTED_TRIALS:
         said = f"The first {PRINTED_TRIALS} of {len(rows)} trials; results.csv and the report have all of them."
         out.print(said, markup=False, highlight=False, soft_wrap=True)
-    path = write_report_of(records.records(), rows, records.run_dir)
+    path = write_report_of(records.records(), rows, records.stored.path)
     out.print(f"Report: {path}", markup=False, highlight=False, soft_wrap=True)
 
 

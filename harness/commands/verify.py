@@ -17,11 +17,14 @@ class Verify:
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "place", type=Path, metavar="DIR|ARCHIVE",
-            help="a directory `burst run` left, one that holds such directories, or a file `burst archive` made",
+            "place", type=Path, metavar="RUN|DIR|ARCHIVE",
+            help="a run (a directory `burst run` left, or a packed file), a directory that holds runs, or an archive",
         )  # fmt: skip
         parser.add_argument(
-            "--reference", type=Path, metavar="DIR|ARCHIVE", help="compare each row with the same trial's row in there"
+            "--reference",
+            type=Path,
+            metavar="RUN|DIR|ARCHIVE",
+            help="compare each row with the same trial's row in there",
         )
         parser.add_argument(
             "--tolerance", default="5%", metavar="SHARE",
@@ -30,6 +33,7 @@ class Verify:
         parser.add_argument("--json", action="store_true", help="print one JSON value instead of lines")
 
     def run(self, arguments: argparse.Namespace) -> int:
+        from harness.records.packed import SUFFIX
         from harness.verify.history import History
         from harness.verify.summary import as_json, lines
         from harness.verify.unpacking import unpacked
@@ -38,11 +42,11 @@ class Verify:
         tolerance = parse_tolerance(arguments.tolerance)
         with contextlib.ExitStack() as stack:
 
-            def folder(place: Path) -> Path:
-                return place if place.is_dir() else stack.enter_context(unpacked(place))
+            def readable(place: Path) -> Path:
+                return place if place.is_dir() or place.suffix == SUFFIX else stack.enter_context(unpacked(place))
 
-            reference = folder(arguments.reference) if arguments.reference else None
-            verdicts = verify(folder(arguments.place), History(), reference, tolerance)
+            reference = readable(arguments.reference) if arguments.reference else None
+            verdicts = verify(readable(arguments.place), History(), reference, tolerance)
         if arguments.json:
             print(json.dumps(as_json(verdicts), indent=1))
         else:

@@ -9,6 +9,7 @@ from harness.base.lengths import format_length
 from harness.compare.pairs import Comparison, Pair, settings_of
 from harness.compare.sources import Member
 from harness.metrics.intervals import Verdict
+from harness.records.stored import stored_run
 from harness.report.speedup import TWO_VALUES, rounds_text, spread_text, verdict_text
 from harness.report.tables.table import Column, Table, significant, without_empty_columns
 from harness.report.variants import panel_name, panel_of, setting_text
@@ -42,7 +43,7 @@ def trial_names(comparison: Comparison, *, one_run: bool = False) -> dict[int, s
         if not one_run:
             parts.append(row["method"])
         texts = [" ".join(parts), *(setting_text(name, own.get(name)) for name in varying)]
-        texts += [member.run.name] if runs else [member.record.experiment] if experiments else []
+        texts += [stored_run(member.run).name] if runs else [member.record.experiment] if experiments else []
         names[id(member)] = ", ".join(texts)
     return names
 
@@ -252,7 +253,7 @@ def _member_to_plain(member: Member) -> dict[str, Any]:
     row = member.row
     columns = ("trial_id", "status", "reason", "samples", "rounds", "step_seconds_median", "peak_memory_gib",
                "peak_rss_gib", "gpu", "driver", "commit")  # fmt: skip
-    return {"record": str(member.path), **{name: row[name] for name in columns}}
+    return {"record": str(member.place), **{name: row[name] for name in columns}}
 
 
 def _cells(pair: Pair, tolerance: float) -> tuple[str, ...]:

@@ -9,30 +9,29 @@ from pathlib import Path
 
 from harness.base.errors import UsageError, one_of
 from harness.records.provenance import DIRTY
-from harness.records.record import RECORD_FILE, BadRecord, Record, read_record, record_files, refuse_bad
+from harness.records.record import BadRecord, Record, RecordPlace, refuse_bad
+from harness.records.stored import StoredRecord, StoredRun, read_all, resolved, runs_below, stored_run
 from harness.report.results import Row, row_of
-from harness.report.site import runs_below
 
 _MOVED_ASIDE = re.compile(r"\.\d{8}-\d{6}(-\d+)?")  # what `burst run` adds to the name of an earlier run
-_ATTEMPTS = f"trials/*/attempts/*/{RECORD_FILE}"
 _SHORT = 12  # characters of a commit in a message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """A record, the run's directory that it lies in, and its row."""
+    """A record, the path of its run, where it is stored, and its row."""
 
     run: Path
-    path: Path
+    place: RecordPlace
     record: Record
     row: Row
 
 
 def of_directory(directory: Path) -> list[Member]:
     """The records of a run, or of every run below a directory. Raises UsageError where there is none."""
-    found = _read((run, path) for run in _runs(directory) for path in record_files(run))
+    found = _read((run, one) for run in _runs(directory) for one in run.records())
     if not found:
-        raise UsageError(f"no record below {directory}; name a directory that `burst run` left, or one that holds such")
+        raise UsageError(f"no record below {directory}; name a run, or a directory that holds runs")
     return found
 
 
@@ -45,12 +44,11 @@ def ever_kept(directories: Sequence[Path]) -> list[Member]:
             for path in directory.resolve().parent.glob(f"{_escaped(directory.resolve().name)}.*")
             if _MOVED_ASIDE.fullmatch(path.name.removeprefix(directory.resolve().name))
         )
-        runs.update((run.resolve(), None) for place in (directory, *beside) for run in _runs(place))
-    files = ((run, path) for run in runs for path in (*record_files(run), *sorted(run.glob(_ATTEMPTS))))
-    found = _read(files)
+        runs.update((resolved(run.path), None) for place in (directory, *beside) for run in _runs(place))
+    found = _read((run, one) for run in map(stored_run, runs) for one in (*run.records(), *run.attempts()))
     if not found:
         places = ", ".join(map(str, directories))
-        raise UsageError(f"no record below {places}; name directories that `burst run` left, or that hold such")
+        raise UsageError(f"no record below {places}; name runs, or directories that hold runs")
     return found
 
 
@@ -76,24 +74,23 @@ def of_commit(members: Sequence[Member], prefix: str) -> list[Member]:
 
 def latest(members: Iterable[Member]) -> Member:
     """Of several records of one trial the one that started last."""
-    return max(members, key=lambda member: (member.record.started_at, member.record.attempts, str(member.path)))
+    return max(members, key=lambda member: (member.record.started_at, member.record.attempts, str(member.place)))
 
 
-def _runs(directory: Path) -> list[Path]:
-    return runs_below(directory) or [directory]
+def _runs(directory: Path) -> list[StoredRun]:
+    return [stored_run(path) for path in runs_below(directory) or [directory]]
 
 
-def _read(files: Iterable[tuple[Path, Path]]) -> list[Member]:
+def _read(stored: Iterable[tuple[StoredRun, StoredRecord | BadRecord]]) -> list[Member]:
     """Raises UsageError that lists every record that cannot be used."""
-    members, bad = [], []
-    for run, path in files:
-        try:
-            record = read_record(path)
-            members.append(Member(run=run, path=path, record=record, row=row_of(record)))
-        except ValueError as error:
-            bad.append(BadRecord(path, str(error)))
-        except ArithmeticError as error:
-            bad.append(BadRecord(path, f"{path} makes no sense ({error})"))
+    members: list[Member] = []
+    bad: list[BadRecord] = []
+    for run, one in stored:
+
+        def use(found: StoredRecord, record: Record, run: StoredRun = run) -> None:
+            members.append(Member(run=run.path, place=found.place, record=record, row=row_of(record)))
+
+        bad += read_all([one], use)
     refuse_bad(bad)
     return members
 

@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from engine.plain_json import read_json
 from engine.settings import Kernel, TrialSettings
 from harness.metrics.hardware import Hardware, hardware_for
 from harness.metrics.throughput import GIB
 from harness.plan.predict import predict
 from harness.predict.validation_table import write_block, write_table
-from harness.records.record import read_record
-from harness.records.stated import stated_in
+from harness.records.record import Record, refuse_bad
+from harness.records.stored import StoredRecord, StoredRun, read_all, runs_below, stored_run
 from harness.spec.methods import is_native, method_named
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published"
@@ -39,7 +38,7 @@ HEADER = [
 class Compared:
     """One record: each figure as (measured, predicted). Seconds are the median step, GiB the fullest rank's."""
 
-    record: str  # its folder below results/published
+    record: str  # its run below results/published, and its trial
     judged: bool
     timed: bool  # judged, and its time too
     method: str
@@ -62,10 +61,10 @@ class Compared:
 
 
 def compared_records() -> list[Compared]:
-    """All training records of the engine's own methods on GPUs that gave figures, in order of their folders."""
+    """All training records of the engine's own methods on GPUs that gave figures, in order of their runs. Raises
+    UsageError for a record that cannot be used."""
     found = []
-    for path in sorted(PUBLISHED.glob("h*/*/trials/*/record.json")):
-        record, run_dir = read_record(path), path.parents[2]
+    for run, one, record in published_records():
         today = record.started_at >= TODAY
         settings, measured = record.settings, record.measurement
         if settings.task != "train" or record.status != "ok" or not is_native(method_named(settings.method)):
@@ -73,15 +72,15 @@ def compared_records() -> list[Compared]:
         hardware = hardware_for(record.gpu)
         if measured is None or hardware is None or not measured.peak_reserved_bytes:
             continue
-        settings = settings_that_ran(path, hardware)
+        settings = settings_that_ran(one, record, hardware)
         expected = predict(settings, hardware)
         if expected.seconds is None or expected.gpu_gib is None or expected.reserved_gib is None:
             continue
         found.append(
             Compared(
-                record=str(path.parent.relative_to(PUBLISHED)),
+                record=f"{run.report_dir.relative_to(PUBLISHED)}/{record.trial_id}",
                 judged=today,
-                timed=today and not stated_in(run_dir).reason(record.trial_id, "conditions"),
+                timed=today and not run.stated().reason(record.trial_id, "conditions"),
                 method=settings.method,
                 model=settings.model.name,
                 seq_len=settings.seq_len,
@@ -95,11 +94,23 @@ def compared_records() -> list[Compared]:
     return found
 
 
-def settings_that_ran(path: Path, hardware: Hardware) -> TrialSettings:
+def published_records() -> list[tuple[StoredRun, StoredRecord, Record]]:
+    """All records of GPUs in results/published. Raises UsageError for one that cannot be used."""
+    found: list[tuple[StoredRun, StoredRecord, Record]] = []
+    for run in map(stored_run, runs_below(PUBLISHED)):
+        if run.path.parent.name.startswith("h"):
+
+            def use(one: StoredRecord, record: Record, run: StoredRun = run) -> None:
+                found.append((run, one, record))
+
+            refuse_bad(read_all(run.records(), use))
+    return found
+
+
+def settings_that_ran(stored: StoredRecord, record: Record, hardware: Hardware) -> TrialSettings:
     """The settings of a record as its trial ran: with the kernel that `auto` became. A record from before a setting
     existed lacks it; the value is what the engine did then."""
-    record, written = read_record(path), read_json(path)["settings"]
-    settings = record.settings
+    settings, written = record.settings, stored.data["settings"]
     if "parameters" not in written:
         settings = replace(settings, parameters="gathered")
     if "cuda_graph" not in written:

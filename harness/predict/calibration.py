@@ -24,7 +24,7 @@ from engine.plain_json import to_json
 from engine.settings import ModelShape
 from harness.base.errors import UsageError
 from harness.metrics.hardware import hardware_for
-from harness.records.record import read_records
+from harness.records.stored import read_records, stored_run
 
 _MODULE = "engine.tasks.calibrate"
 _GPU_REQUEST = {
@@ -87,8 +87,8 @@ def links_across(run: Path) -> dict[str, Figure]:
     """The link between nodes, as the trials of a run over several nodes measured it around their steps: GiB/s, and
     microseconds of a small message where the trials have them. Raises UsageError where no trial measured the link, and
     for bad records."""
-    if not run.is_dir():
-        raise UsageError(f"--across {run}: found no directory; give that of a run over several nodes")
+    if not run.exists():
+        raise UsageError(f"--across {run}: found nothing there; give a run over several nodes")
     speeds: list[float] = []
     latencies: list[float] = []
     for record in read_records(run):
@@ -98,10 +98,10 @@ def links_across(run: Path) -> dict[str, Figure]:
         latencies += [1e6 * extra["link_latency_seconds"]] if "link_latency_seconds" in extra else []
     if not speeds:
         raise UsageError(
-            f"--across {run}: no trial there measured a link between nodes; give the directory of a run over several "
-            "nodes (docs/cluster.md)"
+            f"--across {run}: no trial there measured a link between nodes; give a run over several nodes "
+            "(docs/cluster.md)"
         )
-    what = f"messages to the next node while all ranks send, by the trials of {run.name}"
+    what = f"messages to the next node while all ranks send, by the trials of {stored_run(run).name}"
     found = {_ACROSS: _figure(speeds, "GiB/s", what)}
     return found | ({"latency across": _figure(latencies, "us", what)} if latencies else {})
 

@@ -15,7 +15,8 @@ from engine.checkpoint.planning.memory import GIB
 from engine.checkpoint.planning.plan import ALLOCATED_WITHIN, RESERVED_WITHIN
 from engine.forecast import Forecast
 from engine.settings import TrialSettings
-from harness.records.record import RECORD_FILE, Record, read_record
+from harness.records.record import Record
+from harness.records.stored import StoredRecord, is_run, stored_run
 
 _AFTER_OOM = 1.1  # a plan that ran out of memory needs this much more at least
 
@@ -35,17 +36,17 @@ NO_CORRECTION = Correction()
 
 
 def records_with_plan(runs: Path = RUNS) -> list[Record]:
-    """Records of planned trials in the runs below `runs`. A file that is no record is passed over."""
+    """Records of planned trials in the runs below `runs`. What is no record is passed over."""
     found = []
-    for path in sorted(runs.glob(f"*/trials/*/{RECORD_FILE}")):
-        try:
-            if b'"added_seconds"' not in path.read_bytes():  # of a forecast, which most records lack
+    for path in sorted(filter(is_run, runs.glob("*"))):
+        for one in stored_run(path).records():
+            # Most records have no plan, and reading one as a record takes longer than reading its JSON.
+            if not isinstance(one, StoredRecord) or not isinstance(one.data, dict) or not one.data.get("plan"):
                 continue
-            record = read_record(path)
-        except (OSError, ValueError, ArithmeticError):
-            continue
-        if record.plan is not None:
-            found.append(record)
+            try:
+                found.append(one.record())
+            except (ValueError, ArithmeticError):
+                continue
     return found
 
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from engine.forecast import Forecast
 from engine.measurement import GpuState, Measurement, current_measurement, write_json
@@ -117,18 +117,44 @@ def write_record(trial_dir: Path, record: Record) -> None:
     write_json(trial_dir / RECORD_FILE, to_json(record))
 
 
+class RecordPlace(NamedTuple):
+    """Where a record is: a file of its own, or a line of a packed run. As text it is what errors and tables name."""
+
+    file: Path
+    line: int = 0  # from 1; 0: the file is the record
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.line else str(self.file)
+
+
 def read_record(path: Path) -> Record:
-    """Read one record. Raises ValueError when the file is not a record this version understands."""
+    """Read the record in a file of its own. Raises ValueError when it is not one this version understands."""
     try:
-        return _record_of(read_json(path))
+        data = read_json(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise ValueError(f"{path} is not a record of schema {SCHEMA} ({error})") from error
+        raise ValueError(no_record(RecordPlace(path), error)) from error
+    return record_of(data, RecordPlace(path))
+
+
+def record_of(data: Any, place: RecordPlace) -> Record:
+    """The record in a JSON value, judged anew; errors name `place`.
+
+    Raises ValueError when it is not a record this version understands, or one that figures cannot be derived from.
+    """
+    try:
+        return _record_of(data)
+    except ValueError as error:
+        raise ValueError(no_record(place, error)) from error
+
+
+def no_record(place: RecordPlace, error: ValueError) -> str:
+    """The sentence that says why there is no record at a place."""
+    return f"{place} is not a record of schema {SCHEMA} ({error})"
 
 
 def _record_of(data: Any) -> Record:
-    """A record out of its JSON, judged anew. Raises ValueError for what figures cannot be derived from."""
     if isinstance(data, dict) and data.get("schema") != SCHEMA:
         raise ValueError(f"its schema is {str(data.get('schema'))[:20]}")
     if isinstance(data, dict):
@@ -144,44 +170,36 @@ def _record_of(data: Any) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A file that should be a record and is not; `reason` is a sentence that names the file."""
+    """What should be a record and is not; `reason` is a sentence that names its place."""
 
-    path: Path
+    place: RecordPlace
     reason: str
-
-
-def record_files(run_dir: Path) -> list[Path]:
-    """Where records of a run lie, in order of trial id."""
-    return sorted(run_dir.glob(f"trials/*/{RECORD_FILE}"))
-
-
-def read_records(run_dir: Path) -> list[Record]:
-    """All records below `run_dir`/trials, in order of trial id. Raises UsageError that lists every bad one."""
-    records, bad = [], []
-    for path in record_files(run_dir):
-        try:
-            records.append(read_record(path))
-        except ValueError as error:
-            bad.append(BadRecord(path, str(error)))
-    refuse_bad(bad)
-    return records
 
 
 def refuse_bad(bad: Sequence[BadRecord]) -> None:
     """Raise UsageError that lists every bad record with its reason, where there is one."""
     if bad:
         some = "1 record cannot be used" if len(bad) == 1 else f"{len(bad)} records cannot be used"
+        advice = "rename them, or let `burst run --resume` or `burst report` do so with --set-aside-bad"
+        if any(one.place.line for one in bad):
+            advice = "correct these lines, or pack the run again with `burst archive`"
         listed = "".join(f"\n  {one.reason}" for one in bad)
-        raise UsageError(
-            f"{some}; rename them, or let `burst run --resume` or `burst report` do so with --set-aside-bad:{listed}"
-        )
+        raise UsageError(f"{some}; {advice}:{listed}")
 
 
-def set_aside(bad: BadRecord) -> Path:
-    """Rename a bad record, so that it is neither read nor lost; returns where it is now."""
-    path = bad.path.with_name(f"bad-{RECORD_FILE}")
+def set_aside(bad: Sequence[BadRecord]) -> list[tuple[Path, Path]]:
+    """Rename bad records, so that they are neither read nor lost; returns from where to where.
+
+    Raises UsageError where one is a line of a packed run, which stays as it is; then nothing is renamed.
+    """
+    refuse_bad([one for one in bad if one.place.line])
+    return [(one.place.file, _renamed(one.place.file)) for one in bad]
+
+
+def _renamed(file: Path) -> Path:
+    path = file.with_name(f"bad-{RECORD_FILE}")
     number = 1
     while os.path.lexists(path):
         number += 1
-        path = bad.path.with_name(f"bad-{number}-{RECORD_FILE}")
-    return bad.path.rename(path)
+        path = file.with_name(f"bad-{number}-{RECORD_FILE}")
+    return file.rename(path)

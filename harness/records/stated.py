@@ -1,4 +1,4 @@
-"""`provenance.yaml` of a run directory: what its records cannot say themselves, and why, in words that tables repeat.
+"""`provenance.yaml` of a run: what its records cannot say themselves, and why, in words that tables repeat.
 
     command: burst run experiments/quickstart.yaml --scale gpu      # or a list of {trials, command}
     reasons:
@@ -9,6 +9,7 @@
       - {trials: ["train-*"], rounds: [1], machine: first}
 
 The file is optional. It is written by hand, so it is read strictly: an unknown key is an error that names the nearest.
+In a packed run the same keys stand in the header (`packed.py`).
 """
 
 from __future__ import annotations
@@ -102,7 +103,12 @@ def stated_in(run_dir: Path) -> Stated:
     path = run_dir / PROVENANCE_FILE
     if not os.path.lexists(path):
         return NOTHING_STATED
-    entries = read_yaml(path, PROVENANCE_FILE).mapping(PROVENANCE_FILE)
+    return stated_of(read_yaml(path, PROVENANCE_FILE))
+
+
+def stated_of(document: Node) -> Stated:
+    """What a `provenance.yaml`, or that part of a packed run's header, states. Raises UsageError for a bad one."""
+    entries = document.mapping(PROVENANCE_FILE)
     _check(entries, ("command", "reasons", "machines"), PROVENANCE_FILE)
     return Stated(
         commands=_commands(entries["command"]) if "command" in entries else (),

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 import jinja2
 
-from harness.records.record import RECORD_FILE
+from harness.records.stored import stored_run
 from harness.report.results import Row
 from harness.report.tables.table import Column, Table, without_empty_columns
 from harness.report.weak_forms import BELOW_ORIGINAL
@@ -79,9 +79,10 @@ class Addresses:
         return quote(Path(os.path.relpath(path.resolve(), self._out.resolve())).as_posix())
 
     def record(self, trial: Mapping[str, Any]) -> str:
-        """Of a trial's record; empty where it is not there. Without directories of runs the page lies in the run's."""
-        run_dir = self._out if self._run_dirs is None else self._run_dirs.get(trial["run"])
-        path = run_dir / "trials" / trial["trial_id"] / RECORD_FILE if run_dir else None
+        """Of the file that holds a trial's record; empty where it is not there. Without runs the page lies in the
+        directory of its run."""
+        run = self._out if self._run_dirs is None else self._run_dirs.get(trial["run"])
+        path = stored_run(run).record_file(trial["trial_id"]) if run else None
         return self.file(path) if path is not None and path.is_file() else ""
 
 

@@ -15,6 +15,7 @@ from harness.base.lengths import format_length
 from harness.base.writable import make_writable
 from harness.metrics.throughput import FORMULAS
 from harness.records.record import Record, refuse_bad, set_aside
+from harness.records.stored import refuse_one_name, resolved, stored_run
 from harness.report import figures
 from harness.report.drawing.points import about, groups_of
 from harness.report.figures import all_figures, render, save_figure
@@ -103,7 +104,8 @@ def write_report(
     if not records:
         places = ", ".join(map(str, run_dirs)) or "no directory"
         raise UsageError(
-            f"no record below {places}; name directories that `burst run` left, holding trials/*/record.json"
+            f"no record below {places}; name directories that `burst run` left, holding trials/*/record.json, "
+            "or packed runs (.jsonl)"
         )
     named = named_runs(run_dirs)
     return write_report_of(
@@ -131,7 +133,7 @@ def write_report_of(
     site: Path | None = None,
 ) -> Path:
     """The report of records that have been read; returns where to look first. Those without a number are shown by
-    status and reason. `run_dirs` holds the directory of each run by its name in the rows, by default `out`; a page of
+    status and reason. `run_dirs` holds each run by its name in the rows, by default `out`; a page of
     `site` links nothing outside it."""
     make_writable(out)
     if "csv" in wanted:
@@ -174,7 +176,7 @@ def _remove_outdated(out: Path, written: set[Path], kinds: frozenset[str]) -> No
 def read_runs(
     run_dirs: Sequence[Path], *, set_bad_aside: bool = False, say: Callable[[str], None] = lambda _: None
 ) -> tuple[list[Record], list[Row]]:
-    """All records of the runs and their rows; a row's `run` is its directory's name, made unique by its parents.
+    """All records of the runs and their rows; a row's `run` is the run's name, made unique by its parents.
 
     Raises UsageError that lists the records of all runs that cannot be used, unless they are to be set aside.
     """
@@ -182,15 +184,16 @@ def read_runs(
     bad = [one for run in runs for one in run.read()]
     if not set_bad_aside:
         refuse_bad(bad)
-    for one in bad:
-        say(f"{one.path} cannot be used and is now {set_aside(one).name}")
+    for before, now in set_aside(bad):
+        say(f"{before} cannot be used and is now {now.name}")
     return [record for run in runs for record in run.records()], [row for run in runs for row in run.rows()]
 
 
 def named_runs(run_dirs: Sequence[Path]) -> dict[str, Path]:
-    """Directories of runs by the names that rows have for them; a run named twice is one run."""
-    paths = list(dict.fromkeys(path.resolve() for path in run_dirs))
-    return dict(zip(_unique_names(paths), paths, strict=True))
+    """Runs by the names that rows have for them; a run named twice is one run."""
+    paths = list(dict.fromkeys(map(resolved, run_dirs)))
+    refuse_one_name(paths)
+    return dict(zip(_unique_names([stored_run(path).report_dir for path in paths]), paths, strict=True))
 
 
 def report_tables(rows: Sequence[Row], baseline: str | None = None) -> list[Table]:

@@ -26,6 +26,7 @@ from engine.plain_json import from_json
 from harness.base.errors import UsageError
 from harness.base.lengths import format_length
 from harness.metrics.intervals import Interval, TwoRounds
+from harness.records.stored import run_named
 from harness.report.figures import all_figures, render
 from harness.report.page import read_runs
 from harness.report.results import Row, spread_of
@@ -43,7 +44,7 @@ _TAKEN = {"min": min, "max": max}
 class Quantity:
     """A number or a word: an expression of the columns of one record, or one (`of`) of other quantities by name."""
 
-    run: str = ""  # folder below results/published; inside a table, that of its line
+    run: str = ""  # its name below results/published; inside a table, that of its line
     where: str = ""  # a condition that leaves one row
     value: str = ""
     take: Literal["the only", "min", "max"] = "the only"  # of the rows that are left
@@ -139,7 +140,7 @@ class Quotes:
         `speed_spread` the interval of its median, or what two rounds gave."""
         for run in runs:
             if run not in self._frames:
-                _, rows = read_runs([self.root / RECORDS / run])
+                _, rows = read_runs([run_named(self.root / RECORDS, run)])
                 if not rows:
                     raise UsageError(f"no record below {RECORDS / run}; correct the run in {DEFINITIONS}")
                 self._frames[run] = pd.DataFrame(rows).assign(row=rows, **_spreads(rows))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
@@ -12,10 +11,11 @@ from urllib.parse import quote
 from engine.atomic import write_atomic
 from harness.base.errors import UsageError
 from harness.base.writable import make_writable
-from harness.records.record import RECORD_FILE, Record
+from harness.records.record import Record
+from harness.records.stored import runs_below, stored_run
 from harness.report.headline import summary_sentences, wrong_sentences
 from harness.report.html import render_page
-from harness.report.page import checked_formats, days_of, distinct, read_runs, write_report_of
+from harness.report.page import checked_formats, days_of, distinct, named_runs, read_runs, write_report_of
 from harness.report.results import Row
 from harness.report.tables.comparison import known_baseline
 
@@ -38,13 +38,6 @@ class Entry:
     problem: str = ""
 
 
-def runs_below(directory: Path) -> list[Path]:
-    """Directories below `directory` that hold records, in order; empty when it is itself a run, or there are none."""
-    if _is_run(directory):
-        return []
-    return sorted(_walk(directory))
-
-
 def write_site(
     root: Path,
     out: Path,
@@ -62,22 +55,25 @@ def write_site(
     """
     runs = runs_below(root)
     if not runs:
-        raise UsageError(f"no run below {root}; name a directory that holds directories `burst run` left")
+        raise UsageError(
+            f"no run below {root}; name a directory that holds runs: directories `burst run` left, or packed files"
+        )
     make_writable(out)
     wanted = checked_formats({"html", *formats})
     read: dict[Path, tuple[list[Record], list[Row]] | str] = {}
     for run in runs:
         try:
-            read[run.relative_to(root)] = read_runs([run], set_bad_aside=set_bad_aside, say=say)
+            read[run] = read_runs([run], set_bad_aside=set_bad_aside, say=say)
         except UsageError as error:
-            read[run.relative_to(root)] = str(error)
+            read[run] = str(error)
     known_baseline(baseline, [row for found in read.values() if not isinstance(found, str) for row in found[1]])
     entries = []
-    for folder, found in read.items():
+    for run, found in read.items():
+        folder = stored_run(run).report_dir.relative_to(root)
         if isinstance(found, str):
             entries.append(Entry(folder=folder.as_posix(), problem=found))
         elif found[0]:
-            entries.append(_entry(*found, root / folder, folder, out, wanted, baseline))
+            entries.append(_entry(*found, run, folder, out, wanted, baseline))
     text = render_page(
         "index.html.j2",
         title=f"Reports of {root.resolve().name}",
@@ -91,7 +87,7 @@ def write_site(
 def _entry(
     records: Sequence[Record],
     rows: Sequence[Row],
-    run_dir: Path,
+    run: Path,
     folder: Path,
     out: Path,
     formats: frozenset[str],
@@ -99,9 +95,8 @@ def _entry(
 ) -> Entry:
     """Write one run's report; returns its line of the index."""
     index = "../" * len(folder.parts) + INDEX_FILE
-    runs = {run_dir.resolve().name: run_dir}
     page = write_report_of(
-        records, rows, out / folder, formats, index=index, baseline=baseline, run_dirs=runs, site=out
+        records, rows, out / folder, formats, index=index, baseline=baseline, run_dirs=named_runs([run]), site=out
     )
     return Entry(
         folder=folder.as_posix(),
@@ -119,16 +114,3 @@ def _entry(
 def _statuses(records: Sequence[Record]) -> list[tuple[str, int]]:
     counts = Counter(record.status for record in records)
     return sorted(counts.items(), key=lambda item: (item[0] != "ok", item[0]))
-
-
-def _is_run(directory: Path) -> bool:
-    return any(directory.glob(f"trials/*/{RECORD_FILE}"))
-
-
-def _walk(directory: Path) -> Iterator[Path]:
-    """Runs below a directory; neither links nor hidden folders are followed, and a run holds no others."""
-    for folder, names, _ in os.walk(directory):
-        if _is_run(Path(folder)):
-            yield Path(folder)
-            names.clear()
-        names[:] = [name for name in names if not name.startswith(".")]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from engine.settings import ModelShape
 from harness.base.lengths import format_length
+from harness.records.record import RecordPlace
 from harness.report.results import Row
 from harness.report.tables.ideal import share_of_ideal
 from harness.report.variants import OWN_METHOD, on_cpu
@@ -29,7 +29,7 @@ BASELINES = ("Megatron", "Deepspeed-Ulysses", "LoongTrain-Ring", "LoongTrain-USP
 OURS_IN_SHEETS = "Burst-Ring"
 HEADLINE = "main_exp"
 
-Rows = Sequence[tuple[Row, Path]]
+Rows = Sequence[tuple[Row, RecordPlace]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Evidence:
 
     verdict: Verdict
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    records: Sequence[Path] = ()
+    records: Sequence[RecordPlace] = ()
     row: Row | None = None  # the trial that a verdict from records rests on
     tokens: int | None = None  # claimed, where the claim's number is a length
 
@@ -330,6 +330,6 @@ def real_nodes(row: Row) -> int:
     return (row["nodes"] or 1) // max(1, row["emulate_nodes"])
 
 
-def records_of(rows: Rows, wanted: Sequence[Row]) -> list[Path]:
-    """Files of the trials of these rows."""
-    return [path for one in wanted for row, path in rows if row is one]
+def records_of(rows: Rows, wanted: Sequence[Row]) -> list[RecordPlace]:
+    """Places of the records of these rows."""
+    return [place for one in wanted for row, place in rows if row is one]

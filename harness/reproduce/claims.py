@@ -15,6 +15,7 @@ from typing import Any
 
 from cluster.files.document import Node, read_yaml
 from harness.base.errors import UsageError, nearest
+from harness.records.record import RecordPlace
 from harness.report.tables.table import Column, Table
 from harness.reproduce.abstract import PARTS
 from harness.reproduce.audit import recomputed_rows, slips
@@ -68,7 +69,7 @@ class Judged:
     said_in: str
     verdict: Verdict
     why: str
-    records: tuple[Path, ...]
+    records: tuple[RecordPlace, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +159,7 @@ def claims_table(found: Sequence[Judged]) -> Table:
             Column(header="evidence"),
         ),
         rows=tuple(
-            (one.claim, one.said_in, one.verdict, one.why, _places(one.records) or None)
+            (one.claim, one.said_in, one.verdict, one.why, ", ".join(map(str, one.records)) or None)
             for one in found
         ),
         note="Verdicts follow from records, formulas and the published sheets. reproduced: on the claimed set-up, or "
@@ -166,11 +167,6 @@ def claims_table(found: Sequence[Judged]) -> Table:
         "not: contradicted there; not comparable: measured on a smaller set-up than that; not run: no record of ours "
         "bears on it.",
     )  # fmt: skip
-
-
-def _places(records: Sequence[Path]) -> str:
-    """Directories of the trials behind a verdict."""
-    return ", ".join(path.parent.as_posix() for path in records)
 
 
 # Statements on the sheets, each from published numbers alone.

@@ -10,11 +10,11 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from engine.attention.planning.cost_model import ULYSSES_SCHEDULES
 from engine.settings import TrialSettings, to_json
+from harness.records.record import RecordPlace
 from harness.report.results import ONE_RANK, Row, flatten
 from harness.report.variants import OWN_METHOD
 from harness.reproduce.figures import PaperFigure
@@ -61,7 +61,6 @@ class Entry:
     status: str = "ok"
     note: str = ""
     row: Mapping[str, Any] | None = None  # of a measured one
-    record: Path | None = None
 
     @property
     def setup(self) -> tuple[str, int | None, int | None, int]:
@@ -106,11 +105,11 @@ def published_points(figure: PaperFigure) -> Iterator[tuple[Entry, Published]]:
         yield entry, first
 
 
-def measured_entries(figure: PaperFigure, rows: Iterable[tuple[Row, Path]]) -> list[Entry]:
+def measured_entries(figure: PaperFigure, rows: Iterable[tuple[Row, RecordPlace]]) -> list[Entry]:
     """Trials of ours as points of the figure. A trial that no published method stands for is a series by its own
     name. A figure of computed numbers has none: its records measure something else that leads to them."""
     entries = []
-    for row, record in rows if any(metric in COLUMN_OF for metric in figure.shows) else ():
+    for row, _ in rows if any(metric in COLUMN_OF for metric in figure.shows) else ():
         settings = str(row.get("settings") or "equal")
         values = {}
         for metric in figure.shows:
@@ -119,14 +118,14 @@ def measured_entries(figure: PaperFigure, rows: Iterable[tuple[Row, Path]]) -> l
                 values[metric] = row[column] * scale
         if not values and row["status"] == "ok":
             continue  # nothing of what the figure shows, such as memory on a CPU
-        entries.append(_own("measured", figure, row, settings, str(row["gpu"] or "unknown device"), values, record))
+        entries.append(_own("measured", figure, row, settings, str(row["gpu"] or "unknown device"), values))
     return entries
 
 
 def predicted_entry(figure: PaperFigure, settings: TrialSettings, hardware: str, values: Mapping[str, float]) -> Entry:
     """A trial that was not run, as a point of the figure."""
     row = flatten(to_json(settings)) | {"model": settings.model.name, "status": "ok", "reason": None}
-    return _own("predicted", figure, row, settings.settings, hardware, values, None)
+    return _own("predicted", figure, row, settings.settings, hardware, values)
 
 
 def _own(
@@ -136,7 +135,6 @@ def _own(
     settings: str,
     hardware: str,
     values: Mapping[str, float],
-    record: Path | None,
 ) -> Entry:
     gpus, cp_size = row["world_size"], row["cp_size"] * row["tp_size"]
     return Entry(
@@ -153,7 +151,6 @@ def _own(
         status=row["status"],
         note=row.get("reason") or "",
         row=row if origin == "measured" else None,
-        record=record,
     )
 
 

@@ -9,11 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.records.record import RECORD_FILE, BadRecord
-from harness.records.stated import stated_in
+from harness.records.record import BadRecord, RecordPlace
+from harness.records.stored import runs_below
 from harness.report.results import Row
 from harness.report.run_records import RunRecords
-from harness.report.site import runs_below
 from harness.report.variants import on_cpu
 from harness.reproduce.figures import PaperFigure
 
@@ -23,10 +22,10 @@ PLACES = (Path("results") / "published", Path("results") / "runs")  # below the 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run's directory, its rows with the file of each record, and the records that cannot be used."""
+    """One run, its rows with the place of each record, and the records that cannot be used."""
 
     path: Path
-    rows: tuple[tuple[Row, Path], ...]
+    rows: tuple[tuple[Row, RecordPlace], ...]
     bad: tuple[BadRecord, ...]
 
 
@@ -35,7 +34,7 @@ def runs_in(places: Sequence[Path] = PLACES) -> list[Run]:
     return [_run(path) for place in places if place.is_dir() for path in runs_below(place) or [place]]
 
 
-def rows_for(figure: PaperFigure, runs: Sequence[Run]) -> Iterator[tuple[Row, Path]]:
+def rows_for(figure: PaperFigure, runs: Sequence[Run]) -> Iterator[tuple[Row, RecordPlace]]:
     """Rows of the experiment that asks the figure's question, and of others that answer it too."""
     names = {figure.name, *figure.also}
     for run in runs:
@@ -49,7 +48,7 @@ def is_smoke(row: Row) -> bool:
     return on_cpu(row) or row["model.heads"] * row["model.head_dim"] < SMOKE_WIDTH
 
 
-def all_rows(runs: Sequence[Run]) -> list[tuple[Row, Path]]:
+def all_rows(runs: Sequence[Run]) -> list[tuple[Row, RecordPlace]]:
     """Every row of every run."""
     return [one for run in runs for one in run.rows]
 
@@ -57,9 +56,9 @@ def all_rows(runs: Sequence[Run]) -> list[tuple[Row, Path]]:
 def _run(path: Path) -> Run:
     records = RunRecords(path, path.as_posix())  # two runs may have folders of one name
     bad = records.read()
-    stated = stated_in(path)
+    stated = records.stored.stated()
     rows = tuple(
-        (row, path / "trials" / row["trial_id"] / RECORD_FILE)
+        (row, records.place(row["trial_id"]))
         for row in records.rows()
         if stated.reason(row["trial_id"], "lost_commit") is None  # nobody can look up what such a record measured
     )

@@ -104,9 +104,7 @@ def _page(
 ) -> Path:
     addresses = Addresses(out)
     grids = [grid_of(table, addresses, out / "tables" / f"{table.name}.csv") for table in tables]
-    linked = [
-        (claim, [(path.parent.as_posix(), addresses.file(path)) for path in claim.records]) for claim in claims
-    ]  # fmt: skip
+    linked = [(claim, [(str(place), addresses.file(place.file)) for place in claim.records]) for claim in claims]
     sections = [
         *([("claims", "Claims")] if claims else []),
         *([("statements", "What the published sheets show")] if said else []),

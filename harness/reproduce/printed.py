@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from harness.base.lengths import format_length
+from harness.records.record import RecordPlace
 from harness.report.results import Row
 from harness.report.tables.table import Column, Table, significant
 from harness.reproduce.entries import gpu_text
@@ -23,7 +23,7 @@ class Printed:
 
     system: str
     row: Mapping[str, Any]
-    record: Path
+    record: RecordPlace
     tflops: float | None
     mfu: float | None  # as a fraction
 
@@ -36,7 +36,7 @@ class Printed:
         return float(self.mfu / self.row["mfu"])
 
 
-def printed_by_systems(rows: Sequence[tuple[Row, Path]]) -> list[Printed]:
+def printed_by_systems(rows: Sequence[tuple[Row, RecordPlace]]) -> list[Printed]:
     """Every trial whose system printed TFLOP/s or MFU, by system, length and record."""
     found = []
     for row, record in rows:
@@ -52,7 +52,7 @@ def printed_by_systems(rows: Sequence[tuple[Row, Path]]) -> list[Printed]:
                     mfu=shares[0] if shares else None,
                 )
             )  # fmt: skip
-    return sorted(found, key=lambda one: (one.system.casefold(), one.row["seq_len"], one.record.as_posix()))
+    return sorted(found, key=lambda one: (one.system.casefold(), one.row["seq_len"], one.record))
 
 
 def printed_table(found: Sequence[Printed]) -> Table:
@@ -74,7 +74,7 @@ def printed_table(found: Sequence[Printed]) -> Table:
             (
                 one.system, one.row["model"], format_length(one.row["seq_len"]),
                 f"{one.row['world_size']} × {gpu_text(str(one.row['gpu']))}", one.tflops, one.row["tflops_per_gpu"],
-                one.mfu, one.row["mfu"], one.ratio, one.record.parents[2].as_posix(),
+                one.mfu, one.row["mfu"], one.ratio, one.row["run"],
             )
             for one in found
         ),

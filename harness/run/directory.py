@@ -18,9 +18,9 @@ from engine.plain_json import read_json
 from harness.base.errors import UsageError
 from harness.base.writable import make_writable
 from harness.records.record import RECORD_FILE, Record, read_record
+from harness.records.stored import RUN_FILE as RUN_FILE
 from harness.spec.written import EXPERIMENT_FILE, same_meaning
 
-RUN_FILE = "run.json"
 LOCK_FILE = ".lock"
 TRIAL_FILE = "trial.json"
 RESULTS_FILE = "results.csv"

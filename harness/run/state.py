@@ -14,7 +14,7 @@ from pathlib import Path
 
 from engine.measurement import PROGRESS_FILE
 from harness.launch.supervisor import ProgressTail
-from harness.records.record import RECORD_FILE, RESULTS, BadRecord, Record
+from harness.records.record import RECORD_FILE, RESULTS, BadRecord, Record, RecordPlace
 from harness.run.directory import RESULTS_FILE, TRIAL_FILE, RunDirectory, round_of_files
 from harness.run.rounds import finished_rounds, statuses_of
 from harness.spec.written import EXPERIMENT_FILE
@@ -114,7 +114,7 @@ def state_of(run_dir: Path, now: float | None = None) -> RunState:
         try:
             record = directory.record(trial_id)
         except ValueError as error:
-            bad.append(BadRecord(directory.trial(trial_id) / RECORD_FILE, str(error)))
+            bad.append(BadRecord(RecordPlace(directory.trial(trial_id) / RECORD_FILE), str(error)))
             trials.append(TrialState(trial_id=trial_id, status=UNUSABLE, reason=str(error), failed=True))
             continue
         state = _recorded(trial_id, record, rounds)

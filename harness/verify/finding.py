@@ -50,7 +50,7 @@ class Verdict:
 
     run: str  # its folder as given, or below the directory that was
     records: int = 0
-    files: int = 0  # results.csv, tables, figures and sums that were compared
+    files: int = 0  # results.csv, tables, figures and sums that were compared; a packed run may have none
     failures: list[Failure] = field(default_factory=list)
     stated: list[Gap] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)  # sentences: what could not be looked up here

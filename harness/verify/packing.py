@@ -1,4 +1,5 @@
-"""One run as a file for a paper's artifact: records, figures made anew, environment, and how to check and redraw it.
+"""One run as one file: an archive for a paper's artifact, with figures made anew, environment, and how to check and
+redraw it; or a packed run, its records and provenance as JSON lines.
 
 The same records packed by the same software give the same bytes.
 """
@@ -19,27 +20,67 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from engine.atomic import write_atomic
+from engine.plain_json import read_regular
 from harness.base.errors import UsageError
 from harness.base.writable import make_writable
 from harness.metrics.hardware import HARDWARE_DIR, hardware_for
+from harness.records.packed import packed
 from harness.records.provenance import PROJECT_ROOT, commit, version
-from harness.records.record import RECORD_FILE, Record, record_files
-from harness.records.stated import PROVENANCE_FILE, Stated, stated_in
+from harness.records.record import RECORD_FILE, BadRecord, Record, refuse_bad
+from harness.records.stated import PROVENANCE_FILE, Stated
+from harness.records.stored import (
+    EXPERIMENT_FILE,
+    RUN_FILE,
+    DirectoryRun,
+    StoredRecord,
+    StoredRun,
+    is_run,
+    read_all,
+    stored_run,
+)
 from harness.report.page import read_runs, write_report
 from harness.report.results import Row
 from harness.verify.private import HOME, private_in
 from harness.verify.sums import SUMS_FILE, sums_of
 from harness.verify.unpacking import MAX_BYTES, MAX_FILES
 
-_OF_RUN = ("run.json", "experiment.yaml", PROVENANCE_FILE)
+_OF_RUN = (RUN_FILE, EXPERIMENT_FILE, PROVENANCE_FILE)
 _OF_PROJECT = ("LICENSE", "CITATION.cff")
 _LOGS = ("logs/*", "errors/*", "progress.jsonl", "trace.json.gz")  # of a trial
 _DRAWN = frozenset({".png", ".pdf"})  # made here, and no text
 _SHOWN_FILES = 20
 
 
-def pack(run_dir: Path, out: Path, *, logs: bool = False) -> Path:
+def pack_lines(path: Path, out: Path, *, replace: bool = False) -> Path:
+    """Write one run to `out` as a packed run (`harness.records.packed`), whole or not at all.
+
+    Raises UsageError when `out` exists with other contents, unless they are to be replaced, or its folder cannot be
+    written to; when no record is there or one cannot be used; and for a private value, as `pack` does.
+    """
+    run = _run_at(path)
+    records: dict[str, Any] = {}
+    texts: list[tuple[str, str | None, str]] = []  # label, trial and text of what is packed
+
+    def use(one: StoredRecord, record: Record) -> None:
+        if one.trial != record.trial_id:
+            raise ValueError(f"its trial_id is {record.trial_id[:200]}, which is not the name of its directory")
+        records[one.trial] = one.data
+        texts.append((str(one.place), one.trial, one.content.decode(errors="replace")))
+
+    refuse_bad(read_all(run.records(), use))
+    texts += [(f"{path}: {name}", None, text or "") for name, text in run.texts()]
+    _refuse_private(texts, run.stated())
+    content = packed(run.header(), records)
+    if os.path.lexists(out) and not replace and _content(out) != content:
+        raise UsageError(f"{out} exists with other contents; give --replace to overwrite it, or --out another name")
+    make_writable(out.absolute().parent)
+    return write_atomic(out, content)
+
+
+def pack(path: Path, out: Path, *, logs: bool = False) -> Path:
     """Write the archive of one run to `out`, whole or not at all; logs and traces are left out unless asked for.
 
     Raises UsageError when `out` exists or its folder, which is made, cannot be written to; when no record is there or
@@ -48,17 +89,20 @@ def pack(run_dir: Path, out: Path, *, logs: bool = False) -> Path:
     """
     if os.path.lexists(out):
         raise UsageError(f"{out} exists and is not overwritten; give --out another name, or rename it")
-    if not record_files(run_dir):
-        raise UsageError(f"{run_dir} holds no record (trials/*/record.json); name one directory that `burst run` left")
+    run = _run_at(path)
+    stated = run.stated()
     make_writable(out.absolute().parent)
-    name = run_dir.resolve().name
     with tempfile.TemporaryDirectory(prefix="burst-archive-") as temporary:
-        folder = Path(temporary) / name
-        _copy(run_dir, folder, logs=logs)
+        folder = Path(temporary) / run.name
+        if isinstance(run, DirectoryRun):
+            _copy(path, folder, logs=logs)
+        else:
+            _unpack(run, folder)
+        _copy_project(folder)
         records, rows = read_runs([folder])
         write_report([folder], folder)
         _describe(folder, records, rows)
-        _refuse_private(folder, run_dir, stated_in(folder))
+        _refuse_private(_texts(folder, path), stated)
         (folder / SUMS_FILE).write_text(sums_of(folder), encoding="utf-8")
         return write_atomic(out, _packed(folder))
 
@@ -71,6 +115,24 @@ def _copy(run_dir: Path, folder: Path, *, logs: bool) -> None:
             if path.is_symlink() or not path.is_file():
                 raise UsageError(f"{path} is no regular file; replace it, or remove it")
             _copy_file(path, folder / path.relative_to(run_dir))
+
+
+def _unpack(run: StoredRun, folder: Path) -> None:
+    """The records of a packed run, and what its header says of it, as `burst run` leaves them in a directory."""
+    refuse_bad([one for one in run.records() if isinstance(one, BadRecord)])
+    for one in run.records():
+        if isinstance(one, StoredRecord):
+            write_atomic(folder / "trials" / one.trial / RECORD_FILE, one.content)
+    header = run.header()
+    if header.provenance:
+        write_atomic(folder / PROVENANCE_FILE, yaml.safe_dump(header.provenance, sort_keys=False, allow_unicode=True))
+    if header.plan is not None:
+        write_atomic(folder / RUN_FILE, json.dumps(header.plan, indent=1) + "\n")
+    if header.experiment:
+        write_atomic(folder / EXPERIMENT_FILE, header.experiment)
+
+
+def _copy_project(folder: Path) -> None:
     for name in _OF_PROJECT:
         if (PROJECT_ROOT / name).is_file():
             _copy_file(PROJECT_ROOT / name, folder / name)
@@ -157,21 +219,23 @@ The records were made by:
 """
 
 
-def _refuse_private(folder: Path, run_dir: Path, stated: Stated) -> None:
-    """Raise UsageError that names every file with a private value, by the kind of value alone."""
+def _texts(folder: Path, path: Path) -> Iterator[tuple[str, str | None, str]]:
+    """Label, trial (where it is of one) and text of every file below the folder, made of the run at `path`."""
+    for file in sorted(folder.rglob("*")):
+        if file.is_file() and file.suffix not in _DRAWN:
+            parts = file.relative_to(folder).parts
+            yield str(path.joinpath(*parts)), parts[1] if parts[0] == "trials" else None, _text(file)
+
+
+def _refuse_private(texts: Iterable[tuple[str, str | None, str]], stated: Stated) -> None:
+    """Raise UsageError that names every text with a private value, by the kind of value alone."""
     found = []
-    for path in sorted(folder.rglob("*")):
-        if not path.is_file() or path.suffix in _DRAWN:
-            continue
-        parts = path.relative_to(folder).parts
-        kinds = private_in(_text(path))
-        trial = parts[1] if parts[0] == "trials" else None
+    for label, trial, text in texts:
         if trial is None:  # made of the records
             home_is_stated = any("paths" in one.about for one in stated.reasons)
         else:
             home_is_stated = stated.reason(trial, "paths") is not None
-        kinds = [kind for kind in kinds if kind != HOME or not home_is_stated]
-        found += [f"{run_dir.joinpath(*parts)} holds {kind}" for kind in kinds]
+        found += [f"{label} holds {kind}" for kind in private_in(text) if kind != HOME or not home_is_stated]
     if found:
         more = [f"and {len(found) - _SHOWN_FILES:,} more"] if len(found) > _SHOWN_FILES else []
         listed = "".join(f"\n  {line}" for line in [*found[:_SHOWN_FILES], *more])
@@ -179,6 +243,24 @@ def _refuse_private(folder: Path, run_dir: Path, stated: Stated) -> None:
             "nothing was packed, because private values would leave this machine; run those trials again without "
             f"them, or state about: paths in provenance.yaml where a path may be seen:{listed}"
         )
+
+
+def _run_at(path: Path) -> StoredRun:
+    """Raises UsageError where there is no record."""
+    run = stored_run(path)
+    if isinstance(run, DirectoryRun) and not is_run(path):
+        raise UsageError(
+            f"{path} holds no record (trials/*/record.json); name one directory that `burst run` left, or a packed run"
+        )
+    return run
+
+
+def _content(path: Path) -> bytes | None:
+    """Of a regular file; None for anything else."""
+    try:
+        return read_regular(path)
+    except (OSError, ValueError):
+        return None
 
 
 def _text(path: Path) -> str:

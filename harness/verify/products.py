@@ -43,6 +43,11 @@ def read_results(run_dir: Path) -> list[dict[str, str]] | None:
     return [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
 
 
+def as_line(row: Row) -> dict[str, str]:
+    """A row as results.csv has it."""
+    return {name: cell(value) for name, value in row.items()}
+
+
 def results_failures(published: Sequence[Mapping[str, str]], rows: Sequence[Row], by: str) -> Iterator[Failure]:
     """Rows and columns of results.csv that differ from those of the records. `by`: the command that writes them."""
 

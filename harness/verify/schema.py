@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 from engine.measurement import Measurement
@@ -23,14 +22,14 @@ _PER_RANK = (
 )  # fmt: skip
 
 
-def schema_failures(path: Path, record: Record, raw: Any) -> Iterator[Failure]:
-    """Everything in which this record contradicts itself; `raw` is its JSON as the file has it."""
-    place = record.trial_id if path.parent.name == record.trial_id else f"trials/{path.parent.name}"
+def schema_failures(trial: str, record: Record, raw: Any) -> Iterator[Failure]:
+    """Everything in which the record of a trial contradicts itself; `raw` is its JSON as it is stored."""
+    place = record.trial_id if trial == record.trial_id else f"trials/{trial}"
 
     def wrong(found: str, expected: str) -> Failure:
         return Failure(place=place, check="schema", found=found, expected=expected)
 
-    if path.parent.name != record.trial_id:
+    if trial != record.trial_id:
         yield wrong(f"trial_id {record.trial_id}", "the name of its folder")
     if (ids := _possible_ids(record, raw)) and record.trial_id not in ids:
         yield wrong(f"trial_id {record.trial_id}", f"the digest of its settings, {ids[0]}")

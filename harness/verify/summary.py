@@ -39,7 +39,7 @@ def as_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 
 def _summary(verdict: Verdict) -> str:
-    parts = [counted(verdict.records, "record"), counted(verdict.files, "file")]
+    parts = [counted(verdict.records, "record"), *([counted(verdict.files, "file")] if verdict.files else [])]
     if verdict.compared:
         passed = sum(one.passed for one in verdict.compared)
         parts.append(f"{passed} of {len(verdict.compared)} comparisons with the reference pass")

@@ -6,18 +6,18 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.plain_json import parse_json, read_json, read_regular
 from harness.base.errors import UsageError
-from harness.records.record import Record, record_files
-from harness.records.stated import PROVENANCE_FILE, stated_in
+from harness.records.record import BadRecord, Record, RecordPlace
+from harness.records.stored import RUN_FILE, StoredRun, run_named, runs_below, stored_run
+from harness.report.results import Row
 from harness.report.run_records import RunRecords
-from harness.report.site import runs_below
 from harness.verify.finding import Failure, Verdict
 from harness.verify.formulas import COLUMNS, Figure, figures_of
 from harness.verify.history import History
 from harness.verify.private import HOME, private_in
 from harness.verify.products import (
     RESULTS_FILE,
+    as_line,
     figure_failures,
     figures_failures,
     read_results,
@@ -29,63 +29,54 @@ from harness.verify.reference import compared, partnerless
 from harness.verify.schema import schema_failures
 from harness.verify.sums import SUMS_FILE, sums_failures
 
-RUN_FILE = "run.json"
-_TEXTS = (RUN_FILE, "experiment.yaml", PROVENANCE_FILE)
 
-
-def verify(directory: Path, history: History, reference: Path | None = None, tolerance: float = 0.05) -> list[Verdict]:
-    """A verdict on each run below `directory`, or on it alone where it is one; each beside the run of the same place
-    in `reference`. Raises UsageError where no record is there, or provenance.yaml cannot be read.
+def verify(place: Path, history: History, reference: Path | None = None, tolerance: float = 0.05) -> list[Verdict]:
+    """A verdict on each run below a directory, or on the run that `place` is; each beside the run of the same name in
+    `reference`. Raises UsageError where no record is there, or what provenance states cannot be read.
     """
-    runs = runs_below(directory) or [directory]
     verdicts = []
-    for run in runs:
-        place = run.relative_to(directory)
-        name = run.name if run == directory else place.as_posix()
-        verdict, records = verify_run(run, name or directory.resolve().name, history)
+    for path in runs_below(place) or [place]:
+        run = stored_run(path)
+        name = "" if path == place else run.report_dir.relative_to(place).as_posix()
+        verdict, records = verify_run(run, name or run.name, history)
         if reference is not None:
-            others = _records(reference / place)
+            others = _records(run_named(reference, name) if name else reference)
             verdict.compared = compared(records, others, tolerance)
             verdict.partnerless = partnerless(records, others)
         verdicts.append(verdict)
     if reference is not None and not any(verdict.compared for verdict in verdicts):
-        raise UsageError(
-            f"{reference} holds no record of a trial that {directory} holds; name a run of the same trials"
-        )
+        raise UsageError(f"{reference} holds no record of a trial that {place} holds; name a run of the same trials")
     return verdicts
 
 
-def verify_run(run_dir: Path, name: str, history: History) -> tuple[Verdict, dict[str, Record]]:
+def verify_run(run: StoredRun, name: str, history: History) -> tuple[Verdict, dict[str, Record]]:
     """The verdict on one run, and its records by trial id. Raises UsageError where it holds no record."""
-    files = record_files(run_dir)
-    if not files:
-        raise UsageError(
-            f"{run_dir} holds no record (trials/*/record.json); name a directory that `burst run` left, or an archive"
-        )
-    stated = stated_in(run_dir)
-    verdict = Verdict(run=name, records=len(files))
+    stated = run.stated()
+    verdict = Verdict(run=name)
     failures = verdict.failures
     try:
-        published = read_results(run_dir)
+        published = read_results(run.report_dir)
     except ValueError as error:
         published = []
         failures.append(Failure(place=RESULTS_FILE, check=RESULTS_FILE, found=str(error), expected="a table"))
-    run = RunRecords(run_dir, _run_name(published))
-    for bad in run.read():
-        failures.append(
-            Failure(place=f"trials/{bad.path.parent.name}", check="schema", found=bad.reason, expected="a record")
-        )
+    read = RunRecords(run.path, _run_name(published))
+    for bad in read.read():
+        failures.append(Failure(place=_shown(bad.place), check="schema", found=bad.reason, expected="a record"))
 
     records: dict[str, Record] = {}
     figures: dict[str, Mapping[str, Figure]] = {}
-    for path in files:
-        record = run.get(path.parent.name)
+    trials: set[str] = set()
+    for one in run.records():
+        verdict.records += 1
+        if isinstance(one, BadRecord):
+            continue
+        trials.add(one.trial)
+        record = read.get(one.trial)
         if record is None:
             continue
         records[record.trial_id] = record
-        content = read_regular(path)
-        failures += schema_failures(path, record, parse_json(content))
-        for finding in provenance_findings(record, content.decode(), stated, history):
+        failures += schema_failures(one.trial, record, one.data)
+        for finding in provenance_findings(record, one.content.decode(), stated, history):
             if isinstance(finding, Failure):
                 failures.append(finding)
             else:
@@ -96,40 +87,52 @@ def verify_run(run_dir: Path, name: str, history: History) -> tuple[Verdict, dic
             failures.append(
                 Failure(place=record.trial_id, check="figures", found=str(error), expected=", ".join(COLUMNS[:3]))
             )
+    if not verdict.records:
+        raise UsageError(
+            f"{run.path} holds no record; name a directory that `burst run` left (trials/*/record.json), a packed run "
+            "(.jsonl), or an archive"
+        )
     failures += unused_statements(stated, list(records))
-    failures += _run_file(run_dir, {path.parent.name for path in files})
-    failures += _private_texts(run_dir, any("paths" in one.about for one in stated.reasons))
-    _products(run_dir, run, published, figures, verdict)
-    if os.path.lexists(run_dir / SUMS_FILE):
-        failures += sums_failures(run_dir)
+    failures += _planned(run, trials)
+    failures += _private_texts(run, any("paths" in one.about for one in stated.reasons))
+    _products(run, read.rows(), published, figures, verdict)
+    if os.path.lexists(run.path / SUMS_FILE):
+        failures += sums_failures(run.path)
         verdict.files += 1
     if history.absent:
         verdict.unchecked.append(f"whether commits are in the history: {history.absent}")
     return verdict, records
 
 
+def _shown(place: RecordPlace) -> str:
+    """A place without the path of the run."""
+    return f"{place.file.name}:{place.line}" if place.line else f"trials/{place.file.parent.name}"
+
+
 def _products(
-    run_dir: Path,
-    run: RunRecords,
+    run: StoredRun,
+    rows: list[Row],
     published: list[dict[str, str]] | None,
     figures: Mapping[str, Mapping[str, Figure]],
     verdict: Verdict,
 ) -> None:
-    """What a report made of the records."""
-    rows = run.rows()
-    packed = os.path.lexists(run_dir / SUMS_FILE)  # an archive's: whoever reads it is not to change it
-    by = "`burst archive`" if packed else f"`burst report {run_dir}`"
-    if published is None:
+    """What a report made of the records, and the figures of their rows. Of a packed run there may be no report; then
+    the rows are those that one would have."""
+    archive = os.path.lexists(run.path / SUMS_FILE)  # whoever reads it is not to change it
+    by = "`burst archive`" if archive else f"`burst report {run.path}`"
+    if published is not None:
+        verdict.failures += [*results_failures(published, rows, by), *figures_failures(published, figures)]
+        verdict.files += 1
+    elif run.report_dir == run.path:
         lacking = Failure(place=RESULTS_FILE, check=RESULTS_FILE, found="no such file", expected=f"what {by} writes")
         verdict.failures.append(lacking)
     else:
-        verdict.failures += [*results_failures(published, rows, by), *figures_failures(published, figures)]
-        verdict.files += 1
+        verdict.failures += figures_failures([as_line(row) for row in rows], figures)
     if not rows:
         return
     for compare in (table_failures, figure_failures):
         try:
-            count, failures = compare(run_dir, rows, by)
+            count, failures = compare(run.report_dir, rows, by)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             # Records that hold something else than ours do, where any value may stand: tables cannot be made of them.
             found = f"records of which no report can be made ({type(error).__name__}: {error})"
@@ -145,38 +148,29 @@ def _run_name(published: list[dict[str, str]] | None) -> str:
     return names.pop() if len(names) == 1 else ""
 
 
-def _run_file(run_dir: Path, trials: set[str]) -> list[Failure]:
-    """Trials of run.json that left no record."""
-    if not os.path.lexists(run_dir / RUN_FILE):
-        return []
+def _planned(run: StoredRun, trials: set[str]) -> list[Failure]:
+    """Trials of the plan that left no record."""
     try:
-        planned = read_json(run_dir / RUN_FILE)["trials"]
-        lacking = [str(trial) for trial in planned if trial not in trials]
-    except (OSError, ValueError, KeyError, TypeError):
+        lacking = [trial for trial in run.planned() or () if trial not in trials]
+    except ValueError:
         return [Failure(place=RUN_FILE, check="schema", found="no list of trials", expected="the plan of a run")]
     return [
-        Failure(place=trial[:200], check="schema", found="no record", expected=f"one for every trial of {RUN_FILE}")
+        Failure(place=trial[:200], check="schema", found="no record", expected="one for every trial of the plan")
         for trial in lacking
     ]
 
 
-def _private_texts(run_dir: Path, home_is_stated: bool) -> list[Failure]:
+def _private_texts(run: StoredRun, home_is_stated: bool) -> list[Failure]:
     failures = []
-    for name in _TEXTS:
-        if not os.path.lexists(run_dir / name):
-            continue
-        try:
-            kinds = private_in(read_regular(run_dir / name).decode(errors="replace"))
-        except (OSError, ValueError) as error:
-            kinds = [f"no readable file ({error})"]
-        for kind in kinds:
+    for name, text in run.texts():
+        for kind in ["no readable file"] if text is None else private_in(text):
             if kind != HOME or not home_is_stated:
                 failures.append(Failure(place=name, check="secrets", found=kind, expected="none"))
     return failures
 
 
-def _records(run_dir: Path) -> dict[str, Record]:
-    """The usable records of a reference run; none where it has no such folder."""
-    run = RunRecords(run_dir)
+def _records(path: Path) -> dict[str, Record]:
+    """The usable records of a reference run; none where there is no such run."""
+    run = RunRecords(path)
     run.read()
     return {record.trial_id: record for record in run.records()}

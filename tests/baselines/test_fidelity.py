@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,12 @@ from baselines.stand_ins.flash_attn.flash_attn import flash_attn_func
 from baselines.stand_ins.flash_attn.flash_attn import flash_attn_interface as stand_in
 from engine.attention.masks import Causal, Full
 from engine.attention.reference import dense_attention
-from engine.measurement import write_json
 from engine.plain_json import to_json
 from harness.cli import main
 from tests.baselines.installing import installed
 from tests.ranks import run_on_ranks
 
-PUBLISHED = Path(__file__).parents[2] / "results" / "published" / "cpu" / "fidelity"
+PUBLISHED = Path(__file__).parents[2] / "results" / "published" / "cpu"
 # Few cases of the systems that need no installation, or one of seconds; all cases of all systems are slow.
 QUICK = {
     "torch_ring": ["zigzag-2-fp32", "zigzag-2-bf16", "public-2-fp32"],
@@ -41,9 +41,7 @@ QUICK = {
 
 
 def published_rows(name: str) -> dict[str, Row]:
-    result = fidelity.read_result(PUBLISHED / fidelity.FOLDER / f"{name}.json")
-    assert result is not None
-    return {row.case: row for row in result.rows}
+    return {row.case: row for row in fidelity.read_results(PUBLISHED)[name].rows}
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +81,8 @@ def test_all_cases_say_what_the_committed_table_says(name: str, base: Path, monk
 
 
 def test_the_committed_table_is_what_its_results_give() -> None:
-    paths = {name: PUBLISHED / fidelity.FOLDER / f"{name}.json" for name in fidelity.NAMES}
-    results = [result for path in paths.values() if (result := fidelity.read_result(path))]
+    results = list(fidelity.read_results(PUBLISHED).values())
     rows = [row for result in results for row in result.rows]
-    assert as_csv(rows) == (PUBLISHED / fidelity.CSV).read_text("utf-8")
     assert as_markdown(results, rows) == (PUBLISHED / fidelity.MARKDOWN).read_text("utf-8")
     for name, result in zip(fidelity.NAMES, results, strict=True):
         assert [row.case for row in result.rows] == [case.name for case in fidelity.system_named(name).cases]
@@ -94,7 +90,8 @@ def test_the_committed_table_is_what_its_results_give() -> None:
 
 
 def test_in_the_committed_table_every_counted_byte_follows_from_a_formula() -> None:
-    lines = list(csv.DictReader(io.StringIO((PUBLISHED / fidelity.CSV).read_text("utf-8"))))
+    rows = [row for result in fidelity.read_results(PUBLISHED).values() for row in result.rows]
+    lines = list(csv.DictReader(io.StringIO(as_csv(rows))))
     counted = [line for line in lines if line["sent_expected"]]
     assert counted
     assert [line["case"] for line in counted if line["sent_bytes"] != line["sent_expected"]] == []
@@ -243,11 +240,10 @@ def test_a_system_that_is_there_is_kept_until_its_pin_or_its_cases_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The runs are those of torch's ring that the table has; whether another one starts is the question."""
-    result = fidelity.read_result(PUBLISHED / fidelity.FOLDER / "torch_ring.json")
-    assert result is not None
+    result = fidelity.read_results(PUBLISHED)["torch_ring"]
     monkeypatch.setattr(fidelity.metadata, "version", lambda _: result.torch)
-    path = tmp_path / fidelity.FOLDER / "torch_ring.json"
-    write_json(path, to_json(result))
+    path = tmp_path / fidelity.RESULTS
+    path.write_text(json.dumps(to_json(result)) + "\n")
     started: list[str] = []
 
     def start(name: str, commit: str) -> Any:
@@ -261,11 +257,11 @@ def test_a_system_that_is_there_is_kept_until_its_pin_or_its_cases_change(
     assert started == ["torch_ring"]
     fewer = to_json(result)
     fewer["rows"] = fewer["rows"][1:]
-    write_json(path, fewer)
+    path.write_text(json.dumps(fewer) + "\n")
     fidelity.run_systems(["torch_ring"], tmp_path, "")
     assert started == ["torch_ring", "torch_ring"]
     path.write_text("[]")
-    with pytest.raises(fidelity.UsageError, match="is no result of a system"):
+    with pytest.raises(fidelity.UsageError, match="line 1 is no result of a system"):
         fidelity.run_systems(["torch_ring"], tmp_path, "")
 
 

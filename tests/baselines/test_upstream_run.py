@@ -25,7 +25,8 @@ from engine.settings import Checkpoint, ModelShape, Steps, TrialSettings
 from harness.launch.supervisor import LocalLauncher, Patience, Supervisor
 from harness.machine.this_machine import Machine
 from harness.plan.matrix import unsupported_reason
-from harness.records.record import Record, read_records
+from harness.records.record import Record
+from harness.records.stored import read_records
 from harness.run.attempt import Host
 from harness.run.experiment import run_experiment
 from harness.run.progress import PlainView

@@ -22,8 +22,9 @@ from harness.launch.launcher import Outcome
 from harness.launch.supervisor import LocalLauncher, Patience, Supervisor
 from harness.machine.this_machine import Machine
 from harness.records.caveats import caveats_of
-from harness.records.record import Record, Status, read_records
+from harness.records.record import Record, Status
 from harness.records.stated import NOTHING_STATED
+from harness.records.stored import read_records
 from harness.run.attempt import Host, completed, measured
 from harness.run.directory import RunDirectory
 from harness.run.execution import Resume, Ways

@@ -20,6 +20,7 @@ from harness.run.directory import RunDirectory
 from harness.spec.experiment import load_experiment
 from tests.harness import synthetic_records
 from tests.harness.measure_bookkeeping import leave_record
+from tests.published import stored_records
 
 EXPERIMENT = """\
 task: attention
@@ -157,7 +158,6 @@ def test_no_reader_meets_a_traceback(kind, finished, capsys):
     assert path.exists()
 
 
-PUBLISHED = Path(__file__).parents[2] / "results" / "published"
 WRONG: tuple[Any, ...] = (None, True, -1, 0, 3, 1e308, "", "x", [], ["x"], [None], {}, {"a": 1}, 10**30)
 
 
@@ -180,13 +180,13 @@ def entries(value: Any, owners: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
 )
 def test_no_damage_to_the_extras_of_a_published_record_ends_in_a_traceback(run, tmp_path, capsys):
     draw = random.Random(run)
-    paths = sorted((PUBLISHED / run).glob("trials/*/record.json"))
+    records = [one for name, one in stored_records() if name == run]
     told = 0
     for number in range(6):
         copy_ = tmp_path / str(number)
-        for path in draw.sample(paths, min(3, len(paths))):
-            content = json.loads(path.read_text())
-            victim = copy_ / "trials" / path.parent.name / path.name
+        for one in draw.sample(records, min(3, len(records))):
+            content = json.loads(one.content)
+            victim = copy_ / "trials" / one.trial / "record.json"
             victim.parent.mkdir(parents=True)
             victim.write_text(json.dumps(content))
         extra = (content.get("measurement") or {}).get("extra") or {"error": {"dq": 0.1}}
@@ -206,13 +206,11 @@ def test_no_damage_to_the_extras_of_a_published_record_ends_in_a_traceback(run, 
 
 
 def test_every_published_record_is_read_and_written_without_a_loss():
-    paths = sorted(PUBLISHED.glob("**/record.json"))
-    assert len(paths) > 500
-    for path in paths:
-        written = json.loads(path.read_text()).get("measurement")
+    for run, one in stored_records():
+        written = one.data.get("measurement")
         if written is not None:
-            read = read_record(path).measurement
-            assert json.dumps(to_json(read)["extra"]) == json.dumps(written["extra"]), path
+            read = one.record().measurement
+            assert json.dumps(to_json(read)["extra"]) == json.dumps(written["extra"]), (run, one.trial)
 
 
 def test_extras_of_a_method_of_ones_own_are_kept_as_they_are(tmp_path):

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.attention.planning.cost_model import RING_SCHEDULES, ULYSSES_SCHEDULES
-from harness.records.record import Record, Round, read_records
+from harness.records.record import Record, Round
+from harness.records.stored import read_records, runs_below
 from harness.report.results import row_of, rows_of
 from harness.report.tables.ideal import ideal_table, spanning_trial
 from tests.harness.synthetic_records import GIB, H200, LARGE, record
-
-PUBLISHED = Path(__file__).parents[2] / "results" / "published"
+from tests.published import PUBLISHED
 
 
 def attention(seconds: float, **changes: object) -> Record:
@@ -256,9 +255,8 @@ def test_a_trial_that_measured_no_link_has_neither_bound_nor_reference() -> None
 
 
 def test_the_published_records_show_no_share_of_a_bound_above_one() -> None:
-    runs = [path.parent for path in sorted(PUBLISHED.glob("*/*/trials"))]
     links = 0
-    for run in runs:
+    for run in runs_below(PUBLISHED):
         for row in rows_of(read_records(run)):
             found = spanning_trial(row) if row["task"] == "attention" and row["status"] == "ok" else None
             if found is not None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from engine.atomic import write_atomic
 from engine.measurement import MEASUREMENT_FILE, read_measurement
 from engine.settings import to_json
 from harness.base.errors import UsageError
 from harness.launch.launcher import Job, Outcome
 from harness.machine.this_machine import Machine, imagined
 from harness.plan.matrix import plan
-from harness.records.record import read_record, record_files
 from harness.run.attempt import Host
 from harness.run.execution import Resume
 from harness.run.experiment import run_experiment
@@ -24,9 +22,9 @@ from harness.run.progress import PlainView
 from harness.spec.experiment import load_experiment
 from harness.spec.trial import Trial
 from harness.training.file import load_training
+from tests.published import stored_records
 
 ROOT = Path(__file__).parents[2]
-PUBLISHED = ROOT / "results" / "published"
 
 OLD = """\
 task: attention
@@ -92,31 +90,26 @@ def test_an_old_training_configuration_is_read(written, capsys) -> None:
     assert f"{path}:4: gradient_wire is now grad_comm_dtype\n" in capsys.readouterr().err
 
 
-def _published_records() -> list[Path]:
-    return [path for run in sorted(PUBLISHED.glob("*/*")) for path in record_files(run)]
-
-
 # Their ids were hashed before settings came that no id leaves out: nothing has resumed them since.
 EARLIER = ("h200x4/quickstart", "cpu/attention_precision")
 
 
 def test_every_published_record_has_the_id_that_its_settings_have_today() -> None:
     checked = 0
-    for path in _published_records():
-        record = read_record(path)
+    for run, stored in stored_records():
+        record = stored.record()
         today = Trial(experiment="", title="", settings=record.settings, deadline_seconds=1.0).id
-        if not path.relative_to(PUBLISHED).as_posix().startswith(EARLIER):
-            assert record.trial_id == today == path.parent.name
+        if run not in EARLIER:
+            assert record.trial_id == today == stored.trial
             checked += 1
     assert checked >= 160
 
 
-def test_published_records_are_read_under_the_names_of_today(tmp_path: Path) -> None:
-    raw = [json.loads(path.read_text()) for path in _published_records()]
-    assert any("gradient_wire" in record["settings"] for record in raw), "an old record is among them"
+def test_published_records_are_read_under_the_names_of_today() -> None:
+    assert any("gradient_wire" in one.data["settings"] for _, one in stored_records()), "an old record is among them"
     schedules = set()
-    for path in _published_records():
-        record = read_record(path)
+    for _, stored in stored_records():
+        record = stored.record()
         assert "gradient_wire" not in to_json(record.settings)
         if record.measurement is not None:
             chosen = record.measurement.chosen
@@ -211,12 +204,15 @@ RUNS: list[tuple[str, str, str | None, tuple[str, ...]]] = [
 @pytest.mark.parametrize(("folder", "name", "scale", "overrides"), RUNS)
 def test_resuming_a_published_run_executes_no_trial(folder, name, scale, overrides, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    shutil.copytree(PUBLISHED / folder / "trials", run_dir / "trials")
-    (run_dir / "run.json").write_text("{}")  # what makes it a run's directory; published folders leave it out
+    for run, stored in stored_records():
+        if run == folder:
+            write_atomic(run_dir / "trials" / stored.trial / "record.json", stored.content)
+    (run_dir / "run.json").write_text("{}")  # what makes it a run's directory
     experiment = load_experiment(ROOT / "experiments" / f"{name}.yaml", scale, overrides)
     cpu = Machine(hostname="vm", device="cpu", cores=2, memory_gib=8.0)
     machine = cpu if folder.startswith("cpu") else imagined("NVIDIA H200", 141.0)
-    before = {path: path.read_bytes() for path in record_files(run_dir)}
+    before = {path: path.read_bytes() for path in run_dir.glob("trials/*/record.json")}
+    assert before
     code = run_experiment(
         experiment.name,
         plan(experiment, machine),
@@ -227,4 +223,4 @@ def test_resuming_a_published_run_executes_no_trial(folder, name, scale, overrid
         resume=Resume(mix=True),  # other scales' records lie beside
     )
     assert code == 0
-    assert {path: path.read_bytes() for path in record_files(run_dir)} == before
+    assert {path: path.read_bytes() for path in run_dir.glob("trials/*/record.json")} == before

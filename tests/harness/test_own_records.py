@@ -15,7 +15,6 @@ from harness.plan import own_records
 from harness.plan.forecast import forecast
 from harness.plan.own_records import (
     BLOCK,
-    PUBLISHED,
     TABLE_FILE,
     TODAY,
     WITHIN,
@@ -26,9 +25,15 @@ from harness.plan.own_records import (
     table_rows,
 )
 from harness.predict.validation_table import PAGE, marks
-from harness.records.record import read_record
+from harness.records.stored import StoredRecord
 from harness.reproduce.predicted import PREDICTOR
 from harness.spec.models import named_model
+from tests.published import stored_records
+
+
+def stored_named(name: str) -> StoredRecord:
+    """A published record by the name that predicted.csv gives it."""
+    return next(one for run, one in stored_records() if f"{run}/{one.trial}" == name)
 
 
 def test_records_of_todays_engine_are_predicted_within_the_aims() -> None:
@@ -45,25 +50,27 @@ def test_records_of_todays_engine_are_predicted_within_the_aims() -> None:
 
 def test_every_training_record_of_the_engine_on_gpus_is_listed() -> None:
     listed = {row.record for row in compared_records()}
-    for path in PUBLISHED.glob("h*/*/trials/*/record.json"):
-        record = read_record(path)
+    for run, one in stored_records():
+        record = one.record()
         if (
-            record.settings.task == "train"
+            run.startswith("h")
+            and record.settings.task == "train"
             and record.status == "ok"
             and not record.settings.method.endswith("upstream")
         ):
-            assert str(path.parent.relative_to(PUBLISHED)) in listed
+            assert f"{run}/{one.trial}" in listed
 
 
 def test_a_record_is_judged_by_the_day_it_started_and_not_by_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = next(row.record for row in compared_records() if row.record.startswith("h200x4/"))
-    record = json.loads((PUBLISHED / found / "record.json").read_text(encoding="utf-8"))
+    record = stored_named(found).data
     for name, start in (("before", "2026-11-21T23:59:59+00:00"), ("after", "2026-11-22T00:00:00+00:00")):
         folder = tmp_path / "h200x4" / "same_run" / "trials" / name
         folder.mkdir(parents=True)
-        (folder / "record.json").write_text(json.dumps(record | {"started_at": start}), encoding="utf-8")
+        left = record | {"trial_id": name, "started_at": start}
+        (folder / "record.json").write_text(json.dumps(left), encoding="utf-8")
     monkeypatch.setattr(own_records, "PUBLISHED", tmp_path)
     assert TODAY == "2026-11-22"
     assert {Path(row.record).name: row.judged for row in compared_records()} == {"before": False, "after": True}
@@ -76,7 +83,7 @@ def test_of_a_record_of_which_conditions_are_stated_memory_alone_is_judged(
     for name in ("alone", "beside_others"):
         folder = tmp_path / "h200x1" / "same_run" / "trials" / name
         folder.mkdir(parents=True)
-        record = json.loads((PUBLISHED / found / "record.json").read_text(encoding="utf-8"))
+        record = stored_named(found).data
         (folder / "record.json").write_text(json.dumps(record | {"trial_id": name}), encoding="utf-8")
     stated = "reasons:\n  - {about: conditions, says: other trials ran, trials: [beside_*]}\n"
     (tmp_path / "h200x1" / "same_run" / "provenance.yaml").write_text(stated, encoding="utf-8")
@@ -118,10 +125,11 @@ def test_what_reproduce_draws_for_a_trial_is_what_the_committed_table_predicts_o
         rows = list(csv.DictReader(file))
     assert len(rows) > 150
     for row in rows:
-        path = PUBLISHED / row["record"] / "record.json"
-        hardware = hardware_for(read_record(path).gpu)
+        stored = stored_named(row["record"])
+        record = stored.record()
+        hardware = hardware_for(record.gpu)
         assert hardware is not None
-        settings = settings_that_ran(path, hardware)
+        settings = settings_that_ran(stored, record, hardware)
         drawn, planned = PREDICTOR.predict(settings, hardware), forecast(settings, hardware)
         assert planned.time is not None
         assert drawn.seconds == planned.time.seconds

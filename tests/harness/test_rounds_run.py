@@ -20,7 +20,8 @@ from harness.cli import main
 from harness.launch.launcher import Job, Outcome
 from harness.machine.this_machine import Machine
 from harness.records.provenance import redacted_command
-from harness.records.record import Record, read_records, write_record
+from harness.records.record import Record, write_record
+from harness.records.stored import read_records
 from harness.run.attempt import Host
 from harness.run.execution import FRESHLY, Resume, Ways
 from harness.run.experiment import run_experiment

@@ -17,7 +17,8 @@ from harness.base.errors import UsageError
 from harness.cli import main
 from harness.launch.launcher import Job, Outcome
 from harness.machine.this_machine import Machine
-from harness.records.record import Record, read_record, read_records, write_record
+from harness.records.record import Record, read_record, write_record
+from harness.records.stored import read_records
 from harness.run.attempt import Host
 from harness.run.execution import Resume, Ways
 from harness.run.experiment import run_experiment

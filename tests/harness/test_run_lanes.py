@@ -16,8 +16,9 @@ from harness.base.errors import UsageError
 from harness.launch.launcher import Job, Outcome
 from harness.machine.this_machine import Machine
 from harness.records.caveats import caveats_of
-from harness.records.record import read_record, read_records
+from harness.records.record import read_record
 from harness.records.stated import NOTHING_STATED
+from harness.records.stored import read_records
 from harness.run.attempt import Host
 from harness.run.execution import Ways
 from harness.run.experiment import run_experiment

@@ -7,7 +7,8 @@ import pytest
 
 from harness.base.errors import UsageError
 from harness.machine.this_machine import Machine
-from harness.records.record import read_records, write_record
+from harness.records.record import write_record
+from harness.records.stored import read_records
 from harness.run.execution import Resume
 from harness.spec.repetition import Repetition
 from tests.harness.test_run_experiment import HERE, Runner, trial

@@ -11,7 +11,8 @@ from engine.settings import Checkpoint
 from harness.cli import main
 from harness.compare.pairs import compare
 from harness.compare.sources import Member
-from harness.records.record import Record, read_records
+from harness.records.record import Record, RecordPlace
+from harness.records.stored import read_records
 from harness.report.page import report_tables
 from harness.report.results import columns_of, row_of, rows_of
 from harness.report.speedup import contested_points
@@ -131,7 +132,7 @@ def test_a_report_prints_what_the_table_gave_and_what_no_setting_says() -> None:
 
 def test_compare_pairs_methods_as_published() -> None:
     def member(one: Record) -> Member:
-        return Member(run=Path("run"), path=Path("run") / one.trial_id, record=one, row=row_of(one, "run"))
+        return Member(run=Path("run"), place=RecordPlace(Path(one.trial_id)), record=one, row=row_of(one, "run"))
 
     pairs = compare(
         ("burst", "megatron_cp"),

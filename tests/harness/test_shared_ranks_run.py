@@ -9,7 +9,8 @@ import pytest
 from engine.settings import ModelShape, Steps, TrialSettings
 from harness.launch.supervisor import LocalLauncher, Supervisor
 from harness.machine.this_machine import Machine
-from harness.records.record import Record, read_records
+from harness.records.record import Record
+from harness.records.stored import read_records
 from harness.report.results import row_of
 from harness.run.attempt import Host
 from harness.run.execution import Resume, Ways

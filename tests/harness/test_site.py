@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from harness.cli import main
-from harness.report.site import runs_below
+from harness.records.stored import runs_below, stored_run
 from tests.harness.synthetic_records import record
 from tests.harness.test_report import Page, run_of
 
@@ -45,7 +45,7 @@ def test_the_site_of_the_published_records_has_a_page_for_each_run_and_no_dead_l
     site = tmp_path / "site"
     assert main(["report", str(PUBLISHED), "--out", str(site)]) == 0
     assert capsys.readouterr().out == f"Report: {site / 'index.html'}\n"
-    folders = {path.parents[2].relative_to(PUBLISHED) for path in PUBLISHED.glob("**/trials/*/record.json")}
+    folders = {stored_run(path).report_dir.relative_to(PUBLISHED) for path in runs_below(PUBLISHED)}
     assert len(folders) > 10
     assert {path.parent.relative_to(site.resolve()) for path in reached(site)} == folders
     assert dead_links(site) == []
@@ -61,8 +61,9 @@ def test_generated_pages_of_published_records_are_not_in_git() -> None:
     if listed.returncode:
         pytest.skip("not a git checkout")
     assert [path for path in listed.stdout.splitlines() if path.endswith(".html")] == []
-    page = "results/published/h200x4/quickstart/report.html"
-    assert subprocess.run(["git", "-C", str(ROOT), "check-ignore", "-q", page], check=False).returncode == 0
+    for made in ("index.html", "h200x4/quickstart/report.html", "h200x4/quickstart/tables/results.md"):
+        ignored = ["git", "-C", str(ROOT), "check-ignore", "-q", f"results/published/{made}"]
+        assert subprocess.run(ignored, check=False).returncode == 0, made
 
 
 @pytest.fixture

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
-from harness.records.stated import stated_in
-from harness.report.site import runs_below
+from harness.records.stored import run_named, runs_below, stored_run
+from harness.report.page import read_runs
 from harness.verify.finding import Verdict
 from harness.verify.history import History
 from harness.verify.verdict import verify
@@ -33,8 +32,7 @@ def test_every_published_row_has_its_command_and_what_it_cannot_show_beside_its_
     verdicts: list[Verdict],
 ) -> None:
     for verdict in verdicts:
-        with open(PUBLISHED / verdict.run / "results.csv", encoding="utf-8", newline="") as file:
-            rows = {row["trial_id"]: row for row in csv.DictReader(file)}
+        rows = {row["trial_id"]: row for row in read_runs([run_named(PUBLISHED, verdict.run)])[1]}
         commands = ("burst run experiments/", "burst reproduce ")
         assert all(row["run_command"].startswith(commands) for row in rows.values()), verdict.run
         for gap in verdict.stated:
@@ -65,7 +63,7 @@ _CONDITIONS = [
 def _index() -> dict[str, str]:
     """What the index says of each published run: its row, and the notes whose heading names it."""
     index = (PUBLISHED / "README.md").read_text("utf-8")
-    said = {str(one.relative_to(PUBLISHED)): "" for one in runs_below(PUBLISHED)}
+    said = {stored_run(one).report_dir.relative_to(PUBLISHED).as_posix(): "" for one in runs_below(PUBLISHED)}
     for row in re.findall(r"^\| \[.*$", index, re.MULTILINE):
         folders = row.split(" | ")[0]
         host = folders[len("| [") :].split("/")[0]
@@ -85,10 +83,11 @@ def test_conditions_that_the_index_states_stand_in_provenance_and_in_the_rows() 
     assert [run for run, words in index.items() if not words] == []
     missing, told = [], 0
     for run, words in index.items():
-        stated = stated_in(PUBLISHED / run)
+        path = run_named(PUBLISHED, run)
+        stated = stored_run(path).stated()
         conditions = [one.says for one in stated.reasons if "conditions" in one.about]
         conditions += [one.machine for one in stated.machines]
-        rows = (PUBLISHED / run / "results.csv").read_text("utf-8")
+        rows = " ".join(str(row["caveats"]) for row in read_runs([path])[1])
         for folders, in_index, in_provenance in _CONDITIONS:
             if fnmatchcase(run, folders) and re.search(in_index, words):
                 told += 1

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from harness.cli import main
-from harness.records.record import Record, read_records
+from harness.records.record import Record
+from harness.records.stored import read_records
 from harness.report.headline import summary_sentences, wrong_sentences
 from harness.report.page import draw_plots, report_tables
 from harness.report.results import rows_of

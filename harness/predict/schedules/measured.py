@@ -19,7 +19,8 @@ from engine.attention.planning.workload import trial_workload
 from harness.base.errors import UsageError
 from harness.metrics.throughput import interquartile_range
 from harness.predict.step import attention_problem, context_ranks_of_node
-from harness.records.record import Record, read_records
+from harness.records.record import Record
+from harness.records.stored import read_records, run_named
 
 PUBLISHED = Path(__file__).parents[3] / "results" / "published"
 
@@ -102,7 +103,7 @@ def measured_calls(published: Path = PUBLISHED, folders: Sequence[str] = FOLDERS
 
 
 def _records(published: Path, folder: str) -> list[Record]:
-    found = read_records(published / folder)
+    found = read_records(run_named(published, folder))
     if not found:
         raise UsageError(
             f"{shown(str(published / folder))} holds no records; copy the run there, or take {shown(folder)} out of "

@@ -25,7 +25,7 @@ def table_rows(calls: Iterable[MeasuredCall], model: HardwareModel) -> list[list
     """Every call with its estimate, below a header; in order of problem and schedule."""
     rows = [
         [
-            f"{call.folder}/trials/{call.trial}", call.side, *_problem_cells(call.problem), call.schedule,
+            f"{call.folder}/{call.trial}", call.side, *_problem_cells(call.problem), call.schedule,
             str(call.num_head_chunks), f"{1e3 * call.seconds:.4g}", f"{1e3 * call.spread:.2g}",
             f"{1e3 * estimated(call, model):.4g}", f"{100 * error(call, model):+.1f}",
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,24 +15,23 @@ from engine.old_names import current_settings
 from engine.settings import TrialSettings, from_json
 from harness.metrics.hardware import hardware_for
 from harness.plan.own_records import TODAY
-
-PUBLISHED = Path(__file__).parents[3] / "results" / "published"
+from tests.published import stored_records
 
 
 @cache
 def trained() -> list[tuple[str, TrialSettings, dict[str, Any]]]:
     """Training records on GPUs by the engine of today: name, settings and measurement."""
     found = []
-    for path in sorted(PUBLISHED.glob("h*/*/trials/*/record.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
+    for run, stored in stored_records():
+        record = stored.data
         settings = from_json(TrialSettings, current_settings(record["settings"]))
         if "parameters" not in record["settings"]:  # from before there was the choice: FSDP2 of one rank
             settings = replace(settings, parameters="gathered")
         # What started earlier saved more; docs/memory.md names the folders.
         if record["started_at"] < TODAY or settings.task != "train" or settings.method.endswith("_upstream"):
             continue
-        if record["status"] == "ok" and record["measurement"]["peak_allocated_bytes"]:
-            found.append((path.parent.name, settings, record["measurement"]))
+        if run.startswith("h") and record["status"] == "ok" and record["measurement"]["peak_allocated_bytes"]:
+            found.append((stored.trial, settings, record["measurement"]))
     return found
 
 
@@ -55,10 +53,10 @@ def test_allocated_and_reserved_memory_are_those_of_every_record_of_todays_engin
 def test_the_memory_page_names_the_older_records() -> None:
     page = (Path(__file__).parents[3] / "docs" / "memory.md").read_text(encoding="utf-8")
     older = set()
-    for path in PUBLISHED.glob("h*/*/trials/*/record.json"):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if record["settings"]["task"] == "train" and record["started_at"] < TODAY:
-            older.add(path.parents[2].name)
+    for run, stored in stored_records():
+        settings, started_at = stored.data["settings"], stored.data["started_at"]
+        if run.startswith("h") and settings["task"] == "train" and started_at < TODAY:
+            older.add(run.rpartition("/")[2])
     assert older
     for folder in sorted(older):
         assert f"`{folder}`" in page, folder

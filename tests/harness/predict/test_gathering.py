@@ -19,7 +19,7 @@ from harness.plan.forecast import forecast
 from harness.predict.attention import attention_passes
 from harness.predict.gathering import Group, tensor_parallel_transfers
 from harness.predict.problem import AttentionProblem, Exchange
-from harness.records.record import read_records
+from harness.records.stored import read_records
 from harness.spec.models import named_model
 
 SLOW = Speeds(

@@ -346,7 +346,10 @@ def test_a_calibration_takes_the_link_between_nodes_from_the_trials_of_a_run(
     assert hardware.figures["link across"].startswith("5 GiB/s (3 to 7, 6 samples)")
     assert hardware.figures["latency across"].startswith("30 us (20 to 40, 2 samples)")
     capsys.readouterr()
-    for wrong, sentence in ((tmp_path / "nowhere", "found no directory"), (tmp_path, "no trial there measured a link")):
+    for wrong, sentence in (
+        (tmp_path / "nowhere", "found nothing there"),
+        (tmp_path, "no trial there measured a link"),
+    ):
         assert main(["calibrate", "--out", str(tmp_path / "other.yaml"), "--across", str(wrong)]) == 2
         assert sentence in capsys.readouterr().err
     (run / "trials" / one.trial_id / "record.json").write_text("{", encoding="utf-8")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.records.record import RecordPlace
 from harness.report.results import row_of
 from harness.report.tables.table import to_csv
 from harness.reproduce.audit import (
@@ -99,7 +100,7 @@ def test_a_share_alone_is_compared_with_ours_and_a_trial_that_printed_neither_is
     rows = []
     for name, own in (("share", {"mfu": 50.0, "tps": 10.0}), ("neither", {"tps": 10.0})):
         measured = dataclasses.replace(made.measurement, extra={"upstream": {"printed": own}})
-        rows.append((row_of(dataclasses.replace(made, measurement=measured)), Path("run") / "trials" / name / "r.json"))
+        rows.append((row_of(dataclasses.replace(made, measurement=measured)), RecordPlace(Path(name))))
     [one] = printed_by_systems(rows)
     assert (one.tflops, one.mfu) == (None, 0.5)
     assert one.ratio == 0.5 / one.row["mfu"]

@@ -15,7 +15,7 @@ from harness.metrics.flops import counted_flops, tokens_per_step, work_of
 from harness.metrics.hardware import hardware_named
 from harness.plan.predict import Prediction
 from harness.predict.published_rows import configuration_of_row
-from harness.records.record import write_record
+from harness.records.record import RecordPlace, write_record
 from harness.report.figures import render
 from harness.report.results import row_of
 from harness.reproduce.beside import beside, list_table, points_table, verdict
@@ -44,7 +44,7 @@ def trial(gpu: str, seconds: float, **changes):
 
 
 def run_of(*records) -> Run:
-    rows = tuple((row_of(each, "run"), Path("run") / each.trial_id) for each in records)
+    rows = tuple((row_of(each, "run"), RecordPlace(Path(each.trial_id))) for each in records)
     return Run(path=Path("run"), rows=rows, bad=())
 
 

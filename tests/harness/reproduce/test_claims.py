@@ -11,6 +11,7 @@ import pytest
 from cluster.files.document import Node
 from engine.settings import Checkpoint
 from harness.base.errors import UsageError
+from harness.records.record import RecordPlace
 from harness.report.results import row_of
 from harness.reproduce.abstract import PARTS
 from harness.reproduce.beside import VERDICTS
@@ -28,7 +29,7 @@ PART_NAMES = {"topology", "sequence_level_checkpointing", "fused_head", "balance
 
 
 def rows_of(*records, run: str = "one"):
-    return [(row_of(each, run), Path(run) / "trials" / each.trial_id / "record.json") for each in records]
+    return [(row_of(each, run), RecordPlace(Path(f"{run}.jsonl"), line)) for line, each in enumerate(records, start=2)]
 
 
 def trained(method: str, seconds: float, **changes):
@@ -53,7 +54,7 @@ def test_every_claim_has_a_verdict_a_sentence_and_records_that_exist(ours) -> No
         assert one.verdict in VERDICTS
         assert one.why.endswith(".")
         assert "{" not in one.claim + one.why
-        assert all(path.is_file() for path in one.records)
+        assert all(place.file.is_file() and place.line > 1 for place in one.records)
     assert len(claims_table(ours).rows) == len(ours)
 
 
@@ -61,7 +62,7 @@ def test_evidence_lies_below_results_published(ours) -> None:
     with_evidence = [one for one in ours if one.records]
     assert {"backward_bytes", "longest_7b", "over_a_million", "overlap"} <= {one.name for one in with_evidence}
     for one in with_evidence:
-        assert all(path.is_relative_to(ROOT / "results" / "published") for path in one.records)
+        assert all(place.file.is_relative_to(ROOT / "results" / "published") for place in one.records)
 
 
 def test_the_same_speedup_on_the_claimed_set_up_is_reproduced_and_a_smaller_one_is_not_comparable() -> None:

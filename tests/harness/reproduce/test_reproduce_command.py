@@ -117,7 +117,7 @@ def test_the_page_of_everything_links_records_and_escapes_what_it_shows(tmp_path
     page = path.read_text(encoding="utf-8")
     for section in ("claims", "statements", "figures", "audit", "systems", "printed", "reproduction_ablation"):
         assert f'id="{section}"' in page
-    assert "h200x4/million_tokens/trials/" in page
+    assert "h200x4/million_tokens.jsonl:2" in page
     assert "predicted: &lt;nothing&gt;" in page
     assert "w. bwd_opt &amp; double" in page
     assert (tmp_path / "tables" / "audit.csv").is_file()
