@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml
 
 demo: install
 	@$(BIN)/burst run experiments/quickstart.yaml $(if $(GPU),--scale gpu --set sweep.kernel=[auto] --set steps.rounds=1,) $(ARGS)
-	@echo "Read on: docs/using-burst-attention.md (attention in your own model), docs/experiments.md (an experiment of your own),"
+	@echo "Read on: docs/attention.md (attention in your own model), docs/experiments.md (an experiment of your own),"
 	@echo "         docs/training-run.md (a training run), docs/README.md (all pages and commands)"
 
 lint: install
