@@ -104,7 +104,7 @@ _NOT_MEASURED = {
         "| attention and matrix products, of the step | 87.3% | 92.6% | 95.8% |",  # of a development run
     ],
     "docs/attention.md": [
-        "Differences of up to 5% do not count", "often within 2% of each other", "`query` sends 24% less, and 33% less",
+        "Differences of up to 5% do not count", "`query` sends 24% less, and 33% less",
         "100% would be the time",
     ],
     "docs/memory.md": [
