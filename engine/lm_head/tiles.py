@@ -16,7 +16,7 @@ from engine.ops.runs import runs
 TILE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 
 # Fewest tokens of a tile that holds the whole vocabulary. Fewer would spend more time on the weight gradient's traffic
-# than a tiled vocabulary spends on computing the logits twice (docs/lm-head.md).
+# than a tiled vocabulary spends on computing the logits twice (docs/notes/2026-11-21-lm-head.md).
 FEWEST_TOKENS = {"cuda": 512, "cpu": 64}
 
 # Tokens beyond which a larger tile gains little on a GPU: an eighth of all, between these two.

@@ -137,7 +137,7 @@ def _too_large(rows: list[dict[str, Any]], memory_gib: float) -> list[str]:
         where = f"a GPU has {room:g}" if room == memory_gib else f"the setting memory leaves {room:g}"
         found.append(
             f"{len(sizes)} further {trials} would hold {min(sizes):,.0f} GiB or more by this prediction, which may be "
-            f"{ALLOCATED_WITHIN:.0%} too low, where {where}; docs/memory.md has the levers"
+            f"{ALLOCATED_WITHIN:.0%} too low, where {where}; docs/memory.md has settings that need less"
         )
     return found
 

@@ -1,8 +1,7 @@
 """`python -m harness.plan.own_records`: every training record of this engine, predicted, into results/published.
 
-Records of the engine of today are judged; those of an earlier engine are only listed (docs/memory.md says what has
-changed since then). Of records of which provenance.yaml states conditions, as of a host that was shared, memory alone
-is judged.
+Records of the engine of today are judged; those of an earlier engine, whose layers saved more, are only listed. Of
+records of which provenance.yaml states conditions, as of a host that was shared, memory alone is judged.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from harness.report.speedup import Speedup, speedup, spread_text
 
 DEFINITIONS = Path("docs") / "quoted.yaml"
 RECORDS = Path("results") / "published"
-PAGES = ("README.md", "docs/*.md", "results/published/*.md")
+PAGES = ("README.md", "docs/*.md", "docs/notes/*.md", "results/published/*.md")
 _MARKED = re.compile(r"<!--(\w+)-->(.*?)<!--/-->", re.DOTALL)
 NOT_MEASURED = "not measured"
 _TAKEN = {"min": min, "max": max}

@@ -1,4 +1,4 @@
-"""What a layer's backward holds at its peak, in units of one hidden state of all tokens, as docs/memory.md says."""
+"""What a layer's backward holds at its peak, in hidden states of all tokens: the range of docs/memory.md."""
 
 from __future__ import annotations
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from engine.checkpoint.planning.memory import memory_of
 from engine.settings import Checkpoint, ModelShape, TrialSettings
+from harness.cli import main
 from harness.metrics.hardware import hardware_named
 from harness.metrics.throughput import GIB
 from harness.plan.forecast import START_SECONDS, cost_of, forecast
@@ -33,17 +34,27 @@ def test_what_a_plan_predicts_is_what_burst_predict_says_of_the_same_trial() -> 
         assert cost.seconds == pytest.approx(START_SECONDS + steps * found.time.seconds)
 
 
-def test_the_memory_page_shows_what_is_predicted_for_a_million_tokens() -> None:
+def test_the_memory_page_shows_what_is_planned_under_its_three_budgets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
-    found = re.findall(r"^\| `\{(every: .*?)\}` \| (\d+) \| (\d+) \| (\w+) \|$", page, re.MULTILINE)
-    assert len(found) == 6
-    tiled = dataclasses.replace(LONG, projection_tiles=16, mlp_tiles=16)
-    for checkpoint, seconds, size, fits in found:
-        settings = dataclasses.replace(tiled, checkpoint=Checkpoint(**yaml.safe_load(f"{{{checkpoint}}}")))
-        expected = predict(settings, H200)
-        assert (f"{expected.seconds:.0f}", f"{expected.gpu_gib:.0f}") == (seconds, size), checkpoint
-        assert expected.gpu_gib is not None
-        assert fits == ("no" if expected.gpu_gib > 139 else "perhaps" if 1.11 * expected.gpu_gib > 139 else "yes")
+    [experiment] = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "budgets.yaml").write_text(experiment, encoding="utf-8")
+    assert main(["plan", str(tmp_path / "budgets.yaml"), "--hardware", "h200", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    cell = r" ([^|]+) \|"
+    rows = re.findall(rf"^\| (\d+GiB) \|{6 * cell}$", page, re.MULTILINE)
+    assert [row[0] for row in rows] == [trial["memory"] for trial in planned] == ["24GiB", "40GiB", "80GiB"]
+    for (_, whole, others, also, *figures), trial in zip(rows, planned, strict=True):
+        assert figures == [
+            f"{trial['predicted_seconds']:.1f}",
+            f"{trial['predicted_gpu_gib']:.1f}",
+            f"{trial['predicted_host_gib']:.1f}",
+        ]
+        assert whole == str(trial["checkpoint.whole_layers"] if trial["checkpoint.every"] else 16)
+        assert ("input and attention output on the host" in others) == (trial["checkpoint.offload"] == "all")
+        assert ("MLP in 8 tiles" in also) == (trial["mlp_tiles"] == 8)
+        assert ("optimizer on the host" in also) == trial["optimizer_offload"]
 
 
 def test_no_more_is_reserved_than_the_gpu_has() -> None:

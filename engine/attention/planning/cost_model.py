@@ -42,7 +42,7 @@ MAX_HEAD_CHUNKS = 8  # of the heads of a rank: an eighth of the transfers is the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareModel:
-    """Speeds of a rank's kernels and links, of H200 by default (docs/attention-cost-model.md).
+    """Speeds of a rank's kernels and links, of H200 by default (docs/notes/2026-11-23-cost-model-of-auto.md).
 
     Those marked F are fitted to records of one node by `harness.predict.schedules`, and a test holds them to that fit.
     """

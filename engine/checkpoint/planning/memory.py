@@ -10,7 +10,7 @@ Where one rank keeps its parameters whole there is one stream, and copies of all
 Chunks that arrive by copy engine have memory of their own, held throughout (`engine.attention.planning.receive_slots`).
 cuBLAS workspaces are small and among what the allocator rounds up; the CUDA context is outside the allocator.
 
-Against the records of today's engine (docs/memory.md names them) allocated is within 4% and reserved within 8%;
+Against the training records of today's engine allocated is within 4% and reserved within 8%;
 tests/engine/checkpoint/test_planning_memory.py keeps that.
 """
 

@@ -1,7 +1,7 @@
 """`python -m harness.predict.schedules`: fit the cost model's constants, and show them beside those it has.
 
 Every measured call with its estimate goes to results/published/schedules.csv, errors and choices to
-docs/attention-cost-model.md, both under the model as it is: a new constant is put into
+docs/notes/2026-11-23-cost-model-of-auto.md, both under the model as it is: a new constant is put into
 `engine.attention.planning.cost_model.HardwareModel` by hand, and tests hold the two together.
 """
 

@@ -11,7 +11,7 @@ from harness.predict.schedules.choice import Choice
 from harness.predict.schedules.fit import GUESSES, estimated
 from harness.predict.schedules.measured import PUBLISHED, MeasuredCall, Problem, Side
 
-PAGE = PUBLISHED.parents[1] / "docs" / "attention-cost-model.md"
+PAGE = PUBLISHED.parents[1] / "docs" / "notes" / "2026-11-23-cost-model-of-auto.md"
 TABLE_FILE = PUBLISHED / "schedules.csv"
 # Names of blocks of the page.
 CONSTANTS, ERRORS, CHOICES = (f"{each} of the cost model" for each in ("constants", "errors", "choices"))

@@ -4,10 +4,10 @@
     python -m tests.engine.attention.measure_host_time --host     # host time of a call of tiny tensors alone
 
 The plain call is FlashAttention-4's own differentiable one on a GPU (torch's flash operation where it is absent or on a
-CPU). Sizes are those of docs/attention-host-time.md: bf16 on a GPU, causal, head_dim 128, batch 1. Ten rounds; in
-each every size is timed with the plain call, `burst_attention` and a prepared call, one after another in an order that
-turns. A figure is wall time of forward and backward, and the ratio is the plain call's time over ours: median
-(least..most) of the rounds. The same inputs go to all three, and their results are compared first.
+CPU). Sizes are those of docs/notes/2026-11-22-host-time-and-cuda-graphs.md: bf16 on a GPU, causal, head_dim 128, batch
+1. Ten rounds; in each every size is timed with the plain call, `burst_attention` and a prepared call, one after another
+in an order that turns. A figure is wall time of forward and backward, and the ratio is the plain call's time over ours:
+median (least..most) of the rounds. The same inputs go to all three, and their results are compared first.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ def trained() -> list[tuple[str, TrialSettings, dict[str, Any]]]:
         settings = from_json(TrialSettings, current_settings(record["settings"]))
         if "parameters" not in record["settings"]:  # from before there was the choice: FSDP2 of one rank
             settings = replace(settings, parameters="gathered")
-        # What started earlier saved more; docs/memory.md names the folders.
+        # What started earlier saved more: layers had not learned to form the product of SwiGLU again.
         if record["started_at"] < TODAY or settings.task != "train" or settings.method.endswith("_upstream"):
             continue
         if run.startswith("h") and record["status"] == "ok" and record["measurement"]["peak_allocated_bytes"]:
@@ -48,15 +47,3 @@ def test_allocated_and_reserved_memory_are_those_of_every_record_of_todays_engin
         if memory.reserved > most:
             assert measured["extra"]["allocation_retries"], name
         assert memory.host == pytest.approx(max(measured["peak_rss_bytes"]), rel=0.3), name
-
-
-def test_the_memory_page_names_the_older_records() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "memory.md").read_text(encoding="utf-8")
-    older = set()
-    for run, stored in stored_records():
-        settings, started_at = stored.data["settings"], stored.data["started_at"]
-        if run.startswith("h") and settings["task"] == "train" and started_at < TODAY:
-            older.add(run.rpartition("/")[2])
-    assert older
-    for folder in sorted(older):
-        assert f"`{folder}`" in page, folder

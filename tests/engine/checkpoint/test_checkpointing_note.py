@@ -1,4 +1,4 @@
-"""The tables of docs/checkpointing.md that no record holds: shares and counts are those the engine computes."""
+"""The tables of the note on checkpointing that no record holds: shares and counts are those the engine computes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.checkpoint.counts import inputs_at_once, layers_recomputed
 from engine.settings import Checkpoint
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "checkpointing.md"
+PAGE = ROOT / "docs" / "notes" / "2026-11-23-checkpointing.md"
 ROW = re.compile(r"^\| `([\w:]+)` \| ([\d.]+) \| `(\w+)` \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
 
 
