@@ -10,6 +10,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 
+from harness.pages import quotes_of
 from harness.report.page import read_runs
 from harness.report.quoted import Quotes, pages_of, quoted_names, rewritten
 
@@ -25,7 +26,7 @@ def name(path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def quotes() -> Quotes:
-    return Quotes(ROOT)
+    return quotes_of(ROOT)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if quoted_names(page.read_text("utf-8"))], ids=name)
