@@ -47,9 +47,10 @@ test: lint types
 test-all: lint types
 	$(BIN)/pytest -n $(WORKERS) -m '' $(ARGS)
 
-# Numbers, tables and figures on the pages, written from the records in results/published (docs/quoted.yaml).
+# Numbers, tables and figures on the pages, written from the records in results/published (docs/quoted.yaml), and the
+# verdicts on the paper's claims (harness/pages.py).
 docs: install
-	$(BIN)/python -m harness.report.quoted
+	$(BIN)/python -m harness.pages
 
 # The image for CPUs, its tests, and the stage of one compared system (docs/install.md); as root on Debian or Ubuntu.
 image: install

@@ -9,6 +9,13 @@ Source: Megatron Core's context parallelism (NVIDIA/Megatron-LM, `cp_comm_type`)
   streams.
 - `a2a`: schedule `ulysses`, an all-to-all of tokens for heads.
 - `a2a+p2p`: schedule `usp`, an all-to-all inside a node and a ring across nodes.
+
+Differences from the original. Partial outputs are merged four at a time; TransformerEngine holds all of them to the
+end. dQ, dK and dV are summed in fp32; TransformerEngine sums them in bf16. With `all_gather` its backward uses two
+streams, ours one, and gradients are reduced by an all-to-all and one fp32 sum in place of a reduce-scatter in bf16: the
+same bytes. With `a2a` and `a2a+p2p` LSE and delta are exchanged in place of saving O a second time: 8 bytes per token
+and head, beside 8 x head_dim x (1 + K/N) of bf16 tensors. With `a2a+p2p` tokens that the next node's queries cannot see
+are left out. TransformerEngine refuses sliding windows under `p2p` and `a2a+p2p`; here every mask works.
 """
 
 from __future__ import annotations

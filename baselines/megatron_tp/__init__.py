@@ -3,6 +3,11 @@
 `tp_size` ranks hold the columns of every matrix between them, and 1/tp_size of the tokens in norms and residuals
 (`engine.layers.tensor_parallel`). Sources: arXiv:1909.08053, arXiv:2205.05198; `--tensor-model-parallel-size` with
 `--sequence-parallel` of NVIDIA/Megatron-LM.
+
+Differences from the original. Gathered tokens are kept for backward where a layer is not recomputed; Megatron gathers
+them again, beside a product. Results are summed in fp32 by an all-to-all, in place of a reduce-scatter in bf16. The
+vocabulary-parallel loss gathers two numbers per token in place of three all-reduces. Query, K and V heads, the MLP's
+width and the vocabulary have to divide by `tp_size`; Megatron pads the vocabulary. It has not been measured on GPUs.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Gradients are sent in fp32, as by the authors' code (github.com/haoliuhl/ringattention): dK and dV have the dtype of K
 there, which its option `float32_logits`, on by default, makes fp32.
+
+Differences from the original. The last permutation of each pass, which returns K and V (and in backward the gradients)
+to where they began, is left out. K is sent in the inputs' dtype; with `float32_logits` the original sends it in fp32.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 Source: `torch.distributed.tensor.experimental` of torch itself. The public `context_parallel` replaces scaled
 dot-product attention and fails on CPUs; the functions behind it, which run here, run anywhere. They know full and
 causal masks, the latter load-balanced over zigzag shards.
+
+Differences from the original. The engine's kernels replace torch's flash attention. float64 inputs are summed in
+float64. Outputs that a checkpoint keeps in part are computed again whole.
 """
 
 from __future__ import annotations

@@ -2,6 +2,12 @@
 
 K and V heads fewer than ranks are repeated before the all-to-all, as by DeepSpeed's `UlyssesSPAttentionHF` (ALST,
 arXiv:2506.13996). Its `DistributedAttention`, of the paper, does not: `repeat_kv_heads: false` refuses them as well.
+
+Differences from the original. One all-to-all takes q, k and v together, where DeepSpeed runs three; LSE and delta are
+exchanged in place of saving O a second time. With `overlap_projections: true` there are three, each begun when its
+tensor is formed, as with DeepSpeed's `sp_stream`, and neither LSE nor delta is sent; in backward they begin together
+and are waited for one by one. RoPE comes before the all-to-all. `DistributedAttention` also divides query heads
+unevenly where K and V have as many heads; here that is refused.
 """
 
 from __future__ import annotations

@@ -138,7 +138,8 @@ def _tables(arguments: argparse.Namespace) -> int:
         tables = [audit_table(recomputed_rows()), systems_table(), printed_table(printed_by_systems(all_rows(runs)))]
     elif arguments.figure == CLAIMS:
         claims = judged(all_rows(runs))
-        tables, sentences = [claims_table(claims)], [*map(_claim_text, claims), *statements().values()]
+        tables = [claims_table(claims)]
+        sentences = [*map(_claim_text, claims), *(table.note for table in tables), *statements().values()]
     else:
         tables = [list_table(figures, predictor)]
         sentences = ["`burst reproduce FIGURE` runs and draws one; `burst reproduce claims` and `audit` are tables."]

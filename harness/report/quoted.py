@@ -1,6 +1,6 @@
 """Numbers that pages quote from published records, written between markers by one command, so that none is typed in.
 
-    python -m harness.report.quoted           # or: make docs
+    python -m harness.pages           # or: make docs
 
 `docs/quoted.yaml` says for each number which record it is from, what is computed and how it is rounded. A page shows it
 as `<!--NAME-->93%<!--/-->`, a table between the same markers on lines of their own. Conditions (`where`) and
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -90,10 +90,15 @@ class Absent(Exception):
 
 
 class Quotes:
-    """All quantities, tables and drawings of a checkout, computed from its published records when asked for."""
+    """All quantities, tables and drawings of a checkout, computed from its published records when asked for.
 
-    def __init__(self, root: Path) -> None:
+    `made` has further tables by name, as lines of Markdown, that code above this package makes: the claims of the paper
+    are judged by `harness.reproduce`, which imports reports and is not imported by them.
+    """
+
+    def __init__(self, root: Path, made: Mapping[str, Callable[[], Sequence[str]]] | None = None) -> None:
         self.root = root
+        self.made = dict(made or {})
         try:
             self.definitions: Definitions = from_json(
                 Definitions, yaml.safe_load((root / DEFINITIONS).read_text(encoding="utf-8"))
@@ -105,6 +110,8 @@ class Quotes:
     def text(self, name: str) -> str:
         """The number or table of this name as a page shows it. Raises UsageError where it cannot be computed."""
         try:
+            if name in self.made:
+                return "\n" + "\n".join(self.made[name]()) + "\n"
             if name in self.definitions.tables:
                 return "\n" + "\n".join(self._table(self.definitions.tables[name])) + "\n"
             quantity = self.definitions.numbers[name]
@@ -127,7 +134,7 @@ class Quotes:
     @property
     def names(self) -> list[str]:
         """Of all numbers and tables."""
-        return [*self.definitions.numbers, *self.definitions.tables]
+        return [*self.definitions.numbers, *self.definitions.tables, *self.made]
 
     def _number(self, name: str) -> Any:
         quantity = self.definitions.numbers[name]
@@ -203,9 +210,9 @@ def pages_of(root: Path) -> list[Path]:
     return sorted(path for pattern in PAGES for path in root.glob(pattern))
 
 
-def main(root: Path) -> int:
-    """Write every page and figure that differs from its records, and print its path."""
-    quotes = Quotes(root)
+def write_pages(quotes: Quotes) -> None:
+    """Write every page and figure of the checkout that differs from its records, and print its path."""
+    root = quotes.root
     for path in pages_of(root):
         page = path.read_text(encoding="utf-8")
         if (new := rewritten(page, quotes)) != page:
@@ -216,7 +223,6 @@ def main(root: Path) -> int:
         if not path.exists() or path.read_bytes() != figure:
             write_atomic(path, figure)
             print(f"drawn: {name}")
-    return 0
 
 
 def _spreads(rows: Sequence[Row]) -> dict[str, pd.Series]:
@@ -285,7 +291,4 @@ def _formatted(value: Any, form: str) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(Path(__file__).parents[2]))
-    except UsageError as found:
-        sys.exit(str(found))
+    sys.exit("pages are written by `python -m harness.pages` (`make docs`), which has the claims of the paper as well")

@@ -271,14 +271,14 @@ def too_far(evidence: Evidence, claimed: Claimed, factors: Mapping[str, float]) 
         short.append(f"{row['world_size']} GPUs for {gpus}")
     if not short:
         return ""
-    return f"That is too far from the claimed set-up for a verdict: {', '.join(short)} ({factors_in_words(factors)})."
+    return f"That is too far from the claimed set-up for a verdict: {', '.join(short)}."
 
 
 def factors_in_words(factors: Mapping[str, float]) -> str:
     """How small a set-up may be beside the claimed one."""
     return (
-        f"at most {factors['seq_len']:g} times shorter, {factors['model']:g} times smaller and on "
-        f"{factors['gpus']:g} times fewer GPUs"
+        f"a sequence at most {factors['seq_len']:g} times shorter, a model at most {factors['model']:g} times smaller "
+        f"and at most {factors['gpus']:g} times fewer GPUs"
     )
 
 

@@ -6,9 +6,10 @@ statements, which need the published numbers alone.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from cluster.files.document import Node, read_yaml
 from harness.base.errors import UsageError, nearest
 from harness.records.record import RecordPlace
-from harness.report.tables.table import Column, Table
+from harness.report.tables.table import Column, Table, to_markdown
 from harness.reproduce.abstract import PARTS
 from harness.reproduce.audit import recomputed_rows, slips
 from harness.reproduce.beside import VERDICTS, Verdict
@@ -162,11 +163,28 @@ def claims_table(found: Sequence[Judged]) -> Table:
             (one.claim, one.said_in, one.verdict, one.why, ", ".join(map(str, one.records)) or None)
             for one in found
         ),
-        note="Verdicts follow from records, formulas and the published sheets. reproduced: on the claimed set-up, or "
-        f"by a formula that needs none; partly: less of it, on a set-up {factors_in_words(claims().partly_within)}; "
-        "not: contradicted there; not comparable: measured on a smaller set-up than that; not run: no record of ours "
-        "bears on it.",
+        note="Verdicts follow from records, formulas and the published sheets. Reproduced: on the claimed set-up, or "
+        f"by a formula. Partly: less of it, or with {factors_in_words(claims().partly_within)}. Not: our records "
+        "contradict it on such a set-up. Not comparable: measured on a smaller set-up than that. Not run: no record of "
+        "ours bears on it.",
     )  # fmt: skip
+
+
+def claims_lines(found: Sequence[Judged]) -> list[str]:
+    """The same table for a page of docs/, as lines of Markdown: its evidence is links to published runs."""
+    table = claims_table(found)
+    linked = ((*row[:-1], _links(one.records) or None) for row, one in zip(table.rows, found, strict=True))
+    _title, _empty, *lines = to_markdown(replace(table, rows=tuple(linked))).splitlines()
+    return lines
+
+
+_PUBLISHED_RUN = re.compile(r"results/published/([\w-]+/[\w-]+)\.jsonl$")
+
+
+def _links(records: Sequence[RecordPlace]) -> str:
+    """Each published run behind a verdict once, linked from docs/."""
+    runs = {match.group(1) for place in records if (match := _PUBLISHED_RUN.search(place.file.as_posix()))}
+    return ", ".join(f"[{run}](../results/published/{run}.jsonl)" for run in sorted(runs))
 
 
 # Statements on the sheets, each from published numbers alone.

@@ -8,7 +8,7 @@ import pytest
 
 from harness.base.errors import UsageError
 from harness.records.record import write_record
-from harness.report.quoted import Quotes, main, rewritten
+from harness.report.quoted import Quotes, rewritten, write_pages
 from tests.harness.synthetic_records import record
 
 NUMBERS = """
@@ -107,11 +107,11 @@ def test_the_command_writes_what_is_between_markers_and_leaves_the_rest(
 ) -> None:
     page = checkout / "README.md"
     page.write_text("Takes <!--step-->99<!--/--> ms.\n\n<!--steps-->\n<!--/-->\n", encoding="utf-8")
-    assert main(checkout) == 0
+    write_pages(Quotes(checkout))
     assert capsys.readouterr().out == "rewritten: README.md\n"
     written = page.read_text("utf-8")
     assert written.startswith("Takes <!--step-->104<!--/--> ms.\n\n<!--steps-->\n| tokens | ms |\n")
-    assert main(checkout) == 0
+    write_pages(Quotes(checkout))
     assert capsys.readouterr().out == ""
     assert page.read_text("utf-8") == written
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,23 @@ import pytest
 from cluster.files.document import Node
 from engine.settings import Checkpoint
 from harness.base.errors import UsageError
+from harness.cli import main
 from harness.records.record import RecordPlace
 from harness.report.results import row_of
 from harness.reproduce.abstract import PARTS
 from harness.reproduce.beside import VERDICTS
 from harness.reproduce.checks import CHECKS, Claimed
-from harness.reproduce.claims import claims, claims_table, headline, judged, read_claims, samples, slip, statements
+from harness.reproduce.claims import (
+    claims,
+    claims_lines,
+    claims_table,
+    headline,
+    judged,
+    read_claims,
+    samples,
+    slip,
+    statements,
+)
 from harness.reproduce.measured import all_rows, runs_in
 from harness.reproduce.published import published_rows
 from harness.spec.models import read_model
@@ -262,3 +274,29 @@ def test_a_flat_ring_that_is_faster_contradicts_the_double_ring() -> None:
     assert slower.numbers["faster"] == pytest.approx(0.5)
     faster = PARTS["topology"](Claimed(value=None), rows_of(over_nodes("ring", 2.0), over_nodes("double_ring", 1.0)))
     assert faster.verdict == "partly"
+
+
+def test_the_page_of_the_paper_gives_the_verdicts_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command judges the published records of this checkout alone: `results/runs` is not below its directory."""
+    page = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    [shown] = re.findall(r"(?s)<!--claims-->(.*?)<!--/-->", page)
+    lines = [line for line in shown.splitlines() if line.startswith("| ")][2:]
+    on_page = [[cell.replace("\\", "") for cell in line.strip("| ").split(" | ")][:4] for line in lines]
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "published").symlink_to(ROOT / "results" / "published")
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "claims", "--json"]) == 0
+    by_command = json.loads(capsys.readouterr().out)["claims"]
+    assert on_page == [[one[header] for header in ("claim", "said in", "verdict", "why")] for one in by_command]
+
+
+def test_the_page_links_each_published_run_behind_a_claim_once(ours) -> None:
+    for one, line in zip(ours, claims_lines(ours)[2:], strict=False):
+        linked = re.findall(r"\]\(\.\./results/published/([\w/-]+)\.jsonl\)", line)
+        assert len(linked) == len(set(linked))
+        assert bool(linked) == bool(one.records)
+        of_claim = [[run for run in linked if f"results/published/{run}" in path.as_posix()] for path in one.records]
+        assert all(of_claim), "a record's run is not linked"
+        assert {run for runs in of_claim for run in runs} == set(linked)
