@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baselines.called import UpstreamAttention, kernel_reason, render_program, training_request, transformers_kernel
+from baselines.called import UpstreamAttention, render_program, training_request, transformers_kernel
 from baselines.install.places import Place
+from baselines.llama_trainers import PROGRAM, llama_reason
 from baselines.upstream import Rendered
 from engine.attention.geometry.layout import split_unsupported_reason
 
@@ -34,7 +35,7 @@ class DeepSpeed(UpstreamAttention):
     tokens = "plain"
 
     def own_reason(self, settings: TrialSettings) -> str | None:
-        model, cp_size, checkpoint = settings.model, settings.cp_size, settings.checkpoint
+        model, cp_size = settings.model, settings.cp_size
         # Few KV heads are repeated by UlyssesSPAttentionHF; DistributedAttention asserts that each rank gets one.
         checked = (("query", model.heads), ("KV", model.kv_heads))
         for label, heads in checked:
@@ -44,15 +45,8 @@ class DeepSpeed(UpstreamAttention):
                     f"and cp_size {cp_size}; choose a cp_size that divides {heads}"
                 )
         if settings.task == "train":
-            if (reason := kernel_reason(self, settings)) is not None:
+            if (reason := llama_reason(self, settings)) is not None:
                 return reason
-            if checkpoint.every not in (0, 1) or (checkpoint.every and checkpoint.tail):
-                return (
-                    f"{self.name} recomputes nothing or each layer whole, found checkpoint.every {checkpoint.every} "
-                    f"and tail {checkpoint.tail:g}; set every to 0, or every to 1 and tail to 0"
-                )
-            if not model.gated or model.qk_norm:
-                return f"{self.name} trains transformers' Llama, and {model.name} is another model; choose a Llama"
         elif settings.kernel != "auto":
             return f"{self.name} attends with torch's own kernel, found kernel {settings.kernel}; set kernel to auto"
         elif settings.world_size != cp_size:
@@ -69,7 +63,7 @@ class DeepSpeed(UpstreamAttention):
             "mlp_tiles": settings.mlp_tiles,
             "deepspeed": zero_config(settings),
         }
-        return render_program("train_transformers.py", request, trial_dir, place)
+        return render_program(PROGRAM, request, trial_dir, place)
 
     def kernel(self, settings: TrialSettings, place: Place, environment: Mapping[str, str]) -> str:
         return transformers_kernel(settings)

@@ -1,11 +1,12 @@
-"""Run by the interpreter of a compared system: trains a Llama of transformers, under DeepSpeed or TRL.
+"""Run by the interpreter of a compared system: trains a Llama of transformers, under DeepSpeed, TRL or no trainer.
 
 `python train_transformers.py REQUEST.json`, one process per rank, with torchrun's variables. The model starts from
 random weights, and learns the tokens of the trial's file. Rank 0 prints one line of JSON per step: seconds of the
 slowest rank, loss, norm.
 
 `engine: deepspeed` is ZeRO-3 with ALST: UlyssesSPAttentionHF, the MLP and the loss in tiles. `engine: trl` is TRL's SFT
-trainer with Liger-Kernel; it cannot split a sequence.
+trainer with Liger-Kernel; it cannot split a sequence. `engine: plain` is a loop around the model with Liger-Kernel, on
+one rank; its `weights` are fp32 under autocast to `products`, or bf16 themselves.
 """
 
 import contextlib
@@ -177,6 +178,49 @@ def train_with_trl(request):
     finish(rank, world)
 
 
+def train_plain(request):
+    from transformers import LlamaForCausalLM
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    torch.manual_seed(request["seed"])
+    if cuda:  # its kernels are of GPUs
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    weights, products = dtypes[request["weights"]], dtypes[request["products"]]
+    with device:
+        model = LlamaForCausalLM._from_config(
+            llama_config(request), attn_implementation=attention_name(request), dtype=weights
+        )
+    if request["recompute"]:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=request["learning_rate"], betas=(0.9, 0.95), weight_decay=0.1, fused=cuda
+    )
+
+    def wait():
+        if cuda:
+            torch.cuda.synchronize()
+
+    for step in range(request["steps"]):
+        inputs, targets = (each.to(device) for each in batch(request, step, 0, 1))
+        wait()
+        start = time.perf_counter()
+        with torch.autocast(device.type, products, enabled=products != weights):
+            # Both losses, Liger's and transformers' own, take labels that are shifted already: none is left out.
+            loss = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        wait()
+        say(0, step=step + 1, seconds=time.perf_counter() - start, loss=loss.item(), grad_norm=norm.item())
+    finish(0, 1)
+
+
 def finish(rank, world):
     """Rank 0 prints the ranks' peaks; the process ends."""
     import torch.distributed as dist
@@ -191,4 +235,4 @@ if __name__ == "__main__":
     with open(sys.argv[1], encoding="utf-8") as file:
         REQUEST = json.load(file)
     with with_kernel(REQUEST):
-        {"deepspeed": train_with_deepspeed, "trl": train_with_trl}[REQUEST["engine"]](REQUEST)
+        {"deepspeed": train_with_deepspeed, "trl": train_with_trl, "plain": train_plain}[REQUEST["engine"]](REQUEST)

@@ -69,7 +69,10 @@ def test_every_pin_is_valid_and_names_its_licence(system):
 
 def test_pins_are_there_for_the_systems_of_the_paper_and_for_those_users_know():
     of_the_paper = {"burst_attention", "burst_engine", "internevo", "loongtrain", "megatron_deepspeed", "megatron_lm"}
-    others = {"deepspeed", "megatron_core", "ring_flash_attn", "torchtitan", "transformer_engine", "trl", "yunchang"}
+    others = {
+        "deepspeed", "megatron_core", "ring_flash_attn", "torchtitan", "transformer_engine", "transformers", "trl",
+        "yunchang",
+    }  # fmt: skip
     assert set(pinned_systems()) == of_the_paper | others
     assert {name for name in pinned_systems() if load_pin(name).paper} == of_the_paper
 

@@ -62,7 +62,8 @@ def rendered(method: str, **changes: Any) -> tuple[str, dict[str, str], dict[str
 @pytest.mark.parametrize("name", UPSTREAM)
 def test_a_system_is_pinned_and_names_itself(name: str) -> None:
     method: Upstream = method_named(name)  # type: ignore[assignment]
-    assert name == f"{method.package}_upstream"
+    forms = {"transformers_bf16_upstream": "transformers"}  # another form of a system that has one already
+    assert method.package == forms.get(name, name.removesuffix("_upstream"))
     assert method.places[0].pin.flavours
 
 
@@ -350,6 +351,47 @@ def test_the_requests_of_transformers_trainers() -> None:
     assert (request["engine"], request["kernel"], request["tokens"]) == ("trl", "cudnn", "/T/tokens/tokens.bin")
 
 
+@pytest.mark.parametrize(
+    ("method", "dtype", "weights"),
+    [
+        ("transformers_upstream", "bf16", "fp32"),
+        ("transformers_upstream", "fp32", "fp32"),
+        ("transformers_bf16_upstream", "bf16", "bf16"),
+    ],
+)
+def test_the_two_forms_of_transformers_differ_in_the_dtype_of_their_weights(
+    method: str, dtype: str, weights: str
+) -> None:
+    command, environment, files = rendered(method, kernel="fa4", dtype=dtype)
+    assert command == "UPSTREAM/env/bin/python -u BASELINES/programs/train_transformers.py /T/attention.json"
+    assert environment == {"HF_HUB_OFFLINE": "1", "TORCH_EXTENSIONS_DIR": "UPSTREAM/extensions"}
+    request = json.loads(files["attention.json"])
+    assert (request["engine"], request["weights"], request["products"]) == ("plain", weights, dtype)
+    assert (request["kernel"], request["recompute"]) == ("fa4", True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"cp_size": 2}, "transformers_upstream keeps sequences whole, found cp_size 2; set cp_size to 1"),
+        ({"world_size": 2}, "transformers_upstream runs on one rank, found world_size 2; set world_size to 1"),
+        (
+            {"checkpoint": Checkpoint(every=1, tail=1)},
+            "transformers_upstream recomputes nothing or each layer whole, found checkpoint.every 1 and tail 1; set "
+            "every to 0, or every to 1 and tail to 0",
+        ),
+        (
+            {"model": replace(SHAPE, gated=False)},
+            "transformers_upstream trains transformers' Llama, and 1b is another model; choose a Llama",
+        ),
+    ],
+)
+def test_what_transformers_cannot_run_is_refused_with_the_value_to_change(
+    changes: dict[str, Any], expected: str
+) -> None:
+    assert method_named("transformers_upstream").refuse(settings("transformers_upstream", **changes)) == expected
+
+
 TORCH_CHOOSES = "unknown (torch's scaled_dot_product_attention chooses)"
 TE_CHOOSES = "unknown (TransformerEngine chooses)"
 # System, flavour, settings, variables of its environment, and what its record says.
@@ -367,6 +409,9 @@ KERNELS: list[tuple[str, str, dict[str, Any], dict[str, str], str]] = [
     ("trl", "current", {}, {}, TORCH_CHOOSES),
     ("trl", "current", {"kernel": "cudnn"}, {}, "torch: cudnn, else flash, else efficient, else math"),
     ("trl", "current", {"kernel": "fa4"}, {}, "fa4"),
+    ("transformers", "current", {}, {}, TORCH_CHOOSES),
+    ("transformers", "current", {"kernel": "fa4"}, {}, "fa4"),
+    ("transformers_bf16", "current", {"kernel": "fa4"}, {}, "fa4"),
     ("deepspeed", "current", {}, {}, TORCH_CHOOSES),
     ("deepspeed", "current", {"kernel": "cudnn"}, {}, "torch: cudnn, else flash, else efficient, else math"),
     ("deepspeed", "current", {"kernel": "fa4"}, {}, "fa4"),
