@@ -3,7 +3,8 @@
     python -m harness.pages           # or: make docs
 
 `harness.report.quoted` reads the markers and computes numbers and tables of records. The table of claims is made by the
-code behind `burst reproduce claims`, so that the command and docs/paper.md give one verdict.
+code behind `burst reproduce claims`, so that the command and docs/paper.md give one verdict. The list of published runs
+is read from their files.
 """
 
 from __future__ import annotations
@@ -12,16 +13,41 @@ import sys
 from pathlib import Path
 
 from harness.base.errors import UsageError
+from harness.records.stored import read_records, runs_below
+from harness.report.page import days_of, distinct
 from harness.report.quoted import RECORDS, Quotes, write_pages
 from harness.reproduce.claims import claims_lines, judged
 from harness.reproduce.measured import all_rows, runs_in
 
-CLAIMS = "claims"  # name of the marker
+CLAIMS, RUNS = "claims", "published_runs"  # names of markers
 
 
 def quotes_of(root: Path) -> Quotes:
     """What pages of the checkout at `root` may quote. Its own published records decide on claims, local runs do not."""
-    return Quotes(root, {CLAIMS: lambda: claims_lines(judged(all_rows(runs_in([root / RECORDS]))))})
+    published = root / RECORDS
+    made = {
+        CLAIMS: lambda: claims_lines(judged(all_rows(runs_in([published])))),
+        RUNS: lambda: runs_lines(published),
+    }
+    return Quotes(root, made)
+
+
+def runs_lines(published: Path) -> list[str]:
+    """A Markdown table with a line for every run below `published`: its file, question, hardware, days and trials."""
+    lines = ["| run | question | hardware | measured | trials |", "| --- | --- | --- | --- | --- |"]
+    for path in runs_below(published):
+        records, name = read_records(path), path.relative_to(published).with_suffix("").as_posix()
+        ranks = max(record.settings.world_size for record in records)
+        hardware = distinct(record.gpu for record in records)
+        cells = (
+            f"[{name}]({path.relative_to(published).as_posix()})",
+            distinct(record.title for record in records),
+            hardware if hardware == "cpu" else f"{ranks} x {hardware}",
+            days_of(records),
+            str(len(records)),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 if __name__ == "__main__":
