@@ -26,10 +26,11 @@ from engine.plain_json import from_json
 from harness.base.errors import UsageError
 from harness.base.lengths import format_length
 from harness.metrics.intervals import Interval, TwoRounds
+from harness.report.digits import spread_text
 from harness.report.figures import all_figures, render
 from harness.report.page import read_runs
 from harness.report.results import Row, spread_of
-from harness.report.speedup import Speedup, speedup, spread_text
+from harness.report.speedup import Speedup, speedup
 
 DEFINITIONS = Path("docs") / "quoted.yaml"
 RECORDS = Path("results") / "published"

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
 from engine.atomic import write_atomic
 from harness.base.errors import UsageError
 from harness.base.writable import make_writable
-from harness.records.record import RECORD_FILE, Record
-from harness.report.headline import summary_sentences, wrong_sentences
+from harness.records.record import RECORD_FILE
+from harness.report.contests import Contest
+from harness.report.digits import Measured
+from harness.report.dots import Dots, ratio_dots
+from harness.report.headline import headline_of, wrong_sentences
 from harness.report.html import render_page
-from harness.report.page import checked_formats, days_of, distinct, read_runs, write_report_of
-from harness.report.results import Row
+from harness.report.page import checked_formats, counted, days_of, distinct, read_runs, write_report_of
 from harness.report.tables.comparison import known_baseline
+from harness.report.variants import OWN_METHOD
 
 INDEX_FILE = "index.html"
 
@@ -29,13 +33,18 @@ class Entry:
     folder: str  # of the run, below the site's root
     link: str = ""
     title: str = ""
-    finding: str = ""  # the first sentence of its report
+    finding: str = ""  # the verdict of its report
+    place: str = ""  # where it holds
     hardware: str = ""
     records: int = 0
     statuses: Sequence[tuple[str, int]] = field(default_factory=tuple)
     started: str = ""
     commit: str = ""
     problem: str = ""
+    said: Sequence[str] = ()  # what was to be told while the run was read
+    ratio: Measured | None = None  # our speed over the fastest other method's, where both ran on GPUs
+    verdict: str = ""
+    other: str = ""
 
 
 def runs_below(directory: Path) -> list[Path]:
@@ -53,72 +62,124 @@ def write_site(
     baseline: str | None = None,
     set_bad_aside: bool = False,
     say: Callable[[str], None] = lambda _: None,
+    done: Callable[[int, int, str], None] = lambda _done, _of, _run: None,
 ) -> tuple[Path, list[str]]:
     """Write the report of every run below `root` to the same place below `out`, and an index of them.
 
-    Tables of a run with trials of method `baseline` compare with it. Returns the index, and a sentence about every run
-    whose records cannot be read; the index shows it as well. Raises UsageError when no run is there, for an unknown
-    format or a baseline that no run has, and when `out` cannot be written.
+    Tables of a run with trials of method `baseline` compare with it. `done` is told after each run how many of how many
+    are written. Returns the index, and a sentence about every run whose records cannot be read; the index shows it as
+    well. Raises UsageError when no run is there, for an unknown format or a baseline that no run has, and when `out`
+    cannot be written.
     """
     runs = runs_below(root)
     if not runs:
         raise UsageError(f"no run below {root}; name a directory that holds directories `burst run` left")
     make_writable(out)
     wanted = checked_formats({"html", *formats})
-    read: dict[Path, tuple[list[Record], list[Row]] | str] = {}
-    for run in runs:
-        try:
-            read[run.relative_to(root)] = read_runs([run], set_bad_aside=set_bad_aside, say=say)
-        except UsageError as error:
-            read[run.relative_to(root)] = str(error)
-    known_baseline(baseline, [row for found in read.values() if not isinstance(found, str) for row in found[1]])
+    if baseline is not None:
+        known_baseline(baseline, [row for run in runs for row in _rows_or_none(run)])
+    write = partial(
+        _entry, root=root, out=out, formats=wanted, baseline=baseline, set_bad_aside=set_bad_aside
+    )  # fmt: skip
     entries = []
-    for folder, found in read.items():
-        if isinstance(found, str):
-            entries.append(Entry(folder=folder.as_posix(), problem=found))
-        elif found[0]:
-            entries.append(_entry(*found, root / folder, folder, out, wanted, baseline))
+    for entry in _in_processes(write, runs):
+        for sentence in entry.said:
+            say(sentence)
+        entries.append(entry)
+        done(len(entries), len(runs), entry.folder)
+    shown = sorted((entry for entry in entries if entry.problem or entry.records), key=lambda entry: entry.started,
+                   reverse=True)  # fmt: skip
+    shown.sort(key=lambda entry: entry.hardware in ("", "cpu"))
+    plot, verdict = _overview(shown)
     text = render_page(
         "index.html.j2",
         title=f"Reports of {root.resolve().name}",
-        entries=entries,
-        records=sum(entry.records for entry in entries),
-        runs=len(entries),
+        entries=shown,
+        records=sum(entry.records for entry in shown),
+        runs=len(shown),
+        plot=plot,
+        verdict=verdict,
+        sections=[],
     )
     return write_atomic(out / INDEX_FILE, text), [entry.problem for entry in entries if entry.problem]
 
 
+def _in_processes(write: Callable[[Path], Entry], runs: Sequence[Path]) -> Iterator[Entry]:
+    """The entries in the order of `runs`, written by as many processes as there are cores."""
+    workers = min(len(os.sched_getaffinity(0)), len(runs))
+    if workers < 2:
+        yield from map(write, runs)
+        return
+    with ProcessPoolExecutor(workers) as pool:
+        yield from pool.map(write, runs)
+
+
+def _rows_or_none(run: Path) -> list[dict[str, object]]:
+    try:
+        return read_runs([run])[1]
+    except UsageError:  # said where the run's report is written
+        return []
+
+
 def _entry(
-    records: Sequence[Record],
-    rows: Sequence[Row],
-    run_dir: Path,
-    folder: Path,
-    out: Path,
-    formats: frozenset[str],
-    baseline: str | None,
+    run: Path, *, root: Path, out: Path, formats: frozenset[str], baseline: str | None, set_bad_aside: bool
 ) -> Entry:
     """Write one run's report; returns its line of the index."""
+    folder, said = run.relative_to(root), list[str]()
+    try:
+        records, rows = read_runs([run], set_bad_aside=set_bad_aside, say=said.append)
+    except UsageError as error:
+        return Entry(folder=folder.as_posix(), problem=str(error))
+    if not records:
+        return Entry(folder=folder.as_posix(), said=said)
     index = "../" * len(folder.parts) + INDEX_FILE
-    runs = {run_dir.resolve().name: run_dir}
     page = write_report_of(
-        records, rows, out / folder, formats, index=index, baseline=baseline, run_dirs=runs, site=out
-    )
+        records, rows, out / folder, formats, index=index, baseline=baseline, run_dirs={run.resolve().name: run},
+        site=out,
+    )  # fmt: skip
+    headline = headline_of(rows, baseline)
+    wrong = wrong_sentences(rows)
+    ratio, verdict, other = _against_others(headline.contests)
     return Entry(
         folder=folder.as_posix(),
         link=quote(page.relative_to(out).as_posix()),
         title=distinct(record.title or record.experiment for record in records),
-        finding=[*wrong_sentences(rows), *summary_sentences(rows)][0],
+        finding=wrong[0] if wrong else headline.verdict,
+        place=headline.place,
         hardware=distinct(record.gpu for record in records),
         records=len(records),
-        statuses=_statuses(records),
+        statuses=counted(record.status for record in records),
         started=days_of(records),
         commit=distinct(record.commit[:10] for record in records),
+        said=said,
+        ratio=ratio,
+        verdict=verdict,
+        other=other,
     )
 
 
-def _statuses(records: Sequence[Record]) -> list[tuple[str, int]]:
-    counts = Counter(record.status for record in records)
-    return sorted(counts.items(), key=lambda item: (item[0] != "ok", item[0]))
+def _against_others(contests: Sequence[Contest]) -> tuple[Measured | None, str, str]:
+    """Our ratio, the verdict and what it is compared with, at the run's largest size at which other methods ran."""
+    if not contests or not contests[0].of_methods or contests[0].subject.method != OWN_METHOD:
+        return None, "", ""
+    other = contests[0].other
+    found = contests[0].beside(other) if other else None
+    return (found.ratio, found.text, other.name) if found and other else (None, "", "")
+
+
+def _overview(entries: Sequence[Entry]) -> tuple[Dots | None, str]:
+    """Every run in which other methods ran on GPUs as one dot plot, sorted by ratio, and what it shows in words."""
+    found = sorted((entry for entry in entries if entry.ratio is not None), key=lambda entry: -float(entry.ratio or 0))
+    plot = ratio_dots([
+        (f"{entry.title} ({entry.place.partition(';')[0]})", entry.link, entry.ratio, entry.verdict, entry.other)
+        for entry in found if entry.ratio is not None
+    ])  # fmt: skip
+    words = {word: sum(entry.verdict.startswith(word) for entry in found) for word in ("faster", "slower", "not")}
+    verdict = (
+        f"{OWN_METHOD} is faster than the fastest other method in {words['faster']} of {len(found)} runs, slower in "
+        f"{words['slower']}, not distinguishable in {words['not']}."
+    )
+    return plot, verdict
 
 
 def _is_run(directory: Path) -> bool:

@@ -18,7 +18,7 @@ from harness.report.drawing.notes import samples_note
 from harness.report.drawing.points import IN_CSV, Layout, Point, laid_out
 from harness.report.drawing.sheet import SCREEN, Form, Sheet, in_both_forms, sheet, value_axis
 from harness.report.results import Row
-from harness.report.tables.breakdown import HEADERS
+from harness.report.tables.particular import HEADERS
 from harness.report.tables.table import significant
 
 SPAN = "extra_profile.span_seconds"
