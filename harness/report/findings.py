@@ -35,7 +35,7 @@ from harness.report.variants import (
     method_name,
     panel_of,
     pooled,
-    series_name,
+    series_names,
     setting_of,
     setting_text,
     settings_name,
@@ -215,7 +215,8 @@ def _settings(variants: Sequence[Sequence[Row]], varying: Sequence[str]) -> list
     if firsts[0]["task"] == "lm_head" and len(set(forms)) == len(forms):
         return forms
     if len(varying) == 1:
-        return [setting_text(varying[0], row[varying[0]]).partition(" ")[2] for row in firsts]
+        short = varying[0].rsplit(".", 1)[-1]
+        return [setting_text(varying[0], row[varying[0]]).removeprefix(f"{short} ") for row in firsts]
     if len(firsts) == math.prod(len({setting_of(row, name) for row in firsts}) for name in varying):  # a grid
         return [", ".join(setting_text(name, setting_of(row, name)) for name in varying) for row in firsts]
     usual = {name: Counter(setting_of(row, name) for row in firsts).most_common(1)[0][0] for name in varying}
@@ -252,7 +253,8 @@ def _machine(row: Row) -> str:
 
 def _name(row: Row, group: Sequence[Row]) -> str:
     """The trial's series, with the settings in which trials of its size differ."""
-    return series_name(row, varying_settings(other for other in group if _size(other) == _size(row)))
+    alike = [other for other in group if _size(other) == _size(row)]
+    return next(name for other, name in zip(alike, series_names(alike), strict=True) if other is row)
 
 
 def _figures(trials: Sequence[Row], rows: Sequence[Row]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from harness.base.lengths import format_length
 from harness.metrics.intervals import Interval, TwoRounds
 from harness.metrics.throughput import FORMULAS
+from harness.report import variants
 from harness.report.results import Row, spread_of
 from harness.report.speedup import TWO_VALUES, spread_text
 from harness.report.tables.agreement import LIMIT, Agreement, agreements
@@ -20,7 +21,6 @@ from harness.report.variants import (
     models_of,
     panel_name,
     panel_of,
-    series_name,
     setup_of,
     setups_of,
     varying_settings,
@@ -239,8 +239,13 @@ def problems_table(rows: Sequence[Row]) -> Table | None:
 def series_names(rows: Sequence[Row]) -> list[str]:
     """The series name of every row, in order; what varies is judged within the row's own set-up. Native forms that are
     slower than their originals are marked."""
-    varying, weak = varying_by_setup(rows), weak_forms(rows)
-    return [marked(series_name(row, varying[setup_of(row)]), id(row) in weak) for row in rows]
+    weak = weak_forms(rows)
+    names = {
+        id(row): name
+        for group in setups_of(rows)
+        for row, name in zip(group, variants.series_names(group), strict=True)
+    }
+    return [marked(names[id(row)], id(row) in weak) for row in rows]
 
 
 def varying_by_setup(rows: Sequence[Row]) -> dict[Setup, list[str]]:
