@@ -1,11 +1,12 @@
 """Who is faster in a run: at each size the series that were measured there, sorted by speed, one beside all others.
 
-A size is what trials must share to be put beside each other: the set-up, the length, the parallel sizes, the tokens of a
-step and the machine's nodes. Settings may differ, and then stand in the names.
+A size is what trials must share to be put beside each other: the set-up, the length, the parallel sizes, the tokens of
+a step and the machine's nodes. Settings may differ, and then stand in the names.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,11 +26,14 @@ from harness.report.variants import (
     panel_of,
     pooled,
     series_of,
+    settings_name,
     setup_of,
+    varying_settings,
 )
 from harness.report.weak_forms import WeakForm, marked, weak_forms
 from harness.spec.table import EQUAL
 
+MOST_NAMED = 2  # settings that name a choice of them; of more, what differs from most choices is said
 _WORK = {"train": "Training", "attention": "Attention", "lm_head": "LM head"}  # by task, the most telling first
 
 
@@ -43,6 +47,11 @@ class Entrant:
     @property
     def method(self) -> str:
         return str(self.rows[0]["method"])
+
+    @property
+    def short(self) -> str:
+        """The name in a sentence, without a schedule that it says already."""
+        return re.sub(r", schedule \w+", "", self.name) if "(" in self.name else self.name
 
     @property
     def speed(self) -> Measured:
@@ -143,14 +152,13 @@ def verdict_sentence(contest: Contest) -> str:
     """Who is faster, by how much and how sure, in one sentence."""
     subject, other = contest.subject, contest.other
     found = contest.beside(other) if other else None
-    ours = f"{subject.method} with {subject.name}" if contest.only_settings_named else subject.name
+    ours = f"{subject.method} with {subject.name}" if contest.only_settings_named else subject.short
     if other is None or found is None:
         speed = f"{supported()(subject.speed)} tokens/s per GPU"
         return f"{ours} ran at {speed}; nothing was measured beside it."
-    theirs, ratio = other.name, f"{ratio_text(found.ratio)} times as fast"
-    sure = {True: f"{found.between}, {rounds_text(found.rounds)}", False: f"{found.between} in two rounds"}[
-        isinstance(found.spread, Interval)
-    ]
+    theirs, ratio = other.short, f"{ratio_text(found.ratio)} times as fast"
+    rounds = rounds_text(found.rounds)
+    sure = f"{found.between}, {rounds}" if isinstance(found.spread, Interval) else f"{found.between} in {rounds}"
     sure += f"; {apart_text(found.apart)}" if found.apart else ""
     if found.spread is None:
         return f"{ours} ran {ratio} as {theirs} in one round, which cannot tell a difference from noise."
@@ -178,12 +186,12 @@ def sizes_table(contests: Sequence[Contest]) -> Table | None:
         text("set-up", lambda line: line[0].place),
         text("run", lambda line: line[0].rows[0]["run"] if several_runs else None),
         text("method", lambda line: line[1].name),
-        number("tok/s/GPU", lambda line: line[1].speed, supported()),
-        number("peak GiB", lambda line: line[1].of("peak_memory_gib"), significant(3)),
-        text("compared with", lambda line: line[2] and line[2].name),
+        text("beside", lambda line: line[2] and line[2].name),
         number("times as fast", lambda line: line[3] and line[3].ratio, times),
         number("interval", lambda line: line[3] and line[3].spread, ratio_spread_text),
-        text("verdict", lambda line: line[3].text if line[3] else "nothing beside it"),
+        text("verdict", lambda line: line[3].text if line[3] else "alone"),
+        number("tok/s/GPU", lambda line: line[1].speed, supported()),
+        number("peak GiB", lambda line: line[1].of("peak_memory_gib"), significant(3)),
     )
     return table_of("sizes", "Other set-ups", columns, lines)
 
@@ -203,16 +211,18 @@ def _contest(rows: list[Row], weak: Mapping[int, WeakForm], baseline: str | None
 
 
 def _named(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    """Series of one size by name: of the LM head the forms; of one method with several settings, the settings alone."""
+    """Series of one size by name: of the LM head the forms; of one method with few settings that vary, these alone."""
     series = series_of(rows)
-    if rows[0]["task"] == "lm_head" and len({form_of(members[0]) for _, members in series}) == len(series):
-        return [(form_of(members[0]), members) for _, members in series]
-    methods = {method_name(row) for row in rows}
-    if len(methods) == 1:
-        settings = [name.removeprefix(f"{next(iter(methods))}, ") for name, _ in series]
-        if all(short != name for short, (name, _) in zip(settings, series, strict=True)):
-            return [(short, members) for short, (_, members) in zip(settings, series, strict=True)]
-    return series
+    if rows[0]["task"] == "lm_head":
+        shorter = [form_of(members[0]) for _, members in series]
+    elif len({method_name(row) for row in rows}) == 1:
+        varying = varying_settings(rows)
+        shorter = [settings_name(members[0], varying) for _, members in series] if len(varying) <= MOST_NAMED else []
+    else:
+        shorter = []
+    if len(set(shorter)) < len(series) or not all(shorter):
+        return series
+    return [(name, members) for name, (_, members) in zip(shorter, series, strict=True)]
 
 
 def _telling(contest: Contest) -> tuple[Any, ...]:

@@ -75,7 +75,11 @@ def spread_text(spread: Interval | TwoRounds, form: Callable[[float], str] | Non
         def form(number: float) -> str:
             return rounded(number, decimals)
 
-    return " and ".join(map(form, spread)) if isinstance(spread, TwoRounds) else f"{form(spread.low)} to {form(spread.high)}"
+    return (
+        " and ".join(map(form, spread))
+        if isinstance(spread, TwoRounds)
+        else f"{form(spread.low)} to {form(spread.high)}"
+    )
 
 
 def ratio_text(value: float, spread: Spread = None) -> str:

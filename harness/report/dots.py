@@ -98,7 +98,7 @@ def dots_of(contest: Contest) -> Dots | None:
     rows += [Dot(name=name, cells=[status, *blank], kind="lost") for name, status in contest.lost[:MOST_DOTS]]
     left = len(contest.entrants) - len(shown)
     return Dots(
-        headers=("", "tokens/s per GPU", *([use[1]] if used else []), "peak GiB", f"against {contest.subject.name}"),
+        headers=("", "tokens/s per GPU", *([use[1]] if used else []), "peak GiB", f"against {contest.subject.short}"),
         rows=rows,
         ticks=axis.ticks(),
         note=f"The fastest {len(shown)} of {len(contest.entrants)}; the table of all trials has the others." if left
@@ -125,16 +125,19 @@ def ratio_dots(found: Sequence[tuple[str, str, Measured, str, str]]) -> Dots | N
 
 
 def _beside(contest: Contest, entrant: Entrant) -> tuple[str, str]:
-    """The verdict on a row against the subject, in words with the ratio, and what colours its dot."""
-    if entrant is contest.subject:
+    """The verdict on a row against the subject, in words with the ratio, and what colours its dot. Of several methods
+    none is put beside itself with other settings."""
+    subject = contest.subject
+    if entrant is subject:
         return "", "subject"
     found = contest.beside(entrant)
-    if found is None:
+    if found is None or (contest.of_methods and entrant.method == subject.method):
         return "", "same"
     word = word_beside(found)
     kind = "same" if word.startswith("not") else word.split()[0]
     spread = f" ({found.between})" if found.spread else ""
-    return f"{word}; {contest.subject.name} {ratio_text(found.ratio)}×{spread}", kind
+    name = subject.method if contest.of_methods else subject.name
+    return f"{word}; {name} {ratio_text(found.ratio)}×{spread}", kind
 
 
 def _ends(value: Measured) -> tuple[float, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from harness.metrics.intervals import ROUNDS_FOR_INTERVAL
 from harness.report.contests import Contest, contests_of, verdict_sentence
+from harness.report.footnotes import footnotes_of
 from harness.report.results import Row
 from harness.report.speedup import contested_points
 from harness.report.tables.agreement import LIMIT, Agreement, agreements, own_weights_sentence
@@ -31,6 +32,7 @@ class Headline:
     verdict: str
     place: str
     notes: list[str]
+    footnote: str  # what short names leave out
     contests: list[Contest]
 
     @property
@@ -43,7 +45,7 @@ def headline_of(rows: Sequence[Row], baseline: str | None = None) -> Headline:
     """Where trials disagree, that; else who is faster at the largest size on GPUs; else whether the trials agree, since
     times on a CPU tell nothing about GPUs."""
     if not rows:
-        return Headline(verdict="No trial was recorded.", place="", notes=[], contests=[])
+        return Headline(verdict="No trial was recorded.", place="", notes=[], footnote="", contests=[])
     contests = contests_of(rows, baseline)
     compared = [pair for pair in agreements(rows) if not pair.is_reference]
     agreement = [*_agreement_sentences(compared), *_accuracy_sentence(rows)]
@@ -58,6 +60,7 @@ def headline_of(rows: Sequence[Row], baseline: str | None = None) -> Headline:
         verdict=verdict,
         place=_place(contests[0], rows) if contests and not disagree else "",
         notes=[*told[first:], *notes, *([ended] if ended != verdict else [])],
+        footnote=" ".join(footnotes_of(contests[0].rows)) if contests else "",
         contests=contests,
     )
 
@@ -76,9 +79,9 @@ def _place(contest: Contest, rows: Sequence[Row]) -> str:
     ideal = share_of_ideal(subject.rows[0], rows)
     utilisation, ceiling = subject.of("mfu"), subject.of("mfu_ceiling")
     if ideal is not None:
-        parts.append(f"{subject.name} reaches {100 * ideal:.0f}% of one GPU's time ÷ {subject.rows[0]['world_size']}")
+        parts.append(f"{subject.short} reaches {100 * ideal:.0f}% of one GPU's time ÷ {subject.rows[0]['world_size']}")
     elif utilisation is not None and ceiling:
-        parts.append(f"{subject.name} reaches {100 * utilisation / ceiling:.0f}% of what the kernels allow")
+        parts.append(f"{subject.short} reaches {100 * utilisation / ceiling:.0f}% of what the kernels allow")
     return "; ".join(parts)
 
 

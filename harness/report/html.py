@@ -1,4 +1,4 @@
-"""What a page is made of: tables with what their cells sort by and links to records, figures inside the page, templates.
+"""What a page is made of: tables with what their cells sort by and links to records, inline figures, templates.
 
 The page is one file. Its script and style stand inside and are allowed by their digests alone, so that text of a record
 could not run even where escaping failed. Tables are sorted and filtered by DataTables, as the package itables ships it.
@@ -120,7 +120,7 @@ def _cell(value: Any, text: str, column: Column) -> Cell:
 
 
 def inline_svg(svg: str, name: str) -> str:
-    """An SVG file as part of a page: ids that no other figure has, and no style but attributes, which the policy allows.
+    """An SVG file as part of a page: with ids that no other figure has, and attributes for style, which the policy allows.
 
     Colours of text and lines follow the page's theme.
     """
@@ -130,7 +130,7 @@ def inline_svg(svg: str, name: str) -> str:
     svg = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{name}-", svg)
     for colour, variable in _THEMED.items():
         svg = re.sub(colour, f"var(--{variable})", svg, flags=re.IGNORECASE)
-    return re.sub(r'<svg\b([^>]*?) (?:height|width)="[^"]*"([^>]*?) (?:height|width)="[^"]*"', r"<svg\1\2", svg, count=1)
+    return svg
 
 
 # Colours of `drawing.looks` that a theme replaces, by the variables of style.css.
@@ -163,8 +163,9 @@ def _environment() -> jinja2.Environment:
 def _assets() -> tuple[str, str]:
     """The page's style and script: DataTables, which is a module, and below it what we ask of it."""
     found = importlib.util.find_spec("itables")
-    assert found is not None and found.submodule_search_locations, "itables is a dependency"
-    bundle = (Path(found.submodule_search_locations[0]) / "html" / "dt_bundle.js").read_text(encoding="utf-8")
+    folders = found.submodule_search_locations if found else None
+    assert folders, "itables is a dependency"
+    bundle = (Path(folders[0]) / "html" / "dt_bundle.js").read_text(encoding="utf-8")
     [library] = re.findall(r"export\s*\{[^}]*?([\w$]+) as default", bundle)
     ours = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     script = f"{bundle}\nconst TableLibrary = {library};\n{ours}"

@@ -65,6 +65,10 @@ class Point:
     def first(self) -> Row:
         return next(iter(self.by_method.values()))[0]
 
+    @property
+    def rows(self) -> list[Row]:
+        return [row for group in self.by_method.values() for row in group]
+
     def measured(self) -> dict[str, float]:
         """Median step seconds of every method that gave a number, the fastest first."""
         found = {
@@ -73,10 +77,6 @@ class Point:
             if (seconds := pooled(rows, "step_seconds_median")) is not None
         }
         return dict(sorted(found.items(), key=lambda item: (item[1], method_rank(item[0]))))
-
-    def best_other(self, method: str) -> str | None:
-        """The fastest method but this one; None where no other gave a number."""
-        return next((other for other in self.measured() if other != method), None)
 
     def subject(self, baseline: str | None = None) -> str | None:
         """The method that is put beside another: ours where it gave a number, else the fastest."""

@@ -64,7 +64,7 @@ def weak_forms(rows: Iterable[Row]) -> dict[int, WeakForm]:
 def _by_point(
     points: Mapping[tuple[Any, ...], Mapping[str, list[Row]]], method: str, schedules: Sequence[str]
 ) -> dict[tuple[Any, ...], list[Row]]:
-    """Trials of `method` by point; where it stands for a native baseline with some schedules alone, those, by the rest."""
+    """Trials of `method` by point; where it stands for a native baseline with some schedules, those, by the rest."""
     if not schedules:
         return {point: methods[method] for point, methods in points.items() if method in methods}
     found: dict[tuple[Any, ...], list[Row]] = {}

@@ -6,7 +6,6 @@ median, and their range. What a reader could not tell apart is pooled or left ou
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -14,9 +13,9 @@ from typing import Any
 
 from harness.metrics.intervals import Interval, TwoRounds
 from harness.report.drawing.looks import MAX_SERIES, Look, looks_of
+from harness.report.footnotes import footnotes_of
 from harness.report.results import Row, setting_names, spread_of
 from harness.report.variants import (
-    method_name,
     panel_name,
     panel_of,
     pooled,
@@ -176,13 +175,11 @@ def laid_out(rows: Sequence[Row]) -> Layout:
     if pooling:
         notes.append(pooling)
     looks = looks_of(series)
-    labels, common, unsaid = short_names(series)
     weak = weak_forms(rows)
-    labels = {name: marked(labels[name], any(id(row) in weak for row in group)) for name, group in series}
+    labels = {name: marked(name, any(id(row) in weak for row in group)) for name, group in series}
     if sentence := weak_sentence(weak.values()):
         notes.append(sentence)
-    if unsaid:
-        notes.append(f"Where a name does not say otherwise: {unsaid}.")
+    notes += footnotes_of(shown)
     names = {id(row): labels[name] for name, group in series for row in group}
     several_sizes = len({key[1:] for key in panels}) > 1
     return Layout(
@@ -191,7 +188,7 @@ def laid_out(rows: Sequence[Row]) -> Layout:
             for key, group in panels.items()
         ],
         looks={labels[name]: look for name, look in looks.items()},
-        about=" · ".join([about(rows), *([common] if common else [])]),
+        about=about(rows),
         notes=notes,
     )
 
@@ -235,26 +232,6 @@ def _series(rows: Sequence[Row]) -> tuple[list[tuple[str, list[Row]]], str]:
         most = sorted(found, key=lambda item: -_measured(item[1]))[:MAX_SERIES]
         found = [item for item in found if any(item is one for one in most)]
     return found, " ".join(sentences)
-
-
-def short_names(series: Sequence[tuple[str, list[Row]]]) -> tuple[dict[str, str], str, str]:
-    """Names of series as a legend has them, what all of them have in common, and what most of them do.
-
-    A setting that over half of the series share is named only where it differs; the method and what it ran only where
-    the series have several. Names that differ stay different.
-    """
-    methods = {name: max((method_name(row) for row in rows), key=len) for name, rows in series}
-    settings = {name: [part for part in name.removeprefix(methods[name]).split(", ") if part] for name, _ in series}
-    counts = Counter(part for parts in settings.values() for part in parts)
-    usual = {part for part, count in counts.items() if 2 * count > len(series) > 2}
-    common = next(iter(methods.values())) if len(set(methods.values())) == 1 else ""
-    labels = {}
-    for name, parts in settings.items():
-        telling = [part for part in parts if part not in usual]
-        labels[name] = ", ".join([*([] if common else [methods[name]]), *telling]) or ", ".join(parts) or name
-    if len(set(labels.values())) < len(labels):
-        return {name: name for name in methods}, "", ""
-    return labels, common if len(series) == 1 or any(settings.values()) else "", ", ".join(sorted(usual))
 
 
 def measured_points(rows: Iterable[Row], column: str) -> int:

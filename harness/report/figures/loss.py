@@ -17,8 +17,9 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from harness.base.lengths import format_length
 from harness.report.drawing.looks import INK, MUTED, Look, method_colour
 from harness.report.drawing.notes import samples_note
-from harness.report.drawing.points import IN_CSV, about, short_names
+from harness.report.drawing.points import IN_CSV, about
 from harness.report.drawing.sheet import SCREEN, Form, Sheet, in_both_forms, sheet
+from harness.report.footnotes import footnotes_of
 from harness.report.results import Row, method_rank
 from harness.report.tables.agreement import LIMIT, Agreement, agreements, own_weights_sentence
 from harness.report.variants import panel_name, panel_of, series_of
@@ -43,9 +44,8 @@ class LossAgreement:
     def draw(self, rows: Sequence[Row]) -> Sheet:
         found, notes = _drawn(agreements(rows))
         series = series_of(rows)
-        short, common, usual = short_names(series)
         weak = weak_forms(rows)
-        short = {name: marked(short[name], any(id(row) in weak for row in members)) for name, members in series}
+        short = {name: marked(name, any(id(row) in weak for row in members)) for name, members in series}
         if sentence := weak_sentence(weak.values()):
             notes.append(sentence)
         several = len({panel_of(pair.row) for pair in found}) > 1
@@ -54,8 +54,7 @@ class LossAgreement:
             for name, members in series
             for row in members
         }
-        if usual:
-            notes.append(f"Where a name does not say otherwise: {usual}.")
+        notes += footnotes_of(rows)
         if sentence := own_weights_sentence(rows):
             notes.append(sentence)
         missing = [row for row in rows if row["status"] != "ok"]
@@ -73,7 +72,7 @@ class LossAgreement:
                 names=names,
                 styles=_styles([pair.row for pair in found], names),
                 title=self.title,
-                about=" · ".join([about(rows), *([common] if common else [])]),
+                about=about(rows),
                 notes=notes,
             )
         )

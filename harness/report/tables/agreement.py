@@ -6,7 +6,7 @@ the same numbers up to rounding. A system that trains in a program of its own st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.base.lengths import format_length
@@ -109,12 +109,16 @@ def agreement_summary(rows: Sequence[Row]) -> Table | None:
         if row["status"] == "ok" and row["task"] == "attention":
             _keep(worst, counts, row, {tensor: row.get(f"extra_error.{tensor}") for tensor in CHECKED})
     shown = ("loss", "grad norm", *CHECKED)
+
+    def largest(name: str) -> Callable[[tuple[str, str, str]], float | None]:
+        return lambda key: worst[key].get(name)
+
     columns = (
         text("method", lambda key: key[1]),
         text("task", lambda key: key[0]),
         text("dtype", lambda key: key[2]),
         number("trials", lambda key: counts[key]),
-        *(number(f"{name} differs by", lambda key, name=name: worst[key].get(name), difference) for name in shown),
+        *(number(f"{name} differs by", largest(name), difference) for name in shown),
     )
     return table_of(
         "same", TITLE, columns, list(worst),

@@ -14,6 +14,7 @@ from harness.base.lengths import format_length
 from harness.metrics.intervals import ROUNDS_FOR_INTERVAL
 from harness.metrics.throughput import FORMULAS
 from harness.report.digits import ratio_spread_text, supported
+from harness.report.footnotes import footnotes_of
 from harness.report.results import Row, method_rank
 from harness.report.speedup import TWO_VALUES, Point, contested_points, rounds_of, times
 from harness.report.tables.table import Table, number, table_of, text
@@ -42,7 +43,7 @@ def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table 
     if not any(row["method"] == baseline for row in rows):
         baseline = None
     firsts = [point.first for point in points]
-    several_runs = len({row["run"] for row in rows}) > 1
+    several_runs, several_tasks = (len({row[name] for row in firsts}) > 1 for name in ("run", "task"))
     varying, weak = varying_by_setup(rows), weak_forms(rows)
     lines: list[dict[str, Any]] = []
     for point, first, model, mask in zip(points, firsts, models_of(firsts), masks_of(firsts), strict=True):
@@ -53,24 +54,26 @@ def comparison_table(rows: Sequence[Row], baseline: str | None = None) -> Table 
         for method, other in _pairs(point, baseline):
             found = point.speedup(method, other)
             lines.append({
-                "run": first["run"] if several_runs else None, "task": first["task"], "model": model, "mask": mask,
+                "run": first["run"] if several_runs else None, "task": first["task"] if several_tasks else None,
+                "model": model, "mask": mask,
                 "tokens": first["seq_len"], "parallel": panel_name(panel_of(first)),
                 "settings": settings_name(first, varying[setup_of(first)]) or None,
                 "method": names[method], "speed": _speed_or_status(point.by_method[method]),
                 "other": names[other], "other speed": _speed_or_status(point.by_method[other]),
                 "ratio": found and found.ratio, "interval": found and found.spread, "verdict": found and found.text,
             })  # fmt: skip
-    unit = unit_of([row for point in points for group in point.by_method.values() for row in group])
+    unit = unit_of([row for point in points for row in point.rows])
     columns = (
         text("run", "run"), text("task", "task"), text("model", "model"), text("mask", "mask"),
-        number("tokens", "tokens", format_length), text("parallel", "parallel"), text("settings", "settings"),
-        text("method", "method"), number(f"tok/s/{unit}", "speed", supported()),
-        text("compared with", "other"), number(f"its tok/s/{unit}", "other speed", supported()),
-        number("times as fast", "ratio", times), number("interval", "interval", ratio_spread_text),
-        text("verdict", "verdict"),
+        number("tokens", "tokens", format_length), text("parallel", "parallel"),
+        text("method", "method"), text("beside", "other"), number("times as fast", "ratio", times),
+        number("interval", "interval", ratio_spread_text), text("verdict", "verdict"),
+        number(f"tok/s/{unit}", "speed", supported()), number(f"tok/s/{unit} beside", "other speed", supported()),
+        text("settings", "settings"),
     )  # fmt: skip
     title = f"Methods against {baseline}" if baseline else "Methods at equal settings"
-    return table_of("comparison", title, columns, lines, note=_note(points) if points else "")
+    note = " ".join([_note(points), *footnotes_of([row for point in points for row in point.rows])]) if points else ""
+    return table_of("comparison", title, columns, lines, note=note)
 
 
 def known_baseline(baseline: str | None, rows: Sequence[Row]) -> str | None:

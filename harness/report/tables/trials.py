@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from harness.base.lengths import format_length
 from harness.metrics.throughput import FORMULAS
+from harness.report import variants
 from harness.report.digits import measured, spread_text, supported
 from harness.report.results import Row, spread_of
 from harness.report.speedup import TWO_VALUES
@@ -20,7 +21,6 @@ from harness.report.variants import (
     on_cpu,
     panel_name,
     panel_of,
-    series_name,
     setup_of,
     setups_of,
     varying_settings,
@@ -79,7 +79,7 @@ def results_table(rows: Sequence[Row]) -> Table:
         text("status", "status"),
         number("step ms", lambda line: measured(line["step_seconds_median"], spread_of(line)), supported(1e3),
                group="time"),
-        number("interval ms", lambda line: spread_of(line), lambda spread: spread_text(spread.scaled(1e3)), group="time"),
+        number("interval ms", spread_of, lambda spread: spread_text(spread.scaled(1e3)), group="time"),
         number("spread ms", "step_seconds_iqr", significant(2, 1e3), group="time"),
         number("forward ms", "forward_seconds_median", significant(3, 1e3), group="time"),
         number(f"tok/s/{unit}", speed_of, supported(), group="speed"),
@@ -155,8 +155,13 @@ def difference(value: float) -> str:
 def series_names(rows: Sequence[Row]) -> list[str]:
     """The series name of every row, in order; what varies is judged within the row's own set-up. Native baselines that
     are slower than their originals are marked."""
-    varying, weak = varying_by_setup(rows), weak_forms(rows)
-    return [marked(series_name(row, varying[setup_of(row)]), id(row) in weak) for row in rows]
+    weak = weak_forms(rows)
+    names = {
+        id(row): name
+        for group in setups_of(rows)
+        for row, name in zip(group, variants.series_names(group), strict=True)
+    }
+    return [marked(names[id(row)], id(row) in weak) for row in rows]
 
 
 def varying_by_setup(rows: Sequence[Row]) -> dict[Setup, list[str]]:
