@@ -138,10 +138,10 @@ class Contest:
 def contests_of(rows: Sequence[Row], baseline: str | None = None) -> list[Contest]:
     """Every size on GPUs at which something was measured, the most telling first: several methods before several
     settings before a single series, training before its parts, long sequences before short ones, many ranks before
-    few. With `baseline` that method is the one compared with, where it was measured."""
+    few. A wrong trial takes part in none. With `baseline` that method is compared with, where it was measured."""
     sizes: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        if not on_cpu(row):
+        if not on_cpu(row) and row["status"] != "wrong":
             sizes.setdefault(_size(row), []).append(row)
     weak = weak_forms(rows)
     contests = [found for group in sizes.values() if (found := _contest(group, weak, baseline))]
@@ -179,7 +179,7 @@ def word_beside(found: Speedup | None) -> str:
 
 
 def sizes_table(contests: Sequence[Contest]) -> Table | None:
-    """One line per size: the subject, what it is compared with, the ratio of their speeds, and the verdict."""
+    """A line per size: the subject, what it is compared with, the ratio of their speeds, and the verdict."""
     lines = [(one, one.subject, one.other, one.beside(one.other) if one.other else None) for one in contests]
     several_runs = len({one.rows[0]["run"] for one in contests}) > 1
     columns = (

@@ -37,7 +37,7 @@ def decimals_of(value: float, spread: Spread = None) -> int:
     """After how many decimals `value` is rounded; negative where tens or hundreds are not supported either."""
     if value == 0:
         return 0
-    first = math.floor(math.log10(abs(value)))
+    first = int(f"{value:.{USUAL - 1}e}".split("e")[1])  # after rounding: 99.96 is 1.00e2
     if spread is None:
         return USUAL - 1 - first
     low, high = _ends(spread)

@@ -120,7 +120,7 @@ def _cell(value: Any, text: str, column: Column) -> Cell:
 
 
 def inline_svg(svg: str, name: str) -> str:
-    """An SVG file as part of a page: with ids that no other figure has, and attributes for style, which the policy allows.
+    """An SVG file as part of a page: with ids that no other figure has, and attributes in the place of styles.
 
     Colours of text and lines follow the page's theme.
     """

@@ -30,7 +30,7 @@ from harness.report.tables.ideal import ideal_table
 from harness.report.tables.particular import breakdown_table, head_table, mask_table, set_ups_table
 from harness.report.tables.table import FORMATS as TABLE_FORMATS
 from harness.report.tables.table import Table, save_table
-from harness.report.tables.trials import accuracy_table, problems_table, results_table
+from harness.report.tables.trials import accuracy_table, per_unit, problems_table, results_table
 from harness.report.variants import on_cpu
 from harness.report.weak_forms import weak_forms, weak_sentence, with_mark_explained
 
@@ -246,7 +246,7 @@ def html_report(
             ("provenance", "Where the numbers come from"),
             ("formulas", "How the numbers are defined"),
         ],
-        formulas=list(FORMULAS.values()),
+        formulas=[per_unit(formula, rows) for formula in FORMULAS.values()],
         index=index,
     )
 

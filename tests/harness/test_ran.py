@@ -14,13 +14,14 @@ from harness.cli import main
 from harness.records.record import Record, write_record
 from harness.report.drawing.looks import looks_of
 from harness.report.footnotes import footnotes_of
-from harness.report.headline import summary_sentences
-from harness.report.page import TABLES, report_tables, terminal_table
+from harness.report.headline import headline_of
+from harness.report.page import TABLES, report_tables
 from harness.report.results import row_of, rows_of, write_results
 from harness.report.tables.comparison import comparison_table
-from harness.report.tables.masks import mask_table
+from harness.report.tables.particular import mask_table
 from harness.report.tables.table import to_markdown
 from harness.report.tables.trials import series_names
+from harness.report.terminal import terminal_table
 from harness.report.variants import series_of
 from tests.harness.synthetic_records import H200, record
 
@@ -274,23 +275,22 @@ def test_every_table_and_sentence_that_shows_a_trial_says_what_it_ran() -> None:
     for name in ("results", "ideal", "masks"):
         assert "burst (Ulysses)" in tables[name], name
     assert mask_table(rows) is not None
-    assert "burst ran: ulysses, copy engine. ulysses ran: ulysses, all-to-all." in tables["comparison"]
-    sentence = next(one for one in summary_sentences(rows) if one.startswith("Attention"))
-    assert "burst (Ulysses), " in sentence
-    assert "the speed of ulysses" in sentence
+    assert "burst (Ulysses)" in tables["comparison"]
+    assert "times as fast as ulysses" in headline_of(rows).verdict
+    assert headline_of(rows).verdict.startswith("burst (Ulysses)")
     cells = list(terminal_table(rows).columns[0].cells)
     assert {str(cell) for cell in cells} == {"burst", "burst (Ulysses)", "ulysses"}
     assert set(tables) <= TABLES.keys()
 
 
-def test_a_comparison_has_a_column_for_a_method_that_ran_several_things() -> None:
+def test_a_comparison_names_at_each_point_what_a_method_ran() -> None:
     trials = []
     for seq_len, chosen in ((1024, RING), (2048, COPIED)):
         trials += [ran(chosen, seq_len=seq_len), ran(SENT, method="ulysses", seq_len=seq_len)]
     table = comparison_table(rows_of(trials))
     assert table is not None
-    at = [column.header for column in table.columns].index("burst ran")
-    assert [row[at] for row in table.rows] == ["ring, query side", "ulysses, copy engine"]
+    at = [column.header for column in table.columns].index("method")
+    assert [row[at] for row in table.rows] == ["burst (ring)", "burst (Ulysses)"]
 
 
 # Baselines.
@@ -310,15 +310,15 @@ def run_dir(tmp_path: Path) -> Path:
 def test_a_report_compares_with_the_baseline_that_is_asked_for(run_dir: Path) -> None:
     assert main(["report", str(run_dir), "--baseline", "megatron_cp", "--format", "md"]) == 0
     text = (run_dir / "tables" / "comparison.md").read_text()
-    assert "burst ÷ megatron_cp" in text
-    assert "ulysses ÷ megatron_cp" in text
+    assert "| burst | megatron_cp | 3.00× |" in text
+    assert "| ulysses | megatron_cp | 1.50× |" in text
 
 
 def test_a_site_compares_with_the_baseline_in_the_runs_that_have_it(run_dir: Path) -> None:
     other = of_speed("burst", 0.1)
     write_record(run_dir.parent / "other" / "trials" / other.trial_id, other)
     assert main(["report", str(run_dir.parent), "--baseline", "megatron_cp", "--format", "md"]) == 0
-    assert "burst ÷ megatron_cp" in (run_dir / "tables" / "comparison.md").read_text()
+    assert "| burst | megatron_cp | 3.00× |" in (run_dir / "tables" / "comparison.md").read_text()
 
 
 @pytest.mark.parametrize("level", [0, 1])

@@ -15,7 +15,7 @@ from harness.records.record import Record, read_records
 from harness.report.page import report_tables
 from harness.report.results import columns_of, row_of, rows_of
 from harness.report.speedup import contested_points
-from harness.report.tables.set_ups import set_ups_table
+from harness.report.tables.particular import set_ups_table
 from harness.report.variants import series_of, setup_name, varying_settings
 from tests.harness.synthetic_records import H200, LARGE, around, record
 

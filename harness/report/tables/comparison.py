@@ -18,7 +18,7 @@ from harness.report.footnotes import footnotes_of
 from harness.report.results import Row, method_rank
 from harness.report.speedup import TWO_VALUES, Point, contested_points, rounds_of, times
 from harness.report.tables.table import Table, number, table_of, text
-from harness.report.tables.trials import CPU_TIMES, speed_of, unit_of, varying_by_setup
+from harness.report.tables.trials import CPU_TIMES, per_unit, speed_of, unit_of, varying_by_setup
 from harness.report.variants import (
     masks_of,
     method_name,
@@ -100,7 +100,7 @@ def _note(points: Sequence[Point]) -> str:
     groups = [group for point in points for group in point.by_method.values()]
     measured = [row for group in groups for row in group if row["status"] == "ok"]
     sentences = [
-        FORMULAS["tokens_per_gpu_per_second"],
+        per_unit(FORMULAS["tokens_per_gpu_per_second"], [row for group in groups for row in group]),
         "times as fast = speed over speed, by the medians of all measured steps, same run and settings only",
     ]
     rounds = {len(rounds_of(group)) for group in groups}

@@ -63,6 +63,11 @@ def unit_of(rows: Sequence[Row]) -> str:
     return "rank" if rows and all(map(on_cpu, rows)) else "GPU"
 
 
+def per_unit(words: str, rows: Sequence[Row]) -> str:
+    """A formula or note of speeds in the unit of the rows."""
+    return words.replace("/GPU", f"/{unit_of(rows)}")
+
+
 def speed_of(row: Row) -> float | None:
     """Tokens per second and rank, with the interval that the steps give it."""
     speed, spread = row["tokens_per_gpu_per_second"], spread_of(row)
@@ -116,7 +121,8 @@ def _note(rows: Sequence[Row]) -> str:
     if any(row["rounds"] == 2 for row in rows):
         about += f"; {TWO_VALUES}"
     formulas = [FORMULAS[f"tflops_per_gpu ({task})"] for task in tasks]
-    return ". ".join(["Times are medians over n measured steps", about, *formulas, FORMULAS["mfu"]]) + "."
+    sentences = ["Times are medians over n measured steps", about, *formulas, FORMULAS["mfu"]]
+    return per_unit(". ".join(sentences) + ".", rows)
 
 
 def problems_table(rows: Sequence[Row]) -> Table | None:

@@ -18,7 +18,7 @@ from harness.metrics.flops import work_of
 from harness.records.record import Record
 from harness.report.figures import all_figures
 from harness.report.results import rows_of
-from harness.report.tables.head import head_table
+from harness.report.tables.particular import head_table
 from tests.engine.test_worker import errors_of, run_worker
 from tests.harness.synthetic_records import GIB, H200, record
 from tests.ranks import run_on_ranks
