@@ -19,6 +19,7 @@ from urllib.parse import quote
 import jinja2
 
 from harness.records.record import RECORD_FILE
+from harness.report.drawing.looks import palette_css
 from harness.report.results import Row
 from harness.report.tables.table import Column, Table, without_empty_columns
 from harness.report.weak_forms import BELOW_ORIGINAL
@@ -167,6 +168,7 @@ def render_page(name: str, **values: Any) -> str:
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     style, script = ((TEMPLATES / file).read_text(encoding="utf-8") for file in ("style.css", "page.js"))
+    style += palette_css()
     policy = (
         f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
         "base-uri 'none'; form-action 'none'"

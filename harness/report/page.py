@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,8 @@ from harness.metrics.throughput import FORMULAS
 from harness.records.record import Record, refuse_bad, set_aside
 from harness.report import figures
 from harness.report.drawing.points import about, groups_of
-from harness.report.figures import all_figures, render, save_figure
+from harness.report.drawing.sheet import Sheet
+from harness.report.figures import all_figures, inline, save_figure, shown_of
 from harness.report.headline import summary_sentences, wrong_sentences
 from harness.report.html import Addresses, grid_of, render_page, with_provenance
 from harness.report.results import Row, write_results
@@ -42,7 +42,6 @@ from harness.report.variants import panel_name, panel_of
 from harness.report.weak_forms import weak_forms, weak_sentence, with_mark_explained
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from rich.table import Table as RichTable
 
 ALL_FORMATS: frozenset[str] = frozenset({"html", "md", "csv", "tex", "png", "pdf"})
@@ -71,12 +70,12 @@ class Plot:
     name: str
     title: str
     setup: str
-    figure: Figure
+    figure: Sheet
 
     @property
-    def data_uri(self) -> str:
-        """The figure as an SVG data URI: sharp at any size, and nothing to fetch."""
-        return "data:image/svg+xml;base64," + base64.b64encode(render(self.figure, "svg")).decode()
+    def inline(self) -> tuple[str, str]:
+        """The plot as elements of the page: for wide screens, and for phones."""
+        return inline(self.figure, self.name)
 
 
 def write_report(
@@ -202,16 +201,26 @@ def report_tables(rows: Sequence[Row], baseline: str | None = None) -> list[Tabl
 
 
 def draw_plots(rows: Sequence[Row]) -> list[Plot]:
-    """Every figure that applies, once per set-up; file names say the set-up only where there are several. Wrong trials
-    have no place in any."""
-    setups = groups_of([row for row in rows if row["status"] != "wrong"])
-    plots = []
-    for key, drawing in all_figures().items():
-        applicable = [group for group in setups if drawing.applies(group)]
-        suffixes = _suffixes(applicable)
-        for group, suffix in zip(applicable, suffixes, strict=True):
-            plots.append(Plot(name=key + suffix, title=drawing.title, setup=about(group), figure=drawing.draw(group)))
-    return plots
+    """Every figure, once per set-up; file names say the set-up only where there are several. Wrong trials have no place
+    in any."""
+    return [Plot(name=name, title=shown.title, setup=about(group), figure=shown)
+            for name, group, shown in _shown(rows) if isinstance(shown, Sheet)]  # fmt: skip
+
+
+def figure_sentences(rows: Sequence[Row]) -> list[str]:
+    """What stands in the place of figures that would show that all is equal."""
+    return list(dict.fromkeys(shown for *_, shown in _shown(rows) if isinstance(shown, str)))
+
+
+def _shown(rows: Sequence[Row]) -> list[tuple[str, Sequence[Row], Sheet | str]]:
+    """Name, rows, and the figure or the sentence, of every set-up in the order of the page."""
+    groups = groups_of([row for row in rows if row["status"] != "wrong"])
+    found = [(name, group, shown) for group in groups for name, shown in shown_of(group).items()]
+    suffixes: dict[tuple[str, int], str] = {}
+    for key in {name for name, *_ in found}:
+        having = [group for name, group, shown in found if name == key and isinstance(shown, Sheet)]
+        suffixes |= {(key, id(group)): end for group, end in zip(having, _suffixes(having), strict=True)}
+    return [(name + suffixes.get((name, id(group)), ""), group, shown) for name, group, shown in found]
 
 
 def html_report(
@@ -254,6 +263,7 @@ def html_report(
         first=FIRST,
         sections=sections,
         plots=[(plot, _files_of(plot, addresses, written)) for plot in plots],
+        equal=figure_sentences(rows),
         formulas=list(FORMULAS.values()),
         index=index,
     )
