@@ -1,4 +1,4 @@
-"""What a page is made of: tables with what their cells sort by and links to records, inline figures, templates.
+"""What a page is made of: tables with what their cells sort by and links to records, templates.
 
 The page is one file. Its script and style stand inside and are allowed by their digests alone, so that text of a record
 could not run even where escaping failed. Tables are sorted and filtered by DataTables, as the package itables ships it.
@@ -22,6 +22,7 @@ from urllib.parse import quote
 import jinja2
 
 from harness.records.record import RECORD_FILE
+from harness.report.drawing.looks import palette_css
 from harness.report.tables.table import Column, Table
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -119,38 +120,6 @@ def _cell(value: Any, text: str, column: Column) -> Cell:
     )
 
 
-def inline_svg(svg: str, name: str) -> str:
-    """An SVG file as part of a page: with ids that no other figure has, and attributes in the place of styles.
-
-    Colours of text and lines follow the page's theme.
-    """
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\sstyle="([^"]*)"', lambda found: _attributes(found.group(1)), svg)
-    svg = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{name}-", svg)
-    for colour, variable in _THEMED.items():
-        svg = re.sub(colour, f"var(--{variable})", svg, flags=re.IGNORECASE)
-    return svg
-
-
-# Colours of `drawing.looks` that a theme replaces, by the variables of style.css.
-_THEMED = {"#1b1f24": "ink", "#5b6470": "muted", "#dfe3e8": "line", "#ffffff": "ground"}
-_FONT = re.compile(r"(?:(\S+) )??([\d.]+px) (.+)")
-
-
-def _attributes(style: str) -> str:
-    """The declarations of a style as attributes of an SVG element."""
-    found = []
-    for declaration in style.split(";"):
-        name, _, value = (part.strip() for part in declaration.partition(":"))
-        if name == "font" and (font := _FONT.fullmatch(value)):
-            weight, size, family = font.groups()
-            found += [("font-size", size), ("font-family", family), *([("font-weight", weight)] if weight else [])]
-        elif name:
-            found.append((name, value))
-    return "".join(f' {name}="{value.replace(chr(34), chr(39))}"' for name, value in found)
-
-
 @cache
 def _environment() -> jinja2.Environment:
     return jinja2.Environment(
@@ -169,7 +138,7 @@ def _assets() -> tuple[str, str]:
     [library] = re.findall(r"export\s*\{[^}]*?([\w$]+) as default", bundle)
     ours = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     script = f"{bundle}\nconst TableLibrary = {library};\n{ours}"
-    return (TEMPLATES / "style.css").read_text(encoding="utf-8"), script
+    return (TEMPLATES / "style.css").read_text(encoding="utf-8") + palette_css(), script
 
 
 def render_page(name: str, **values: Any) -> str:

@@ -6,9 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from engine.atomic import write_atomic
 from harness.base.errors import UsageError
@@ -19,9 +17,10 @@ from harness.report import figures
 from harness.report.contests import sizes_table
 from harness.report.dots import dots_of
 from harness.report.drawing.points import about, groups_of
-from harness.report.figures import all_figures, render, save_figure
+from harness.report.drawing.sheet import Sheet
+from harness.report.figures import all_figures, inline, save_figure, shown_of
 from harness.report.headline import headline_of, wrong_sentences
-from harness.report.html import Addresses, grid_of, inline_svg, render_page
+from harness.report.html import Addresses, grid_of, render_page
 from harness.report.results import Row, write_results
 from harness.report.run_records import RunRecords
 from harness.report.tables.agreement import agreement_summary, agreement_table
@@ -33,9 +32,6 @@ from harness.report.tables.table import Table, save_table
 from harness.report.tables.trials import accuracy_table, per_unit, problems_table, results_table
 from harness.report.variants import on_cpu
 from harness.report.weak_forms import weak_forms, weak_sentence, with_mark_explained
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 ALL_FORMATS: frozenset[str] = frozenset({"html", "md", "csv", "tex", "png", "pdf"})
 
@@ -57,19 +53,19 @@ BEFORE_FIGURES = ("comparison",)  # tables that the page shows above the figures
 BEFORE_FIGURES_ON_CPUS = ("agreement", "accuracy")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plot:
     """One drawn figure of a report; `name` is the stem of its files."""
 
     name: str
     title: str
     setup: str
-    figure: Figure
+    figure: Sheet
 
-    @cached_property
-    def svg(self) -> str:
-        """The figure as a part of a page: sharp at any size, in the colours of the page's theme."""
-        return inline_svg(render(self.figure, "svg").decode(), self.name)
+    @property
+    def inline(self) -> tuple[str, str]:
+        """The plot as elements of the page: for wide screens, and for phones."""
+        return inline(self.figure, self.name)
 
 
 def write_report(
@@ -187,16 +183,26 @@ def report_tables(rows: Sequence[Row], baseline: str | None = None) -> list[Tabl
 
 
 def draw_plots(rows: Sequence[Row]) -> list[Plot]:
-    """Every figure that applies, once per set-up; file names say the set-up only where there are several. Wrong trials
-    have no place in any."""
-    setups = groups_of([row for row in rows if row["status"] != "wrong"])
-    plots = []
-    for key, drawing in all_figures().items():
-        applicable = [group for group in setups if drawing.applies(group)]
-        suffixes = _suffixes(applicable)
-        for group, suffix in zip(applicable, suffixes, strict=True):
-            plots.append(Plot(name=key + suffix, title=drawing.title, setup=about(group), figure=drawing.draw(group)))
-    return plots
+    """Every figure, once per set-up; file names say the set-up only where there are several. Wrong trials have no place
+    in any."""
+    return [Plot(name=name, title=shown.title, setup=about(group), figure=shown)
+            for name, group, shown in _shown(rows) if isinstance(shown, Sheet)]  # fmt: skip
+
+
+def figure_sentences(rows: Sequence[Row]) -> list[str]:
+    """What stands in the place of figures that would show that all is equal."""
+    return list(dict.fromkeys(shown for *_, shown in _shown(rows) if isinstance(shown, str)))
+
+
+def _shown(rows: Sequence[Row]) -> list[tuple[str, Sequence[Row], Sheet | str]]:
+    """Name, rows, and the figure or the sentence, of every set-up in the order of the page."""
+    groups = groups_of([row for row in rows if row["status"] != "wrong"])
+    found = [(name, group, shown) for group in groups for name, shown in shown_of(group).items()]
+    suffixes: dict[tuple[str, int], str] = {}
+    for key in {name for name, *_ in found}:
+        having = [group for name, group, shown in found if name == key and isinstance(shown, Sheet)]
+        suffixes |= {(key, id(group)): end for group, end in zip(having, _suffixes(having), strict=True)}
+    return [(name + suffixes.get((name, id(group)), ""), group, shown) for name, group, shown in found]
 
 
 def html_report(
@@ -225,7 +231,8 @@ def html_report(
         first = [agreement_summary(rows)]
     early = BEFORE_FIGURES if headline.contests else BEFORE_FIGURES_ON_CPUS
     parts: list[tuple[str, str, object]] = [(name, grids[name].title, grids[name]) for name in early if name in grids]
-    if plots:
+    equal = figure_sentences(rows)
+    if plots or equal:
         parts.append(("figures", "Figures", [(plot, _files_of(plot, addresses, written)) for plot in plots]))
     parts += [(name, grid.title, grid) for name, grid in grids.items() if name not in early]
     counts = counted(record.status for record in records)
@@ -238,6 +245,7 @@ def html_report(
         counts=counts,
         facts=provenance(records),
         plot=plot,
+        equal=equal,
         first=[grid_of(table, addresses) for table in first if table is not None],
         parts=parts,
         sections=[

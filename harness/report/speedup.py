@@ -78,6 +78,10 @@ class Point:
         }
         return dict(sorted(found.items(), key=lambda item: (item[1], method_rank(item[0]))))
 
+    def best_other(self, method: str) -> str | None:
+        """The fastest method but this one; None where no other gave a number."""
+        return next((other for other in self.measured() if other != method), None)
+
     def subject(self, baseline: str | None = None) -> str | None:
         """The method that is put beside another: ours where it gave a number, else the fastest."""
         measured = [method for method in self.measured() if method != baseline]

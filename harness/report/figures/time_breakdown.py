@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.patches import Patch
-from matplotlib.patheffects import withStroke
+from matplotlib.patches import Rectangle
 
 from harness.base.lengths import format_length
-from harness.report.drawing.looks import COLOURS, GRID, INK, MUTED, SPARE, mixed
+from harness.report.drawing.bars import Bar, Bars, paint_bars
+from harness.report.drawing.looks import INK, PALETTE
 from harness.report.drawing.notes import samples_note
-from harness.report.drawing.points import IN_CSV, Layout, Point, laid_out
-from harness.report.drawing.sheet import SCREEN, Form, Sheet, in_both_forms, sheet, value_axis
+from harness.report.drawing.points import IN_CSV, Layout, Point, about, laid_out
+from harness.report.drawing.sheet import Page, Sheet, text_inches
 from harness.report.results import Row
 from harness.report.tables.particular import HEADERS
 from harness.report.tables.table import significant
 
 SPAN = "extra_profile.span_seconds"
 SECONDS = "extra_profile.seconds."
-MAX_BARS = 24
+MAX_BARS = 16
 LEAST_SHARE = 0.004  # of every step: categories below it are one
-PRINTED_SHARE = 0.07  # a share is printed on its part of a bar from here on
 REST = "rest"
 
 # Colours of the palette, whose distances are tested; hatched is what is computed a second time.
 _FILLS = {
-    "attention_forward": COLOURS["loongtrain_double_ring"], "attention_backward": COLOURS["burst"],
-    "attention_recomputed": COLOURS["loongtrain_double_ring"], "matmul": COLOURS["megatron_cp"],
-    "recomputed": COLOURS["ring"], "lm_head": SPARE[1], "optimizer": COLOURS["megatron_tp"],
-    "other_compute": COLOURS["ulysses"], "merge": SPARE[2], "communication": SPARE[3],
-    "copies": COLOURS["loongtrain_usp"], "idle": "#d5d9de", REST: COLOURS["torch_cp"],
+    "attention_forward": "loongtrain_double_ring", "attention_backward": "burst",
+    "attention_recomputed": "loongtrain_double_ring", "matmul": "megatron_cp", "recomputed": "ring",
+    "lm_head": "spare_2", "optimizer": "megatron_tp", "other_compute": "ulysses", "merge": "spare_3",
+    "communication": "spare_4", "copies": "loongtrain_usp", "idle": "line", REST: "torch_cp",
 }  # fmt: skip
 _AGAIN = ("attention_recomputed", "recomputed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Bar:
+class _Step:
     """One traced step: seconds per category, of the trial whose step is the median of its point."""
 
     label: str
@@ -52,147 +47,144 @@ class _Bar:
 
 
 class TimeBreakdown:
-    title = "Where a step's time goes"
-    place = 25
+    def place(self, rows: Sequence[Row]) -> int:
+        return 30
 
-    def applies(self, rows: Sequence[Row]) -> bool:
-        return any(row.get(SPAN) for row in rows)
-
-    def draw(self, rows: Sequence[Row]) -> Sheet:
+    def draw(self, rows: Sequence[Row]) -> Sheet | None:
         traced = [row for row in rows if row.get(SPAN)]
+        if not traced:
+            return None
         layout = laid_out(traced)
-        bars = [_bar(point, panel.title, layout) for panel in layout.panels for point in panel.points]
+        steps = [_step(point, panel.title, layout) for panel in layout.panels for point in panel.points]
         notes = [
-            "Of the rank whose events span the longest time; every instant belongs to one category, the first of the "
-            "legend that runs then, so communication and copies are what no computation hides.",
-            *layout.notes,
+            "Of the rank whose events span the longest time; every instant belongs to one category, the first of this "
+            "list that runs then, so communication and copies are what no computation hides.",
             samples_note(traced),
+            *layout.notes,
         ]
-        if len(bars) > MAX_BARS:
-            notes.append(f"{MAX_BARS} of {len(bars)} traced steps are drawn, the longest ones; {IN_CSV}.")
-            longest = sorted(bars, key=lambda bar: -bar.span)[:MAX_BARS]
-            bars = [bar for bar in bars if any(bar is one for one in longest)]
-        bars, small = _without_small(bars)
+        steps.sort(key=lambda step: step.span)
+        if len(steps) > MAX_BARS:
+            notes.append(f"{MAX_BARS} of {len(steps)} traced steps are drawn, the longest ones; {IN_CSV}.")
+            steps = steps[-MAX_BARS:]
+        steps, small = _without_small(steps)
         if small:
-            notes.append(f"Rest: {', '.join(_name(name) for name in small)}.")
-        draw = _draw_categories if len(bars) == 1 else _draw_steps
-        return in_both_forms(partial(draw, bars=bars, title=self.title, about=layout.about, notes=notes))
+            notes.append(f"Rest: {', '.join(map(_name, small))}.")
+        plot = partial(_paint_categories, step=steps[0]) if len(steps) == 1 else partial(_paint_steps, steps=steps)
+        return Sheet(title=_title(steps), about=about(rows), notes=notes, plot=plot)
 
 
-def _bar(point: Point, panel: str, layout: Layout) -> _Bar:
-    """The bar of a point, labelled by what tells it from others."""
+def _title(steps: Sequence[_Step]) -> str:
+    """What takes the most of the longest step."""
+    longest = steps[-1]
+    name, seconds = max(longest.seconds.items(), key=lambda item: item[1])
+    where = f" at {longest.label}" if longest.label else ""
+    return f"{_name(name).capitalize()} takes {seconds / longest.span:.0%} of a step of {_seconds(longest.span)}{where}"
+
+
+def _step(point: Point, panel: str, layout: Layout) -> _Step:
+    """The step of a point, labelled by what tells it from others."""
     ranked = sorted(point.rows, key=lambda row: row["step_seconds_median"] or row[SPAN])
     row = ranked[(len(ranked) - 1) // 2]
-    several = len({one.seq_len for one in layout.points}) > 1
     parts = [point.series] if len(layout.looks) > 1 else []
-    parts += [format_length(point.seq_len)] if several or not parts else []
-    parts += [panel] if len(layout.panels) > 1 else []
-    return _Bar(label=", ".join(parts), seconds={name: row.get(f"{SECONDS}{name}") or 0.0 for name in HEADERS})
+    parts += [f"{format_length(point.seq_len).upper()} tokens"] if len(layout.lengths) > 1 or not parts else []
+    seconds = {name: row.get(f"{SECONDS}{name}") or 0.0 for name in HEADERS}
+    return _Step(label=", ".join([*parts, *([panel] if panel else [])]), seconds=seconds)
 
 
-def _without_small(bars: Sequence[_Bar]) -> tuple[list[_Bar], list[str]]:
-    """Bars with the categories that take next to no time of any step added up, and the names of these."""
-    met = [name for name in HEADERS if any(bar.seconds[name] for bar in bars)]
-    small = [name for name in met if all(bar.seconds[name] < LEAST_SHARE * bar.span for bar in bars)]
-    if len(small) < 2:
-        small = []
+def _without_small(steps: Sequence[_Step]) -> tuple[list[_Step], list[str]]:
+    """Steps with the categories that take next to no time of any added up, and the names of these."""
+    met = [name for name in HEADERS if any(step.seconds[name] for step in steps)]
+    small = [name for name in met if all(step.seconds[name] < LEAST_SHARE * step.span for step in steps)]
+    small = small if len(small) > 1 else []
     found = []
-    for bar in bars:
-        seconds = {name: bar.seconds[name] for name in met if name not in small}
-        if small:
-            seconds[REST] = sum(bar.seconds[name] for name in small)
-        found.append(_Bar(label=bar.label, seconds=seconds))
+    for step in steps:
+        seconds = {name: step.seconds[name] for name in met if name not in small}
+        rest = {REST: sum(step.seconds[name] for name in small)} if small else {}
+        found.append(_Step(label=step.label, seconds=seconds | rest))
     return found, small
 
 
-def _draw_steps(form: Form, *, bars: Sequence[_Bar], title: str, about: str, notes: Sequence[str]) -> Sheet:
-    """A stacked bar per step: seconds on the left, shares on the right."""
-    wide, thick = (4.6, 0.34) if form is SCREEN else (3.0, 0.2)
-    figure, [[left, right]] = sheet(
-        form,
-        rows=1,
-        widths=[wide, wide],
-        height=0.75 + thick * len(bars),
-        title=title,
-        about=about,
-        notes=notes,
-        legend=[Patch(label=_name(name), **_face(name)) for name in bars[0].seconds],
-        sharey="all",
-    )
-    unit, scale = ("s", 1.0) if max(bar.span for bar in bars) >= 1 else ("ms", 1e3)
-    for place, bar in enumerate(bars):
-        _stack(left, place, bar.seconds, scale, form, printed=False)
-        _stack(right, place, bar.seconds, 100 / bar.span, form, printed=True)
-        left.annotate(
-            significant(3)(bar.span * scale), (bar.span * scale, place), xytext=(3, 0), textcoords="offset points",
-            va="center", fontsize=form.number, color=INK,
+def _paint_categories(page: Page, *, step: _Step) -> None:
+    """One step alone: a bar for each category, with its time and its share."""
+    bars = []
+    for name, seconds in step.seconds.items():
+        text = f"{_seconds(seconds)} · {seconds / step.span:.1%}"
+        bars.append(
+            Bar(
+                name=_name(name), value=seconds, text=text, tip=f"{_name(name)}: {text}",
+                colour=PALETTE[_FILLS[name]][0], hatch="////" if name in _AGAIN else "",
+            )
         )  # fmt: skip
-    left.set_yticks(range(len(bars)), [textwrap.fill(bar.label, 26 if form.paper else 44) for bar in bars])
-    left.set_ylim(len(bars) - 0.5, -0.5)
-    value_axis(left, [bar.span * scale for bar in bars], across=True, bars=True, room=1.14)
-    right.set_xlim(0, 100)
-    left.set_xlabel(f"step ({unit})", fontsize=form.label, color=MUTED)
-    right.set_xlabel("share of the step (%)", fontsize=form.label, color=MUTED)
-    for ax in (left, right):
-        ax.grid(visible=False, axis="y")
-        ax.grid(axis="x", color=GRID, linewidth=0.8)
-    return figure
+    paint_bars(page, [Bars(title="", bars=bars)])
 
 
-def _stack(ax: Axes, place: int, seconds: Mapping[str, float], scale: float, form: Form, *, printed: bool) -> None:
-    edge, whole = 0.0, sum(seconds.values())
-    for name, value in seconds.items():
-        ax.barh(place, value * scale, 0.74, left=edge, **_face(name))
-        if printed and value >= PRINTED_SHARE * whole:
-            label = ax.text(
-                edge + value * scale / 2, place, f"{value * scale:.0f}", ha="center", va="center",
-                fontsize=form.number, color=INK,
-            )  # fmt: skip
-            label.set_path_effects([withStroke(linewidth=2.0, foreground="white")])
-        edge += value * scale
+def _paint_steps(page: Page, *, steps: Sequence[_Step]) -> None:
+    """A stacked bar for each step, the shares of its larger parts inside and its time at its end."""
+    form = page.form
+    size, top = form.small, _paint_key(page, list(steps[0].seconds))
+    names = 0.0 if form.narrow else min(2.4, max(text_inches(step.label, size) for step in steps)) + 0.12
+    above, thick = (0.18 if form.narrow else 0.0), 0.2
+    line = above + thick + 0.1
+    times = max(text_inches(_seconds(step.span), size) for step in steps) + 0.1
+    wide = page.right - 0.12 - names
+    scale = (wide - times) / max(step.span for step in steps)
+    ax = page.panel(top, 0.12 + names, wide, line * len(steps) + 0.05)
+    ax.set_axis_off()
+    ax.set_xlim(0, wide)
+    ax.set_ylim(line * len(steps) + 0.05, 0)
+    for place, step in enumerate(steps):
+        y, edge = place * line + above, 0.0
+        ax.text(-names, y - 0.07 if form.narrow else y + thick / 2, step.label, fontsize=size, color=INK, va="center")
+        for name, seconds in step.seconds.items():
+            part = seconds * scale
+            patch = ax.add_patch(_patch(name, edge, y, part, thick))
+            share = f"{seconds / step.span:.0%}"
+            page.tip(patch, f"{step.label}, {_name(name)}: {_seconds(seconds)}, {share}".removeprefix(", "))
+            if part > text_inches(share, size - 1) + 0.06:
+                ax.text(
+                    edge + part / 2, y + thick / 2, share, fontsize=size - 1, color=_on(name), ha="center", va="center"
+                )
+            edge += part
+        ax.text(edge + 0.06, y + thick / 2, _seconds(step.span), fontsize=size, color=INK, va="center")
 
 
-def _draw_categories(form: Form, *, bars: Sequence[_Bar], title: str, about: str, notes: Sequence[str]) -> Sheet:
-    """One step alone: a bar per category, with its time and its share."""
-    [bar] = bars
-    unit, scale = ("s", 1.0) if bar.span >= 1 else ("ms", 1e3)
-    wide, thick = (6.3, 0.27) if form is SCREEN else (2.7, 0.17)
-    figure, [[ax]] = sheet(
-        form,
-        rows=1,
-        widths=[wide],
-        height=0.6 + thick * len(bar.seconds),
-        title=f"{title}: {significant(3)(bar.span * scale)} {unit} at {bar.label}",
-        about=about,
-        notes=notes,
-        legend=[],
-    )
-    for place, (name, value) in enumerate(bar.seconds.items()):
-        ax.barh(place, value * scale, 0.74, **_face(name))
-        ax.annotate(
-            f"{significant(3)(value * scale)} {unit} · {value / bar.span:.1%}", (value * scale, place), xytext=(3, 0),
-            textcoords="offset points", va="center", fontsize=form.number, color=INK,
-        )  # fmt: skip
-    ax.set_yticks(range(len(bar.seconds)), [_name(name) for name in bar.seconds])
-    ax.set_ylim(len(bar.seconds) - 0.5, -0.5)
-    value_axis(
-        ax, [value * scale for value in bar.seconds.values()], across=True, bars=True, room=1.9 if form.paper else 1.3
-    )
-    ax.set_xlabel(f"time of the step ({unit})", fontsize=form.label, color=MUTED)
-    ax.grid(visible=False, axis="y")
-    ax.grid(axis="x", color=GRID, linewidth=0.8)
-    return figure
+def _paint_key(page: Page, categories: Sequence[str]) -> float:
+    """The categories with their colours, in as many lines as they take; returns the inches down to the bars."""
+    size, wide = page.form.small, page.right - 0.12
+    places, x, y = [], 0.0, 0.0
+    for name in categories:
+        room = text_inches(_name(name), size) + 0.36
+        if x and x + room > wide:
+            x, y = 0.0, y + 0.2
+        places.append((name, x, y))
+        x += room
+    ax = page.panel(0.02, 0.12, wide, y + 0.2)
+    ax.set_axis_off()
+    ax.set_xlim(0, wide)
+    ax.set_ylim(y + 0.2, 0)
+    for name, left, top in places:
+        ax.add_patch(_patch(name, left, top + 0.04, 0.13, 0.12))
+        ax.text(left + 0.18, top + 0.1, _name(name), fontsize=size, color=INK, va="center")
+    return y + 0.34
 
 
-def _face(category: str) -> dict[str, Any]:
+def _patch(category: str, left: float, top: float, width: float, height: float) -> Rectangle:
+    colour = PALETTE[_FILLS[category]][0]
     if category in _AGAIN:
-        return {
-            "facecolor": mixed(_FILLS[category], 0.6),
-            "hatch": "////",
-            "edgecolor": _FILLS[category],
-            "linewidth": 0.0,
-        }
-    return {"facecolor": _FILLS[category], "linewidth": 0.0}
+        return Rectangle((left, top), width, height, facecolor="none", edgecolor=colour, hatch="////", linewidth=0.5)
+    return Rectangle((left, top), width, height, facecolor=colour, linewidth=0)
+
+
+def _on(category: str) -> str:
+    """The colour of letters on a category: ink on hatches and on light faces, the ground on dark ones."""
+    if category in _AGAIN:
+        return INK
+    red, green, blue = (int(PALETTE[_FILLS[category]][0][at : at + 2], 16) for at in (1, 3, 5))
+    return INK if 0.3 * red + 0.6 * green + 0.1 * blue > 140 else PALETTE["ground"][0]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{significant(3)(seconds)} s" if seconds >= 1 else f"{significant(3)(1e3 * seconds)} ms"
 
 
 def _name(category: str) -> str:
