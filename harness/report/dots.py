@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from harness.metrics.intervals import Interval, TwoRounds
 from harness.report.contests import Contest, Entrant, word_beside
-from harness.report.digits import Measured, ratio_text, spread_text, supported
+from harness.report.digits import Measured, ratio_spread_text, ratio_text, spread_text, supported
 from harness.report.tables.table import significant
 
 MOST_DOTS = 16  # of one plot; a longer list is read in its table
@@ -22,6 +22,7 @@ class Dot:
 
     name: str
     link: str = ""
+    about: str = ""  # below the name, smaller
     at: float | None = None
     low: float | None = None
     high: float | None = None
@@ -106,22 +107,35 @@ def dots_of(contest: Contest) -> Dots | None:
     )  # fmt: skip
 
 
-def ratio_dots(found: Sequence[tuple[str, str, Measured, str, str]]) -> Dots | None:
-    """A plot of ratios around 1, from (name, link, ratio, verdict, detail)."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """One row of a plot of ratios: `ratio` is of speeds, over that of `other`."""
+
+    name: str
+    link: str
+    about: str
+    ratio: Measured
+    verdict: str
+    other: str
+
+
+def ratio_dots(found: Sequence[Compared], note: str = "") -> Dots | None:
+    """A plot of ratios around 1, the largest first; None without one."""
     if not found:
         return None
-    axis = Axis([ratio for _, _, ratio, _, _ in found], holds=(1.0,))
+    axis = Axis([one.ratio for one in found], holds=(1.0,))
     rows = []
-    for name, link, ratio, verdict, detail in found:
-        low, high = (axis.at(end) for end in (_ends(ratio) or (ratio, ratio)))
-        kind = "faster" if verdict.startswith("faster") else "slower" if verdict.startswith("slower") else "same"
+    for one in sorted(found, key=lambda one: -one.ratio):
+        low, high = (axis.at(end) for end in (_ends(one.ratio) or (one.ratio, one.ratio)))
+        kind = {"faster": "faster", "slower": "slower"}.get(one.verdict.partition(" ")[0], "same")
+        spread = f" ({ratio_spread_text(one.ratio.spread)})" if one.ratio.spread else ""
         rows.append(Dot(
-            name=name, link=link, at=axis.at(ratio), low=low, high=high, cells=[f"{ratio_text(ratio)}×"], kind=kind,
-            verdict=f"{verdict}; {detail}", hover=f"{name}: {ratio_text(ratio)} times as fast",
+            name=one.name, link=one.link, about=one.about, at=axis.at(one.ratio), low=low, high=high, kind=kind,
+            cells=[f"{ratio_text(one.ratio)}×"], verdict=f"{one.verdict}{spread}; {one.other}",
+            hover=f"{one.name}: {ratio_text(one.ratio)} times as fast as {one.other}{spread}",
         ))  # fmt: skip
-    return Dots(
-        headers=("", "times as fast", "against the fastest other"), rows=rows, ticks=axis.ticks(), line=axis.at(1.0)
-    )
+    headers = ("", "times as fast", "against the fastest other")
+    return Dots(headers=headers, rows=rows, ticks=axis.ticks(), line=axis.at(1.0), note=note)
 
 
 def _beside(contest: Contest, entrant: Entrant) -> tuple[str, str]:

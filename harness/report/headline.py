@@ -32,7 +32,7 @@ class Headline:
     verdict: str
     place: str
     notes: list[str]
-    footnote: str  # what short names leave out
+    footnotes: list[str]  # what short names leave out
     contests: list[Contest]
 
     @property
@@ -45,7 +45,7 @@ def headline_of(rows: Sequence[Row], baseline: str | None = None) -> Headline:
     """Where trials disagree, that; else who is faster at the largest size on GPUs; else whether the trials agree, since
     times on a CPU tell nothing about GPUs."""
     if not rows:
-        return Headline(verdict="No trial was recorded.", place="", notes=[], footnote="", contests=[])
+        return Headline(verdict="No trial was recorded.", place="", notes=[], footnotes=[], contests=[])
     contests = contests_of(rows, baseline)
     compared = [pair for pair in agreements(rows) if not pair.is_reference]
     agreement = [*_agreement_sentences(compared), *_accuracy_sentence(rows)]
@@ -60,7 +60,7 @@ def headline_of(rows: Sequence[Row], baseline: str | None = None) -> Headline:
         verdict=verdict,
         place=_place(contests[0], rows) if contests and not disagree else "",
         notes=[*told[first:], *notes, *([ended] if ended != verdict else [])],
-        footnote=" ".join(footnotes_of(contests[0].rows)) if contests else "",
+        footnotes=footnotes_of(contests[0].rows) if contests else [],
         contests=contests,
     )
 

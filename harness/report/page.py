@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.atomic import write_atomic
@@ -223,8 +223,9 @@ def html_report(
     GPU, whether the methods compute the same thing.
     """
     csv_of = {path.stem: path for path in written if path.suffix == ".csv"}
-    grids = {one.name: grid_of(one, addresses, csv_of.get(one.name)) for one in tables}
     headline = headline_of(rows, baseline)
+    tables = [_without(one, headline.footnotes) for one in tables]
+    grids = {one.name: grid_of(one, addresses, csv_of.get(one.name)) for one in tables}
     plot = dots_of(headline.contests[0]) if headline.contests else None
     first = [sizes_table(headline.contests[1:] if plot else headline.contests)]
     if all(map(on_cpu, rows)):
@@ -257,6 +258,14 @@ def html_report(
         formulas=[per_unit(formula, rows) for formula in FORMULAS.values()],
         index=index,
     )
+
+
+def _without(table: Table, said: Sequence[str]) -> Table:
+    """The table without the footnotes that stand above it on the page."""
+    note = table.note
+    for sentence in said:
+        note = note.replace(f" {sentence}", "")
+    return replace(table, note=note)
 
 
 def counted(statuses: Iterable[str]) -> list[tuple[str, int]]:

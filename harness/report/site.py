@@ -13,10 +13,10 @@ from urllib.parse import quote
 from engine.atomic import write_atomic
 from harness.base.errors import UsageError
 from harness.base.writable import make_writable
+from harness.metrics.intervals import Interval
 from harness.records.record import RECORD_FILE
 from harness.report.contests import Contest
-from harness.report.digits import Measured
-from harness.report.dots import Dots, ratio_dots
+from harness.report.dots import Compared, Dots, ratio_dots
 from harness.report.headline import headline_of, wrong_sentences
 from harness.report.html import render_page
 from harness.report.page import checked_formats, counted, days_of, distinct, read_runs, write_report_of
@@ -34,7 +34,6 @@ class Entry:
     link: str = ""
     title: str = ""
     finding: str = ""  # the verdict of its report
-    place: str = ""  # where it holds
     hardware: str = ""
     records: int = 0
     statuses: Sequence[tuple[str, int]] = field(default_factory=tuple)
@@ -42,9 +41,7 @@ class Entry:
     commit: str = ""
     problem: str = ""
     said: Sequence[str] = ()  # what was to be told while the run was read
-    ratio: Measured | None = None  # our speed over the fastest other method's, where both ran on GPUs
-    verdict: str = ""
-    other: str = ""
+    compared: Compared | None = None  # our speed over the fastest other method's, where both ran on GPUs
 
 
 def runs_below(directory: Path) -> list[Path]:
@@ -139,47 +136,49 @@ def _entry(
     )  # fmt: skip
     headline = headline_of(rows, baseline)
     wrong = wrong_sentences(rows)
-    ratio, verdict, other = _against_others(headline.contests)
+    link = quote(page.relative_to(out).as_posix())
+    title = distinct(record.title or record.experiment for record in records)
     return Entry(
         folder=folder.as_posix(),
-        link=quote(page.relative_to(out).as_posix()),
-        title=distinct(record.title or record.experiment for record in records),
+        link=link,
+        title=title,
         finding=wrong[0] if wrong else headline.verdict,
-        place=headline.place,
         hardware=distinct(record.gpu for record in records),
         records=len(records),
         statuses=counted(record.status for record in records),
         started=days_of(records),
         commit=distinct(record.commit[:10] for record in records),
         said=said,
-        ratio=ratio,
-        verdict=verdict,
-        other=other,
+        compared=_against_others(headline.contests[:1], title, link),
     )
 
 
-def _against_others(contests: Sequence[Contest]) -> tuple[Measured | None, str, str]:
-    """Our ratio, the verdict and what it is compared with, at the run's largest size at which other methods ran."""
-    if not contests or not contests[0].of_methods or contests[0].subject.method != OWN_METHOD:
-        return None, "", ""
-    other = contests[0].other
-    found = contests[0].beside(other) if other else None
-    return (found.ratio, found.text, other.name) if found and other else (None, "", "")
+def _against_others(first: Sequence[Contest], title: str, link: str) -> Compared | None:
+    """Our ratio at the run's largest size at which other methods ran; None on emulated nodes, which are slower than the
+    host without them."""
+    for contest in first:
+        subject, other = contest.subject, contest.other
+        found = contest.beside(other) if other else None
+        own = contest.of_methods and subject.method == OWN_METHOD
+        if own and other and found and contest.rows[0]["emulate_nodes"] == 1:
+            return Compared(
+                name=title, link=link, about=contest.place, ratio=found.ratio, verdict=found.text, other=other.short
+            )
+    return None
 
 
 def _overview(entries: Sequence[Entry]) -> tuple[Dots | None, str]:
-    """Every run in which other methods ran on GPUs as one dot plot, sorted by ratio, and what it shows in words."""
-    found = sorted((entry for entry in entries if entry.ratio is not None), key=lambda entry: -float(entry.ratio or 0))
-    plot = ratio_dots([
-        (f"{entry.title} ({entry.place.partition(';')[0]})", entry.link, entry.ratio, entry.verdict, entry.other)
-        for entry in found if entry.ratio is not None
-    ])  # fmt: skip
-    words = {word: sum(entry.verdict.startswith(word) for entry in found) for word in ("faster", "slower", "not")}
+    """Runs in which other methods ran on GPUs, in three rounds or more, as one dot plot, and what it shows in words."""
+    every = [entry.compared for entry in entries if entry.compared]
+    sure = [one for one in every if isinstance(one.ratio.spread, Interval)]
+    left = len(every) - len(sure)
+    note = f"{left} more runs had fewer than three rounds, and so no interval; they are below." if left else ""
+    counts = [sum(one.verdict.startswith(word) for one in sure) for word in ("faster", "slower", "not")]
     verdict = (
-        f"{OWN_METHOD} is faster than the fastest other method in {words['faster']} of {len(found)} runs, slower in "
-        f"{words['slower']}, not distinguishable in {words['not']}."
+        f"{OWN_METHOD} is faster than the fastest other method in {counts[0]} of {len(sure)} runs with an interval, "
+        f"slower in {counts[1]}, not distinguishable in {counts[2]}."
     )
-    return plot, verdict
+    return ratio_dots(sure, note), verdict
 
 
 def _is_run(directory: Path) -> bool:

@@ -8,7 +8,7 @@ from engine.settings import Checkpoint
 from harness.records.record import Record
 from harness.report.contests import Contest, contests_of, sizes_table, verdict_sentence
 from harness.report.digits import Measured
-from harness.report.dots import Axis, Dots, dots_of, ratio_dots
+from harness.report.dots import Axis, Compared, Dots, dots_of, ratio_dots
 from harness.report.headline import TOO_FEW_ROUNDS, headline_of
 from harness.report.results import rows_of
 from harness.report.tables.trials import CPU_TIMES
@@ -161,7 +161,11 @@ def test_an_axis_has_round_ticks_inside_its_ends() -> None:
 
 
 def test_ratios_are_drawn_around_1() -> None:
-    made = ratio_dots([("a", "a.html", Measured(1.2), "faster", "ring"), ("b", "", Measured(0.9), "slower", "ring")])
+    one, other = (
+        Compared(name=name, link="", about="", ratio=Measured(ratio), verdict=verdict, other="ring")
+        for name, ratio, verdict in (("b", 0.9, "slower"), ("a", 1.2, "faster"))
+    )
+    made = ratio_dots([one, other])
     assert made.rows[1].at < made.line < made.rows[0].at
     assert [row.kind for row in made.rows] == ["faster", "slower"]
     assert ratio_dots([]) is None

@@ -185,7 +185,7 @@ def test_the_dark_theme_is_dark_and_so_are_figures(browser: Browser, site: Path)
     seen = []
     for dark in (False, True):
         browser.open(site / "sweep" / "report.html", dark=dark)
-        shown = (("body", "backgroundColor"), ("body", "color"), (".plate text", "fill"))
+        shown = (("body", "backgroundColor"), ("body", "color"), ("figure .wide text", "fill"))
         seen.append([browser.value(colour % one) for one in shown])
     assert seen[0][:2] == ["rgb(255, 255, 255)", "rgb(29, 33, 39)"]
     assert seen[1][:2] == ["rgb(21, 24, 28)", "rgb(228, 231, 235)"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.base.errors import UsageError
-from harness.report.html import MAX_ROWS, TEMPLATES, Addresses, command_of, grid_of, inline_svg
+from harness.report.html import MAX_ROWS, TEMPLATES, Addresses, command_of, grid_of
 from harness.report.page import write_report
 from harness.report.results import rows_of
 from harness.report.tables.table import Column, Table
@@ -102,27 +102,6 @@ def test_cells_sort_by_all_digits_and_an_absent_one_by_nothing() -> None:
     columns = (Column(header="n", form="{:.1f}".format, numeric=True), Column(header="of"))
     grid = grid_of(Table(name="t", title="", columns=columns, rows=((1e-9, "abc"), (None, "a"))), Addresses(Path()))
     assert [[cell.order for cell in line.cells] for line in grid.lines] == [["1e-09", "abc"], ["", "a"]]
-
-
-SVG = """<?xml version="1.0"?><!DOCTYPE svg><svg width="9pt" height="9pt" viewBox="0 0 9 9">
-<metadata>about</metadata><defs><style type="text/css">*{stroke-linejoin: round}</style><path id="m1"/></defs>
-<g clip-path="url(#p1)"><use xlink:href="#m1" style="fill: #1B1F24; stroke-width: 0.8"/></g>
-<text style="font: 700 9.5px 'DejaVu Sans', sans-serif; text-anchor: middle">a &lt; b</text></svg>"""
-
-
-def test_a_figure_inside_the_page_has_ids_of_its_own_and_no_style() -> None:
-    made = inline_svg(SVG, "mfu")
-    assert made.startswith("<svg ")
-    assert "style" not in made
-    assert "metadata" not in made
-    assert 'id="mfu-m1"' in made
-    assert 'xlink:href="#mfu-m1"' in made
-    assert "url(#mfu-p1)" in made
-    assert 'fill="var(--ink)" stroke-width="0.8"' in made  # text and lines follow the theme
-    assert (
-        """font-size="9.5px" font-family="'DejaVu Sans', sans-serif" font-weight="700" text-anchor="middle\"""" in made
-    )
-    assert "a &lt; b" in made
 
 
 def test_figures_of_a_page_share_no_id(tmp_path: Path) -> None:

@@ -116,9 +116,10 @@ def agreement_summary(rows: Sequence[Row]) -> Table | None:
     columns = (
         text("method", lambda key: key[1]),
         text("task", lambda key: key[0]),
-        text("dtype", lambda key: key[2]),
+        number("differs by", lambda key: max(worst[key].values()), difference),
         number("trials", lambda key: counts[key]),
-        *(number(f"{name} differs by", largest(name), difference) for name in shown),
+        text("dtype", lambda key: key[2]),
+        *(number(name, largest(name), difference) for name in shown),
     )
     return table_of(
         "same", TITLE, columns, list(worst),

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from engine.attention.masks import parse_mask
 from harness.base.lengths import format_length
 from harness.metrics.throughput import FORMULAS
-from harness.report.results import Row, cell, method_rank
+from harness.report.results import UPSTREAM, Row, cell, method_rank
 from harness.report.tables.table import Table, number, significant, table_of, text
 from harness.report.tables.trials import MASK, MODEL, NAME, PARALLEL, TASK, TOKENS, lines_of, unit_of
-from harness.report.variants import method_name, panel_of
+from harness.report.variants import method_name, panel_of, system_name
 from harness.report.weak_forms import marked, weak_forms
 from harness.spec.table import EQUAL
 
@@ -30,7 +30,7 @@ def set_ups_table(rows: Sequence[Row]) -> Table | None:
 
     lines = {key(row): row for row in reversed(rows) if row["settings"] != EQUAL}
     columns = (
-        text("method", "method"), text("settings", "settings"), text("from the table", _filled),
+        text("method", _system), text("settings", "settings"), text("from the table", _filled),
         text("by hand", "settings_by_hand"), text("note", "settings_notes"),
     )  # fmt: skip
     return table_of(
@@ -40,6 +40,10 @@ def set_ups_table(rows: Sequence[Row]) -> Table | None:
         "that the table may fill and the experiment gave itself. note: what the original does and no setting says. "
         "Methods are compared under one value of settings, each with its own set-up.",
     )  # fmt: skip
+
+
+def _system(row: Row) -> str:
+    return system_name(row) if row["method"].endswith(UPSTREAM) else str(row["method"])
 
 
 def _filled(row: Row) -> str | None:
