@@ -70,7 +70,10 @@ def _groups(found: Beside, metric: str, entries: Sequence[Entry]) -> tuple[list[
         place = (panel_name(entry) not in theirs, panel_name(entry), entry.at)
         key = (order.index(entry.series), name_of(entry))
         places.setdefault(place, {}).setdefault(key, []).append(entry)
-    variants = {name: place for place, name in enumerate(dict.fromkeys(map(name_of, entries)))}
+    variants: dict[tuple[str, str], list[str]] = {}  # names by method and origin
+    for entry in entries:
+        alike = variants.setdefault((entry.method, entry.origin), [])
+        alike += [name_of(entry)] if name_of(entry) not in alike else []
     groups: list[Bars] = []
     points, left = [], 0
     for (_, panel, at), series in sorted(places.items(), key=lambda item: item[0]):
@@ -78,7 +81,8 @@ def _groups(found: Beside, metric: str, entries: Sequence[Entry]) -> tuple[list[
         bars = []
         for (_, name), members in sorted(series.items()):
             points.append(Point(series=name, seq_len=at, rows=[_row(entry) for entry in members]))
-            bars.append(_bar(points[-1], members[0], metric, f"{panel}, {along}", variants[name]))
+            variant = variants[members[0].method, members[0].origin].index(name)
+            bars.append(_bar(points[-1], members[0], metric, f"{panel}, {along}", variant))
         drawn = sum(len(group.bars) for group in groups)
         if drawn and drawn + len(bars) > MAX_BARS:
             left += len(bars)

@@ -251,7 +251,7 @@ def test_a_figure_shows_a_trial_without_a_number_among_those_of_its_settings() -
     assert [(name, len(rows)) for name, rows in series] == [
         ("burst (Ulysses)", 3), ("ulysses", 1),
     ]  # fmt: skip
-    assert {look.hatch for look in looks_of(series).values()} == {""}
+    assert {look.variant for look in looks_of(series).values()} == {0}
 
 
 def test_what_auto_took_at_different_lengths_is_two_series_that_look_different() -> None:

@@ -59,12 +59,11 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_report_leaves_page_figures_and_tables(full: Path) -> None:
     figures = {path.name for path in (full / "figures").iterdir()}
     assert {
-        "throughput.png",
-        "throughput.pdf",
-        "loss.png",
-        "attention_speed.png",
-        "throughput.tex",
-        "bytes_sent-attention.pdf",
+        "speed-train.png",
+        "speed-train.pdf",
+        "speed-train.tex",
+        "speed-attention.png",
+        "memory-attention.pdf",
     } <= figures
     tables = {path.name for path in (full / "tables").iterdir()}
     names = ("results", "comparison", "agreement", "accuracy", "problems")
@@ -74,7 +73,7 @@ def test_a_report_leaves_page_figures_and_tables(full: Path) -> None:
 def test_the_page_needs_nothing_from_elsewhere(full: Path) -> None:
     text = (full / "report.html").read_text()
     page = Page(text)
-    assert page.tags.count("svg") >= 3
+    assert page.tags.count("svg") >= 4
     files = [link for link in page.links if not link.startswith("#")]
     assert all((full / unquote(link)).is_file() for link in files), files
     assert not {"link", "iframe", "object", "img"} & set(page.tags)
@@ -129,7 +128,7 @@ def test_runs_of_different_experiments_share_a_report_without_mixing_figures(tmp
     page = Page(write_report([small, large], tmp_path / "out").read_text())
     assert "A small sweep · A large sweep" in page.text
     figures = {path.stem for path in (tmp_path / "out" / "figures").glob("*.png")}
-    assert {"throughput-small-quickstart-small-fp32", "throughput-large-big-1b-bf16", "mfu"} <= figures
+    assert {"speed-small-quickstart-small-fp32", "speed-large-big-1b-bf16"} <= figures
 
 
 def test_runs_with_one_name_are_told_apart(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from harness.base.lengths import format_length
 from harness.metrics.intervals import Interval
-from harness.report.digits import ratio_spread_text
 from harness.report.drawing.points import Layout, Point
 from harness.report.results import Row
 from harness.report.speedup import Point as Contested
@@ -83,7 +82,7 @@ def title_of(matches: Sequence[Match]) -> str:
     verdicts = Counter(one.found.verdict for one in matches)
     spreads = [one.found.spread for one in matches]
     ends = [end for one in matches for end in _ends(one)]
-    between = ratio_spread_text(Interval(low=min(ends), high=max(ends))) if min(ends) < max(ends) else f"{ends[0]:.2f}"
+    between = _between(min(ends), max(ends))
     if None in spreads:
         return f"{first} at {between} times the speed of {second} in one round, {where}"
     if not all(isinstance(one, Interval) for one in spreads):
@@ -131,6 +130,12 @@ def _ends(match: Match) -> tuple[float, float]:
     if isinstance(spread, Interval):
         return spread.low, spread.high
     return (min(spread), max(spread)) if spread else (match.found.value, match.found.value)
+
+
+def _between(low: float, high: float) -> str:
+    """Both ends of a ratio, or one where they read the same; an end that is not 1 never reads 1.00."""
+    digits = next((n for n in (2, 3) if all(end == 1 or round(end, n) != 1 for end in (low, high))), 4)
+    return " to ".join(dict.fromkeys(f"{end:.{digits}f}" for end in (low, high)))
 
 
 def _name(names: Sequence[str], several: str) -> str:

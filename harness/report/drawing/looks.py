@@ -16,18 +16,18 @@ from harness.report.results import UPSTREAM, Row
 INK, MUTED, GRID, PAPER = "#1b1f24", "#5b6470", "#dfe3e8", "#ffffff"
 PALETTE: dict[str, tuple[str, str]] = {
     "ink": (INK, "#e4e7eb"), "muted": (MUTED, "#a2abb6"), "line": (GRID, "#30353c"), "ground": (PAPER, "#15181c"),
-    "burst": ("#b74d00", "#ff9440"),
+    "burst": ("#b74d00", "#ff974c"),
     "ring": ("#5ebff5", "#8fdcff"),
-    "megatron_cp": ("#00518f", "#5b9bf0"),
+    "megatron_cp": ("#00518f", "#3882f0"),
     "megatron_tp": ("#d27fae", "#f2a9d0"),
     "ulysses": ("#1d9b6c", "#2fbf8a"),
-    "loongtrain_double_ring": ("#c98200", "#b98a2e"),
-    "loongtrain_usp": ("#d4c000", "#f0e24f"),
+    "loongtrain_double_ring": ("#c98200", "#c27421"),
+    "loongtrain_usp": ("#d4c000", "#e9e63c"),
     "torch_cp": ("#666675", "#8c8c9c"),
-    "flash_1gpu": ("#292623", "#f3efe9"),
+    "flash_1gpu": ("#292623", "#f0f4fd"),
     "spare_1": ("#713920", "#a5644a"),
     "spare_2": ("#736bd0", "#b3a8ff"),
-    "spare_3": ("#85c8a9", "#a6f0cd"),
+    "spare_3": ("#85c8a9", "#a1dfc7"),
     "spare_4": ("#9e0051", "#e0458c"),
 }  # fmt: skip
 OF_PAGE = ("ink", "muted", "line", "ground")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from harness.base.lengths import format_length
 from harness.report.drawing.finding import span_of
 from harness.report.drawing.lines import End, write_names
-from harness.report.drawing.looks import MUTED, Look, looks_of
+from harness.report.drawing.looks import MUTED, looks_of
 from harness.report.drawing.notes import samples_note
 from harness.report.drawing.points import IN_CSV, about
 from harness.report.drawing.sheet import Page, Sheet, text_inches, wrapped
@@ -21,6 +22,7 @@ from harness.report.variants import panel_name, panel_of, series_of
 CURVE_STEPS = 10  # of a single trial, from which on its loss is worth a figure
 COINCIDE = 0.01  # relative difference below which curves lie on each other
 MAX_CURVES = 8
+_Curves = dict[str, tuple[Row, list[float]]]  # by name
 _FLOOR = 1e-9  # drawn for differences of exactly zero, which a logarithm cannot show
 
 
@@ -55,46 +57,44 @@ def _coincide(compared: Sequence[Agreement]) -> str:
 def _differences(rows: Sequence[Row], compared: Sequence[Agreement]) -> Sheet:
     names = _names(rows)
     ranked = sorted(compared, key=lambda pair: -max(_apart(pair)))
-    worst, kept = ranked[0], ranked[:MAX_CURVES]
-    notes = [
-        "Larger of the two relative differences (loss, gradient norm) to the first ok trial of the same model, length, "
-        f"dtype, data and seed; exact equality is drawn at {_FLOOR:.0e}.",
-        *(
-            [f"{MAX_CURVES} of {len(ranked)} trials are drawn, those that differ most; {IN_CSV}."]
-            if len(ranked) > MAX_CURVES
-            else []
-        ),
-        *_notes(rows),
-    ]
-    bound = any(pair.agrees is not None for pair in compared)
     failed = sum(pair.agrees is False for pair in compared)
     told = f"{failed} of {len(compared)} trials differ by more than {LIMIT:.0e}" if failed else "losses differ"
-    title = f"Loss: {told}, {names[id(worst.row)]} by {max(_apart(worst)):.1e} relative"
-    curves = [(names[id(pair.row)], pair.row, _apart(pair)) for pair in kept]
-    return Sheet(
-        title=title, about=about(rows), notes=notes,
-        plot=lambda page: _paint(page, curves, "relative difference", limit=LIMIT if bound else None),
-    )  # fmt: skip
+    note = (
+        "Larger of the two relative differences (loss, gradient norm) to the first ok trial of the same model, length, "
+        f"dtype, data and seed; exact equality is drawn at {_FLOOR:.0e}."
+    )
+    return _sheet(
+        rows,
+        f"Loss: {told}, {names[id(ranked[0].row)]} by {max(_apart(ranked[0])):.1e} relative",
+        note,
+        {names[id(pair.row)]: (pair.row, _apart(pair)) for pair in ranked},
+        "relative difference",
+    )
 
 
 def _curves(rows: Sequence[Row], long: Sequence[Agreement]) -> Sheet:
     names = _names(rows)
-    kept = long[:MAX_CURVES]
-    losses = [pair.row["loss_by_step"] for pair in kept]
-    steps = max(map(len, losses))
-    title = f"Loss: from {losses[0][0]:.2f} to {losses[0][-1]:.2f} in {steps} steps"
-    curves = [(names[id(pair.row)], pair.row, list(pair.row["loss_by_step"])) for pair in kept]
-    notes = ["Loss = mean over all target tokens of the whole batch.", *_notes(rows)]
-    return Sheet(title=title, about=about(rows), notes=notes, plot=lambda page: _paint(page, curves, "loss"))
+    first = long[0].row["loss_by_step"]
+    return _sheet(
+        rows,
+        f"Loss: from {first[0]:.2f} to {first[-1]:.2f} in {len(first)} steps",
+        "Loss = mean over all target tokens of the whole batch.",
+        {names[id(pair.row)]: (pair.row, list(pair.row["loss_by_step"])) for pair in long},
+        "loss",
+    )
 
 
-def _notes(rows: Sequence[Row]) -> list[str]:
-    notes = [
-        own_weights_sentence(rows),
-        f"{samples_note(rows)} All steps are drawn, warm-up included.",
-        *footnotes_of(rows),
-    ]
-    return [note for note in notes if note]
+def _sheet(rows: Sequence[Row], title: str, note: str, curves: _Curves, unit: str) -> Sheet:
+    kept = dict(list(curves.items())[:MAX_CURVES])
+    notes = [note, own_weights_sentence(rows), f"{samples_note(rows)} All steps are drawn, warm-up included."]
+    if len(curves) > len(kept):
+        notes.append(f"{MAX_CURVES} of {len(curves)} trials are drawn; {IN_CSV}.")
+    return Sheet(
+        title=title,
+        about=about(rows),
+        notes=[one for one in (*notes, *footnotes_of(rows)) if one],
+        plot=partial(_paint, curves=kept, unit=unit),
+    )
 
 
 def _names(rows: Sequence[Row]) -> dict[int, str]:
@@ -113,34 +113,31 @@ def _names(rows: Sequence[Row]) -> dict[int, str]:
     }
 
 
-def _paint(page: Page, curves: Sequence[tuple[str, Row, list[float]]], unit: str, limit: float | None = None) -> None:
+def _paint(page: Page, *, curves: _Curves, unit: str) -> None:
     """Curves over the steps; differences on a logarithmic axis, with the limit that fp32 trials have to keep."""
     form = page.form
-    looks = looks_of([(name, [row]) for name, row, _ in curves])
-    right = min(0.33 * form.width, max(text_inches(name, form.small) for name in looks) + 0.14)
-    height = max(2.0, 0.16 * sum(len(wrapped(name, right - 0.12, form.small)) for name in looks))
-    ax = page.panel(0.26, 0.62, page.right - 0.62 - right, height, below=0.36)
+    looks = looks_of([(name, [row]) for name, (row, _) in curves.items()])
+    names = min(0.33 * form.width, max(text_inches(name, form.small) for name in looks) + 0.14)
+    height = max(2.0, 0.16 * sum(len(wrapped(name, names - 0.12, form.small)) for name in looks))
+    ax = page.panel(0.26, 0.62, page.right - 0.62 - names, height, below=0.36)
     ends = []
-    for name, _, values in curves:
-        look: Look = looks[name]
+    for name, (_, values) in curves.items():
+        look = looks[name]
         [drawn] = ax.plot(range(1, len(values) + 1), values, color=look.colour, linestyle=look.dashes, linewidth=1.5)
         page.tip(drawn, f"{name}: {values[0]:.4g} to {values[-1]:.4g}")
         ends.append(End(name=name, colour=look.colour, x=len(values), y=values[-1]))
-    ax.set_xlim(1, max(len(values) for *_, values in curves))
+    steps = max(len(values) for _, values in curves.values())
+    ax.set_xlim(1, max(2, steps))
     if unit != "loss":
         ax.set_yscale("log")
         ax.yaxis.set_minor_locator(NullLocator())
-        ax.set_ylim(_FLOOR / 2, max([10 * LIMIT, *(2 * value for _, _, values in curves for value in values)]))
-    if limit:
-        ax.axhline(limit, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-        ax.annotate(f"limit {limit:.0e}", (0, limit), (3, 2), xycoords=("axes fraction", "data"),
-                    textcoords="offset points", fontsize=form.small, color=MUTED)  # fmt: skip
+        ax.set_ylim(_FLOOR / 2, max([10 * LIMIT, *(2 * value for _, values in curves.values() for value in values)]))
+        ax.axhline(LIMIT, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+        ax.text(1, LIMIT * 1.2, f"limit {LIMIT:.0e}", fontsize=form.small, color=MUTED)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     ax.set_xlabel("step", fontsize=form.small, labelpad=2)
-    ax.annotate(
-        unit, (0, 1), (-38, 9), xycoords="axes fraction", textcoords="offset points", fontsize=form.small, color=MUTED
-    )
-    write_names(ax, ends, right, height, form.small)
+    ax.text(0, 1 + 0.12 / height, unit, transform=ax.transAxes, fontsize=form.small, color=MUTED)
+    write_names(ax, ends, names, height, form.small)
 
 
 def _apart(pair: Agreement) -> list[float]:

@@ -17,7 +17,6 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from harness.base.lengths import format_length
 from harness.metrics.intervals import Interval
-from harness.metrics.throughput import FORMULAS
 from harness.report.drawing.looks import INK, MUTED, PAPER
 from harness.report.drawing.notes import samples_note, whisker_note
 from harness.report.drawing.points import Layout, Point, configuration_of, laid_out, number_text
@@ -46,11 +45,10 @@ class SpeedMemory:
         lost = sorted({f"{point.series} ({point.lost})" for point in layout.points if _at(point) is None})
         dates = sorted({str(row["started_at"])[:10] for row in here if row["started_at"]})
         notes = [
-            *layout.notes,
             samples_note(here),
             whisker_note([point.rows for point in layout.points]),
+            *layout.notes,
             *([f"Without a point: {', '.join(lost)}."] if lost else []),
-            f"P{FORMULAS[MEMORY][1:]}.",
             *(["The speeds do not start at 0."] if _zoomed(spots) else []),
             *([f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."] if dates else []),
         ]
@@ -95,7 +93,7 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
             if row.get(MEMORY) and row.get(SPEED):
                 found[configuration_of(row)] = row[MEMORY]
         measured = sum(bool(row.get(SPEED)) for row in places[place])
-        one_set_up = len({row["settings"] for row in own}) == 1
+        one_set_up = len({(row["run"], row["settings"]) for row in own}) == len({row["run"] for row in own})
         if len(found) > 1 < measured - 1 and one_set_up and max(found.values()) > APART * min(found.values()):
             return places[place]
     return []
@@ -285,6 +283,7 @@ def _label(ax: Axes, spots: Sequence[_Spot], line: Sequence[_Spot], wide: float,
             (x + gap, y + gap / 2), (x - width - gap / 2, y + gap / 2), (x + gap / 2, y - gap - _STEP),
             (x - width - gap / 2, y - gap - _STEP), (x - width / 2, y + gap + _STEP), (x + gap, y - gap - 2 * _STEP),
             (x - width / 2, y - gap - 2 * _STEP), (x - width / 2, y + gap + 2 * _STEP),
+            (x - width - gap / 2, y + gap + _STEP),
         ]  # fmt: skip
         if not spot.own:
             choices[0], choices[1] = choices[1], choices[0]
